@@ -1,0 +1,33 @@
+"""The one exception for mistakes of the user, and the search for the name they meant."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+
+class UserError(Exception):
+    """A mistake in the configuration, the command line or the data: shown as one line, exit code 2, nothing written."""
+
+    exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        # One line is a promise to whoever reads a cluster log: messages of libraries are folded into it.
+        super().__init__(" ".join(message.split()))
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name closest to a mistyped one, or None if nothing is close."""
+    candidates = list(known)
+    by_case = {candidate.lower(): candidate for candidate in candidates}
+    matches = get_close_matches(name.lower(), list(by_case), n=1, cutoff=0.7)
+    return by_case[matches[0]] if matches else None
+
+
+def shown(value: Any, limit: int = 80) -> str:
+    """A value as one would write it in YAML on one line, cut if it is long."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = "[" + ", ".join(shown(item) for item in value) + "]" if isinstance(value, (list, tuple)) else str(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,112 @@
+"""From what pydantic found to one line for the user: the setting's dotted name, its value, what is allowed."""
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from trainer.config.aliases import ALIASES, ELSEWHERE
+from trainer.config.errors import nearest, shown
+from trainer.config.sections import RunConfig
+
+# pydantic's own words are for programmers; these are for the types of error that a YAML file can cause.
+WORDS = {
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be {ge} or more",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be {le} or less",
+    "literal_error": "must be {expected}",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number, such as 0.0001 or 1e-4",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be text; put it in quotes",
+    "tuple_type": "must be a list, such as [a, b]",
+    "dict_type": "must be a map, such as {{a: b}}",
+}
+
+
+def first_mistake(error: ValidationError) -> str:
+    """One line for the mistake that is worth telling first: an unknown name, else what comes first in the file's order."""
+    found = sorted(error.errors(), key=lambda entry: entry["type"] != "extra_forbidden")[0]
+    if found["type"] == "extra_forbidden":
+        return unknown_setting([str(part) for part in found["loc"]])
+    path, section = _follow(found["loc"])
+    dotted = ".".join(path)
+    if found["type"] == "missing":
+        inner = f" with `{next(iter(section.model_fields))}: ...` below it" if section else ""
+        return f"{dotted}: missing; write `{path[-1]}: ...`{inner}, for it has no default"
+    if found["type"] in ("model_type", "model_attributes_type") and section:
+        first = next(iter(section.model_fields))
+        return (
+            f"{dotted}={shown(found['input'])}: must be a section; write `{dotted}.{first}=...` or `{first}:` below it"
+        )
+    return f"{dotted}={shown(found['input'])}: {_allowed(found)}"
+
+
+def unknown_setting(path: Sequence[str]) -> str:
+    """The line for a name that is no setting, with the nearest one: of the same section first, then of any."""
+    dotted, name = ".".join(path), path[-1]
+    if dotted in ELSEWHERE:
+        return f"{dotted}: not a setting here; {ELSEWHERE[dotted]}"
+    if (section := section_at(path[:-1])) and (close := nearest(name, section.model_fields)):
+        return f"{dotted}: unknown setting; did you mean {'.'.join([*path[:-1], close])}?"
+    everywhere = {
+        key: setting for setting in setting_names() for key in (setting, setting.rsplit(".", 1)[-1])
+    } | ALIASES
+    close = nearest(dotted, everywhere) or nearest(name, everywhere)
+    way_out = f"did you mean {everywhere[close]}?" if close else "`zerolora config --schema` lists all of them"
+    return f"{dotted}: unknown setting; {way_out}"
+
+
+def setting_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+    """Every setting's dotted name, in order."""
+    names: list[str] = []
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            names += setting_names(inner, f"{prefix}{name}.")
+        else:
+            names.append(prefix + name)
+    return names
+
+
+def section_at(path: Sequence[str]) -> type[BaseModel] | None:
+    """The model at a dotted path, through lists and optional sections; None if there is no section."""
+    return _follow(path)[1]
+
+
+def _follow(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] | None]:
+    """The parts of a location that the user wrote, and the section that they lead to, if they lead to one.
+
+    pydantic adds the alternatives of a union to a location; they are neither fields, nor positions, nor keys of a map.
+    """
+    section: type[BaseModel] | None = RunConfig
+    path: list[str] = []
+    for part in location:
+        if section is not None and part in section.model_fields:
+            path.append(str(part))
+            section = _model_in(section.model_fields[str(part)].annotation)
+        elif isinstance(part, int) or part.isdigit():
+            path.append(str(part))
+    return path, section
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds: itself, one of a tuple, or one that may be absent."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for inner in get_args(annotation) if (model := _model_in(inner))), None)
+
+
+def _allowed(found: ErrorDetails) -> str:
+    words = WORDS.get(found["type"])
+    if words:
+        return words.format(**found.get("ctx", {}))
+    message = found["msg"].removeprefix("Value error, ")
+    return message[:1].lower() + message[1:]

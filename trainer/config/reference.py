@@ -1,0 +1,87 @@
+"""The reference of all settings, written from the models themselves: as text for people, as JSON schema for editors."""
+
+import re
+import textwrap
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from trainer.config.aliases import ALIASES
+from trainer.config.errors import shown
+from trainer.config.sections import RunConfig
+
+NAMES = {str: "text", int: "integer", float: "number", bool: "true | false", NoneType: "none", Any: "anything"}
+
+
+def reference_text(width: int = 100) -> str:
+    """Every setting: dotted name, type with its range, default, meaning, and what other trainers call it."""
+    return "\n".join(_section_lines(RunConfig, "", max(60, min(width, 120))))
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a configuration file."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
+
+
+def _section_lines(section: type[BaseModel], prefix: str, width: int) -> list[str]:
+    lines: list[str] = []
+    inner: list[tuple[str, type[BaseModel]]] = []
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            inner.append((name, field.annotation))
+        else:
+            lines += _setting_lines(prefix + name, field, width)
+    for name, model in inner:
+        text = " ".join((model.__doc__ or "").split())
+        lines += ["", f"# {name}: {text}", *_section_lines(model, f"{prefix}{name}.", width)]
+    return lines
+
+
+def _setting_lines(name: str, field: FieldInfo, width: int) -> list[str]:
+    default = "required" if field.is_required() else f"default {shown(field.get_default(call_default_factory=True))}"
+    head = f"{name}: {_type_text(field.annotation, field.metadata)} ({default})"
+    others = [alias for alias, ours in ALIASES.items() if ours == name and "." not in alias]
+    text = " ".join((field.description or "").split())
+    also = f" Also read: {', '.join(others)}." if others else ""
+    return [
+        *textwrap.wrap(head, width, subsequent_indent="  ", break_on_hyphens=False),
+        *textwrap.wrap(text + also, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False),
+    ]
+
+
+def _type_text(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_text(arguments[0], arguments[1:])
+    if origin is Literal:
+        return " | ".join(shown(value) for value in arguments)
+    if origin in (Union, UnionType):
+        return " | ".join(_type_text(argument) for argument in arguments)
+    if origin is tuple:
+        return f"list of {_type_text(arguments[0])}"
+    if origin is dict:
+        return f"map of {_type_text(arguments[0])} to {_type_text(arguments[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return re.sub(r"Section$", "", annotation.__name__).lower() + " section"
+    return NAMES[annotation] + _range_text(metadata)
+
+
+def _range_text(metadata: list[Any] | tuple[Any, ...]) -> str:
+    """A numeric field's bounds, such as ` >= 0, < 1`."""
+    # Annotated[..., Field(ge=0)] holds the bounds one level deeper when it is an alternative of a union.
+    flat = [inner for outer in metadata for inner in (outer.metadata if isinstance(outer, FieldInfo) else [outer])]
+    bounds: list[str] = []
+    for bound in flat:
+        match bound:
+            case Ge(ge=value):
+                bounds.append(f">= {value}")
+            case Gt(gt=value):
+                bounds.append(f"> {value}")
+            case Le(le=value):
+                bounds.append(f"<= {value}")
+            case Lt(lt=value):
+                bounds.append(f"< {value}")
+    return f" {', '.join(bounds)}" if bounds else ""
