@@ -1,0 +1,199 @@
+"""PEFT adapters onto the base model: which layers, how many parameters, and proof that each one learns."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.config import LoraSection, UserError
+
+
+@dataclass(frozen=True)
+class AdaptedLayers:
+    """One line of the table at start: layers of the same name and shape."""
+
+    name: str
+    shape: str
+    count: int
+    parameters: int
+
+
+def lora_config(lora: LoraSection, *, added_token_ids: dict[str, list[int]] | None = None) -> Any:
+    """peft.LoraConfig for the section `lora`."""
+    from peft import LoraConfig
+
+    all_linear = lora.target_modules == ("all-linear",)
+    init: bool | str = True if lora.init in ("default", "loftq") else lora.init
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules="all-linear" if all_linear else list(lora.target_modules),
+        exclude_modules=list(lora.exclude_modules) or None,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        init_lora_weights=init,
+        modules_to_save=list(lora.modules_to_save) or None,
+        trainable_token_indices=added_token_ids,
+        bias="none",
+    )
+
+
+def check_targets(model: nn.Module, lora: LoraSection) -> None:
+    """Raise UserError, with the linear layers there are, if the targets match none. Works on a model without weights."""
+    linear_names = Counter(
+        name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    )
+    there_is = ", ".join(f"{name} ({count})" for name, count in sorted(linear_names.items())) or "none"
+    if lora.target_modules != ("all-linear",):
+        paths = [name for name, _ in model.named_modules()]
+        unmatched = [target for target in lora.target_modules if not _matches_any(target, paths)]
+        if unmatched:
+            raise UserError(f"lora.target_modules={unmatched}: match no layer of this model; linear layers are: {there_is}")
+    for name in lora.modules_to_save:
+        if not _matches_any(name, [path for path, _ in model.named_modules()]):
+            children = ", ".join(sorted({path.rsplit(".", 1)[-1] for path, _ in model.named_modules() if path})[:40])
+            raise UserError(f"lora.modules_to_save={name}: matches no module of this model; modules are: {children}")
+
+
+def _matches_any(target: str, paths: list[str]) -> bool:
+    return any(path == target or path.endswith(f".{target}") for path in paths)
+
+
+def changes_base_weights(lora: LoraSection) -> bool:
+    """True for initialisations that take the adapter's start out of the base weights."""
+    return lora.init.startswith(("pissa", "olora"))
+
+
+def save_initial_adapter(model: Any, folder: Path, *, is_main: bool) -> None:
+    """Keep the adapter as it began: the difference to it is what fits the unchanged base model."""
+    if is_main:
+        config = model.peft_config["default"]
+        method, config.init_lora_weights = config.init_lora_weights, True
+        model.save_pretrained(folder)
+        config.init_lora_weights = method
+
+
+def apply_adapter(
+    model: Any, lora: LoraSection, dtype: torch.dtype, added_token_ids: list[int] | None = None, *, base_model: str = ""
+) -> Any:
+    """Put a new adapter, or the one at `lora.adapter_path`, onto the model; its weights are trained in `dtype`.
+
+    Under 16-bit training DeepSpeed keeps 32-bit master weights of the adapter. `base_model` is where LoftQ (Li et al.,
+    2023) reads the full-precision weights whose quantisation error the adapter starts with.
+    """
+    from peft import PeftModel, get_peft_model
+
+    if lora.adapter_path:
+        adapted = _load_existing(PeftModel, model, lora.adapter_path)
+    else:
+        embedding = _embedding_name(model)
+        token_ids = {embedding: added_token_ids} if added_token_ids else None
+        try:
+            adapted = get_peft_model(model, lora_config(lora, added_token_ids=token_ids), autocast_adapter_dtype=False)
+        except ValueError as error:
+            raise UserError(f"lora: PEFT refused the adapter: {error}") from None
+        if lora.init == "loftq":
+            _start_from_quantisation_error(adapted, base_model)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    return adapted
+
+
+def _start_from_quantisation_error(adapted: Any, base_model: str) -> None:
+    from peft import replace_lora_weights_loftq
+
+    file = Path(base_model) / "model.safetensors"
+    if not file.exists():
+        raise UserError(f"lora.init=loftq: reads one file {file}, which is not there; use a local model in one file")
+    replace_lora_weights_loftq(adapted, model_path=str(file))
+
+
+def _load_existing(peft_model: Any, model: Any, path: str) -> Any:
+    try:
+        return peft_model.from_pretrained(model, path, is_trainable=True, autocast_adapter_dtype=False)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise UserError(f"lora.adapter_path={path}: cannot be loaded onto this model: {error}") from None
+
+
+def _embedding_name(model: Any) -> str:
+    embedding = model.get_input_embeddings()
+    return next(name for name, module in model.named_modules() if module is embedding).rsplit(".", 1)[-1]
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Trainable and total parameters; a 4-bit weight counts as the weights it stands for."""
+    trainable = total = 0
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        shape = state.shape if state is not None else getattr(parameter, "ds_shape", parameter.shape)
+        size = int(torch.Size(shape).numel())
+        total += size
+        trainable += size if parameter.requires_grad else 0
+    return trainable, total
+
+
+def adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
+    """The adapted layers, grouped by name and shape, largest group first."""
+    from peft.tuners.lora import LoraLayer
+
+    groups: dict[tuple[str, str], list[int]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            shape = f"{module.in_features} -> {module.out_features}"
+            size = sum(
+                int(torch.Size(getattr(parameter, "ds_shape", parameter.shape)).numel())
+                for parameter in module.parameters()
+                if parameter.requires_grad
+            )
+            groups.setdefault((path.rsplit(".", 1)[-1], shape), []).append(size)
+    layers = [AdaptedLayers(name, shape, len(sizes), sum(sizes)) for (name, shape), sizes in groups.items()]
+    return sorted(layers, key=lambda layer: -layer.parameters)
+
+
+class GradientCheck:
+    """Watches the first backward pass: every trainable parameter must receive a gradient, and a finite one.
+
+    A gradient that never arrives is how gradient checkpointing and partitioning break LoRA without an error.
+    """
+
+    def __init__(self, model: nn.Module, *, finite: bool = True) -> None:
+        """`finite=False` for fp16, whose first loss scales are meant to overflow."""
+        self._check_finite = finite
+        self._experts = any("experts" in name for name, _ in model.named_modules())
+        self._finite: dict[str, torch.Tensor] = {}
+        self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._handles = [
+            parameter.register_hook(self._watch(name))
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
+
+    def _watch(self, name: str) -> Any:
+        def hook(grad: torch.Tensor) -> None:
+            finite = torch.isfinite(grad).all()
+            self._finite[name] = self._finite[name] & finite if name in self._finite else finite
+
+        return hook
+
+    def finish(self) -> None:
+        """Remove the hooks; raise RuntimeError naming the parameters that got no gradient or one that is not finite.
+
+        An expert that the router never chose gets none, and that is no fault.
+        """
+        for handle in self._handles:
+            handle.remove()
+        missing = [name for name in self._names if name not in self._finite]
+        if missing and not self._experts:
+            raise RuntimeError(f"{len(missing)} of {len(self._names)} trained tensors got no gradient, first {missing[0]}")
+        broken = [name for name, finite in self._finite.items() if not bool(finite)]
+        if broken and self._check_finite:
+            raise RuntimeError(
+                f"{len(broken)} of {len(self._names)} trained tensors got a gradient that is not finite, first {broken[0]}; "
+                "lower training.learning_rate, use precision: bf16, or look at the data with `zerolora inspect`"
+            )

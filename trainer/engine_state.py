@@ -1,0 +1,228 @@
+"""The optimizer's 32-bit state out of a DeepSpeed engine and back, whatever the stage and the number of ranks.
+
+DeepSpeed keeps master weights and moments in flat partitions whose cuts depend on stage and rank count. A `Shard` says
+where one trained tensor lies in the partition that this rank holds; with it every quantity is copied out whole, by name
+(one sum over ranks of disjoint pieces), and copied back into any other partitioning. Read in DeepSpeed 0.19.8:
+stage_1_and_2.py (`_hp_mapping`), stage3.py (`grad_position`), fp16/unfused_optimizer.py (`fp32_groups`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer.ranks import sum_over_ranks
+
+QUANTITIES = ("master", "exp_avg", "exp_avg_sq")
+# bitsandbytes' names for the two moments in 8 bits, their scales and code books; a scale covers 256 elements.
+EIGHT_BIT = {"exp_avg": ("state1", "absmax1", "qmap1"), "exp_avg_sq": ("state2", "absmax2", "qmap2")}
+EIGHT_BIT_BLOCK = 256
+ELEMENTS_AT_ONCE = 64_000_000
+
+Named = tuple[str, torch.nn.Parameter]
+Dense = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Elements [param_start, param_start + length) of a trained tensor lie at `holder_start` of a flat holder."""
+
+    name: str
+    holder: torch.Tensor
+    holder_start: int
+    param_start: int
+    length: int
+
+
+class EngineState:
+    """Master weights and AdamW moments by parameter name. Every rank must take part in each call."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._optimizer = engine.basic_optimizer
+        self._trained: list[Named] = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
+        self._shards = list(_shards(engine, self._trained))
+        self._holders = list({id(holder): holder for holder in _holders(engine)}.values())
+
+    def collect(self) -> dict[str, torch.Tensor]:
+        """All trained tensors as {"master/NAME", "exp_avg/NAME", "exp_avg_sq/NAME"}: whole, fp32, on the CPU."""
+        dense = {id(holder): self._dense(holder) for holder in self._holders}
+        state: dict[str, torch.Tensor] = {}
+        for quantity in QUANTITIES:
+            for group in _groups_of_size(self._trained, ELEMENTS_AT_ONCE):
+                state |= {f"{quantity}/{name}": value for name, value in self._whole(quantity, group, dense)}
+        return state
+
+    def restore(self, state: dict[str, torch.Tensor], steps: int) -> None:
+        """Write back what `collect` gave after `steps` optimizer steps; the working copies of the weights follow."""
+        if steps:
+            self._create_moments(steps)
+        dense = {id(holder): self._dense(holder) for holder in self._holders}
+        for shard in self._shards:
+            for quantity in QUANTITIES if steps else ("master",):
+                piece = state[f"{quantity}/{shard.name}"].reshape(-1).narrow(0, shard.param_start, shard.length)
+                dense[id(shard.holder)][quantity].narrow(0, shard.holder_start, shard.length).copy_(piece)
+        for holder in self._holders:
+            _requantise(self._optimizer.state.get(holder, {}), dense[id(holder)])
+        self._refresh_working_copies(state)
+
+    def raw(self) -> dict[str, torch.Tensor]:
+        """This rank's 8-bit moments bit by bit (empty for 32-bit ones); they fit the same partitioning only."""
+        return {
+            f"{index}/{key}": value.detach().cpu().clone()
+            for index, holder in enumerate(self._holders)
+            for key, value in self._optimizer.state.get(holder, {}).items()
+            if torch.is_tensor(value) and key in ("state1", "state2", "absmax1", "absmax2")
+        }
+
+    def restore_raw(self, raw: dict[str, torch.Tensor]) -> None:
+        """Write back this rank's own 8-bit moments."""
+        for name, value in raw.items():
+            index, key = name.split("/")
+            self._optimizer.state[self._holders[int(index)]][key].copy_(value)
+
+    def steps_taken(self) -> int:
+        """Optimizer steps that the moments have seen."""
+        steps = [entry["step"] for holder in self._holders if (entry := self._optimizer.state.get(holder))]
+        return max((int(float(step)) for step in steps), default=0)
+
+    def _dense(self, holder: torch.Tensor) -> Dense:
+        """The holder's values and moments, flat, fp32: views of the real ones, or copies of 8-bit ones."""
+        entry = self._optimizer.state.get(holder, {})
+        dense = {"master": holder.detach().reshape(-1)}
+        for quantity, (values, scales, codes) in EIGHT_BIT.items():
+            if quantity in entry:
+                dense[quantity] = entry[quantity].reshape(-1)
+            elif values not in entry:
+                dense[quantity] = torch.zeros_like(dense["master"])
+            elif entry[values].dtype == torch.uint8:
+                dense[quantity] = _dequantised(entry[values], entry[scales], entry[codes])
+            else:  # bitsandbytes keeps small tensors in 32 bits
+                dense[quantity] = entry[values].reshape(-1)
+        return dense
+
+    def _whole(self, quantity: str, group: list[Named], dense: dict[int, Dense]) -> Iterator[tuple[str, torch.Tensor]]:
+        offsets: dict[str, int] = {}
+        total = 0
+        for name, parameter in group:
+            offsets[name] = total
+            total += _shape(parameter).numel()
+        buffer = torch.zeros(total, dtype=torch.float32, device=self._engine.device)
+        for shard in self._shards:
+            if shard.name in offsets:
+                piece = dense[id(shard.holder)][quantity].narrow(0, shard.holder_start, shard.length)
+                buffer.narrow(0, offsets[shard.name] + shard.param_start, shard.length).copy_(piece)
+        if self._engine.zero_optimization_stage() > 0:
+            sum_over_ranks(buffer)
+        for name, parameter in group:
+            shape = _shape(parameter)
+            yield name, buffer.narrow(0, offsets[name], shape.numel()).view(shape).to("cpu", copy=True)
+
+    def _create_moments(self, steps: int) -> None:
+        """A fresh engine has no moments: make zeros of the right kind, on every flat partition."""
+        for group_index, group in enumerate(self._optimizer.param_groups):
+            for index, holder in enumerate(self._group_holders(group_index, group)):
+                if hasattr(self._optimizer, "init_state"):  # bitsandbytes
+                    self._optimizer.init_state(group, holder, group_index, index)
+                    self._optimizer.state[holder]["step"] = steps
+                else:
+                    on_device = group.get("fused") or group.get("capturable")
+                    self._optimizer.state[holder] = {
+                        "step": torch.tensor(float(steps), device=holder.device if on_device else "cpu"),
+                        "exp_avg": torch.zeros_like(holder),
+                        "exp_avg_sq": torch.zeros_like(holder),
+                    }
+
+    def _group_holders(self, group_index: int, group: dict[str, Any]) -> list[torch.Tensor]:
+        """Stage 3 puts a sub-group's partition into its group only while it steps; the others leave it there."""
+        if self._engine.zero_optimization_stage() < 3:
+            return list(group["params"])
+        zero = self._engine.optimizer
+        to_group = zero.sub_group_to_group_id
+        return [flat for i, flat in enumerate(zero.fp32_partitioned_groups_flat) if to_group[i] == group_index]
+
+    def _refresh_working_copies(self, state: dict[str, torch.Tensor]) -> None:
+        """The weights that the forward pass reads: every rank writes the whole tensor, or its part under stage 3."""
+        import deepspeed
+
+        stage = self._engine.zero_optimization_stage()
+        for name, parameter in self._trained:
+            value = state[f"master/{name}"].to(self._engine.device, parameter.dtype)
+            if stage == 3:
+                with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                    parameter.data.copy_(value.view_as(parameter.data))
+            else:
+                parameter.data.copy_(value.view_as(parameter.data))
+
+
+def _shards(engine: Any, trained: list[Named]) -> Iterator[Shard]:
+    stage = engine.zero_optimization_stage()
+    optimizer = engine.optimizer
+    if stage == 0:
+        master = _masters_of_stage_0(optimizer)
+        for name, parameter in trained:
+            yield Shard(name, master.get(id(parameter), parameter), 0, 0, parameter.numel())
+    elif stage == 3:
+        for name, parameter in trained:
+            group, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            param_start = min(length * engine.global_rank, parameter.ds_numel)
+            # The last rank's partition is padded.
+            length = min(length, parameter.ds_numel - param_start)
+            yield Shard(name, optimizer.fp32_partitioned_groups_flat[group], start, param_start, length)
+    else:
+        for name, parameter in trained:
+            mapping = parameter._hp_mapping
+            if mapping is not None:  # None: no part of this tensor is in this rank's partition
+                holder = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+                part, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
+                yield Shard(name, holder, part.start, whole.start, part.numel)
+
+
+def _masters_of_stage_0(optimizer: Any) -> dict[int, torch.Tensor]:
+    """In 16 bits stage 0 wraps the optimizer and keeps 32-bit copies; in 32 bits the parameter is its own master."""
+    if not hasattr(optimizer, "fp16_groups"):
+        return {}
+    pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+    return {id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)}
+
+
+def _holders(engine: Any) -> Iterator[torch.Tensor]:
+    if engine.zero_optimization_stage() == 3:
+        yield from engine.optimizer.fp32_partitioned_groups_flat
+    else:
+        for group in engine.basic_optimizer.param_groups:
+            yield from group["params"]
+
+
+def _shape(parameter: torch.nn.Parameter) -> torch.Size:
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _groups_of_size(named: list[Named], elements: int) -> Iterator[list[Named]]:
+    group: list[Named] = []
+    size = 0
+    for name, parameter in named:
+        if group and size + _shape(parameter).numel() > elements:
+            yield group
+            group, size = [], 0
+        group.append((name, parameter))
+        size += _shape(parameter).numel()
+    if group:
+        yield group
+
+
+def _dequantised(values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    scale_of_each = scales.repeat_interleave(EIGHT_BIT_BLOCK)[: values.numel()]
+    return codes[values.reshape(-1).long()] * scale_of_each
+
+
+def _requantise(entry: dict[str, Any], dense: Dense) -> None:
+    """Write 32-bit moments back into an 8-bit optimizer's entry; nothing to do for 32-bit entries."""
+    from bitsandbytes.functional import quantize_blockwise
+
+    for quantity, (values, scales, codes) in EIGHT_BIT.items():
+        if values in entry and entry[values].dtype == torch.uint8:
+            packed, state = quantize_blockwise(dense[quantity], code=entry[codes], blocksize=EIGHT_BIT_BLOCK)
+            entry[values].copy_(packed.view_as(entry[values]))
+            entry[scales].copy_(state.absmax)

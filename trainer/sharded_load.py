@@ -1,0 +1,191 @@
+"""Weights read from safetensors module by module: quantised to 4 bits, partitioned under ZeRO-3, never whole.
+
+transformers skips `zero.Init` for quantised models (every rank would hold the whole 4-bit model) and, for others, reads
+the whole checkpoint into the memory of rank 0. Here rank 0 reads one module's tensors, all ranks receive them, each
+quantises alike (the same input gives the same bits), and DeepSpeed keeps this rank's share before the next module is read.
+Peak memory of a rank: its share of the model and one module in full precision.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer.config import ModelSection, QuantizationSection, UserError
+from trainer.quantize import quantized_linear, should_quantize
+
+
+class SafetensorsFiles:
+    """All tensors of a model's safetensors files by name, each read when asked for."""
+
+    def __init__(self, base_model: str, section: ModelSection) -> None:
+        from safetensors import safe_open
+
+        self._folder = _checkpoint_folder(base_model, section)
+        self._file_of: dict[str, Path] = {}
+        index = self._folder / "model.safetensors.index.json"
+        if index.exists():
+            for name, file in json.loads(index.read_text())["weight_map"].items():
+                self._file_of[name] = self._folder / file
+        else:
+            for file in sorted(self._folder.glob("*.safetensors")):
+                with safe_open(str(file), framework="pt") as handle:
+                    self._file_of |= dict.fromkeys(handle.keys(), file)
+        if not self._file_of:
+            raise UserError(f"base_model={base_model}: no .safetensors file; only safetensors are loaded, convert it first")
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._file_of)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, on the CPU."""
+        from safetensors import safe_open
+
+        with safe_open(str(self._file_of[name]), framework="pt") as handle:
+            return torch.as_tensor(handle.get_tensor(name))
+
+
+def load_streamed(
+    base_model: str,
+    section: ModelSection,
+    config: Any,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    quantization: QuantizationSection | None,
+    deepspeed_config: dict[str, Any] | None,
+) -> Any:
+    """Build the model without memory, then fill, quantise and partition it one module at a time."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=section.trust_remote_code
+        )
+    model.tie_weights()
+    files = SafetensorsFiles(base_model, section)
+    names = _names_in_checkpoint(model, files, base_model)
+    output_head = model.get_output_embeddings()
+    filled: dict[int, nn.Parameter] = {}  # tied weights are one parameter under several names
+    for path, module in list(model.named_modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in filled:
+                value = _broadcast(files, names[_join(path, name)], parameter, device)
+                filled[id(parameter)] = nn.Parameter(value.to(dtype), requires_grad=parameter.requires_grad)
+            setattr(module, name, filled[id(parameter)])
+        _load_buffers(module, path, files, device)
+        if quantization is not None and should_quantize(module) and module is not output_head:
+            module = quantized_linear(module, quantization, compute_dtype=dtype)
+            _replace(model, path, module)
+        if deepspeed_config is not None:
+            _partition(module, deepspeed_config)
+    model.eval()
+    model.is_loaded_in_4bit = quantization is not None
+    if quantization is not None:
+        model.config.quantization_config = _quantization_record(quantization, dtype)
+        model.is_quantized = True
+        model.quantization_method = "bitsandbytes"
+    return model
+
+
+def _partition(module: nn.Module, deepspeed_config: dict[str, Any]) -> None:
+    import deepspeed
+
+    own = nn.Module()  # only this module's own parameters: its children come in their turn
+    for name, parameter in module.named_parameters(recurse=False):
+        own.register_parameter(name, parameter)
+    if any(True for _ in own.parameters()):
+        deepspeed.zero.Init(module=own, config_dict_or_path=deepspeed_config)
+
+
+def _broadcast(
+    files: SafetensorsFiles, name: str, parameter: nn.Parameter, device: torch.device
+) -> torch.Tensor:
+    """The tensor on every rank; one rank per run reads the disk."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return _checked(files.read(name), name, parameter).to(device)
+    if dist.get_rank() == 0:
+        value = _checked(files.read(name), name, parameter).to(device=device, dtype=parameter.dtype).contiguous()
+    else:
+        value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    dist.broadcast(value, src=0)
+    return value
+
+
+def _checked(value: torch.Tensor, name: str, parameter: nn.Parameter) -> torch.Tensor:
+    if value.shape != parameter.shape:
+        raise UserError(f"base_model: {name} has shape {tuple(value.shape)}, config.json says {tuple(parameter.shape)}")
+    return value
+
+
+def _load_buffers(module: nn.Module, path: str, files: SafetensorsFiles, device: torch.device) -> None:
+    known = files.names()
+    for name, buffer in list(module.named_buffers(recurse=False)):
+        stored = _join(path, name)
+        value = files.read(stored).to(buffer.dtype) if stored in known else buffer
+        module._buffers[name] = value.to(device)
+
+
+def _names_in_checkpoint(model: Any, files: SafetensorsFiles, base_model: str) -> dict[str, str]:
+    """For every parameter its name in the files, which may lack or add the prefix of the inner model."""
+    stored = files.names()
+    prefix = f"{model.base_model_prefix}."
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    names: dict[str, str] = {}
+    seen: set[int] = set()
+    missing: list[str] = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        for candidate in (name, name.removeprefix(prefix), prefix + name):
+            if candidate in stored:
+                names[name] = candidate
+                break
+        else:
+            if name not in tied and id(parameter) not in seen:
+                missing.append(name)
+        seen.add(id(parameter))
+    if missing:
+        raise UserError(
+            f"base_model={base_model}: {len(missing)} weights are stored under other names (first: {missing[0]}), which "
+            "can only be loaded whole and unquantised; use zero.stage 0 to 2 with adapter: lora"
+        )
+    by_id = {id(parameter): names[name] for name, parameter in model.named_parameters(remove_duplicate=False) if name in names}
+    return {name: by_id[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _checkpoint_folder(base_model: str, section: ModelSection) -> Path:
+    if Path(base_model).is_dir():
+        return Path(base_model)
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(base_model, revision=section.revision, allow_patterns=["*.safetensors", "*.json"])
+    )
+
+
+def _quantization_record(quantization: QuantizationSection, dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantization.quant_type,
+        bnb_4bit_use_double_quant=quantization.double_quant,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent) if parent else model, name, module)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+

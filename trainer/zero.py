@@ -1,0 +1,89 @@
+"""RunConfig to DeepSpeed's dictionary and engine; the only file that spells DeepSpeed's keys."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trainer.config import TrainingSection, ZeroSection
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """`auto` is bf16 on cards of compute capability 8.0 and up, fp16 on older ones, fp32 on a CPU."""
+    if precision != "auto":
+        return precision
+    if device.type != "cuda":
+        return "fp32"
+    return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+
+
+def deepspeed_config(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> dict[str, Any]:
+    """The dictionary that `deepspeed.initialize` takes."""
+    partition: dict[str, Any] = {
+        "stage": zero.stage,
+        "contiguous_gradients": True,
+        "overlap_comm": zero.overlap_comm and on_gpu,
+        "reduce_bucket_size": zero.reduce_bucket_size,
+        "allgather_bucket_size": zero.allgather_bucket_size,
+    }
+    pin_memory = zero.pin_memory and on_gpu
+    if zero.offload_optimizer:
+        partition["offload_optimizer"] = {"device": "cpu", "pin_memory": pin_memory}
+    if zero.stage == 3:
+        partition |= {
+            "stage3_prefetch_bucket_size": zero.prefetch_bucket_size,
+            "stage3_param_persistence_threshold": zero.persistence_threshold,
+            "stage3_max_live_parameters": zero.max_live_parameters,
+        }
+        if zero.offload_parameters:
+            partition["offload_param"] = {"device": "cpu", "pin_memory": pin_memory}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": training.batch_size,
+        "gradient_accumulation_steps": training.gradient_accumulation_steps,
+        # Left out, DeepSpeed 0.19.8 would clip at 1.0 of its own accord.
+        "gradient_clipping": training.max_grad_norm,
+        "zero_optimization": partition,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31,
+        "wall_clock_breakdown": False,
+    }
+    if precision == "bf16":
+        # A step with a gradient that is not finite is then skipped, as with fp16, instead of destroying the weights.
+        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+    elif precision == "fp16":
+        config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000}
+    return _merged(config, zero.extra)
+
+
+@contextmanager
+def partitioning_announced(config: dict[str, Any]) -> Iterator[None]:
+    """Tell transformers and PEFT that parameters are partitioned, so that they gather what they read (stage 3)."""
+    from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    announcement = HfDeepSpeedConfig(config) if config["zero_optimization"]["stage"] == 3 else None
+    try:
+        yield
+    finally:
+        if announcement is not None:
+            unset_hf_deepspeed_config()
+
+
+def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+    """The DeepSpeed engine around a model and its optimizer."""
+    import deepspeed
+
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trainable, config=config)
+    return engine
+
+
+def _merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in extra.items():
+        both_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both_sections else value
+    return merged
