@@ -1,0 +1,70 @@
+"""A model, a tokenizer and data small enough for tests, and real enough for every library: made here, random weights."""
+
+import json
+import random
+from pathlib import Path
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WORDS = "red green blue seven eight nine runs jumps sleeps the a one cat dog bird over under quickly slowly".split()
+
+
+def make_tokenizer(folder: Path) -> None:
+    """A byte-level BPE of 384 tokens with a ChatML template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=384,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 8, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = CHATML
+    fast.save_pretrained(folder)
+
+
+def make_model(folder: Path, *, layers: int = 2, hidden: int = 64, seed: int = 0, **changes: object) -> Path:
+    """A random Llama with its tokenizer, saved as safetensors."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    settings: dict[str, object] = {
+        "vocab_size": 384,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "eos_token_id": 2,
+        "bos_token_id": None,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**(settings | changes)))
+    model.save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder
+
+
+def write_chats(path: Path, count: int, *, seed: int = 0, longest: int = 12) -> Path:
+    """Question and answer pairs of ragged lengths: the answer repeats the question's words in reverse."""
+    draw = random.Random(seed)
+    with path.open("w") as file:
+        for _ in range(count):
+            words = [draw.choice(WORDS) for _ in range(draw.randint(2, longest))]
+            messages = [
+                {"role": "user", "content": " ".join(words)},
+                {"role": "assistant", "content": " ".join(reversed(words))},
+            ]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path

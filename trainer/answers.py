@@ -1,0 +1,36 @@
+"""One prompt answered by the model as it stands, to see what training changed."""
+
+from typing import Any
+
+import torch
+
+
+@torch.no_grad()
+def answer_prompt(engine: Any, tokenizer: Any, prompt: str, max_new_tokens: int) -> str:
+    """The greedy answer to a user message (or the continuation, without a chat template); every rank must call it."""
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        encoded = tokenizer(prompt, return_tensors="pt")
+    input_ids = encoded["input_ids"].to(engine.device)
+    model = engine.module
+    was_training = model.training
+    model.eval()
+    generated = model.generate(
+        input_ids=input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        use_cache=True,
+        pad_token_id=tokenizer.pad_token_id,
+        # Under ZeRO-3 every forward pass gathers: no rank may stop generating before the others.
+        synced_gpus=engine.zero_optimization_stage() == 3,
+    )
+    model.train(was_training)
+    return str(tokenizer.decode(generated[0, input_ids.shape[1] :], skip_special_tokens=True))

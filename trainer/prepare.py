@@ -1,0 +1,120 @@
+"""Everything that can be known before a weight is loaded: the model's config, the tokenizer, the targets, the data.
+
+`python -m trainer.prepare CONFIG [key=value ...]` runs the checks and fills the cache of tokenised data, so that the
+ranks find both done. Every failure is a UserError: one line, exit code 2, nothing written to the output folder.
+"""
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config import RunConfig, UserError, load_config
+from trainer.data import PreparedData, prepare_data
+
+FREE_GIB_NEEDED = 1.0
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What the checks found on the way."""
+
+    tokenizer: Any
+    model_config: Any
+    data: PreparedData
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Check what can be checked without weights and tokenise the data. Raises UserError."""
+    from trainer.adapt import check_targets
+    from trainer.checkpoint import find_checkpoint
+    from trainer.model import context_length, empty_model, load_model_config, load_tokenizer
+
+    find_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir))
+    check_output_folder(config)
+    _check_adapter_folder(config)
+    model_config = load_model_config(config.base_model, config.model)
+    longest = context_length(model_config)
+    if longest and config.dataset.max_length > longest:
+        raise UserError(
+            f"dataset.max_length={config.dataset.max_length}: the model was made for {longest} tokens; use {longest} or less"
+        )
+    tokenizer = load_tokenizer(config.base_model, config.model)
+    if config.adapter != "none":
+        check_targets(empty_model(model_config, config.model), config.lora)
+    if config.dataset.packing:
+        check_packing(model_config)
+    data = prepare_data(
+        config.dataset,
+        tokenizer,
+        seed=config.seed,
+        cache_dir=Path(config.dataset.cache_dir).expanduser(),
+        max_length_of_model=longest,
+    )
+    return Prepared(tokenizer, model_config, data)
+
+
+def check_output_folder(config: RunConfig) -> None:
+    """The folder must be writable, have room, and not hold another run unless that is meant."""
+    folder = Path(config.output_dir)
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise UserError(f"output_dir={folder}: {existing} is a file; name another folder")
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"output_dir={folder}: no permission to write in {existing}; name another folder")
+    free_gib = shutil.disk_usage(existing).free / 2**30
+    if free_gib < FREE_GIB_NEEDED:
+        raise UserError(
+            f"output_dir={folder}: {free_gib:.2f} GiB free on its disk, checkpoints need {FREE_GIB_NEEDED} at least; make room"
+        )
+    # Logs alone are of an attempt that never trained.
+    occupied = folder.exists() and any(path.name != "logs" for path in folder.iterdir())
+    if occupied and not config.output.overwrite and config.training.resume_from_checkpoint is None:
+        raise UserError(
+            f"output_dir={folder}: holds another run; name a new folder, set training.resume_from_checkpoint: latest "
+            "to go on with it, or output.overwrite: true to replace it"
+        )
+
+
+def check_packing(model_config: Any) -> None:
+    """Models whose layers carry a state along the sequence let documents of a pack see each other."""
+    text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    layer_types = {str(kind) for kind in getattr(text_config, "layer_types", None) or ()}
+    layer_types |= {str(kind) for kind in getattr(text_config, "layers_block_type", None) or ()}
+    recurrent = sorted(kind for kind in layer_types if not kind.endswith("attention") or kind == "linear_attention")
+    state_space = [name for name in ("ssm_state_size", "mamba_d_state", "state_size") if hasattr(text_config, name)]
+    if recurrent or state_space:
+        what = ", ".join(recurrent or state_space)
+        raise UserError(
+            f"dataset.packing=true: this model has recurrent layers ({what}) that carry one document into the next; "
+            "set dataset.packing: false"
+        )
+
+
+def _check_adapter_folder(config: RunConfig) -> None:
+    path = config.lora.adapter_path
+    if path and (Path(path).exists() or path.startswith(("/", "."))) and not (Path(path) / "adapter_config.json").exists():
+        raise UserError(f"lora.adapter_path={path}: no adapter_config.json there; name the folder of a PEFT adapter")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m trainer.prepare CONFIG [key=value ...]`: exit code 0, or 2 after one line on stderr."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        if not arguments:
+            raise UserError("usage: python -m trainer.prepare CONFIG [key=value ...]")
+        config = load_config(arguments[0], arguments[1:]).config
+        for line in prepare(config).data.stats.lines():
+            print(line)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,310 @@
+"""The main path of a run, read from top to bottom: prepare, load, adapt, start the engine, loop, save.
+
+deepspeed --module trainer.train CONFIG [key=value ...]      or      torchrun -m trainer.train CONFIG [key=value ...]
+"""
+
+import argparse
+import math
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from trainer.adapt import (
+    GradientCheck,
+    adapted_layers,
+    apply_adapter,
+    changes_base_weights,
+    count_parameters,
+    save_initial_adapter,
+)
+from trainer.answers import answer_prompt
+from trainer.attention import FLAT_ATTENTION, resolve_attention
+from trainer.checkpoint import find_checkpoint, restore_checkpoint, save_checkpoint
+from trainer.config import LoadedConfig, UserError, load_config
+from trainer.console import open_console
+from trainer.data import evaluation_batches, make_batches
+from trainer.loop import Loop, Parts, Position, report_evaluation
+from trainer.metrics import Metrics
+from trainer.model import load_base_model, match_vocabulary
+from trainer.optimizer import build_optimizer, build_schedule, restore_schedule
+from trainer.prepare import Prepared, prepare
+from trainer.ranks import Ranks, form_process_group, leave_process_group, set_seed
+from trainer.report import write_report
+from trainer.run_record import remove_earlier_run, write_run_record
+from trainer.signals import StopRequest
+from trainer.step import TokenLoss, evaluate_loss
+from trainer.weights import save_adapter, save_full_model
+from trainer.zero import DTYPES, deepspeed_config, partitioning_announced, resolve_precision, start_engine
+
+INITIAL_ADAPTER = "initial_adapter"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train; exit code 0 done, 1 failed, 2 usage, 128+signal after a signal and a save."""
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    ranks = Ranks.from_environment()
+    try:
+        loaded = load_config(arguments.config, arguments.overrides)
+        prepared = prepare(loaded.config)
+    except UserError as error:
+        if ranks.is_main:
+            print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    stop = StopRequest()
+    console = open_console(
+        Path(loaded.config.output_dir),
+        ranks.rank,
+        arguments.console,
+        width=arguments.console_width,
+        terminal=arguments.console_tty,
+    )
+    try:
+        Run(loaded, prepared, ranks, console, stop).train()
+    except UserError as error:
+        traceback.print_exc()
+        if ranks.is_main:
+            console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        return error.exit_code
+    except Exception as error:
+        traceback.print_exc()  # into this rank's log
+        if ranks.is_main:
+            console.print(f"[red]failed:[/red] {escape(f'{type(error).__name__}: {error}')}", soft_wrap=True)
+        # No farewell to the group: its other ranks may be waiting in a collective that will never come.
+        return 1
+    leave_process_group()
+    return stop.exit_code if stop else 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="trainer.train", description="Train as CONFIG says; one process per GPU.")
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", help="key=value")
+    parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed command")
+    parser.add_argument("--console", help="where rank 0 writes what the user sees, if not its stdout")
+    parser.add_argument("--console-width", type=int)
+    parser.add_argument("--console-tty", action="store_true")
+    return parser.parse_intermixed_args(argv)
+
+
+class Run:
+    """One run on one rank, built in the order in which its parts need each other."""
+
+    def __init__(
+        self, loaded: LoadedConfig, prepared: Prepared, ranks: Ranks, console: Console, stop: StopRequest
+    ) -> None:
+        self.config, self.notes = loaded.config, loaded.notes
+        self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
+        self.run_dir = Path(self.config.output_dir)
+
+    def train(self) -> Position:
+        """Everything from joining the other ranks to the saved weights; every rank must call it."""
+        self._begin()
+        model = self._build_model()
+        engine = self._start_engine(model)
+        position, total_steps = self._restore(engine)
+        self._open_metrics(position, total_steps)
+        before = self._look(engine, position, "before training") if position.step == 0 else None
+        Loop(self._parts(engine), self.config.training, position, total_steps).run()
+        after = None
+        if not self.stop:
+            self._return_to_best(engine, position)
+            after = self._look(engine, position, "after training")
+            self._save_weights(engine, self.run_dir, position.step)
+        self._end(position, before, after)
+        return position
+
+    def _begin(self) -> None:
+        """Join the other ranks, then write to the run's folder for the first time."""
+        config, training = self.config, self.config.training
+        form_process_group(self.ranks, training.timeout_minutes)
+        self.device = self.ranks.device()
+        self.precision = resolve_precision(training.precision, self.device)
+        if self.ranks.is_main:
+            if config.output.overwrite and training.resume_from_checkpoint is None:
+                remove_earlier_run(self.run_dir)
+            write_run_record(self.run_dir, config, self.ranks.world_size, str(self.device.type))
+        for note in self.notes:
+            self.say(f"note: {note}")
+        torch.use_deterministic_algorithms(training.deterministic, warn_only=True)
+        if self.device.type == "cuda":
+            torch.backends.cudnn.benchmark = training.cudnn_benchmark
+            if training.memory_fraction:
+                torch.cuda.set_per_process_memory_fraction(training.memory_fraction, self.device)
+
+    def _build_model(self) -> Any:
+        """Base model, adapter, gradient checkpointing."""
+        config, dtype = self.config, DTYPES[self.precision]
+        self.deepspeed_config = deepspeed_config(
+            config.training, config.zero, self.precision, on_gpu=self.device.type == "cuda"
+        )
+        attention = resolve_attention(config.model, packing=config.dataset.packing, device=self.device, dtype=dtype)
+        self.flat_packs = attention in FLAT_ATTENTION
+        model = load_base_model(
+            config.base_model,
+            config.model,
+            dtype=dtype,
+            device=self.device,
+            attention=attention,
+            quantization=config.quantization if config.adapter == "qlora" else None,
+            deepspeed_config=self.deepspeed_config if config.zero.stage == 3 else None,
+        )
+        tokenizer = self.prepared.tokenizer
+        match_vocabulary(model, tokenizer)
+        # The adapter's first values depend on the seed alone, not on what loading drew before.
+        set_seed(config.seed)
+        if config.adapter != "none":
+            added = tokenizer.convert_tokens_to_ids(list(config.model.added_tokens))
+            with partitioning_announced(self.deepspeed_config):
+                model = apply_adapter(model, config.lora, dtype, added, base_model=config.base_model)
+        set_seed(config.seed + self.ranks.rank)
+        if config.training.gradient_checkpointing != "none":
+            reentrant = config.training.gradient_checkpointing == "reentrant"
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        self._describe(model)
+        return model
+
+    def _start_engine(self, model: Any) -> Any:
+        config = self.config
+        if changes_base_weights(config.lora) and config.adapter == "lora":
+            save_initial_adapter(model, self.run_dir / INITIAL_ADAPTER, is_main=self.ranks.is_main)
+        if config.training.torch_compile:
+            model.compile()
+        offloads = config.zero.offload_optimizer or self.device.type != "cuda"
+        optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads)
+        self.token_loss = TokenLoss(model)
+        engine = start_engine(model, optimizer, self.deepspeed_config)
+        self.optimizer = optimizer
+        return engine
+
+    def _restore(self, engine: Any) -> tuple[Position, int]:
+        """Batches, schedule and position: from the start, or from a checkpoint."""
+        config, training, ranks = self.config, self.config.training, self.ranks
+        self.batches = make_batches(config, self.prepared, ranks, flat=self.flat_packs)
+        total_steps = training.max_steps or math.ceil(training.epochs * self.batches.steps_per_epoch)
+        self.schedule = build_schedule(self.optimizer, training, total_steps)
+        checkpoint = find_checkpoint(training.resume_from_checkpoint, self.run_dir)
+        if checkpoint is None:
+            return Position(), total_steps
+        state = restore_checkpoint(checkpoint, engine, ranks)
+        position = Position.from_dict(state)
+        restore_schedule(self.schedule, int(state["schedule_steps"]))
+        self.say(f"resumed from {checkpoint} at step {position.step}")
+        return position, total_steps
+
+    def _open_metrics(self, position: Position, total_steps: int) -> None:
+        self.metrics = None
+        if self.ranks.is_main:
+            self.metrics = Metrics(
+                self.run_dir, self.config.logging, self.console, first_step=position.step, total_steps=total_steps
+            )
+
+    def _parts(self, engine: Any) -> Parts:
+        return Parts(
+            engine=engine,
+            schedule=self.schedule,
+            token_loss=self.token_loss,
+            batches=self.batches,
+            ranks=self.ranks,
+            reporter=self.metrics,
+            stop=self.stop,
+            evaluate=(lambda: self._evaluate(engine)) if self.prepared.data.evaluation is not None else None,
+            save=lambda position: self._save_checkpoint(engine, position),
+            gradient_check=GradientCheck(engine.module, finite=self.precision != "fp16"),
+        )
+
+    def _evaluate(self, engine: Any) -> tuple[float, int]:
+        training = self.config.training
+        batches = evaluation_batches(
+            self.prepared.data.evaluation,
+            batch_size=training.eval_batch_size or training.batch_size,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            pad_token_id=self.prepared.tokenizer.pad_token_id,
+            flat=self.flat_packs,
+        )
+        return evaluate_loss(engine, self.token_loss, batches)
+
+    def _look(self, engine: Any, position: Position, when: str) -> float | None:
+        """Held-out loss, and answers to the sample prompts."""
+        loss = None
+        if self.prepared.data.evaluation is not None:
+            loss, _ = self._evaluate(engine)
+            report_evaluation(self.metrics, position.step, loss)
+        for prompt in self.config.logging.sample_prompts:
+            answer = answer_prompt(engine, self.prepared.tokenizer, prompt, self.config.logging.sample_tokens)
+            self.say(f"[bold]{when}[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}")
+        return loss
+
+    def _save_checkpoint(self, engine: Any, position: Position) -> None:
+        training = self.config.training
+        save_checkpoint(
+            self.run_dir,
+            engine,
+            self.ranks,
+            position.to_dict() | {"schedule_steps": self.schedule.last_epoch},
+            lambda folder: self._save_weights(engine, folder, position.step),
+            keep=training.save_total_limit,
+            protect=(position.best_step,) if training.best_checkpoint else (),
+        )
+
+    def _save_weights(self, engine: Any, folder: Path, steps: int) -> None:
+        model, tokenizer, is_main = engine.module, self.prepared.tokenizer, self.ranks.is_main
+        if self.config.adapter == "none":
+            save_full_model(model, tokenizer, folder, is_main=is_main)
+            return
+        initial = self.run_dir / INITIAL_ADAPTER if changes_base_weights(self.config.lora) else None
+        save_adapter(model, tokenizer, folder, is_main=is_main, trained_steps=steps, initial=initial)
+
+    def _return_to_best(self, engine: Any, position: Position) -> None:
+        if self.config.training.best_checkpoint and position.best_step not in (0, position.step):
+            restore_checkpoint(self.run_dir / f"checkpoint-{position.best_step}", engine, self.ranks)
+            self.say(f"the weights of step {position.best_step} have the lowest held-out loss and are kept")
+
+    def _describe(self, model: Any) -> None:
+        trainable, total = count_parameters(model)
+        table = Table(box=None, pad_edge=False)
+        for heading in ("adapted", "in -> out", "layers", "parameters"):
+            table.add_column(heading, justify="left" if heading in ("adapted", "in -> out") else "right")
+        for layer in adapted_layers(model) if self.config.adapter != "none" else ():
+            table.add_row(layer.name, layer.shape, str(layer.count), f"{layer.parameters:,}")
+        if table.row_count:
+            self.say(table)
+        self.say(
+            f"trains {trainable:,} of {total:,} parameters ({trainable / total:.2%}) in {self.precision}, "
+            f"ZeRO stage {self.config.zero.stage}, {self.ranks.world_size} x {self.device.type}"
+        )
+        for line in self.prepared.data.stats.lines():
+            self.say(line)
+
+    def _end(self, position: Position, before: float | None, after: float | None) -> None:
+        if self.metrics is None:
+            return
+        self.metrics.close()
+        if self.stop:
+            self.say(f"stopped at step {position.step}, saved; go on with training.resume_from_checkpoint=latest")
+            return
+        report = write_report(self.run_dir)
+        if before is not None and after is not None:
+            self.say(f"held-out loss [bold]{before:.4f} -> {after:.4f}[/bold] ({after / before - 1:+.1%})")
+        what = "model" if self.config.adapter == "none" else "adapter"
+        self.say(f"{what:<12} {self.run_dir}")
+        self.say(f"plots        {report} and {self.run_dir / 'plots'}")
+        if "tensorboard" in self.config.logging.report_to:
+            self.say(f"events       {self.run_dir / 'tensorboard'}")
+            self.say(f"to look      tensorboard --logdir {self.run_dir / 'tensorboard'}")
+
+    def say(self, line: Any) -> None:
+        """One of zerolora's own lines; only rank 0 speaks."""
+        if self.ranks.is_main:
+            self.console.print(line, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""The trained weights as files: a PEFT adapter or a whole model, gathered, written, read back and compared."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+
+def save_adapter(
+    model: Any, tokenizer: Any, folder: Path, *, is_main: bool, trained_steps: int, initial: Path | None = None
+) -> None:
+    """Write the adapter in PEFT's format, read it back, and compare. Every rank must call it; rank 0 writes.
+
+    With `initial` (the folder of the adapter as it began, for PiSSA and OLoRA, which change the base weights) the
+    difference to it is written, which fits the unchanged base model.
+    Raises RuntimeError if what was read back is empty, not finite, differs from memory, or never moved from B = 0.
+    """
+    trained = _gathered(model)
+    if not is_main:
+        return
+    factors_b = [value for name, value in trained.items() if "lora_B" in name]
+    if trained_steps and factors_b and not any(value.any() for value in factors_b):
+        raise RuntimeError(f"{folder}: after {trained_steps} steps every lora_B is still zero; nothing was learned")
+    if initial is not None:
+        model.save_pretrained(folder, state_dict=trained, path_initial_model_for_weight_conversion=str(initial))
+    else:
+        model.save_pretrained(folder, state_dict=trained)
+        _compare_with_memory(model, trained, folder)
+    _check_read_back(folder / "adapter_model.safetensors")
+    tokenizer.save_pretrained(folder)
+
+
+def save_full_model(model: Any, tokenizer: Any, folder: Path, *, is_main: bool) -> None:
+    """Write the whole model as safetensors (adapter: none). Every rank must call it; rank 0 writes."""
+    weights = _gathered(model, only_trained=False)
+    if is_main:
+        model.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+        for file in folder.glob("*.safetensors"):
+            _check_read_back(file)
+
+
+def _gathered(model: nn.Module, *, only_trained: bool = True) -> dict[str, torch.Tensor]:
+    """Weights by name, whole, on the CPU of rank 0 (empty elsewhere); one tensor is gathered at a time."""
+    import deepspeed
+    import torch.distributed as dist
+
+    is_main = not dist.is_initialized() or dist.get_rank() == 0
+    gathered: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if only_trained and not parameter.requires_grad:
+            continue
+        partitioned = [parameter] if hasattr(parameter, "ds_id") else []
+        with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
+            if is_main:
+                gathered[name] = parameter.detach().to("cpu", copy=True).contiguous()
+    if is_main and not only_trained:
+        gathered |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in model.state_dict()}
+    return gathered
+
+
+def _compare_with_memory(model: Any, trained: dict[str, torch.Tensor], folder: Path) -> None:
+    from peft import get_peft_model_state_dict
+
+    expected = get_peft_model_state_dict(model, state_dict=trained)
+    stored = load_file(folder / "adapter_model.safetensors")
+    missing = [name for name in expected if name not in stored]
+    if missing:
+        raise RuntimeError(f"{folder}: the saved adapter lacks {len(missing)} tensors, first {missing[0]}")
+    for name, value in expected.items():
+        if not torch.equal(stored[name], value.to(stored[name].dtype)):
+            raise RuntimeError(f"{folder}: {name} read back differs from what is trained")
+
+
+def _check_read_back(file: Path) -> None:
+    stored = load_file(file)
+    if not stored or all(value.numel() == 0 for value in stored.values()):
+        raise RuntimeError(f"{file}: holds no weights")
+    for name, value in stored.items():
+        if value.is_floating_point() and not torch.isfinite(value).all():
+            raise RuntimeError(f"{file}: {name} is not finite; the last good weights are in the newest checkpoint")
