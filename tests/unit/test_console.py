@@ -1,0 +1,152 @@
+"""The console: zerolora's lines reach the user, everything else ends in the rank's log."""
+
+import os
+import pty
+import subprocess
+import sys
+import termios
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CHATTER = """
+import ctypes, logging, os, subprocess, sys, threading, warnings
+print("a print")
+sys.stderr.write("a stderr line\\n")
+warnings.warn("a warning")
+logging.getLogger("deepspeed").warning("a log record")
+os.write(1, b"bytes from C++\\n")
+subprocess.run(["echo", "a child"])
+"""
+
+
+def script(run_dir: Path, body: str, *, rank: int = 0, path: str | None = None, options: str = "") -> list[str]:
+    """A process that opens the console before anything else and then runs `body`."""
+    opening = (
+        "import trainer.console as module\nfrom pathlib import Path\nmodule.READER_PATIENCE_S = 0.2\n"
+        f"console = module.open_console(Path({str(run_dir)!r}), {rank}, {path!r}{options})\n"
+    )
+    return [sys.executable, "-c", opening + body]
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def log_of(run_dir: Path, rank: int = 0) -> str:
+    return (run_dir / "logs" / f"rank-{rank}.log").read_text()
+
+
+def test_chatter_goes_to_the_log_and_own_lines_to_stdout(tmp_path: Path) -> None:
+    finished = run(script(tmp_path, CHATTER + "console.print('an own line')"))
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "an own line\n", "")
+    log = log_of(tmp_path)
+    for text in ("a print", "a stderr line", "a warning", "a log record", "bytes from C++", "a child"):
+        assert text in log, text
+    assert "an own line" not in log
+
+
+def test_other_ranks_say_nothing_on_stdout(tmp_path: Path) -> None:
+    finished = run(script(tmp_path, "console.print('from rank 1')", rank=1))
+    assert (finished.stdout, finished.stderr) == ("", "")
+    assert "from rank 1" in log_of(tmp_path, rank=1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "raise RuntimeError('boom')",
+        "t = threading.Thread(target=lambda: exec(\"raise RuntimeError('boom')\")); t.start(); t.join()",
+    ],
+    ids=["main", "thread"],
+)
+def test_uncaught_exceptions_end_in_the_log(tmp_path: Path, body: str) -> None:
+    finished = run(script(tmp_path, "import threading\n" + body))
+    assert (finished.stdout, finished.stderr) == ("", "")
+    log = log_of(tmp_path)
+    assert "rank 0: uncaught RuntimeError" in log
+    assert "Traceback" in log and "RuntimeError: boom" in log
+
+
+def test_a_crash_of_the_interpreter_leaves_its_stack_in_the_log(tmp_path: Path) -> None:
+    finished = run(script(tmp_path, "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)"))
+    assert finished.returncode == -11
+    assert "Segmentation fault" in log_of(tmp_path)
+
+
+def test_a_later_run_appends_to_the_log(tmp_path: Path) -> None:
+    for word in ("first", "second"):
+        run(script(tmp_path, f"print({word!r})"))
+    log = log_of(tmp_path)
+    assert log.index("first") < log.index("second")
+    assert log.count("== 2") == 2  # a heading with the date for each
+
+
+def test_a_pipe_counts_as_a_terminal_of_the_width_given(tmp_path: Path) -> None:
+    fifo = tmp_path / "console"
+    os.mkfifo(fifo)
+    received: list[str] = []
+    reader = threading.Thread(target=lambda: received.append(fifo.read_text()))
+    reader.start()
+    body = "console.print('[red]x[/red] ' + str(console.width) + str(console.is_terminal))\nconsole.rule()"
+    finished = run(script(tmp_path, body, path=str(fifo), options=", width=57, terminal=True"))
+    reader.join(timeout=30)
+    assert finished.stdout == ""
+    assert "\x1b[31mx\x1b[0m 57True" in received[0]
+    assert "─" * 57 in received[0] and "─" * 58 not in received[0]
+
+
+def test_a_plain_file_is_no_terminal_and_is_appended_to(tmp_path: Path) -> None:
+    target = tmp_path / "out.txt"
+    target.write_text("before\n")
+    run(script(tmp_path, "console.print('[red]after[/red]')", path=str(target)))
+    assert target.read_text() == "before\nafter\n"
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:
+    fifo = tmp_path / "console"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    body = "console.print('one')\ninput()\nconsole.print('two')\nconsole.print('three')"
+    process = subprocess.Popen(script(tmp_path, body, path=str(fifo)), cwd=ROOT, stdin=subprocess.PIPE)
+    received = b""
+    while b"one\n" not in received:
+        assert process.poll() is None
+        with suppress(BlockingIOError):
+            received += os.read(reader, 100)
+        time.sleep(0.01)
+    os.close(reader)
+    process.communicate(b"\n", timeout=30)
+    assert process.returncode == 0
+    assert log_of(tmp_path).endswith("two\nthree\n")
+
+
+def test_a_pipe_without_a_reader_does_not_stop_the_start(tmp_path: Path) -> None:
+    fifo = tmp_path / "console"
+    os.mkfifo(fifo)
+    finished = run(script(tmp_path, "console.print('into the log')", path=str(fifo)))
+    assert finished.returncode == 0
+    assert "into the log" in log_of(tmp_path)
+
+
+def test_a_real_terminal_keeps_its_width_and_colours(tmp_path: Path) -> None:
+    primary, secondary = pty.openpty()
+    termios.tcsetwinsize(secondary, (30, 91))
+    body = "console.print('[red]x[/red]', console.width, console.is_terminal)"
+    environment = os.environ | {"TERM": "xterm-256color"}
+    subprocess.run(
+        script(tmp_path, CHATTER + body), cwd=ROOT, stdout=secondary, timeout=60, check=True, env=environment
+    )
+    os.close(secondary)
+    assert os.read(primary, 4096).decode() == "\x1b[31mx\x1b[0m 91 True\r\n"
+    os.close(primary)
+
+
+def test_warnings_of_zerolora_stay_on_one_line_with_their_brackets(tmp_path: Path) -> None:
+    message = "dataset.path=[x]: " + "long " * 60
+    finished = run(script(tmp_path, f"module.warn(console, {message!r})"))
+    assert finished.stdout.rstrip() == f"warning: {message}".rstrip()

@@ -1,0 +1,151 @@
+"""What the user sees, kept apart from what the libraries say.
+
+A rank's file descriptors 1 and 2 are pointed at `logs/rank-N.log` before anything heavy is imported, so that prints,
+warnings, log records and the messages of C++ and NCCL end there without asking each library. Only the Console that
+`open_console` returns still reaches the terminal, and only on rank 0.
+"""
+
+import errno
+import faulthandler
+import os
+import stat
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO, cast
+
+from rich.console import Console
+from rich.markup import escape
+
+LOG_WIDTH = 120
+READER_PATIENCE_S = 10.0
+
+
+class _Screen:
+    """A text stream on the terminal that turns into one on the log when the terminal goes away.
+
+    A closed terminal, an ended `zerolora train` or a full disk under `> out.txt` must not end a run of many hours.
+    """
+
+    encoding = "utf-8"
+
+    def __init__(self, fd: int, *, terminal: bool) -> None:
+        self._fd = fd
+        self._terminal = terminal
+
+    def write(self, text: str) -> int:
+        unsent = text.encode(self.encoding, "replace")
+        while unsent:
+            try:
+                unsent = unsent[os.write(self._fd, unsent) :]
+            except OSError:
+                if self._fd == 1:
+                    raise
+                os.close(self._fd)
+                self._fd, self._terminal = 1, False
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is held back: a line is on the screen once `write` returns."""
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+def open_console(
+    run_dir: Path, rank: int, console_path: str | None, *, width: int | None = None, terminal: bool = False
+) -> Console:
+    """Send this process's descriptors 1 and 2 to `run_dir/logs/rank-N.log`; return the console of zerolora's own lines.
+
+    Rank 0 gets the process's original stdout, or the FIFO or file `console_path`, which then counts as a terminal of
+    `width` columns if `terminal` is set; the other ranks get their log. Call it once, before importing torch.
+
+    Raises OSError if the log or `console_path` cannot be opened.
+    """
+    screen_fd = _open_screen(console_path) if rank == 0 else None
+    log_path = run_dir / "logs" / f"rank-{rank}.log"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    _redirect_output(log_path)
+    _log_uncaught(rank)
+    print(f"== {time.strftime('%Y-%m-%d %H:%M:%S')}  rank {rank}  process {os.getpid()} ==", flush=True)
+
+    if screen_fd is None:
+        return _console(_Screen(1, terminal=False), LOG_WIDTH)
+    is_terminal = os.isatty(screen_fd) if console_path is None else terminal
+    if width is None:
+        # Asked of the terminal itself: rich would ask descriptors 0 to 2, and two of them are the log by now.
+        width = os.get_terminal_size(screen_fd).columns if os.isatty(screen_fd) else LOG_WIDTH
+    return _console(_Screen(screen_fd, terminal=is_terminal), width)
+
+
+def warn(console: Console, message: str) -> None:
+    """Show one of zerolora's own warnings; it is not wrapped, so that it can be searched for in a log."""
+    console.print(f"[yellow]warning:[/yellow] {escape(message)}", soft_wrap=True)
+
+
+def _console(screen: _Screen, width: int) -> Console:
+    # A terminal that does not tell its size answers 0.
+    return Console(
+        file=cast(TextIO, screen),
+        width=width or LOG_WIDTH,
+        height=25,
+        force_terminal=screen.isatty(),
+        highlight=False,
+        emoji=False,
+    )
+
+
+def _open_screen(console_path: str | None) -> int | None:
+    """The descriptor that zerolora's lines go to, or None for a pipe that nobody reads: they go to the log then."""
+    if console_path is None:
+        return os.dup(1)
+    if not os.path.exists(console_path) or not stat.S_ISFIFO(os.stat(console_path).st_mode):
+        return os.open(console_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    deadline = time.monotonic() + READER_PATIENCE_S
+    while True:
+        try:
+            # A blocking open would wait forever for a reader that has died.
+            fd = os.open(console_path, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.05)
+        else:
+            os.set_blocking(fd, True)
+            return fd
+
+
+def _redirect_output(log_path: Path) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(log_fd, 1)
+    os.dup2(log_fd, 2)
+    os.close(log_fd)
+    # Streams of their own on 1 and 2, line by line: the old ones buffer blocks when they were opened on a pipe.
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    faulthandler.enable(file=sys.stderr)
+
+
+def _log_uncaught(rank: int) -> None:
+    """Uncaught exceptions, of threads too, end in the log under a line that says when and where."""
+
+    def write(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  rank {rank}: uncaught {kind.__name__}", file=sys.stderr)
+        traceback.print_exception(kind, error, trace, file=sys.stderr)
+
+    def write_of_thread(args: threading.ExceptHookArgs) -> None:
+        if args.exc_type is not SystemExit:
+            write(args.exc_type, args.exc_value, args.exc_traceback)
+
+    sys.excepthook = write
+    threading.excepthook = write_of_thread
