@@ -53,7 +53,9 @@ def check_targets(model: nn.Module, lora: LoraSection) -> None:
         paths = [name for name, _ in model.named_modules()]
         unmatched = [target for target in lora.target_modules if not _matches_any(target, paths)]
         if unmatched:
-            raise UserError(f"lora.target_modules={unmatched}: match no layer of this model; linear layers are: {there_is}")
+            raise UserError(
+                f"lora.target_modules={unmatched}: match no layer of this model; linear layers are: {there_is}"
+            )
     for name in lora.modules_to_save:
         if not _matches_any(name, [path for path, _ in model.named_modules()]):
             children = ", ".join(sorted({path.rsplit(".", 1)[-1] for path, _ in model.named_modules() if path})[:40])
@@ -190,7 +192,9 @@ class GradientCheck:
             handle.remove()
         missing = [name for name in self._names if name not in self._finite]
         if missing and not self._experts:
-            raise RuntimeError(f"{len(missing)} of {len(self._names)} trained tensors got no gradient, first {missing[0]}")
+            raise RuntimeError(
+                f"{len(missing)} of {len(self._names)} trained tensors got no gradient, first {missing[0]}"
+            )
         broken = [name for name, finite in self._finite.items() if not bool(finite)]
         if broken and self._check_finite:
             raise RuntimeError(

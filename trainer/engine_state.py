@@ -122,9 +122,11 @@ class EngineState:
     def _create_moments(self, steps: int) -> None:
         """A fresh engine has no moments: make zeros of the right kind, on every flat partition."""
         for group_index, group in enumerate(self._optimizer.param_groups):
-            for index, holder in enumerate(self._group_holders(group_index, group)):
-                if hasattr(self._optimizer, "init_state"):  # bitsandbytes
-                    self._optimizer.init_state(group, holder, group_index, index)
+            for holder in self._group_holders(group_index, group):
+                if hasattr(self._optimizer, "init_state"):  # bitsandbytes, which looks its parameter up in the group
+                    members, group["params"] = group["params"], [holder]
+                    self._optimizer.init_state(group, holder, group_index, 0)
+                    group["params"] = members
                     self._optimizer.state[holder]["step"] = steps
                 else:
                     on_device = group.get("fused") or group.get("capturable")

@@ -27,6 +27,9 @@ class Position:
     """Samples of the epoch that were used, over all ranks."""
     tokens: int = 0
     target_tokens: int = 0
+    last_evaluation: float | None = None
+    evaluated_at: int = -1
+    """Step of the last evaluation."""
     best_loss: float = math.inf
     best_step: int = 0
     worse_in_a_row: int = 0
@@ -60,6 +63,8 @@ class Parts:
     schedule: Any
     token_loss: TokenLoss
     batches: Any
+    samples_per_epoch: int | None
+    """None for a stream, which is one epoch without end."""
     ranks: Ranks
     reporter: Reporter | None
     stop: StopRequest
@@ -80,6 +85,7 @@ class Loop:
         self._saved_at = position.step
         self._stopped_early = False
         self._gradient_check = parts.gradient_check
+        self._learning_rate = 0.0
 
     def run(self) -> None:
         """Train until the steps are done, a signal arrives, or the held-out loss stops falling; then save."""
@@ -103,13 +109,14 @@ class Loop:
             self._gradient_check.finish()
             self._gradient_check = None
         self._check_finite(result)
+        self._learning_rate = float(parts.schedule.get_last_lr()[0])
         if result.applied:
             parts.schedule.step()
         position.step += 1
         position.offset += consumed
         position.tokens += result.tokens
         position.target_tokens += result.target_tokens
-        if position.offset >= parts.batches.samples_per_epoch:
+        if parts.samples_per_epoch and position.offset >= parts.samples_per_epoch:
             position.epoch, position.offset = position.epoch + 1, 0
         if parts.steering is not None:
             parts.steering.after_step(position.step, result.loss_sum, result.target_tokens)
@@ -139,11 +146,12 @@ class Loop:
         values = {
             "train/loss": result.loss_sum.item() / max(result.target_tokens, 1),
             "train/grad_norm": result.grad_norm,
-            "train/learning_rate": float(parts.schedule.get_last_lr()[0]),
-            "train/epoch": position.epoch + position.offset / parts.batches.samples_per_epoch,
+            "train/learning_rate": self._learning_rate,
+            "train/epoch": position.epoch + position.offset / (parts.samples_per_epoch or math.inf),
             "train/tokens": float(position.tokens),
             "train/target_tokens": float(position.target_tokens),
             "perf/step_ms": seconds * 1e3,
+            "perf/tokens_per_second": result.tokens / seconds,
             "perf/tokens_per_second_per_gpu": result.tokens / seconds / parts.ranks.world_size,
             "memory/peak_gib": peak_memory_gib(),
         }
@@ -159,6 +167,7 @@ class Loop:
         if parts.evaluate is None or not training.eval_steps or position.step % training.eval_steps:
             return
         loss, _ = parts.evaluate()
+        position.last_evaluation, position.evaluated_at = loss, position.step
         report_evaluation(parts.reporter, position.step, loss)
         if loss < position.best_loss - training.early_stopping_threshold:
             position.best_loss, position.best_step, position.worse_in_a_row = loss, position.step, 0
@@ -166,7 +175,9 @@ class Loop:
                 self._save()
         else:
             position.worse_in_a_row += 1
-            self._stopped_early = bool(training.early_stopping) and position.worse_in_a_row >= (training.early_stopping or 0)
+            self._stopped_early = bool(training.early_stopping) and position.worse_in_a_row >= (
+                training.early_stopping or 0
+            )
 
     def _save_if_due(self) -> None:
         if self._training.save_steps and self.position.step % self._training.save_steps == 0:

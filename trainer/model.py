@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from trainer.config import ModelSection, QuantizationSection, UserError
-from trainer.sharded_load import load_streamed
 
 PAD_CANDIDATES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|endoftext|>", "<unk>")
 
@@ -103,6 +102,8 @@ def load_base_model(
     config = load_model_config(base_model, section)
     config.use_cache = False
     if quantization is not None or deepspeed_config is not None:
+        from trainer.sharded_load import load_streamed  # bitsandbytes has things to say when imported
+
         return load_streamed(
             base_model,
             section,
@@ -127,7 +128,7 @@ def load_base_model(
 
 def match_vocabulary(model: Any, tokenizer: Any) -> None:
     """Grow the embedding if the tokenizer has more tokens than the model has rows."""
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = model.config.get_text_config().vocab_size  # a partitioned weight has no rows to count
     if len(tokenizer) > rows:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
 

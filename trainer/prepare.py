@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainer.config import RunConfig, UserError, load_config
 from trainer.data import PreparedData, prepare_data
 
@@ -30,11 +32,15 @@ def prepare(config: RunConfig) -> Prepared:
     """Check what can be checked without weights and tokenise the data. Raises UserError."""
     from trainer.adapt import check_targets
     from trainer.checkpoint import find_checkpoint
+    from trainer.metrics import check_reporters
     from trainer.model import context_length, empty_model, load_model_config, load_tokenizer
 
+    check_reporters(config.logging)
     find_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir))
     check_output_folder(config)
     _check_adapter_folder(config)
+    if config.lora.init == "loftq" and not torch.cuda.is_available():
+        raise UserError("lora.init=loftq: PEFT computes it on a GPU, and this machine has none; use lora.init: default")
     model_config = load_model_config(config.base_model, config.model)
     longest = context_length(model_config)
     if longest and config.dataset.max_length > longest:
@@ -97,7 +103,11 @@ def check_packing(model_config: Any) -> None:
 
 def _check_adapter_folder(config: RunConfig) -> None:
     path = config.lora.adapter_path
-    if path and (Path(path).exists() or path.startswith(("/", "."))) and not (Path(path) / "adapter_config.json").exists():
+    if (
+        path
+        and (Path(path).exists() or path.startswith(("/", ".")))
+        and not (Path(path) / "adapter_config.json").exists()
+    ):
         raise UserError(f"lora.adapter_path={path}: no adapter_config.json there; name the folder of a PEFT adapter")
 
 

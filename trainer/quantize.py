@@ -37,6 +37,18 @@ def _dequantized(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> 
     return dequantize_4bit(weight.data, quant_state).to(dtype)
 
 
+class Params4bit(bnb.nn.Params4bit):  # type: ignore[misc]
+    """bitsandbytes' packed weight, under the name that PEFT looks for, staying itself when moved to where it is.
+
+    PEFT's DoRA moves the weight "back to the CPU" after reading it; a new Parameter there would be unknown to DeepSpeed.
+    """
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch.Tensor.to, but without a copy when nothing changes."""
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        return self if device is None or device == self.device else super().to(*args, **kwargs)
+
+
 class FrozenLinear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
     """bitsandbytes' 4-bit layer (and so a Linear4bit to PEFT) with the forward above."""
 
@@ -77,7 +89,7 @@ def quantized_linear(linear: nn.Module, section: QuantizationSection, compute_dt
         quant_type=section.quant_type,
         quant_storage=torch.uint8,
     )
-    layer.weight = bnb.nn.Params4bit(
+    layer.weight = Params4bit(
         packed.to(device),
         requires_grad=False,
         quant_state=state,

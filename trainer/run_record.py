@@ -24,6 +24,8 @@ OF_EARLIER_RUN = (
     "plots",
     "report.html",
     "scu_*.json",
+    "wandb",
+    "wandb-id.txt",
 )
 
 

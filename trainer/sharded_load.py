@@ -36,7 +36,9 @@ class SafetensorsFiles:
                 with safe_open(str(file), framework="pt") as handle:
                     self._file_of |= dict.fromkeys(handle.keys(), file)
         if not self._file_of:
-            raise UserError(f"base_model={base_model}: no .safetensors file; only safetensors are loaded, convert it first")
+            raise UserError(
+                f"base_model={base_model}: no .safetensors file; only safetensors are loaded, convert it first"
+            )
 
     def names(self) -> set[str]:
         """Names of all tensors."""
@@ -105,9 +107,7 @@ def _partition(module: nn.Module, deepspeed_config: dict[str, Any]) -> None:
         deepspeed.zero.Init(module=own, config_dict_or_path=deepspeed_config)
 
 
-def _broadcast(
-    files: SafetensorsFiles, name: str, parameter: nn.Parameter, device: torch.device
-) -> torch.Tensor:
+def _broadcast(files: SafetensorsFiles, name: str, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
     """The tensor on every rank; one rank per run reads the disk."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return _checked(files.read(name), name, parameter).to(device)
@@ -155,7 +155,11 @@ def _names_in_checkpoint(model: Any, files: SafetensorsFiles, base_model: str) -
             f"base_model={base_model}: {len(missing)} weights are stored under other names (first: {missing[0]}), which "
             "can only be loaded whole and unquantised; use zero.stage 0 to 2 with adapter: lora"
         )
-    by_id = {id(parameter): names[name] for name, parameter in model.named_parameters(remove_duplicate=False) if name in names}
+    by_id = {
+        id(parameter): names[name]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name in names
+    }
     return {name: by_id[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
@@ -164,9 +168,7 @@ def _checkpoint_folder(base_model: str, section: ModelSection) -> Path:
         return Path(base_model)
     from huggingface_hub import snapshot_download
 
-    return Path(
-        snapshot_download(base_model, revision=section.revision, allow_patterns=["*.safetensors", "*.json"])
-    )
+    return Path(snapshot_download(base_model, revision=section.revision, allow_patterns=["*.safetensors", "*.json"]))
 
 
 def _quantization_record(quantization: QuantizationSection, dtype: torch.dtype) -> Any:
@@ -187,5 +189,3 @@ def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-

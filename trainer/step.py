@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from trainer.attention import VARLEN
 from trainer.ranks import Ranks, sum_over_ranks
 
 MicroBatch = dict[str, Any]
@@ -42,6 +43,8 @@ class TokenLoss:
 
     def __init__(self, module: torch.nn.Module) -> None:
         base = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
+        # Only our own variable-length attention takes document bounds; transformers' reads them off position_ids.
+        self._takes_bounds = base.config._attn_implementation == VARLEN
         self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
@@ -50,7 +53,8 @@ class TokenLoss:
         Positions without a target in any row are left out of the output head, which for small models and short answers
         is most of its work.
         """
-        inputs = {key: _to(value, device) for key, value in batch.items() if key != "targets"}
+        left_out = ("targets",) if self._takes_bounds else ("targets", "cu_seqlens", "max_seqlen")
+        inputs = {key: _to(value, device) for key, value in batch.items() if key not in left_out}
         targets = batch["targets"]
         if self._picks_logits:
             kept = (targets != IGNORED).any(0).nonzero().squeeze(1)
@@ -71,7 +75,8 @@ def count_targets(batches: list[MicroBatch]) -> int:
 def count_tokens(batches: list[MicroBatch]) -> int:
     """Tokens that are not padding in this rank's micro-batches."""
     return sum(
-        int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel() for batch in batches
+        int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
+        for batch in batches
     )
 
 
@@ -132,7 +137,7 @@ def _guard_plain_optimizer(engine: Any) -> tuple[torch.Tensor, bool]:
 
 @torch.no_grad()
 def evaluate_loss(engine: Any, token_loss: TokenLoss, batches: Any) -> tuple[float, int]:
-    """Held-out loss in nats per target token over all ranks, and the number of target tokens; every rank must call it."""
+    """Held-out loss, nats per target token over all ranks, and the number of target tokens; every rank must call it."""
     sums = torch.zeros(2, device=engine.device, dtype=torch.float64)
     engine.eval()
     for batch in batches:

@@ -28,14 +28,13 @@ from trainer.attention import FLAT_ATTENTION, resolve_attention
 from trainer.checkpoint import find_checkpoint, restore_checkpoint, save_checkpoint
 from trainer.config import LoadedConfig, UserError, load_config
 from trainer.console import open_console
-from trainer.data import evaluation_batches, make_batches
+from trainer.data import Batches, Samples, StreamBatches, evaluation_batches
 from trainer.loop import Loop, Parts, Position, report_evaluation
 from trainer.metrics import Metrics
 from trainer.model import load_base_model, match_vocabulary
 from trainer.optimizer import build_optimizer, build_schedule, restore_schedule
 from trainer.prepare import Prepared, prepare
 from trainer.ranks import Ranks, form_process_group, leave_process_group, set_seed
-from trainer.report import write_report
 from trainer.run_record import remove_earlier_run, write_run_record
 from trainer.signals import StopRequest
 from trainer.step import TokenLoss, evaluate_loss
@@ -64,15 +63,17 @@ def main(argv: list[str] | None = None) -> int:
         width=arguments.console_width,
         terminal=arguments.console_tty,
     )
+    run = Run(loaded, prepared, ranks, console, stop)
     try:
-        Run(loaded, prepared, ranks, console, stop).train()
+        run.train()
     except UserError as error:
-        traceback.print_exc()
+        run.close()
         if ranks.is_main:
             console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         return error.exit_code
     except Exception as error:
         traceback.print_exc()  # into this rank's log
+        run.close()
         if ranks.is_main:
             console.print(f"[red]failed:[/red] {escape(f'{type(error).__name__}: {error}')}", soft_wrap=True)
         # No farewell to the group: its other ranks may be waiting in a collective that will never come.
@@ -101,6 +102,7 @@ class Run:
         self.config, self.notes = loaded.config, loaded.notes
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
         self.run_dir = Path(self.config.output_dir)
+        self.metrics: Metrics | None = None
 
     def train(self) -> Position:
         """Everything from joining the other ranks to the saved weights; every rank must call it."""
@@ -116,6 +118,7 @@ class Run:
             self._return_to_best(engine, position)
             after = self._look(engine, position, "after training")
             self._save_weights(engine, self.run_dir, position.step)
+        engine.destroy()
         self._end(position, before, after)
         return position
 
@@ -130,7 +133,7 @@ class Run:
                 remove_earlier_run(self.run_dir)
             write_run_record(self.run_dir, config, self.ranks.world_size, str(self.device.type))
         for note in self.notes:
-            self.say(f"note: {note}")
+            self.say(f"note: {escape(note)}")
         torch.use_deterministic_algorithms(training.deterministic, warn_only=True)
         if self.device.type == "cuda":
             torch.backends.cudnn.benchmark = training.cudnn_benchmark
@@ -144,7 +147,7 @@ class Run:
             config.training, config.zero, self.precision, on_gpu=self.device.type == "cuda"
         )
         attention = resolve_attention(config.model, packing=config.dataset.packing, device=self.device, dtype=dtype)
-        self.flat_packs = attention in FLAT_ATTENTION
+        self.flat_packs = config.dataset.packing and attention in FLAT_ATTENTION
         model = load_base_model(
             config.base_model,
             config.model,
@@ -186,8 +189,11 @@ class Run:
     def _restore(self, engine: Any) -> tuple[Position, int]:
         """Batches, schedule and position: from the start, or from a checkpoint."""
         config, training, ranks = self.config, self.config.training, self.ranks
-        self.batches = make_batches(config, self.prepared, ranks, flat=self.flat_packs)
-        total_steps = training.max_steps or math.ceil(training.epochs * self.batches.steps_per_epoch)
+        self.batches = self._make_batches()
+        total_steps = training.max_steps
+        if total_steps is None:
+            assert isinstance(self.batches, Batches)  # a stream without max_steps was refused
+            total_steps = math.ceil(training.epochs * self.batches.steps_per_epoch)
         self.schedule = build_schedule(self.optimizer, training, total_steps)
         checkpoint = find_checkpoint(training.resume_from_checkpoint, self.run_dir)
         if checkpoint is None:
@@ -198,8 +204,21 @@ class Run:
         self.say(f"resumed from {checkpoint} at step {position.step}")
         return position, total_steps
 
+    def _make_batches(self) -> Batches | StreamBatches:
+        training, samples = self.config.training, self.prepared.data.train
+        common: dict[str, Any] = {
+            "batch_size": training.batch_size,
+            "accumulation": training.gradient_accumulation_steps,
+            "rank": self.ranks.rank,
+            "world_size": self.ranks.world_size,
+            "pad_token_id": self.prepared.tokenizer.pad_token_id,
+            "flat": self.flat_packs,
+        }
+        if isinstance(samples, Samples):
+            return Batches(samples, seed=self.config.seed, shuffle=self.config.dataset.shuffle, **common)
+        return StreamBatches(samples, **common)
+
     def _open_metrics(self, position: Position, total_steps: int) -> None:
-        self.metrics = None
         if self.ranks.is_main:
             self.metrics = Metrics(
                 self.run_dir, self.config.logging, self.console, first_step=position.step, total_steps=total_steps
@@ -211,6 +230,7 @@ class Run:
             schedule=self.schedule,
             token_loss=self.token_loss,
             batches=self.batches,
+            samples_per_epoch=len(self.batches.samples) if isinstance(self.batches, Batches) else None,
             ranks=self.ranks,
             reporter=self.metrics,
             stop=self.stop,
@@ -233,8 +253,8 @@ class Run:
 
     def _look(self, engine: Any, position: Position, when: str) -> float | None:
         """Held-out loss, and answers to the sample prompts."""
-        loss = None
-        if self.prepared.data.evaluation is not None:
+        loss = position.last_evaluation if position.evaluated_at == position.step else None
+        if self.prepared.data.evaluation is not None and loss is None:
             loss, _ = self._evaluate(engine)
             report_evaluation(self.metrics, position.step, loss)
         for prompt in self.config.logging.sample_prompts:
@@ -265,6 +285,7 @@ class Run:
     def _return_to_best(self, engine: Any, position: Position) -> None:
         if self.config.training.best_checkpoint and position.best_step not in (0, position.step):
             restore_checkpoint(self.run_dir / f"checkpoint-{position.best_step}", engine, self.ranks)
+            position.last_evaluation, position.evaluated_at = position.best_loss, position.step
             self.say(f"the weights of step {position.best_step} have the lowest held-out loss and are kept")
 
     def _describe(self, model: Any) -> None:
@@ -290,6 +311,8 @@ class Run:
         if self.stop:
             self.say(f"stopped at step {position.step}, saved; go on with training.resume_from_checkpoint=latest")
             return
+        from trainer.report import write_report  # matplotlib, which the other ranks never need
+
         report = write_report(self.run_dir)
         if before is not None and after is not None:
             self.say(f"held-out loss [bold]{before:.4f} -> {after:.4f}[/bold] ({after / before - 1:+.1%})")
@@ -299,6 +322,11 @@ class Run:
         if "tensorboard" in self.config.logging.report_to:
             self.say(f"events       {self.run_dir / 'tensorboard'}")
             self.say(f"to look      tensorboard --logdir {self.run_dir / 'tensorboard'}")
+
+    def close(self) -> None:
+        """Finish the files and the bar of a run that ends early."""
+        if self.metrics is not None:
+            self.metrics.close()
 
     def say(self, line: Any) -> None:
         """One of zerolora's own lines; only rank 0 speaks."""

@@ -1,10 +1,12 @@
 """The trained weights as files: a PEFT adapter or a whole model, gathered, written, read back and compared."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 
@@ -23,13 +25,32 @@ def save_adapter(
     factors_b = [value for name, value in trained.items() if "lora_B" in name]
     if trained_steps and factors_b and not any(value.any() for value in factors_b):
         raise RuntimeError(f"{folder}: after {trained_steps} steps every lora_B is still zero; nothing was learned")
+    model.save_pretrained(folder, state_dict=trained)
+    _compare_with_memory(model, trained, folder)
     if initial is not None:
-        model.save_pretrained(folder, state_dict=trained, path_initial_model_for_weight_conversion=str(initial))
-    else:
-        model.save_pretrained(folder, state_dict=trained)
-        _compare_with_memory(model, trained, folder)
+        _rewrite_as_difference(folder, initial)
     _check_read_back(folder / "adapter_model.safetensors")
     tokenizer.save_pretrained(folder)
+
+
+def _rewrite_as_difference(folder: Path, initial: Path) -> None:
+    """Turn an adapter whose start was taken out of the base into one for the unchanged base.
+
+    W + dW = (W - s B0 A0) + s B A, so dW = s [B, -B0] [A; A0]: rank 2r with the same scale (PEFT's own conversion loads
+    a second adapter into the model, which must not happen in the middle of training).
+    """
+    file = folder / "adapter_model.safetensors"
+    now, start = load_file(file), load_file(initial / "adapter_model.safetensors")
+    for name in now:
+        if "lora_A" in name:
+            now[name] = torch.cat([now[name], start[name]], dim=0)
+        elif "lora_B" in name:
+            now[name] = torch.cat([now[name], -start[name]], dim=1)
+    save_file(now, file, metadata={"format": "pt"})
+    config = json.loads((folder / "adapter_config.json").read_text())
+    growth = math.sqrt(2) if config["use_rslora"] else 2
+    config |= {"r": 2 * config["r"], "lora_alpha": growth * config["lora_alpha"], "init_lora_weights": True}
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
 
 
 def save_full_model(model: Any, tokenizer: Any, folder: Path, *, is_main: bool) -> None:

@@ -111,7 +111,7 @@ ELSEWHERE = {
     "tf32": "remove it; `training.precision` names the number format",
     "flash_attention": "remove it, or write `model.attn_implementation: flash_attention_2`",
     "flash_attn": "remove it, or write `model.attn_implementation: flash_attention_2`",
-    "deepspeed": "zerolora writes DeepSpeed's configuration; use the settings of `zero`, or `zero.extra` for its own keys",
+    "deepspeed": "zerolora writes DeepSpeed's file; use the settings of `zero`, or `zero.extra` for its own keys",
     "fsdp": "zerolora partitions with ZeRO; use `zero.stage`",
     "special_tokens": "write `model.pad_token`, or `model.added_tokens` for new ones",
     "tokens": "write `model.added_tokens`",

@@ -1,5 +1,6 @@
 """From a YAML file and key=value overrides to a RunConfig, or to one line that says what is wrong."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from trainer.config.errors import UserError, shown
 from trainer.config.messages import first_mistake
 from trainer.config.sections import RunConfig
 
-
+_BOOLEAN = "tag:yaml.org,2002:bool"
 SOURCES = ("dataset.mix", "dataset.evaluation")
 
 
@@ -26,7 +27,10 @@ class LoadedConfig:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML that refuses a key written twice, of which plain YAML keeps the last without a word."""
+    """YAML that refuses a key written twice, of which plain YAML keeps the last without a word.
+
+    Only true and false are truth values, as in YAML 1.2: PyYAML takes `off` for false, where `progress: off` is a word.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -42,6 +46,13 @@ class _StrictLoader(yaml.SafeLoader):
                 raise UserError(f"{key}: written twice (line {key_node.start_mark.line + 1}); keep one")
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+_StrictLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOLEAN]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_StrictLoader.add_implicit_resolver(_BOOLEAN, re.compile("^(true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> LoadedConfig:
@@ -79,7 +90,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read as text ({error})") from None
     try:
         tree = yaml.load(text, Loader=_StrictLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: something like a date that is none
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise UserError(f"{path}: not valid YAML{where}: {getattr(error, 'problem', None) or error}") from None
@@ -94,8 +105,8 @@ def _parse_override(text: str) -> tuple[str, Any]:
     if not equals or not name.strip():
         raise UserError(f"{text}: not an override; write key=value, such as training.learning_rate=1e-4")
     try:
-        return name.strip(), yaml.safe_load(value)
-    except yaml.YAMLError:
+        return name.strip(), yaml.load(value, Loader=_StrictLoader)
+    except (yaml.YAMLError, ValueError):
         return name.strip(), value
 
 

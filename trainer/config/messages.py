@@ -32,7 +32,7 @@ WORDS = {
 
 
 def first_mistake(error: ValidationError) -> str:
-    """One line for the mistake that is worth telling first: an unknown name, else what comes first in the file's order."""
+    """One line for the mistake worth telling first: an unknown name, else what comes first."""
     found = sorted(error.errors(), key=lambda entry: entry["type"] != "extra_forbidden")[0]
     if found["type"] == "extra_forbidden":
         return unknown_setting([str(part) for part in found["loc"]])
@@ -41,6 +41,8 @@ def first_mistake(error: ValidationError) -> str:
     if found["type"] == "missing":
         inner = f" with `{next(iter(section.model_fields))}: ...` below it" if section else ""
         return f"{dotted}: missing; write `{path[-1]}: ...`{inner}, for it has no default"
+    if found["input"] is None:
+        return f"{dotted}: empty; write a value, or remove the line"
     if found["type"] in ("model_type", "model_attributes_type") and section:
         first = next(iter(section.model_fields))
         return (

@@ -12,8 +12,11 @@ NonNegative = Annotated[float, Field(ge=0.0)]
 
 def _checkpointing_word(value: Any) -> Any:
     """`true` and `false` are what users of other trainers type here."""
-    words = {True: "non_reentrant", False: "none", None: "none"}
-    return value if isinstance(value, str) else words.get(value, value)
+    if value in ("on", "yes", "off", "no"):
+        value = value in ("on", "yes")
+    if value is None or isinstance(value, bool):
+        return "non_reentrant" if value else "none"
+    return value
 
 
 def _list_of_words(value: Any) -> Any:

@@ -1,0 +1,129 @@
+"""Launches the matrix of training runs once per session and hands out what each case measured."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests.distributed.plan import ONE_RANK, TWO_RANKS
+from tests.tiny import make_model, write_chats
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@dataclass(frozen=True)
+class Case:
+    """A finished run."""
+
+    folder: Path
+    console: str
+
+    def records(self, name: str) -> list[float]:
+        """The values of one metric, in order of steps."""
+        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [line[name] for line in lines if name in line]
+
+    @property
+    def losses(self) -> list[float]:
+        return self.records("train/loss")
+
+    def adapter(self) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / "adapter_model.safetensors")
+
+
+class Matrix:
+    """All cases of both launches."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __getitem__(self, name: str) -> Case:
+        plan = {case["name"]: case for case in (*TWO_RANKS, *ONE_RANK)}
+        failed = sorted(self._folder.glob(f"{name}-failed-*.txt"))
+        if failed:
+            pytest.fail(f"case {name} failed:\n{failed[0].read_text()}")
+        folder = Path(plan[name]["overrides"].get("output_dir", name))
+        return Case(self._folder / folder, (self._folder / f"{name}-console-0.txt").read_text())
+
+
+def deepspeed_command(ranks: int, *arguments: str) -> list[str]:
+    """The real launcher, for CPU ranks."""
+    runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks)]
+    return [*runner, "--master_port", str(free_port()), "--module", *arguments]
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment() -> dict[str, str]:
+    """What a user's shell would hold, for CPU ranks without a network."""
+    changes = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **changes}
+
+
+@pytest.fixture(scope="session")
+def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    """Every case of plan.py, trained for real: two gloo ranks first, then one rank that goes on from their checkpoints."""
+    folder = tmp_path_factory.mktemp("matrix")
+    make_model(folder / "model")
+    make_model(folder / "biased", attention_bias=True, tie_word_embeddings=True)
+    write_chats(folder / "train.jsonl", 40)
+    write_chats(folder / "held_out.jsonl", 6, seed=1)
+    (folder / "base.yaml").write_text(yaml.safe_dump(_base(folder)))
+    for ranks, plan in ((2, TWO_RANKS), (1, ONE_RANK)):
+        path = folder / f"plan-{ranks}.json"
+        path.write_text(json.dumps(_resolved(plan, folder)))
+        command = deepspeed_command(ranks, "tests.distributed.matrix", str(folder), str(path))
+        with (folder / f"launch-{ranks}.log").open("w") as log:
+            subprocess.run(command, env=environment(), cwd=ROOT, stdout=log, stderr=log, timeout=840, check=False)
+    return Matrix(folder)
+
+
+def _base(folder: Path) -> dict[str, Any]:
+    return {
+        "base_model": str(folder / "model"),
+        "output_dir": "unset",
+        "lora": {"r": 4, "alpha": 8},
+        "dataset": {
+            "path": str(folder / "train.jsonl"),
+            "evaluation": {"path": str(folder / "held_out.jsonl")},
+            "max_length": 96,
+            "cache_dir": str(folder / "cache"),
+        },
+        "training": {
+            "batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "max_steps": 4,
+            "learning_rate": 1e-3,
+            "precision": "fp32",
+            "save_steps": 0,
+        },
+        "logging": {"report_to": "none"},
+    }
+
+
+def _resolved(plan: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Paths in the plan are relative to the session's folder."""
+    resolved = []
+    for case in plan:
+        overrides = dict(case["overrides"])
+        for key in ("output_dir", "base_model", "lora.adapter_path"):
+            if key in overrides:
+                overrides[key] = str(folder / overrides[key])
+        if "/" in str(overrides.get("training.resume_from_checkpoint", "")):
+            overrides["training.resume_from_checkpoint"] = str(folder / overrides["training.resume_from_checkpoint"])
+        resolved.append({"name": case["name"], "overrides": overrides})
+    return resolved

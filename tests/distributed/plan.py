@@ -1,0 +1,107 @@
+"""Which runs the distributed tests make; the tests say what must be true of them."""
+
+from typing import Any
+
+
+def case(name: str, **overrides: Any) -> dict[str, Any]:
+    """`zero__stage=2` stands for the setting zero.stage."""
+    return {"name": name, "overrides": {key.replace("__", "."): value for key, value in overrides.items()}}
+
+
+STAGES = (0, 1, 2, 3)
+CHECKPOINTING = ("none", "reentrant", "non_reentrant")
+# What a resumed run must continue to the bit.
+RESUMES: dict[str, dict[str, Any]] = {
+    "lora-stage0-fp32": {"zero__stage": 0},
+    "lora-stage2-fp32": {"zero__stage": 2},
+    "lora-stage3-fp32": {"zero__stage": 3},
+    "lora-stage0-bf16": {"zero__stage": 0, "training__precision": "bf16"},
+    "lora-stage2-bf16": {"zero__stage": 2, "training__precision": "bf16"},
+    "lora-stage3-bf16": {"zero__stage": 3, "training__precision": "bf16"},
+    "qlora-stage0-fp32": {"zero__stage": 0, "adapter": "qlora"},
+    "qlora-stage2-bf16": {"zero__stage": 2, "adapter": "qlora", "training__precision": "bf16"},
+    "qlora-stage3-bf16": {"zero__stage": 3, "adapter": "qlora", "training__precision": "bf16"},
+    "adam8-stage2-fp32": {"zero__stage": 2, "training__optimizer": "adamw_8bit", "lora__r": 32},
+    "adam8-stage3-fp32": {"zero__stage": 3, "training__optimizer": "adamw_8bit", "lora__r": 32},
+}
+
+
+def _equal_losses() -> list[dict[str, Any]]:
+    cases = []
+    for adapter in ("lora", "qlora"):
+        for stage in STAGES:
+            for checkpointing in CHECKPOINTING:
+                cases.append(
+                    case(
+                        f"{adapter}-{stage}-{checkpointing}",
+                        adapter=adapter,
+                        zero__stage=stage,
+                        training__gradient_checkpointing=checkpointing,
+                    )
+                )
+    cases += [case(f"full-{stage}", adapter="none", zero__stage=stage) for stage in STAGES]
+    cases += [case(f"packed-{stage}", dataset__packing=True, zero__stage=stage) for stage in (2, 3)]
+    return cases
+
+
+def _resumes() -> list[dict[str, Any]]:
+    cases = []
+    for name, settings in RESUMES.items():
+        settings = {"lora__dropout": 0.1, "training__max_steps": 6, "training__save_steps": 3, **settings}
+        cases.append(case(f"whole-{name}", **settings))
+        again = {"training__resume_from_checkpoint": f"whole-{name}/checkpoint-3", "output_dir": f"again-{name}"}
+        cases.append(case(f"again-{name}", **settings, **again))
+    return cases
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rslora": {"lora__rslora": True},
+    "dora": {"lora__dora": True},
+    "dora-qlora": {"lora__dora": True, "adapter": "qlora"},
+    "loraplus": {"lora__loraplus_lr_ratio": 8},
+    "modules_to_save": {"lora__modules_to_save": "lm_head"},
+    "biased": {"base_model": "biased"},
+    "some-targets": {"lora__target_modules": "q_proj,v_proj"},
+    "adam8": {"training__optimizer": "adamw_8bit"},
+}
+
+TWO_RANKS: list[dict[str, Any]] = [
+    *_equal_losses(),
+    *_resumes(),
+    *(case(f"{name}-{stage}", zero__stage=stage, **changes) for name, changes in VARIANTS.items() for stage in (2, 3)),
+    case("offload-2", zero__stage=2, zero__offload_optimizer=True),
+    case("offload-3", zero__stage=3, zero__offload_optimizer=True, zero__offload_parameters=True),
+    case("pissa-2", zero__stage=2, lora__init="pissa"),
+    # Cut at step 3 on two ranks; one rank and another stage go on below.
+    case("cut", zero__stage=2, training__max_steps=6, training__save_steps=3),
+    case(
+        "cut-to-stage3",
+        zero__stage=3,
+        training__max_steps=6,
+        training__resume_from_checkpoint="cut/checkpoint-3",
+        output_dir="cut-to-stage3",
+    ),
+]
+
+ONE_RANK: list[dict[str, Any]] = [
+    # The same global batch of 8 as 2 ranks x 2 micro-steps x 2.
+    case("one-4x2", zero__stage=0, training__gradient_accumulation_steps=4),
+    case("one-1x8", zero__stage=0, training__gradient_accumulation_steps=1, training__batch_size=8),
+    case("one-qlora", zero__stage=2, adapter="qlora", training__gradient_accumulation_steps=4),
+    case(
+        "cut-to-one-rank",
+        zero__stage=2,
+        training__gradient_accumulation_steps=4,
+        training__max_steps=6,
+        training__resume_from_checkpoint="cut/checkpoint-3",
+        output_dir="cut-to-one-rank",
+    ),
+    case(
+        "longer",
+        zero__stage=2,
+        training__gradient_accumulation_steps=4,
+        training__max_steps=8,
+        training__resume_from_checkpoint="cut/checkpoint-6",
+        output_dir="longer",
+    ),
+]

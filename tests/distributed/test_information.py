@@ -1,0 +1,89 @@
+"""The controller on two gloo ranks and real DeepSpeed engines of every ZeRO stage equals one process without any."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CASES = [
+    *(f"{measure}-stage{stage}" for measure in ("delta", "factors") for stage in (0, 1, 2, 3)),
+    *(f"{measure}-stage3-resident" for measure in ("delta", "factors")),
+    *(f"{measure}-stage{stage}-checkpointing" for measure in ("delta", "factors") for stage in (2, 3)),
+    "delta-stage2-dora",
+]
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One launch of two ranks runs every case."""
+    out = tmp_path_factory.mktemp("scu") / "results.json"
+    environment = os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    ran = subprocess.run(
+        [*launch, "--module", "tests.distributed.scu_case", str(out)],
+        cwd=ROOT, env=environment | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    return dict(json.loads(out.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_param_bpt_equals_the_unsharded_value(results: dict[str, Any], case: str) -> None:
+    got, want = results[case]["squares"]
+    assert len(got) == 3 and min(want) > 0
+    assert got == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_adapter_can_be_read_before_the_first_forward(results: dict[str, Any], case: str) -> None:
+    """As the check of the target does: with a reach of 0 both bounds are the value of the first step."""
+    assert results[case]["before"] == pytest.approx([results[case]["squares"][1][0]] * 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("measure", ["delta", "factors"])
+def test_stage_3_had_partitioned_the_adapter_when_the_term_was_made(results: dict[str, Any], measure: str) -> None:
+    assert results[f"{measure}-stage3"]["partitioned"] > 0
+    assert results[f"{measure}-stage3-checkpointing"]["partitioned"] > 0
+    assert results[f"{measure}-stage3-resident"]["partitioned"] == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_data_bpt_over_ragged_micro_steps_equals_the_single_process_value(results: dict[str, Any], case: str) -> None:
+    got, want = results[case]["data_bpt"]
+    assert got == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_three_steps_move_the_weights_as_the_single_process_does(results: dict[str, Any], case: str) -> None:
+    """SGD: a weight's move is its gradient, so a term counted twice, per micro-step or not at all would show."""
+    assert results[case]["weight_moved"] > 0.01
+    assert results[case]["weight_error"] < 1e-6
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lambda_takes_the_same_course(results: dict[str, Any], case: str) -> None:
+    got, want = results[case]["lambda"]
+    assert len(set(want)) == 3
+    assert got == pytest.approx(want, rel=1e-5)
+
+
+def test_every_case_ran(results: dict[str, Any]) -> None:
+    assert set(results) == {*CASES, "agreement"}
+
+
+def test_lambda_has_the_same_bits_on_both_ranks_for_50_steps(results: dict[str, Any]) -> None:
+    first, second = results["agreement"]["strengths"]
+    assert len(first) == 50 and len(set(first)) > 10
+    assert first == second
+
+
+def test_one_bit_of_difference_stops_the_run_and_names_the_rank(results: dict[str, Any]) -> None:
+    fault = results["agreement"]["fault"]
+    assert "step 350" in fault and "differ between ranks" in fault and "rank 1" in fault

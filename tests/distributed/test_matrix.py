@@ -1,0 +1,153 @@
+"""What must be true of training on several ranks: the losses agree, resumed runs continue, adapters are whole."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed.conftest import Matrix
+from tests.distributed.plan import CHECKPOINTING, RESUMES, STAGES, VARIANTS
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("adapter", ["lora", "qlora"])
+def test_losses_do_not_depend_on_stage_ranks_or_checkpointing(
+    matrix: Matrix, adapter: str, stage: int, checkpointing: str
+) -> None:
+    one_rank = matrix["one-4x2" if adapter == "lora" else "one-qlora"].losses
+    assert len(one_rank) == 4
+    assert one_rank[0] != one_rank[-1]
+    assert matrix[f"{adapter}-{stage}-{checkpointing}"].losses == pytest.approx(one_rank, abs=1e-5)
+
+
+def test_losses_and_gradients_do_not_depend_on_how_the_batch_is_cut(matrix: Matrix) -> None:
+    """(1 rank, 4 micro-steps), (2 ranks, 2) and (1 rank, 1), on ragged lengths."""
+    cut_up, whole, two_ranks = matrix["one-4x2"], matrix["one-1x8"], matrix["lora-0-none"]
+    for other in (whole, two_ranks):
+        assert other.losses == pytest.approx(cut_up.losses, abs=1e-5)
+        assert other.records("train/grad_norm") == pytest.approx(cut_up.records("train/grad_norm"), rel=1e-4)
+        for name, value in cut_up.adapter().items():
+            torch.testing.assert_close(other.adapter()[name], value, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_full_fine_tuning_agrees(matrix: Matrix, stage: int) -> None:
+    assert matrix[f"full-{stage}"].losses == pytest.approx(matrix["full-0"].losses, abs=1e-5)
+    weights = load_file(matrix[f"full-{stage}"].folder / "model.safetensors")
+    assert weights["model.embed_tokens.weight"].shape == (384, 64)
+
+
+def test_packing_agrees_over_stages(matrix: Matrix) -> None:
+    assert matrix["packed-3"].losses == pytest.approx(matrix["packed-2"].losses, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_a_resumed_run_continues_to_the_bit(matrix: Matrix, name: str) -> None:
+    whole, again = matrix[f"whole-{name}"], matrix[f"again-{name}"]
+    assert len(whole.losses) == 6
+    assert again.losses == whole.losses[3:]
+    for key, value in whole.adapter().items():
+        assert torch.equal(again.adapter()[key], value), key
+    assert "resumed from" in again.console
+
+
+@pytest.mark.parametrize("name", ["cut-to-stage3", "cut-to-one-rank"])
+def test_a_run_goes_on_elsewhere(matrix: Matrix, name: str) -> None:
+    """From ZeRO-2 to ZeRO-3, and from two ranks to one."""
+    assert matrix[name].losses == pytest.approx(matrix["cut"].losses[3:], abs=1e-5)
+
+
+def test_a_finished_run_goes_on_to_more_steps(matrix: Matrix) -> None:
+    assert len(matrix["longer"].losses) == 2
+    state = json.loads((matrix["longer"].folder / "checkpoint-8" / "state.json").read_text())
+    assert state["step"] == 8
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_kind_of_adapter_learns_and_is_saved(matrix: Matrix, name: str, stage: int) -> None:
+    case = matrix[f"{name}-{stage}"]
+    # Blocks of 8-bit moments are cut along the partitions, so another stage rounds them differently.
+    tolerance = 1e-3 if name == "adam8" else 1e-5
+    assert case.losses == pytest.approx(matrix[f"{name}-2"].losses, abs=tolerance)
+    adapter = case.adapter()
+    assert all(value.numel() for value in adapter.values())
+    assert all(bool(value.any()) for key, value in adapter.items() if "lora_B" in key)
+
+
+def test_modules_to_save_are_in_the_adapter(matrix: Matrix) -> None:
+    assert matrix["modules_to_save-3"].adapter()["base_model.model.lm_head.weight"].shape == (384, 64)
+
+
+def test_dora_magnitudes_are_in_the_adapter(matrix: Matrix) -> None:
+    assert any("magnitude" in name for name in matrix["dora-3"].adapter())
+
+
+def test_pissa_is_saved_for_the_unchanged_base(matrix: Matrix) -> None:
+    """The base gives the logits of the trained model, although PiSSA took the adapter's start out of its weights."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    case = matrix["pissa-2"]
+    assert json.loads((case.folder / "adapter_config.json").read_text())["r"] == 8
+    base = AutoModelForCausalLM.from_pretrained(case.folder.parent / "model")
+    ids = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        plain = base(ids).logits
+        start = PeftModel.from_pretrained(base, str(case.folder / "initial_adapter"))
+        moved = start(ids).logits
+        start.unload()
+        trained = PeftModel.from_pretrained(base, str(case.folder))(ids).logits
+    # Small steps from a start that equals the base: near it, while the adapter's own start alone is far away.
+    assert (trained - plain).abs().max() < 0.2 * (moved - plain).abs().max()
+    assert (trained - plain).abs().max() > 0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_offloading_changes_nothing(matrix: Matrix, stage: int) -> None:
+    assert matrix[f"offload-{stage}"].losses == pytest.approx(matrix["lora-2-none"].losses, abs=1e-5)
+
+
+def test_a_checkpoint_holds_no_frozen_weights(matrix: Matrix) -> None:
+    """Master weights and two moments in fp32, the adapter, and small change; far less than the base model."""
+    folder = matrix["whole-lora-stage3-bf16"].folder
+    trained = sum(value.numel() for value in load_file(folder / "adapter_model.safetensors").values())
+    stored = {path.name: path.stat().st_size for path in (folder / "checkpoint-3").iterdir()}
+    assert stored["training_state.safetensors"] < 12 * trained + 32_000
+    assert stored["adapter_model.safetensors"] < 4 * trained + 16_000
+    assert (folder / "checkpoint-3" / "COMPLETE").exists()
+    assert not list(folder.glob(".writing-*"))
+
+
+def test_the_adapter_loads_in_peft_with_the_logits_it_was_trained_to(matrix: Matrix) -> None:
+    """PeftModel.from_pretrained reproduces the held-out loss that the run measured at its end."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from trainer.config import SourceSection
+    from trainer.config.sections import DatasetSection
+    from trainer.data import evaluation_batches, prepare_data
+
+    case = matrix["lora-3-none"]
+    root: Path = case.folder.parent
+    tokenizer = AutoTokenizer.from_pretrained(case.folder)
+    base = AutoModelForCausalLM.from_pretrained(root / "model")
+    model = PeftModel.from_pretrained(base, str(case.folder)).eval()
+    section = DatasetSection(
+        path=str(root / "train.jsonl"), evaluation=SourceSection(path=str(root / "held_out.jsonl")), max_length=96
+    )
+    data = prepare_data(section, tokenizer, seed=42, cache_dir=root / "cache", max_length_of_model=256)
+    assert data.evaluation is not None
+    loss_sum, targets = 0.0, 0
+    for batch in evaluation_batches(data.evaluation, batch_size=2, rank=0, world_size=1, pad_token_id=0, flat=False):
+        with torch.no_grad():
+            logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        wanted = batch["targets"]
+        loss_sum += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum"))
+        targets += int((wanted != -100).sum())
+    assert loss_sum / targets == pytest.approx(case.records("eval/loss")[-1], abs=1e-5)

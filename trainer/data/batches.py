@@ -1,0 +1,202 @@
+"""The micro-batches of an optimizer step, the same global batch in the same order on any number of ranks.
+
+Shapes: B sequences of a micro-batch, L its longest, D documents in it.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainer.config import UserError
+from trainer.data.samples import Sample, Samples, SampleStream
+
+MicroBatch = dict[str, Any]
+IGNORED = -100  # torch's cross-entropy leaves such targets out
+# Long enough for the convolutions of recurrent models, short enough to cost nothing.
+_DUMMY_LENGTH = 8
+
+
+class Batches:
+    """This rank's part of every global batch of G = batch_size * accumulation * world_size samples.
+
+    The order of an epoch depends on seed and epoch alone. Sample j of a global batch belongs to micro-step
+    j // (batch_size * world_size) of rank (j // batch_size) % world_size, so that (1 rank, 4 micro-steps) and (2 ranks,
+    2 micro-steps) train on the same samples in the same step.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        batch_size: int,
+        accumulation: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool,
+        pad_token_id: int,
+        flat: bool,
+    ) -> None:
+        self.samples = samples
+        self.batch_size, self.accumulation = batch_size, accumulation
+        self.rank, self.world_size = rank, world_size
+        self.seed, self.shuffle = seed, shuffle
+        self.pad_token_id, self.flat = pad_token_id, flat
+        self._order: tuple[int, NDArray[np.int64]] | None = None
+
+    @property
+    def global_batch_size(self) -> int:
+        """G, in samples."""
+        return self.batch_size * self.accumulation * self.world_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of one pass; the last may be incomplete."""
+        return -(-len(self.samples) // self.global_batch_size)
+
+    def step(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
+        """This rank's micro-batches of the step `offset` samples into the epoch, and how many samples all ranks take.
+
+        The last step of an epoch takes what is left; a micro-step without a sample for this rank gets a row without
+        targets, so that every rank runs the same number of them.
+        """
+        taken = self.order(epoch)[offset : offset + self.global_batch_size]
+        rows = [[self.samples[index] for index in taken[part].tolist()] for part in _parts(self)]
+        return [collate(part, self.pad_token_id, packed=self.samples.packed, flat=self.flat) for part in rows], len(
+            taken
+        )
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """The epoch's permutation of the samples."""
+        if self._order is None or self._order[0] != epoch:
+            count = len(self.samples)
+            order = np.random.default_rng([self.seed, epoch]).permutation(count) if self.shuffle else np.arange(count)
+            self._order = epoch, order
+        return self._order[1]
+
+
+class StreamBatches:
+    """As `Batches`, from a stream: every rank reads all of it and keeps its own rows, so no rank waits for another.
+
+    A stream that ends is read again from its beginning as the next epoch. Steps that follow one another continue the
+    stream; any other offset, as after a resume, reads up to it first.
+    """
+
+    def __init__(
+        self,
+        stream: SampleStream,
+        *,
+        batch_size: int,
+        accumulation: int,
+        rank: int,
+        world_size: int,
+        pad_token_id: int,
+        flat: bool,
+    ) -> None:
+        self.stream = stream
+        self.batch_size, self.accumulation = batch_size, accumulation
+        self.rank, self.world_size = rank, world_size
+        self.pad_token_id, self.flat = pad_token_id, flat
+        self._position = -1
+        self._samples: Iterator[Sample] = iter(())
+
+    @property
+    def global_batch_size(self) -> int:
+        """G, in samples."""
+        return self.batch_size * self.accumulation * self.world_size
+
+    def step(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
+        """This rank's micro-batches after `offset` samples of the stream; `epoch` is not looked at.
+
+        Raises UserError if the stream has nothing to train on.
+        """
+        if offset != self._position:
+            self._samples = _endless(self.stream)
+            next(islice(self._samples, offset, offset), None)
+        taken = list(islice(self._samples, self.global_batch_size))
+        self._position = offset + len(taken)
+        parts = [taken[part] for part in _parts(self)]
+        return [collate(part, self.pad_token_id, packed=self.stream.packed, flat=self.flat) for part in parts], len(
+            taken
+        )
+
+
+def evaluation_batches(
+    samples: Samples, *, batch_size: int, rank: int, world_size: int, pad_token_id: int, flat: bool
+) -> Iterator[MicroBatch]:
+    """This rank's batches of one pass in order; every rank yields the same number, rows without targets filling up."""
+    for start in range(0, len(samples), batch_size * world_size):
+        first = start + rank * batch_size
+        rows = [samples[index] for index in range(first, min(first + batch_size, len(samples)))]
+        yield collate(rows, pad_token_id, packed=samples.packed, flat=flat)
+
+
+def collate(samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat: bool) -> MicroBatch:
+    """Samples as tensors: `input_ids` and `targets`, and what keeps documents and padding apart.
+
+    targets[t] = input_ids[t + 1] where token t + 1 is trained and in the same document, else -100. Unpacked: int64
+    [B, L] with a right-padded `attention_mask`. Packed: `position_ids` [B, L] from 0 in every document, the padding
+    being one of its own. Flat: all documents in one row [1, T] without padding, with `position_ids`, `cu_seqlens` int32
+    [D + 1] and the int `max_seqlen`.
+    """
+    rows = list(samples) or [Sample([pad_token_id] * _DUMMY_LENGTH, [False] * _DUMMY_LENGTH, [_DUMMY_LENGTH])]
+    if flat:
+        lengths = [length for row in rows for length in row.document_lengths]
+        bounds = np.concatenate([[0], np.cumsum(lengths)])
+        return {
+            "input_ids": torch.tensor([[token for row in rows for token in row.input_ids]]),
+            "targets": torch.from_numpy(np.concatenate([_targets(row) for row in rows])[None]),
+            "position_ids": torch.from_numpy(_positions(lengths)[None]),
+            "cu_seqlens": torch.from_numpy(bounds.astype(np.int32)),
+            "max_seqlen": max(lengths),
+        }
+    longest = max(len(row.input_ids) for row in rows)
+    input_ids = np.full((len(rows), longest), pad_token_id, dtype=np.int64)
+    targets = np.full((len(rows), longest), IGNORED, dtype=np.int64)
+    extra = np.zeros((len(rows), longest), dtype=np.int64)
+    for index, row in enumerate(rows):
+        length = len(row.input_ids)
+        input_ids[index, :length] = row.input_ids
+        targets[index, :length] = _targets(row)
+        extra[index] = _positions([*row.document_lengths, longest - length]) if packed else np.arange(longest) < length
+    name = "position_ids" if packed else "attention_mask"
+    return {
+        "input_ids": torch.from_numpy(input_ids),
+        "targets": torch.from_numpy(targets),
+        name: torch.from_numpy(extra),
+    }
+
+
+def _parts(batches: Batches | StreamBatches) -> list[slice]:
+    """Where in a global batch this rank's samples of each micro-step stand."""
+    stride = batches.batch_size * batches.world_size
+    firsts = [step * stride + batches.rank * batches.batch_size for step in range(batches.accumulation)]
+    return [slice(first, first + batches.batch_size) for first in firsts]
+
+
+def _targets(sample: Sample) -> NDArray[np.int64]:
+    ids = np.asarray(sample.input_ids, dtype=np.int64)
+    targets = np.full(len(ids), IGNORED, dtype=np.int64)
+    targets[:-1] = np.where(np.asarray(sample.trained[1:], dtype=bool), ids[1:], IGNORED)
+    # The first token of a document is nobody's to predict, least of all the document's before it.
+    targets[np.cumsum(sample.document_lengths) - 1] = IGNORED
+    return targets
+
+
+def _positions(lengths: Sequence[int]) -> NDArray[np.int64]:
+    return np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
+
+
+def _endless(stream: SampleStream) -> Iterator[Sample]:
+    epoch = 0
+    while True:
+        count = 0
+        for count, sample in enumerate(stream.read(epoch), start=1):  # noqa: B007 (count is read below)
+            yield sample
+        if count == 0:
+            raise UserError("dataset.streaming=true: the stream holds nothing to train on; see `zerolora inspect`")
+        epoch += 1

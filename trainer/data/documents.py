@@ -1,0 +1,196 @@
+"""Records to tokenised documents: a source's shape is found once, then batches are read, templated, masked and cut."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, IterableDataset, List, Value
+from transformers import PreTrainedTokenizerBase
+
+from trainer.config import DatasetSection, SourceSection, UserError
+from trainer.data.chat import ChatEncoder, chat_template_of
+from trainer.data.formats import Shape, find_shape
+from trainer.data.packing import best_fit
+from trainer.data.records import Text, Turns, read_record
+from trainer.data.samples import Sample, join
+from trainer.data.sources import read_source, rows_of, where_from
+from trainer.data.tokens import Encoded, encode_texts
+
+# One row a record. `length` and `targets` are of what is left of it; `first_target` says how many tokens of the whole
+# document must stay for one target to be among them, 0 if it has none.
+COLUMNS = Features(
+    {
+        "input_ids": List(Value("int32")),
+        "trained": List(Value("bool")),
+        "length": Value("int32"),
+        "targets": Value("int32"),
+        "first_target": Value("int32"),
+        "truncated": Value("bool"),
+    }
+)
+ROWS_AT_ONCE = 512
+STREAM_ROWS_AT_ONCE = 64
+# Records that a shuffled stream draws the next one from.
+SHUFFLE_BUFFER = 10_000
+# Documents that a packed stream has in hand while it packs.
+PACKING_WINDOW = 1_000
+
+
+class DocumentEncoder:
+    """Encodes records of any format with one tokenizer and one set of masking rules; travels to worker processes.
+
+    Raises UserError for a tokenizer that does not say where in the text its tokens stand.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, section: DatasetSection) -> None:
+        if not tokenizer.is_fast:
+            raise UserError(
+                f"model.tokenizer={tokenizer.name_or_path}: has no fast version, which says where in a text each token "
+                "stands; name a tokenizer that has one"
+            )
+        self.tokenizer = tokenizer
+        self.max_length = section.max_length
+        self.train_on = frozenset(section.train_on)
+        template = chat_template_of(tokenizer, section.chat_template)
+        self.chat = ChatEncoder(tokenizer, template, section.train_on, section.system_prompt) if template else None
+
+    def rows(self, records: Sequence[Mapping[str, Any]], first: int, shape: Shape, label: str) -> dict[str, list[Any]]:
+        """The columns of COLUMNS for records, the first of which has the number `first` counted from 0."""
+        where = [f"{label}, record {first + index + 1}" for index in range(len(records))]
+        examples = [read_record(record, shape, place) for record, place in zip(records, where, strict=True)]
+        documents = self.encode(examples, where)
+        rows: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+        for document in documents:
+            # A document's first token has nothing before it to be predicted from.
+            at = next((index for index, trained in enumerate(document.trained) if trained and index), 0)
+            rows["input_ids"].append(document.input_ids[: self.max_length])
+            rows["trained"].append(document.trained[: self.max_length])
+            rows["length"].append(min(len(document.input_ids), self.max_length))
+            rows["targets"].append(sum(document.trained[1 : self.max_length]))
+            rows["first_target"].append(at + 1 if at else 0)
+            rows["truncated"].append(len(document.input_ids) > self.max_length)
+        return rows
+
+    def encode(self, examples: Sequence[Turns | Text], where: Sequence[str]) -> list[Encoded]:
+        """Whole documents, in order; conversations and texts are each tokenised together."""
+        encoded: dict[int, Encoded] = {}
+        chats = {at: example for at, example in enumerate(examples) if isinstance(example, Turns)}
+        texts = {at: example for at, example in enumerate(examples) if isinstance(example, Text)}
+        if chats:
+            if self.chat is None:
+                raise UserError(
+                    f"{where[min(chats)]}: a conversation, and this tokenizer has no chat template; give "
+                    "dataset.chat_template a Jinja text or file, or model.tokenizer one of an instruction-tuned model"
+                )
+            done = self.chat.encode(list(chats.values()), [where[at] for at in chats])
+            encoded.update(zip(chats, done, strict=True))
+        if texts:
+            done = encode_texts(self.tokenizer, list(texts.values()), self.train_on, [where[at] for at in texts])
+            encoded.update(zip(texts, done, strict=True))
+        return [encoded[at] for at in range(len(examples))]
+
+
+def encode_source(
+    source: SourceSection, label: str, encoder: DocumentEncoder, *, workers: int, file: Path
+) -> tuple[Dataset, str]:
+    """All documents of a source, written to `file` (one per worker beside it) and memory-mapped; and the format's note.
+
+    Raises UserError for the first record that cannot be read.
+    """
+    records = read_source(source, label)
+    assert isinstance(records, Dataset)
+    shape = find_shape(source, records.column_names, records[0], label, has_chat_template=encoder.chat is not None)
+    documents = records.map(
+        _encode_batch,
+        batched=True,
+        batch_size=ROWS_AT_ONCE,
+        with_indices=True,
+        remove_columns=records.column_names,
+        features=COLUMNS,
+        fn_kwargs={"encoder": encoder, "shape": shape, "label": where_from(source, label)},
+        num_proc=min(workers, len(records)) if workers > 1 else None,
+        cache_file_name=str(file),
+        new_fingerprint=file.stem,
+        desc=f"tokenising {source.path}",
+    )
+    return documents, shape.note
+
+
+def stream_samples(
+    section: DatasetSection,
+    sources: Sequence[tuple[str, SourceSection]],
+    encoder: DocumentEncoder,
+    seed: int,
+    epoch: int,
+) -> Iterator[Sample]:
+    """Samples of one pass, read and tokenised as they are asked for; records without targets are left out."""
+    documents = _mixed(
+        [
+            lambda again, of=source, at=label: _stream(section, of, at, encoder, seed, again)
+            for label, source in sources
+        ],
+        [source.weight for _, source in sources],
+        seed,
+        epoch,
+    )
+    if not section.packing:
+        yield from documents
+        return
+    while window := list(islice(documents, PACKING_WINDOW)):
+        for pack in best_fit([len(document.input_ids) for document in window], section.max_length):
+            yield join([window[index] for index in pack])
+
+
+def _encode_batch(
+    batch: Mapping[str, list[Any]], indices: list[int], encoder: DocumentEncoder, shape: Shape, label: str
+) -> dict[str, list[Any]]:
+    records = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    return encoder.rows(records, indices[0], shape, label)
+
+
+def _stream(
+    section: DatasetSection, source: SourceSection, label: str, encoder: DocumentEncoder, seed: int, epoch: int
+) -> Iterator[Sample]:
+    records = read_source(source, label, streaming=True)
+    if section.shuffle:
+        records = (
+            records.shuffle(seed=seed + epoch, buffer_size=SHUFFLE_BUFFER)
+            if isinstance(records, IterableDataset)
+            else records.shuffle(seed=seed + epoch)
+        )
+    rows = rows_of(records, source, label)
+    shape: Shape | None = None
+    count = 0
+    while batch := list(islice(rows, STREAM_ROWS_AT_ONCE)):
+        if shape is None:
+            columns = list(records.column_names or batch[0])
+            shape = find_shape(source, columns, batch[0], label, has_chat_template=encoder.chat is not None)
+        encoded = encoder.rows(batch, count, shape, where_from(source, label))
+        count += len(batch)
+        for ids, trained, targets in zip(encoded["input_ids"], encoded["trained"], encoded["targets"], strict=True):
+            if targets:
+                yield Sample(ids, trained, [len(ids)])
+
+
+def _mixed(starts: Sequence[Any], weights: Sequence[float], seed: int, epoch: int) -> Iterator[Sample]:
+    """Draw from streams with odds as their weights; one that ends starts again until all have ended once."""
+    if len(starts) == 1:
+        yield from starts[0](epoch)
+        return
+    generator = np.random.default_rng([seed, epoch])
+    odds = np.asarray(weights) / sum(weights)
+    streams = [start(epoch) for start in starts]
+    ended = [False] * len(streams)
+    while True:
+        choice = int(generator.choice(len(streams), p=odds))
+        sample = next(streams[choice], None)
+        if sample is None:
+            ended[choice] = True
+            if all(ended):
+                return
+            streams[choice] = starts[choice](epoch)
+            sample = next(streams[choice], None)
+        if sample is not None:
+            yield sample

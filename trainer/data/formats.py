@@ -1,0 +1,160 @@
+"""Which format a source has and which of its fields hold what: as configured, or read off the first record."""
+
+import string
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.config import SourceSection, UserError
+from trainer.config.errors import nearest
+
+# What a format reads, under the name that `fields` renames; the first are required.
+REQUIRED = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
+    "prompt_completion": ("prompt", "completion"),
+    "completion": ("text",),
+    "custom": ("completion",),
+}
+OPTIONAL = {
+    "messages": ("tools", "role", "content"),
+    "sharegpt": ("tools", "system", "from", "value"),
+    "alpaca": ("input", "system", "history"),
+    "prompt_completion": ("tools",),
+    "completion": (),
+    "custom": (),
+}
+# Other names that data sets on the hub use, tried by `auto` after the formats' own.
+COMMON_NAMES: tuple[tuple[str, dict[str, str]], ...] = (
+    ("prompt_completion", {"prompt": "prompt", "completion": "response"}),
+    ("prompt_completion", {"prompt": "question", "completion": "answer"}),
+    ("prompt_completion", {"prompt": "instruction", "completion": "response"}),
+    ("prompt_completion", {"prompt": "input", "completion": "output"}),
+    ("completion", {"text": "content"}),
+    ("completion", {"text": "completion"}),
+)
+WANTED = "messages | conversations | instruction + output | prompt + completion | text"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A source's format with the record's own name of each of its fields, and how both were found."""
+
+    format: str
+    names: Mapping[str, str]
+    template: str | None = None
+    alpaca_as_chat: bool = False
+    note: str = field(default="", compare=False)
+
+
+def find_shape(
+    source: SourceSection, columns: Sequence[str], first: Mapping[str, Any], label: str, *, has_chat_template: bool
+) -> Shape:
+    """The shape of a source's records, from the configuration, the column names and the first record.
+
+    Raises UserError naming the fields found and the fields wanted.
+    """
+    format_ = "custom" if source.format == "auto" and source.template else source.format
+    _check_fields(source, format_, columns, label)
+    if format_ == "auto":
+        return _detect(source, columns, first, label, has_chat_template)
+    names = {name: source.fields.get(name, name) for name in REQUIRED[format_] + OPTIONAL[format_]}
+    if format_ == "messages" and "messages" not in source.fields and "messages" not in columns:
+        names["messages"] = next((name for name in ("conversations", "conversation") if name in columns), "messages")
+    if format_ == "sharegpt" and "conversations" not in source.fields and "conversations" not in columns:
+        names["conversations"] = next(
+            (name for name in ("conversation", "messages") if name in columns), "conversations"
+        )
+    missing = [names[name] for name in REQUIRED[format_] if names[name] not in columns]
+    if missing:
+        raise UserError(
+            f"{label}.format={format_}: no field {' or '.join(missing)} in the records, which have {listed(columns)}; "
+            f"say which it is with {label}.fields: {{{_field_hint(format_, names, columns)}}}"
+        )
+    if format_ == "custom":
+        names |= _template_names(source, columns, label)
+    return Shape(
+        format_,
+        names,
+        template=source.template,
+        alpaca_as_chat=has_chat_template,
+        note=f"{label}: format {format_}",
+    )
+
+
+def _detect(
+    source: SourceSection, columns: Sequence[str], first: Mapping[str, Any], label: str, has_chat_template: bool
+) -> Shape:
+    renamed = {name: column for name, column in source.fields.items() if column in columns}
+    present = {column: column for column in columns if column not in renamed.values()} | renamed
+
+    def shape(format_: str, names: Mapping[str, str]) -> Shape:
+        optional = {name: present.get(name, name) for name in OPTIONAL[format_]} | dict(source.fields)
+        fields = " + ".join(names[name] for name in REQUIRED[format_])
+        note = f"{label}: format {format_} (found by the field{'s' if '+' in fields else ''} {fields})"
+        return Shape(format_, {**optional, **names}, alpaca_as_chat=has_chat_template, note=note)
+
+    for name in ("messages", "conversations", "conversation"):
+        turns = first.get(present.get(name, name))
+        if isinstance(turns, list) and turns and isinstance(turns[0], dict):
+            if source.fields.get("role", "role") in turns[0]:
+                return shape("messages", {"messages": present[name]})
+            if source.fields.get("from", "from") in turns[0]:
+                return shape("sharegpt", {"conversations": present[name]})
+    for format_ in ("messages", "sharegpt", "alpaca", "prompt_completion", "completion"):
+        if all(name in present for name in REQUIRED[format_]):
+            return shape(format_, {name: present[name] for name in REQUIRED[format_]})
+    for format_, names in COMMON_NAMES:
+        if all(column in present for column in names.values()):
+            return shape(format_, {name: present[column] for name, column in names.items()})
+    raise UserError(
+        f"{label}.format=auto: the records have {listed(columns)}, and wanted is one of {WANTED}; "
+        f"set {label}.format and name yours in {label}.fields, such as "
+        f"{{prompt: {columns[0] if columns else 'question'}, completion: {columns[-1] if columns else 'answer'}}}"
+    )
+
+
+def _check_fields(source: SourceSection, format_: str, columns: Sequence[str], label: str) -> None:
+    known = {name for format_name in REQUIRED for name in REQUIRED[format_name] + OPTIONAL[format_name]}
+    if format_ in REQUIRED and format_ != "custom":
+        known = {*REQUIRED[format_], *OPTIONAL[format_]}
+    inside_turns = {"role", "content", "from", "value"}
+    for name, column in source.fields.items():
+        if name not in known and format_ != "custom":
+            close = nearest(name, known)
+            hint = f"did you mean {close}?" if close else f"known are {', '.join(sorted(known))}"
+            raise UserError(f"{label}.fields.{name}: not a field of format {format_}; {hint}")
+        if column not in columns and name not in inside_turns:
+            raise UserError(f"{label}.fields.{name}={column}: no such field; the records have {listed(columns)}")
+
+
+def _template_names(source: SourceSection, columns: Sequence[str], label: str) -> dict[str, str]:
+    """Record fields of the {marks} in a custom template."""
+    assert source.template is not None
+    try:
+        marks = [name for _, name, _, _ in string.Formatter().parse(source.template) if name is not None]
+    except ValueError as error:
+        raise UserError(f"{label}.template: {error}; write a brace of the text itself twice, as {{{{ or }}}}") from None
+    names = {mark: source.fields.get(mark, mark) for mark in marks}
+    for mark, column in names.items():
+        if column not in columns:
+            raise UserError(f"{label}.template: {{{mark}}} is no field of the records, which have {listed(columns)}")
+    return names
+
+
+def kind_of(value: Any) -> str:
+    """What a JSON value is, in words for a message."""
+    names = {dict: "a record", list: "a list", str: "text", int: "a number", float: "a number", bool: "true or false"}
+    return "nothing" if value is None else names.get(type(value), type(value).__name__)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Field names for a message."""
+    return ", ".join(names) or "no fields"
+
+
+def _field_hint(format_: str, names: Mapping[str, str], columns: Sequence[str]) -> str:
+    missing = [name for name in REQUIRED[format_] if names[name] not in columns]
+    free = [column for column in columns if column not in names.values()] or ["..."]
+    return ", ".join(f"{name}: {free[min(index, len(free) - 1)]}" for index, name in enumerate(missing))

@@ -1,0 +1,186 @@
+"""Which documents make which sample: held-out split, weights of a mix, packing; and the figures of the result."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from numpy.typing import NDArray
+
+from trainer.config import DatasetSection, SourceSection, UserError
+from trainer.data.packing import best_fit
+
+Sources = list[tuple[str, SourceSection]]
+Index = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class DataStats:
+    """What one pass over the data is made of; `records` were read, all else counts what is trained on.
+
+    `truncated` documents were cut to max_length, `dropped` records had no trained token (left).
+    """
+
+    records: int = 0
+    documents: int = 0
+    samples: int = 0
+    tokens: int = 0
+    target_tokens: int = 0
+    truncated: int = 0
+    dropped: int = 0
+    max_length: int = 0
+    packed: bool = False
+    notes: tuple[str, ...] = ()
+    evaluation: "DataStats | None" = None
+
+    @property
+    def trained_share(self) -> float:
+        """Target tokens over all tokens."""
+        return self.target_tokens / self.tokens if self.tokens else 0.0
+
+    @property
+    def packing_efficiency(self) -> float:
+        """Tokens over the room that the samples have for them."""
+        return self.tokens / (self.samples * self.max_length) if self.samples else 0.0
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "DataStats":
+        """Read what `dataclasses.asdict` and JSON made of one."""
+        held_out = values["evaluation"]
+        nested = cls.from_json(held_out) if held_out else None
+        return cls(**(values | {"notes": tuple(values["notes"]), "evaluation": nested}))
+
+    def lines(self) -> list[str]:
+        """The figures for the console."""
+        lines = [*self.notes, *(self._figures("train") if self.records else [])]
+        return lines + (self.evaluation._figures("held out") if self.evaluation else [])
+
+    def _figures(self, name: str) -> list[str]:
+        packs = f" in {self.samples:,} packs, {self.packing_efficiency:.1%} full" if self.packed else ""
+        losses = [f"{self.truncated:,} cut to {self.max_length:,} tokens"] if self.truncated else []
+        losses += [f"{self.dropped:,} dropped for want of trained tokens"] if self.dropped else []
+        return [
+            f"{name}: {self.documents:,} documents{packs}, {self.tokens:,} tokens, "
+            f"{self.target_tokens:,} of them trained ({self.trained_share:.1%})"
+            + "".join(f"; {loss}" for loss in losses)
+        ]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Per record of a source: tokens, targets, tokens to keep for a target, whether it was cut."""
+
+    length: Index
+    targets: Index
+    first_target: Index
+    truncated: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, documents: Dataset) -> "Figures":
+        columns = {name: documents.data.column(name).to_numpy() for name in cls.__dataclass_fields__}
+        return cls(
+            **{name: column.astype(bool if name == "truncated" else np.int64) for name, column in columns.items()}
+        )
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Sample i is made of the documents `members[starts[i]:starts[i + 1]]`."""
+
+    starts: Index
+    members: Index
+
+
+def plan(
+    section: DatasetSection, sources: Sources, train: Sequence[Figures], evaluation: Sequence[Figures], seed: int
+) -> tuple[Grouping, Grouping, DataStats]:
+    """Training samples, held-out samples and their figures, from the figures of all documents in order.
+
+    Records are held out before weights repeat any, so that none is in both parts. Raises UserError if a part is empty
+    or has nothing to train on.
+    """
+    generator = np.random.default_rng(seed)
+    everything = _concatenated([*train, *evaluation])
+    total = sum(len(part.length) for part in train)
+    is_held = np.zeros(total, dtype=bool)
+    is_held[generator.permutation(total)[: _held_out_count(section, total)]] = True
+    kept: list[Index] = []
+    first = 0
+    for (_, source), part in zip(sources, train, strict=True):
+        members = np.arange(first, first + len(part.length))
+        members = members[~is_held[members] & (part.targets > 0)]
+        kept.append(_weighted(members, source.weight, generator) if section.mix else members)
+        first += len(part.length)
+    held_out = np.concatenate([np.flatnonzero(is_held), np.arange(total, len(everything.length))])
+    training, stats = _grouped(section, everything, np.flatnonzero(~is_held), _joined(kept), "dataset")
+    kept_out = held_out[everything.targets[held_out] > 0]
+    evaluating, held_out_stats = _grouped(section, everything, held_out, kept_out, "dataset.evaluation")
+    return training, evaluating, replace(stats, evaluation=held_out_stats if len(held_out) else None)
+
+
+def _held_out_count(section: DatasetSection, total: int) -> int:
+    if not section.val_split or not total:
+        return 0
+    count = max(1, round(total * section.val_split))
+    if count >= total:
+        raise UserError(
+            f"dataset.val_split={section.val_split}: {total} record{'s' * (total != 1)} cannot be split; "
+            "give more data, or dataset.evaluation"
+        )
+    return count
+
+
+def _weighted(members: Index, weight: float, generator: np.random.Generator) -> Index:
+    """Each member floor(weight) times, and a random part of them once more so that the total comes out."""
+    whole = int(weight)
+    extra = generator.permutation(len(members))[: round((weight - whole) * len(members))]
+    return _joined([members] * whole + [members[np.sort(extra)]])
+
+
+def _grouped(
+    section: DatasetSection, figures: Figures, records: Index, members: Index, label: str
+) -> tuple[Grouping, DataStats]:
+    """Samples out of documents, packed if so wanted, in the documents' order; and what they come to."""
+    if len(records) and not len(members):
+        raise _nothing_to_train_on(section, figures, records, label)
+    if section.packing:
+        packs = best_fit(figures.length[members], section.max_length)
+        starts = np.concatenate([[0], np.cumsum([len(pack) for pack in packs], dtype=np.int64)]).astype(np.int64)
+        grouping = Grouping(starts, _joined([members[pack] for pack in packs]))
+    else:
+        grouping = Grouping(np.arange(len(members) + 1), members)
+    return grouping, DataStats(
+        records=len(records),
+        documents=len(members),
+        samples=len(grouping.starts) - 1,
+        tokens=int(figures.length[members].sum()),
+        target_tokens=int(figures.targets[members].sum()),
+        truncated=int(figures.truncated[members].sum()),
+        dropped=int((figures.targets[records] == 0).sum()),
+        max_length=section.max_length,
+        packed=section.packing,
+    )
+
+
+def _nothing_to_train_on(section: DatasetSection, figures: Figures, records: Index, label: str) -> UserError:
+    needed = figures.first_target[records]
+    if not needed.any():
+        roles = ", ".join(section.train_on)
+        return UserError(
+            f"dataset.train_on={roles}: none of the {len(records):,} records of {label} has a token to train on; "
+            "choose other roles, or all, and look at the records with `zerolora inspect`"
+        )
+    return UserError(
+        f"dataset.max_length={section.max_length}: none of the {len(records):,} records of {label} keeps a trained "
+        f"token when cut to that; the first comes at token {int(needed[needed > 0].min()):,}, so raise it above"
+    )
+
+
+def _joined(parts: Sequence[Index]) -> Index:
+    return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
+
+
+def _concatenated(parts: Sequence[Figures]) -> Figures:
+    names = Figures.__dataclass_fields__
+    return Figures(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})

@@ -1,0 +1,147 @@
+"""Data made ready once: tokenised, masked, split and packed, in a cache that content, tokenizer and settings name."""
+
+import errno
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import datasets
+import numpy as np
+import transformers
+import xxhash
+from datasets import Dataset, concatenate_datasets
+from filelock import FileLock
+from transformers import PreTrainedTokenizerBase
+
+from trainer.config import DatasetSection, UserError
+from trainer.data.documents import DocumentEncoder, encode_source, stream_samples
+from trainer.data.plan import DataStats, Figures, Sources, plan
+from trainer.data.samples import Samples, SampleStream
+from trainer.data.sources import content_key
+
+# Part of every cache key: raise it when the same input no longer gives the same documents.
+CACHE_FORMAT = 1
+UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Training and held-out samples, their figures, and a name for exactly this data."""
+
+    train: Samples | SampleStream
+    evaluation: Samples | None
+    stats: DataStats
+    fingerprint: str
+
+
+def prepare_data(
+    section: DatasetSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    cache_dir: Path,
+    max_length_of_model: int | None,
+) -> PreparedData:
+    """Tokenise, mask, split and pack a data set, or find that done in `cache_dir`.
+
+    Any number of processes may call this at once: the first builds, the others wait and read. An interrupted build
+    leaves nothing that a later one would take for whole. Raises UserError for whatever is wrong with the data.
+    """
+    if max_length_of_model is not None and section.max_length > max_length_of_model:
+        raise UserError(
+            f"dataset.max_length={section.max_length}: the model was made for {max_length_of_model} tokens; use no more"
+        )
+    train: Sources = [(f"dataset.mix.{at}", source) for at, source in enumerate(section.mix)] or [("dataset", section)]
+    evaluation: Sources = [("dataset.evaluation", section.evaluation)] if section.evaluation else []
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    encoder = DocumentEncoder(tokenizer, section)
+    streamed = train if section.streaming else []
+    stored = [] if section.streaming else train
+    key = _fingerprint(section, encoder, stored + evaluation, seed)
+    stats, samples, held_out = DataStats(max_length=section.max_length), None, None
+    if stored or evaluation:
+        folder = cache_dir / key
+        try:
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            with FileLock(cache_dir / f"{key}.lock"):
+                if not folder.exists():
+                    _build(section, encoder, stored, evaluation, seed, folder)
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise
+            raise UserError(
+                f"dataset.cache_dir={cache_dir}: tokenised data cannot be written there ({error.strerror}); "
+                "make room, mend its rights, or name another folder"
+            ) from error
+        stats, samples, held_out = _load(folder, section.packing)
+    if streamed:
+        read = partial(stream_samples, section, streamed, encoder, seed)
+        notes = tuple(f"{label}: streamed from {source.path}" for label, source in streamed)
+        return PreparedData(
+            SampleStream(read, section.packing), held_out, replace(stats, notes=notes + stats.notes), key
+        )
+    assert samples is not None
+    return PreparedData(samples, held_out, stats, key)
+
+
+def _fingerprint(section: DatasetSection, encoder: DocumentEncoder, sources: Sources, seed: int) -> str:
+    """A name that changes with the bytes of the data, the tokenizer, the template, and every setting that matters."""
+    ignored = {"workers", "shuffle", "cache_dir"}
+    identity = {
+        "format": CACHE_FORMAT,
+        "settings": section.model_dump(mode="json", exclude=ignored),
+        "seed": seed if section.val_split or section.mix else None,
+        "content": [content_key(source, label) for label, source in sources],
+        "template": encoder.chat.template if encoder.chat else None,
+        "tokenizer": xxhash.xxh3_128_hexdigest(encoder.tokenizer.backend_tokenizer.to_str().encode()),
+        "special_tokens": {name: str(token) for name, token in encoder.tokenizer.special_tokens_map.items()},
+        "transformers": transformers.__version__,
+    }
+    return xxhash.xxh3_128_hexdigest(json.dumps(identity, sort_keys=True).encode())
+
+
+def _build(
+    section: DatasetSection, encoder: DocumentEncoder, train: Sources, evaluation: Sources, seed: int, folder: Path
+) -> None:
+    """Write the whole cache folder beside its place and rename it there; the caller holds the lock."""
+    building = folder.with_suffix(".building")
+    shutil.rmtree(building, ignore_errors=True)  # left by a process that died, since nobody else has the lock
+    building.mkdir()
+    try:
+        parts, notes = [], []
+        for number, (label, source) in enumerate(train + evaluation):
+            file = building / f"source-{number:03d}.arrow"
+            documents, note = encode_source(source, label, encoder, workers=section.workers, file=file)
+            parts.append(Figures.of(documents))
+            notes.append(note)
+        training, held_out, stats = plan(section, train, parts[: len(train)], parts[len(train) :], seed)
+        np.savez(
+            building / "index.npz",
+            train_starts=training.starts,
+            train_members=training.members,
+            evaluation_starts=held_out.starts,
+            evaluation_members=held_out.members,
+        )
+        text = json.dumps(asdict(replace(stats, notes=tuple(notes))))
+        (building / "stats.json").write_text(text, encoding="utf-8")
+        os.rename(building, folder)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _load(folder: Path, packed: bool) -> tuple[DataStats, Samples | None, Samples | None]:
+    """Figures, training and held-out samples of a finished cache folder, their documents memory-mapped."""
+    stats = DataStats.from_json(json.loads((folder / "stats.json").read_text(encoding="utf-8")))
+    files = sorted(folder.glob("source-*.arrow"))
+    documents = concatenate_datasets([Dataset.from_file(str(file)) for file in files])
+    samples: list[Samples | None] = []
+    with np.load(folder / "index.npz") as index:
+        for name in ("train", "evaluation"):
+            starts, members = index[f"{name}_starts"], index[f"{name}_members"]
+            samples.append(Samples(documents, starts, members, packed=packed) if len(starts) > 1 else None)
+    return stats, samples[0], samples[1]

@@ -1,0 +1,236 @@
+"""From a record of any known shape to one of two: a conversation, or a prompt with its completion."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config import UserError
+from trainer.data.formats import REQUIRED, Shape, kind_of, listed
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bard": "assistant",
+    "bing": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "tool_response": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+}
+ALPACA_WITH_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+ALPACA_WITHOUT_INPUT = "### Instruction:\n{instruction}\n\n### Response:\n"
+
+
+@dataclass(frozen=True)
+class Turns:
+    """A conversation in the chat templates' terms; `silent` are the turns that never carry loss."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    silent: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Text:
+    """A prompt, which may be empty, and what follows it; no chat template is put around them."""
+
+    prompt: str
+    completion: str
+
+
+def read_record(record: Mapping[str, Any], shape: Shape, where: str) -> Turns | Text:
+    """One record as a conversation or a text; `where` begins the message of the UserError that a bad one raises."""
+    for name in REQUIRED[shape.format]:
+        if record.get(shape.names[name]) is None:
+            there = [key for key, value in record.items() if value is not None]
+            raise UserError(
+                f"{where}: {shape.names[name]} is missing, there is {listed(there)}; "
+                "records of another format belong in a source of their own under dataset.mix"
+            )
+    if shape.format in ("messages", "sharegpt"):
+        return _read_conversation(record, shape, where)
+    if shape.format == "alpaca":
+        return _read_alpaca(record, shape, where)
+    if shape.format == "prompt_completion":
+        prompt, completion = record[shape.names["prompt"]], record[shape.names["completion"]]
+        if isinstance(prompt, list) or isinstance(completion, list):
+            return _read_conversational_pair(prompt, completion, record, shape, where)
+    if shape.format == "completion":
+        return Text("", _text(record, shape.names["text"], where))
+    if shape.format == "custom":
+        assert shape.template is not None
+        values = {
+            name: "" if record.get(column) is None else str(record[column]) for name, column in shape.names.items()
+        }
+        return Text(shape.template.format_map(values), _text(record, shape.names["completion"], where))
+    return Text(_text(record, shape.names["prompt"], where), _text(record, shape.names["completion"], where))
+
+
+def _read_conversation(record: Mapping[str, Any], shape: Shape, where: str) -> Turns:
+    """A list of turns in OpenAI's shape (role, content, tool_calls) or ShareGPT's (from, value)."""
+    sharegpt = shape.format == "sharegpt"
+    column = shape.names["conversations" if sharegpt else "messages"]
+    role_key, content_key = ("from", "value") if sharegpt else ("role", "content")
+    keys = shape.names.get(role_key, role_key), shape.names.get(content_key, content_key)
+    turns = _list(record[column], column, where)
+    messages = [_message(turn, keys, f"{where}, turn {number}") for number, turn in enumerate(turns, start=1)]
+    system = record.get(shape.names.get("system", "system")) if sharegpt else None
+    if system:
+        messages.insert(0, {"role": "system", "content": str(system)})
+    # OpenAI's fine-tuning files leave a turn out of the loss with weight 0.
+    silent = {
+        index + len(messages) - len(turns)
+        for index, turn in enumerate(turns)
+        if turn.get("weight") == 0 or turn.get("train") is False
+    }
+    return Turns(messages, _tools(record.get(shape.names.get("tools", "tools")), where), frozenset(silent))
+
+
+def _read_conversational_pair(
+    prompt: Any, completion: Any, record: Mapping[str, Any], shape: Shape, where: str
+) -> Turns:
+    """A prompt and a completion that are lists of turns: only the completion's carry loss."""
+    keys = ("role", "content")
+    lists = [
+        [_message(turn, keys, f"{where}, {name} turn {number}") for number, turn in enumerate(turns, start=1)]
+        for name, turns in (
+            ("prompt", _list(prompt, shape.names["prompt"], where)),
+            ("completion", _list(completion, shape.names["completion"], where)),
+        )
+    ]
+    tools = _tools(record.get(shape.names.get("tools", "tools")), where)
+    return Turns(lists[0] + lists[1], tools, frozenset(range(len(lists[0]))))
+
+
+def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str) -> Turns | Text:
+    """Instruction, optional input, output: a chat where the tokenizer has a template for one, headed text elsewhere."""
+    instruction, output = (_text(record, shape.names[name], where) for name in ("instruction", "output"))
+    extra = record.get(shape.names.get("input", "input")) or ""
+    if not isinstance(extra, str):
+        raise UserError(f"{where}: {shape.names['input']} is {kind_of(extra)}, not text")
+    system = record.get(shape.names.get("system", "system"))
+    if not shape.alpaca_as_chat:
+        prompt = ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT
+        return Text((f"{system}\n\n" if system else "") + prompt.format(instruction=instruction, input=extra), output)
+    messages = [{"role": "system", "content": str(system)}] if system else []
+    for pair in record.get(shape.names.get("history", "history")) or []:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
+            raise UserError(f"{where}: history holds {kind_of(pair)}, not pairs of question and answer")
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    request = f"{instruction}\n\n{extra}" if extra else instruction
+    return Turns([*messages, {"role": "user", "content": request}, {"role": "assistant", "content": output}])
+
+
+def _message(turn: Any, keys: tuple[str, str], where: str) -> dict[str, Any]:
+    """One turn with a known role, text content, and tool calls as chat templates want them."""
+    if not isinstance(turn, Mapping):
+        raise UserError(f"{where}: is {kind_of(turn)}, not a record with {keys[0]} and {keys[1]}")
+    name = turn.get(keys[0])
+    role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
+    if role is None:
+        found = f"{keys[0]} {name!r} is not known" if name is not None else f"no {keys[0]}, there is {listed(turn)}"
+        raise UserError(f"{where}: {found}; roles are {', '.join(sorted(ROLES))}")
+    message: dict[str, Any] = {"role": role}
+    content = turn.get(keys[1])
+    calls = turn.get("tool_calls")
+    if name in ("function_call", "tool_call") and not calls:
+        calls, content = _parsed_call(content, where), None
+    elif isinstance(turn.get("function_call"), Mapping) and not calls:
+        calls = [turn["function_call"]]
+    if content is None and not calls:
+        raise UserError(f"{where}: {role} turn without {keys[1]}; there is {listed(k for k, v in turn.items() if v)}")
+    message["content"] = _content(content, keys[1], where)
+    if calls:
+        message["tool_calls"] = [_tool_call(call, where) for call in _list(calls, "tool_calls", where)]
+    for key in ("name", "tool_call_id", "reasoning_content", "thinking"):
+        if turn.get(key) is not None:
+            message[key] = turn[key]
+    return message
+
+
+def _content(content: Any, key: str, where: str) -> str:
+    """Text, or OpenAI's list of text parts joined."""
+    if content is None:
+        return ""
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        texts = [part for part in parts if isinstance(part, str)]
+        if len(texts) == len(parts):
+            return "".join(texts)
+        raise UserError(f"{where}: {key} has parts that are not text; images and sound are not trained on")
+    if not isinstance(content, str):
+        raise UserError(f"{where}: {key} is {kind_of(content)}, not text")
+    return content
+
+
+def _parsed_call(value: Any, where: str) -> list[Any]:
+    """ShareGPT's function_call turn: its text is the call as JSON, or a list of such."""
+    try:
+        call = json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: the tool call is not JSON ({error.msg}, column {error.colno})") from None
+    return call if isinstance(call, list) else [call]
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(f"{where}: a tool call needs function.name and function.arguments")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        # Templates print arguments as JSON; a string would be quoted a second time.
+        try:
+            arguments = json.loads(arguments or "{}")
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: arguments of {function['name']} are not JSON ({error.msg})") from None
+    else:
+        arguments = _without_padding(arguments)
+    tool_call = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
+    return tool_call | ({"id": call["id"]} if call.get("id") else {})
+
+
+def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
+    """Tool definitions: a list of JSON schemas, or that list as a JSON string."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: tools are not JSON ({error.msg}, column {error.colno})") from None
+    if not value:
+        return None
+    tools = [_without_padding(tool) for tool in _list(value, "tools", where)]
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{where}: tools must be a list of function definitions")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def _without_padding(value: Any) -> Any:
+    """Without the nulls that Arrow adds so that all records of a column have the same keys."""
+    if isinstance(value, Mapping):
+        return {key: _without_padding(inner) for key, inner in value.items() if inner is not None}
+    return [_without_padding(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _list(value: Any, name: str, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise UserError(f"{where}: {name} is {kind_of(value)}, not a list")
+    return value
+
+
+def _text(record: Mapping[str, Any], name: str, where: str) -> str:
+    value = record[name]
+    if not isinstance(value, str):
+        raise UserError(f"{where}: {name} is {kind_of(value)}, not text")
+    return value

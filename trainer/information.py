@@ -1,0 +1,273 @@
+"""How many bits a token costs and how many the adapter holds: DataBPT, and ParamBPT with a gradient, at any ZeRO stage.
+
+    DataBPT  = sum of token losses (nats) / target tokens / ln 2
+    ParamBPT = Q / (2 sigma^2 N ln 2),   Q = sum of w^2
+    measure delta:    w = s B A, so Q = s^2 trace((B^T B)(A A^T)), dB = 2 s^2 B (A A^T), dA = 2 s^2 (B^T B) A
+    measure factors:  w = all of A and B, dw = 2 w
+
+Legend: N adapted layers of one shape, R rank, I in, O out. s is PEFT's scale: alpha / r, rsLoRA alpha / sqrt(r).
+DoRA: w is the update s B A of the direction, before it is normalised; the trained magnitudes (one number per output)
+are not counted, since they start at the norms of the base weight, which is no information of the adapter.
+QLoRA: the same; the 4-bit base never enters.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.config import UserError
+
+Measure = Literal["delta", "factors"]
+# An nn.Parameter to which ZeRO-3 may have added ds_shape, ds_tensor (this rank's shard), ds_status, ds_process_group.
+Partitionable = Any
+# Layers are batched up to this many elements: few launches, and 64 MiB of working memory in fp32.
+CHUNK_ELEMENTS = 2**24
+
+
+@dataclass(frozen=True)
+class AdapterPair:
+    """One adapted layer: A [R, I], B [O, R] and the scale s of its update s B A."""
+
+    name: str
+    a: nn.Parameter
+    b: nn.Parameter
+    scale: float
+
+
+def find_pairs(model: nn.Module) -> list[AdapterPair]:
+    """Every active LoRA pair of a PEFT model, in module order; UserError if there is none or one is not a matrix."""
+    from peft.tuners.lora import LoraLayer
+
+    pairs: list[AdapterPair] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        for adapter in module.active_adapters:
+            if adapter in module.lora_A:
+                a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+            elif adapter in module.lora_embedding_A:
+                a, b = module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]
+            else:
+                continue
+            if len(_shape(a)) != 2:
+                raise UserError(
+                    f"scu.enabled=true: {path} has an adapter of shape {tuple(_shape(a))}; exclude that layer"
+                )
+            pairs.append(AdapterPair(path, a, b, float(module.scaling[adapter])))
+    if not pairs:
+        raise UserError("scu.enabled=true: the model has no LoRA layer to measure; use adapter: lora or qlora")
+    return pairs
+
+
+def data_bpt(loss_sum_global: float, target_tokens_global: float) -> float:
+    """DataBPT in bits per token, from sums (nats, tokens) over all ranks and micro-steps."""
+    return loss_sum_global / target_tokens_global / math.log(2.0)
+
+
+class AdapterInformation:
+    """Q = sum of w^2 over the adapter, with its analytic gradient, and its conversion to nats and bits per token.
+
+    `sigma` is the standard deviation of the prior N(0, sigma^2), `tokens` the target tokens N of one epoch.
+    """
+
+    def __init__(self, pairs: list[AdapterPair], measure: Measure, *, sigma: float, tokens: int) -> None:
+        if sigma <= 0.0:
+            raise UserError(f"scu.sigma={sigma}: the prior needs a positive standard deviation, such as 0.01")
+        if tokens < 1:
+            raise UserError(f"scu.tokens={tokens}: information is spread over at least one target token")
+        self.measure = measure
+        self.nats_per_square = 1.0 / (2.0 * sigma**2 * tokens)
+        self.chunks = list(_chunks(pairs))
+        self.parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters]
+
+    def squares(self) -> Tensor:
+        """Q of this rank, a differentiable scalar: its mean over the ranks, and its gradient's, are the adapter's.
+
+        Under ZeRO-3 `factors` is this rank's shards times the ranks; all else is the whole adapter, on every rank.
+        Every rank must call it: `delta` gathers what ZeRO-3 has partitioned.
+        """
+        compute = _delta if self.measure == "delta" else _factors
+        with torch.no_grad():
+            results = [compute(chunk) for chunk in self.chunks]
+            value = torch.stack([value for value, *_ in results]).sum()
+        gradients = [gradient for _, *pair in results for gradient in pair]
+        with _full_shapes(self.parameters):
+            return cast(Tensor, _WithGradient.apply(value, gradients, *self.parameters))
+
+    def bits(self, squares: float) -> float:
+        """ParamBPT in bits per token for a value of Q."""
+        return squares * self.nats_per_square / math.log(2.0)
+
+    @torch.no_grad()
+    def reachable_squares(self, reach_a: float, reach_b: float) -> tuple[float, float]:
+        """Bounds of Q if no element of A (of B) moves further than reach_a (reach_b), the sum of its learning rates.
+
+        factors: (|w| - reach)_+^2 to (|w| + reach)^2. delta: |s B A| moves elementwise by at most
+        s ((|B| + reach_b)(|A| + reach_a) - |B||A|), whose norm is added to, and taken from, the norm there is.
+        """
+        low = high = 0.0
+        for chunk in self.chunks:
+            a_NRI, b_NOR = chunk.stacked(_whole)
+            if self.measure == "factors":
+                for weights, reach in ((a_NRI, reach_a), (b_NOR, reach_b)):
+                    low += float((weights.abs() - reach).clamp(min=0).square().sum())
+                    high += float((weights.abs() + reach).square().sum())
+                continue
+            a_abs, b_abs = a_NRI.abs(), b_NOR.abs()
+            a_far, b_far = a_abs + reach_a, b_abs + reach_b
+            present_N = _inner(a_NRI, b_NOR, a_NRI, b_NOR).clamp(min=0).sqrt()
+            squared_N = _inner(a_far, b_far, a_far, b_far) + _inner(a_abs, b_abs, a_abs, b_abs)
+            moved_N = (squared_N - 2 * _inner(a_far, b_far, a_abs, b_abs)).clamp(min=0).sqrt()
+            scale_N = chunk.scale_N11.flatten()
+            low += float((scale_N * (present_N - moved_N).clamp(min=0)).square().sum())
+            high += float((scale_N * (present_N + moved_N)).square().sum())
+        return low, high
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Pairs of one shape, computed as one batched product."""
+
+    a: list[nn.Parameter]
+    b: list[nn.Parameter]
+    scale_N11: Tensor
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return self.a + self.b
+
+    def stacked(self, read: Any) -> tuple[Tensor, Tensor]:
+        """A [N, R, I] and B [N, O, R] in at least fp32; bf16 would lose an update of 1 part in 256 of the sum."""
+        tensors: list[Tensor] = read(self.parameters)
+        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        split = len(self.a)
+        return torch.stack(tensors[:split]).to(dtype), torch.stack(tensors[split:]).to(dtype)
+
+
+def _chunks(pairs: list[AdapterPair]) -> Iterator[_Chunk]:
+    groups: dict[tuple[Any, ...], list[AdapterPair]] = {}
+    for pair in pairs:
+        groups.setdefault((_shape(pair.a), _shape(pair.b), pair.a.dtype, pair.b.dtype, pair.a.device), []).append(pair)
+    for (a_shape, b_shape, dtype, _, device), group in groups.items():
+        size = max(1, CHUNK_ELEMENTS // (a_shape.numel() + b_shape.numel()))
+        wide = torch.promote_types(dtype, torch.float32)
+        for start in range(0, len(group), size):
+            part = group[start : start + size]
+            scale_N11 = torch.tensor([pair.scale for pair in part], dtype=wide, device=device).view(-1, 1, 1)
+            yield _Chunk([pair.a for pair in part], [pair.b for pair in part], scale_N11)
+
+
+class _WithGradient(torch.autograd.Function):
+    """A value whose gradients are known already: after it, ZeRO-3 may partition A and B again at any time."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        ctx.dtypes = [parameter.dtype for parameter in parameters]
+        return value.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        outputs: list[Tensor | None] = [None, None]
+        for stacked in ctx.saved_tensors:
+            # A loss scale of fp16 is inside grad_output: multiply before narrowing, or small gradients vanish.
+            outputs.extend((stacked * grad_output).to(ctx.dtypes[len(outputs) - 2]).unbind())
+        return tuple(outputs)
+
+
+def _delta(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
+    a_NRI, b_NOR = chunk.stacked(_whole)
+    gram_a_NRR, gram_b_NRR = a_NRI @ a_NRI.mT, b_NOR.mT @ b_NOR
+    square_N11 = chunk.scale_N11.square()
+    value = (square_N11 * gram_a_NRR * gram_b_NRR).sum()
+    return value, (2 * square_N11 * gram_b_NRR) @ a_NRI, b_NOR @ (2 * square_N11 * gram_a_NRR)
+
+
+def _factors(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
+    a_NRI, b_NOR = chunk.stacked(_owned)
+    # The engine averages gradients over the ranks; a shard that one rank alone contributes must weigh as all of them.
+    weight = _partitions(chunk.a[0])
+    value = weight * (a_NRI.square().sum() + b_NOR.square().sum())
+    return value, 2 * weight * a_NRI, 2 * weight * b_NOR
+
+
+def _inner(a1: Tensor, b1: Tensor, a2: Tensor, b2: Tensor) -> Tensor:
+    """<B1 A1, B2 A2> per layer, [N], without forming an O x I matrix."""
+    return ((b1.mT @ b2) * (a1 @ a2.mT)).sum(dim=(1, 2))
+
+
+def _shape(parameter: Partitionable) -> torch.Size:
+    """The whole parameter's shape, also where ZeRO-3 holds only a shard of it."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def _partitions(parameter: Partitionable) -> int:
+    """Into how many shards ZeRO-3 has cut a parameter; 1 where it is whole."""
+    return dist.get_world_size(parameter.ds_process_group) if hasattr(parameter, "ds_tensor") else 1
+
+
+def _whole(parameters: list[Partitionable]) -> list[Tensor]:
+    """The parameters with all their elements; what is partitioned comes by one all-gather of the shards.
+
+    deepspeed.zero.GatheredParameters would do it too, but it frees parameters on leaving, which confuses the
+    prefetching of a step under way. Reading the shards leaves the state of every parameter as it is.
+    """
+    partitioned = [parameter for parameter in parameters if _is_partitioned(parameter)]
+    gathered: dict[int, Tensor] = {}
+    if partitioned:
+        shards = torch.cat([p.ds_tensor.to(p.device) for p in partitioned])
+        ranks = _partitions(partitioned[0])
+        buffer = shards.new_empty(ranks * shards.numel())
+        dist.all_gather_into_tensor(buffer, shards, group=partitioned[0].ds_process_group)
+        columns = buffer.view(ranks, -1).split([p.ds_tensor.numel() for p in partitioned], dim=1)
+        for parameter, column in zip(partitioned, columns, strict=True):
+            shape = _shape(parameter)
+            # The last shards are padded to equal length; the padding follows the elements.
+            gathered[id(parameter)] = column.reshape(-1)[: shape.numel()].view(shape)
+    return [gathered.get(id(p), p.detach()) for p in parameters]
+
+
+def _owned(parameters: list[Partitionable]) -> list[Tensor]:
+    """The parameters with the elements this rank owns, and zeros elsewhere; whole where nothing is partitioned."""
+    tensors: list[Tensor] = []
+    for parameter in parameters:
+        if not hasattr(parameter, "ds_tensor"):
+            tensors.append(parameter.detach())
+            continue
+        shard, shape = parameter.ds_tensor, _shape(parameter)
+        start = dist.get_rank(parameter.ds_process_group) * shard.numel()
+        length = max(0, min(shard.numel(), shape.numel() - start))
+        owned = torch.zeros(shape.numel(), dtype=shard.dtype, device=parameter.device)
+        if length:
+            owned[start : start + length] = shard[:length]
+        tensors.append(owned.view(shape))
+    return tensors
+
+
+def _is_partitioned(parameter: Partitionable) -> bool:
+    """True where ZeRO-3 has this rank hold a shard and the whole is not there, or still on its way."""
+    return hasattr(parameter, "ds_tensor") and parameter.ds_status.name != "AVAILABLE"
+
+
+@contextmanager
+def _full_shapes(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Lend partitioned parameters a stand-in of full shape while the graph is recorded.
+
+    Autograd checks a gradient against the shape that the parameter had when it entered the graph, and under ZeRO-3 that
+    may be (0,). The stand-in is one element with strides of 0, and nothing reads it.
+    """
+    lent = [(parameter, parameter.data) for parameter in parameters if _is_partitioned(parameter)]
+    for parameter, data in lent:
+        parameter.data = data.new_zeros(()).expand(_shape(parameter))
+    try:
+        yield
+    finally:
+        for parameter, data in lent:
+            parameter.data = data
