@@ -1,0 +1,117 @@
+"""The `zerolora` command: `train` and `config` live here, everything that needs torch is a process of its own."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from launcher.command import free_port, local_command, visible_gpus
+from launcher.supervise import EXIT_FAILED, EXIT_USAGE, Supervisor, run_child
+from launcher.terminal import ConsolePipe, say
+from trainer.config import UserError, dump_yaml, load_config
+from trainer.config.reference import json_schema, reference_text
+
+# Subcommand -> module with its arguments and help. `zerolora X --help` shows the module's own.
+MODULES = {
+    "prepare": ("trainer.prepare", "Check a configuration and its data, and tokenise, without loading weights."),
+    "inspect": ("trainer.inspect", "Show examples as the model sees them, trained tokens in colour."),
+    "eval": ("trainer.evaluate", "Loss, bits per token and perplexity of base and adapter on held-out data."),
+    "generate": ("trainer.generate", "Answer prompts with a trained adapter."),
+    "merge": ("trainer.merge", "Merge an adapter into its base model and save it as safetensors."),
+    "report": ("trainer.report", "Plots and an HTML page of a run."),
+    "push": ("trainer.push", "Upload adapter, tokenizer and model card to the Hugging Face hub."),
+    "ops": ("ops.builder", "Build the fused operators, or report on them."),
+}
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[key=value]...", help="Settings in place of the file's.")
+]
+
+app = typer.Typer(
+    name="zerolora",
+    help="Train LoRA and QLoRA adapters of Hugging Face causal language models on DeepSpeed.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    num_gpus: Annotated[int | None, typer.Option(help="The first N GPUs, or N CPU ranks; default: all, or 2.")] = None,
+    master_port: Annotated[int | None, typer.Option(help="Port for the ranks to meet at; default: a free one.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the deepspeed command and stop.")] = False,
+) -> None:
+    """Train an adapter with the GPUs of this machine."""
+    arguments = [str(config), *(overrides or [])]
+    loaded = load_config(config, overrides or [])
+    port = free_port() if master_port is None else master_port
+    gpus = visible_gpus()
+    if dry_run:
+        typer.echo(local_command(arguments, gpus=gpus, num_gpus=num_gpus, port=port).shell())
+        return
+    local_command(arguments, gpus=gpus, num_gpus=num_gpus, port=port)  # its refusals come before any work
+    # Quiet, for rank 0 says the same of the data later, and the libraries' greetings are for nobody.
+    code = run_child([sys.executable, "-m", "trainer.prepare", *arguments], quiet=True)
+    if code == 0:
+        with ConsolePipe() as pipe:
+            command = local_command([*arguments, *pipe.arguments()], gpus=gpus, num_gpus=num_gpus, port=port)
+            code = Supervisor(command, Path(loaded.config.output_dir) / "logs").run()
+    raise typer.Exit(code)
+
+
+@app.command("config")
+def show_config(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The YAML file of the run.")] = None,
+    overrides: Overrides = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Every setting with type, default and meaning.")] = False,
+    as_json: Annotated[bool, typer.Option("--json-schema", help="The JSON schema, for completion in editors.")] = False,
+) -> None:
+    """Print the resolved configuration, or the reference of all settings."""
+    if schema:
+        typer.echo(reference_text(width=Console().width))
+    elif as_json:
+        typer.echo(json.dumps(json_schema(), indent=2))
+    elif config is None:
+        raise UserError("zerolora config: no file; name a YAML file, or ask for --schema")
+    else:
+        loaded = load_config(config, overrides or [])
+        for note in loaded.notes:
+            say(f"note: {note}")
+        typer.echo(dump_yaml(loaded.config), nl=False)
+
+
+def _add_passed_on(name: str, module: str, text: str) -> None:
+    def passed_on(context: typer.Context) -> None:
+        # The process becomes the other one: its exit code, signals and terminal are then right without any help.
+        os.execv(sys.executable, [sys.executable, "-m", module, *context.args])
+
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+    app.command(name, help=text, add_help_option=False, context_settings=settings)(passed_on)
+
+
+for _name, (_module, _text) in MODULES.items():
+    _add_passed_on(_name, _module, _text)
+
+
+def main() -> None:
+    """Run the command line; a mistake of the user is one line on stderr and exit code 2."""
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        say(f"error: {error}")
+        sys.exit(EXIT_USAGE)
+    except OSError as error:
+        say(f"error: {error}")
+        sys.exit(EXIT_FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""`zerolora train` around `launcher_rank` in place of the trainer. Arguments: behaviour, folder."""
+
+import sys
+from pathlib import Path
+
+from launcher.command import free_port, local_command
+from launcher.supervise import Supervisor
+from launcher.terminal import ConsolePipe
+
+if __name__ == "__main__":
+    with ConsolePipe() as pipe:
+        command = local_command(
+            [*sys.argv[1:], *pipe.arguments()],
+            gpus=[],
+            num_gpus=2,
+            port=free_port(),
+            module="tests.unit.launcher_rank",
+        )
+        code = Supervisor(command, Path(sys.argv[2]) / "logs").run()
+    sys.exit(code)

@@ -1,0 +1,49 @@
+"""A rank without a model: what `zerolora train` starts in the launcher's tests. Arguments: behaviour, folder."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+SAVE_S = 2.0
+
+
+def main() -> int:
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
+    behaviour, folder = arguments[0], Path(arguments[1])
+    rank = int(os.environ["RANK"])
+    assert os.environ["WORLD_SIZE"] == "2"
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGTERM, note)
+    log = os.open(folder / "logs" / f"rank-{rank}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if rank == 0:
+        with open(arguments[arguments.index("--console") + 1], "w") as console:
+            print(f"console line of {behaviour}", file=console)
+    (folder / f"ready-{rank}").write_text(str(os.getpid()))
+    if behaviour == "finish":
+        return 0
+    if rank == 1 and behaviour == "raise":
+        raise ValueError("the middle of the model is missing")
+    if rank == 1 and behaviour == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if behaviour == "deaf":
+        while True:
+            time.sleep(1)
+    while not received:
+        time.sleep(0.05)
+    time.sleep(SAVE_S)
+    (folder / f"saved-{rank}").write_text(signal.Signals(received[0]).name)
+    return 128 + received[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""Mistakes of the user: one line with the setting, its value and the way out, exit code 2, and nothing written.
+
+The first table goes through `zerolora train`, which reads the configuration before it starts any process; the second
+through `trainer.prepare`, which looks at model, tokenizer, data and folders before a weight is loaded.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launcher.cli import main as zerolora
+from tests.tiny import make_model, make_tokenizer, write_chats
+
+GOOD = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
+
+# name: (text of the file, or None for none at all; what the line must hold)
+FILES: dict[str, tuple[str | bytes | None, tuple[str, ...]]] = {
+    "missing file": (None, ("config.yaml: no such file", "configs/")),
+    "empty file": ("", ("config.yaml: holds nothing", "write `base_model:")),
+    "a list": ("- base_model\n", ("config.yaml: holds a list",)),
+    "plain text": ("hello\n", ("config.yaml: holds a single value",)),
+    "bracket left open": ("lora: {r: 8\n", ("not valid YAML at line 2, column 1",)),
+    "tab": ("lora:\n\tr: 8\n", ("not valid YAML at line 2, column 1", "\\t")),
+    "not text": (b"\xff\xfe\x00", ("config.yaml: cannot be read as text",)),
+    "not a date": (GOOD + "seed: 2026-99-99\n", ("config.yaml: not valid YAML", "month")),
+    "code in a tag": (GOOD + "seed: !!python/object/apply:os.getpid []\n", ("not valid YAML at line 4", "os.getpid")),
+    "section twice": (GOOD + "lora: {r: 8}\nlora: {r: 9}\n", ("lora: written twice (line 5)", "keep one")),
+    "setting twice": (GOOD + "lora:\n  r: 8\n  r: 9\n", ("r: written twice (line 6)", "keep one")),
+    "two names of one setting": (GOOD + "lora_r: 8\nlora: {r: 9}\n", ("lora.r: given as lora_r as well", "keep one")),
+    "list as a name": ("? [a, b]\n: 1\n" + GOOD, ("line 1: a list or map as a name",)),
+    "no model": ("output_dir: x\ndataset: {path: d}\n", ("base_model: missing", "write `base_model: ...`")),
+    "no data": ("base_model: m\noutput_dir: x\n", ("dataset: missing", "write `dataset: ...` with `path: ...` below")),
+    "no folder": ("base_model: m\ndataset: {path: d}\n", ("output_dir: missing",)),
+    "value left out": ("base_model:\noutput_dir: x\ndataset: {path: d}\n", ("base_model: empty; write a value",)),
+    "section as a list": (
+        GOOD + "training:\n  - epochs\n",
+        ("training=[epochs]: must be a section", "training.epochs"),
+    ),
+    "unknown in a mix": (
+        "base_model: m\noutput_dir: x\ndataset:\n  mix:\n    - {path: a, weigth: 2}\n",
+        ("dataset.mix.0.weigth: unknown setting", "did you mean dataset.mix.0.weight?"),
+    ),
+    "negative weight in a mix": (
+        "base_model: m\noutput_dir: x\ndataset:\n  mix:\n    - {path: a}\n    - {path: b, weight: -2}\n",
+        ("dataset.mix.1.weight=-2: must be above 0",),
+    ),
+}
+
+# overrides, separated by ` ; `: what the line must hold
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "lora.r": ("lora.r: not an override; write key=value",),
+    "=5": ("=5: not an override",),
+    "lora.rnak=8": ("lora.rnak: unknown setting", "did you mean lora.r?"),
+    "lerning_rate=1": ("lerning_rate: unknown setting", "did you mean training.learning_rate?"),
+    "dataset.lenght=9": ("dataset.lenght: unknown setting",),
+    "qqq=1": ("qqq: unknown setting", "`zerolora config --schema` lists all"),
+    "load_in_4bit=true": ("load_in_4bit: not a setting here; write `adapter: qlora`",),
+    "deepspeed=ds.json": ("deepspeed: not a setting here", "zero.extra"),
+    "lora=5": ("lora=5: must be a section", "`lora.r=...`"),
+    "seed.x=5 ; seed=1 ; seed.y=2": ("seed.y=2: seed is 1, not a section",),
+    "adapter=qlorra": ("adapter=qlorra: must be 'lora', 'qlora' or 'none'",),
+    "lora.r=0": ("lora.r=0: must be 1 or more",),
+    "lora.r=8.5": ("lora.r=8.5: must be a whole number",),
+    "lora.dropout=1": ("lora.dropout=1: must be below 1",),
+    "lora.loraplus_lr_ratio=0.5": ("lora.loraplus_lr_ratio=0.5: must be 1.0 or more",),
+    "lora.target_modules=[]": ("lora.target_modules=[]: no targets", "all-linear"),
+    "lora.target_modules=all-linear,q_proj": ("lora.target_modules=[all-linear, q_proj]", "all-linear stands alone"),
+    "lora.init=zero": ("lora.init=zero: must be 'default'",),
+    "quantization.bits=8": ("quantization.bits=8: must be 4",),
+    "quantization.block_size=65": ("quantization.block_size=65: must be 32, 64",),
+    "training.learning_rate=fast": ("training.learning_rate=fast: must be a number, such as",),
+    "training.learning_rate=0": ("training.learning_rate=0: must be above 0",),
+    "training.epochs=.inf": ("training.epochs=inf: must be a finite number",),
+    "training.precision=bf17": ("training.precision=bf17: must be 'auto', 'bf16', 'fp16' or 'fp32'",),
+    "training.optimizer=sgd": ("training.optimizer=sgd: must be 'adamw' or 'adamw_8bit'",),
+    "training.max_steps=0": ("training.max_steps=0: must be 1 or more",),
+    "training.memory_fraction=1.5": ("training.memory_fraction=1.5: must be 1.0 or less",),
+    "training.gradient_checkpointing=[1]": ("training.gradient_checkpointing=[1]: must be 'none'",),
+    "training.warmup_steps=20 ; training.max_steps=10": ("training.warmup_steps=20: more than training.max_steps=10",),
+    "training.early_stopping=3": ("training.early_stopping=3: nothing is held out", "dataset.val_split"),
+    "training.best_checkpoint=true ; dataset.val_split=0.1": ("training.eval_steps=0", "set it"),
+    "training.best_checkpoint=true ; dataset.val_split=0.1 ; training.eval_steps=3": (
+        "training.save_steps=500", "multiple of eval_steps=3",
+    ),
+    "zero.stage=4": ("zero.stage=4: must be 0, 1, 2 or 3",),
+    "zero.offload_optimizer=true ; zero.stage=0": ("zero.offload_optimizer=true: stage 0", "use zero.stage: 1, 2 or 3"),
+    "zero.offload_parameters=true": ("zero.offload_parameters=true: only stage 3", "zero.stage=2", "use 3"),
+    "zero.offload_parameters=true ; zero.stage=3 ; adapter=qlora": ("4-bit weights cannot be", "adapter: lora"),
+    "zero.offload_optimizer=true ; training.optimizer=adamw_8bit": ("training.optimizer=adamw_8bit", "turn zero.off"),
+    "zero.stage=3 ; lora.init=pissa": ("lora.init=pissa", "zero.stage=3", "use zero.stage: 2"),
+    "zero.stage=3 ; model.added_tokens=<x>": ("model.added_tokens", "use zero.stage 0 to 2"),
+    "zero.stage=3 ; training.torch_compile=true": ("training.torch_compile=true", "use zero.stage 0 to 2"),
+    "adapter=qlora ; lora.init=pissa": ("lora.init=pissa: needs full-precision weights", "use loftq or default"),
+    "lora.init=loftq": ("lora.init=loftq", "set adapter: qlora"),
+    "lora.init=pissa ; lora.adapter_path=runs/y": ("lora.init=pissa", "remove one"),
+    "adapter=none ; lora.adapter_path=runs/y": ("lora.adapter_path=runs/y: adapter is none", "set adapter: lora"),
+    "dataset.mix=[{path: b}]": ("dataset.path=data.jsonl", "both given", "give one of them"),
+    "dataset.path=null": ("dataset.path=none", "nothing to train on"),
+    "dataset.val_split=0.9": ("dataset.val_split=0.9: must be 0.5 or less",),
+    "dataset.val_split=0.1 ; dataset.evaluation={path: b}": ("dataset.val_split=0.1", "dataset.evaluation", "keep one"),
+    "dataset.format=alpacca": ("dataset.format=alpacca: must be 'auto', 'messages'",),
+    "dataset.format=custom": ("dataset.format=custom: needs dataset.template",),
+    "dataset.train_on=robot": ("dataset.train_on=[robot]: roles are assistant",),
+    "dataset.streaming=true": ("dataset.streaming=true", "set training.max_steps"),
+    "logging.report_to=mlflow": ("logging.report_to=[mlflow]: choose from tensorboard",),
+    "scu.enabled=true ; scu.target=0.01 ; training.weight_decay=0.1": ("training.weight_decay=0.1", "0 while scu"),
+    "scu.enabled=true ; scu.target=0.01 ; adapter=none": ("scu.enabled=true: adapter is none", "use lora or qlora"),
+    "scu.enabled=true ; scu.target=0.01 ; scu.lambda_start=99": ("scu.lambda_start=99", "scu.lambda_max=10"),
+    "scu.integral_bound=0": ("scu.integral_bound=0: must be above 0",),
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def everything_in(folder: Path) -> set[str]:
+    # A lock of the cache stays when it is released: removing it would let two processes hold "it" at once.
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix != ".lock"}
+
+
+def refused_line(run: Callable[[], object], folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr of a command that must end with 2 and write nothing."""
+    before = everything_in(folder)
+    with pytest.raises(SystemExit) as end:
+        sys.exit(run())  # type: ignore[arg-type]
+    captured = capsys.readouterr()
+    assert end.value.code == 2, captured.err
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and captured.err.endswith("\n") and captured.err.count("\n") == 1
+    assert everything_in(folder) == before
+    return captured.err
+
+
+def train(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Callable[[], None]:
+    monkeypatch.setattr(sys, "argv", ["zerolora", "train", *arguments])
+    return zerolora
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_no_configuration(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, fragments = FILES[name]
+    if text is not None:
+        (folder / "config.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    line = refused_line(train(monkeypatch, "config.yaml"), folder, capsys)
+    assert [fragment for fragment in fragments if fragment not in line] == [], line
+
+
+@pytest.mark.parametrize("overrides", SETTINGS)
+def test_a_setting_that_cannot_be(
+    overrides: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "config.yaml").write_text(GOOD)
+    line = refused_line(train(monkeypatch, "config.yaml", *overrides.split(" ; ")), folder, capsys)
+    assert [fragment for fragment in SETTINGS[overrides] if fragment not in line] == [], line
+
+
+def test_the_configuration_without_a_mistake_is_accepted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    (folder / "config.yaml").write_text(GOOD)
+    with pytest.raises(SystemExit) as end:
+        train(monkeypatch, "config.yaml", "--dry-run")()
+    assert not end.value.code
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model, good data, and one of each bad thing."""
+    ground = tmp_path_factory.mktemp("ground")
+    make_model(ground / "model")
+    make_tokenizer(ground / "tokenizer-only")
+    write_chats(ground / "good.jsonl", 20)
+    (ground / "broken.jsonl").write_text('{"text": "a b"}\n{"text": "c d"\n{"text": "e f"}\n')
+    (ground / "empty.jsonl").write_text("")
+    (ground / "wrong.jsonl").write_text('{"question": "a", "reply": "b"}\n' * 4)
+    (ground / "robot.jsonl").write_text('{"messages": [{"role": "robot", "content": "a"}]}\n' * 4)
+    (ground / "users.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 4)
+    (ground / "notes.odt").write_text("x")
+    (ground / "no-data").mkdir()
+    (ground / "cache").mkdir()
+    (ground / "run").mkdir()
+    (ground / "run" / "adapter_config.json").write_text("{}")
+    (ground / "half" / "checkpoint-5").mkdir(parents=True)
+    (ground / "half" / "checkpoint-5" / "state.json").write_text("{}")
+    (ground / "config.yaml").write_text(
+        "base_model: model\noutput_dir: out\ndataset: {path: good.jsonl, max_length: 64, cache_dir: cache}\n"
+    )
+    return ground
+
+
+# overrides, separated by ` ; `: what the line must hold
+CONTENT: dict[str, tuple[str, ...]] = {
+    "base_model=./nowhere": ("base_model=./nowhere: ",),
+    "base_model=no-data": ("base_model=no-data: the folder has no config.json",),
+    "model.tokenizer=no-data": ("model.tokenizer=no-data: ",),
+    "model.pad_token=<none-such>": ("model.pad_token=<none-such>: not in the vocabulary", "model.added_tokens"),
+    "dataset.max_length=257": ("dataset.max_length=257: the model was made for 256 tokens", "use 256 or less"),
+    "lora.target_modules=q_project": ("lora.target_modules=", "q_project", "q_proj"),
+    "lora.modules_to_save=head": ("lora.modules_to_save=head", "lm_head"),
+    "lora.adapter_path=./no-data": ("lora.adapter_path=./no-data: no adapter_config.json there",),
+    "output_dir=run": ("output_dir=run: holds another run", "resume_from_checkpoint", "output.overwrite: true"),
+    "output_dir=good.jsonl": ("output_dir=good.jsonl: good.jsonl is a file", "name another folder"),
+    "output_dir=good.jsonl/x": ("output_dir=good.jsonl/x: good.jsonl is a file",),
+    "training.resume_from_checkpoint=latest": ("resume_from_checkpoint=latest: no whole checkpoint in out",),
+    "training.resume_from_checkpoint=no-data": ("resume_from_checkpoint=no-data: not the folder of a checkpoint",),
+    "training.resume_from_checkpoint=half/checkpoint-5": ("half/checkpoint-5: was not written to the end",),
+    "dataset.path=nothing.jsonl": ("dataset.path=nothing.jsonl: no such file",),
+    "dataset.path=no-data": ("dataset.path=no-data: no data files in this folder",),
+    "dataset.path=notes.odt": ("dataset.path=notes.odt",),
+    "dataset.path=empty.jsonl": ("dataset.path=empty.jsonl: no records",),
+    "dataset.path=broken.jsonl": ("dataset.path=broken.jsonl", "line 2", "JSON"),
+    "dataset.path=wrong.jsonl": ("question", "reply", "dataset.fields"),
+    "dataset.path=wrong.jsonl ; dataset.format=alpaca": ("dataset.format=alpaca: no field", "question"),
+    "dataset.path=robot.jsonl": ("robot", "roles are"),
+    "dataset.path=users.jsonl": ("dataset.train_on=assistant: none of the 4 records",),
+    "dataset.fields={messages: talk}": ("dataset.fields.messages=talk: no such field", "messages"),
+    "dataset.chat_template=template.jinja": ("dataset.chat_template=template.jinja",),
+    "dataset.evaluation={path: nothing.jsonl}": ("dataset.evaluation.path=nothing.jsonl: no such file",),
+}
+
+
+@pytest.mark.parametrize("overrides", CONTENT)
+def test_content_that_cannot_be_trained_on(
+    overrides: str, ground: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from trainer.prepare import main as prepare
+
+    monkeypatch.chdir(ground)
+    line = refused_line(lambda: prepare(["config.yaml", *overrides.split(" ; ")]), ground, capsys)
+    assert [fragment for fragment in CONTENT[overrides] if fragment not in line] == [], line
+
+
+def test_a_full_disk_is_noticed_before_training(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from trainer.prepare import main as prepare
+
+    full = tmp_path / "full"
+    full.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(full)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        monkeypatch.chdir(ground)
+        line = refused_line(lambda: prepare(["config.yaml", f"output_dir={full}/run"]), full, capsys)
+    finally:
+        subprocess.run(["umount", str(full)], check=True)
+    assert f"output_dir={full}/run: 0.00 GiB free" in line and "make room" in line
+
+
+def test_train_ends_with_what_the_checks_say(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    before = everything_in(ground)
+    command = [sys.executable, "-m", "launcher.cli", "train", "config.yaml", "dataset.path=broken.jsonl"]
+    result = subprocess.run(command, cwd=ground, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: dataset.path=broken.jsonl") and result.stderr.count("\n") == 1
+    assert result.stdout == "" and everything_in(ground) == before

@@ -1,0 +1,139 @@
+"""Reading a configuration: files, overrides, other trainers' names, and what comes back out."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainer.config import RunConfig, dump_yaml, load_config
+from trainer.config.aliases import ALIASES, ELSEWHERE, SOURCE_ALIASES
+from trainer.config.messages import setting_names
+from trainer.config.sections import SourceSection
+
+AXOLOTL = """
+base_model: NousResearch/Llama-3.2-1B
+datasets:
+  - path: teknium/GPT4-LLM-Cleaned
+    type: alpaca
+val_set_size: 0.1
+output_dir: ./outputs/lora-out
+adapter: lora
+sequence_len: 2048
+sample_packing: true
+lora_r: 16
+lora_alpha: 32
+lora_dropout: 0.05
+lora_target_modules: [gate_proj, down_proj]
+gradient_accumulation_steps: 2
+micro_batch_size: 2
+num_epochs: 1
+optimizer: adamw_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+gradient_checkpointing: true
+logging_steps: 1
+warmup_ratio: 0.1
+weight_decay: 0.0
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def load(folder: Path, text: str, *overrides: str) -> RunConfig:
+    return load_config(write(folder, text), overrides).config
+
+
+SMALL = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
+
+
+def test_an_axolotl_file_is_understood_and_every_other_name_noted(tmp_path: Path) -> None:
+    loaded = load_config(write(tmp_path, AXOLOTL))
+    config = loaded.config
+    assert config.training.batch_size == 2 and config.training.epochs == 1.0
+    assert config.lora.r == 16 and config.lora.target_modules == ("gate_proj", "down_proj")
+    assert config.dataset.max_length == 2048 and config.dataset.packing and config.dataset.val_split == 0.1
+    assert config.dataset.mix[0].format == "alpaca"
+    assert config.training.gradient_checkpointing == "non_reentrant"
+    assert "micro_batch_size is read as training.batch_size" in loaded.notes
+    assert "type of a source is read as format" in loaded.notes
+    assert len(loaded.notes) == 19
+
+
+def test_overrides_come_last_and_are_read_as_yaml(tmp_path: Path) -> None:
+    overrides = (
+        "lora.r=64", "learning_rate=3e-5", "lora.target_modules=q_proj,v_proj", "dataset.packing=true", "seed=9",
+        "seed=10", "dataset.fields={prompt: question}", "lora.adapter_path=null", "zero={stage: 3}",
+    )  # fmt: skip
+    config = load(tmp_path, SMALL + "lora: {r: 8}\nzero: {offload_optimizer: true}\n", *overrides)
+    assert config.lora.r == 64 and config.training.learning_rate == 3e-5
+    assert config.lora.target_modules == ("q_proj", "v_proj")
+    assert config.dataset.packing is True and config.dataset.fields == {"prompt": "question"}
+    assert config.seed == 10, "the last of two overrides counts"
+    assert config.zero.stage == 3 and config.zero.offload_optimizer is False, "a whole section replaces the section"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("[a, b]", ("a", "b")), ("a", ("a",)), ("'a, b'", ("a", "b")), ("none", ()), ("", ()), ("null", ())],
+)
+def test_lists_of_words_may_be_written_in_several_ways(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
+    assert load(tmp_path, SMALL + f"lora: {{exclude_modules: {text}}}\n").lora.exclude_modules == words
+
+
+def test_dotted_keys_empty_sections_and_merge_keys_are_yaml_too(tmp_path: Path) -> None:
+    config = load(tmp_path, SMALL + "lora:\ntraining.max_steps: 10\ntraining:\n  <<: {epochs: 3}\n  batch_size: 2\n")
+    assert (config.training.max_steps, config.training.epochs, config.training.batch_size) == (10, 3.0, 2)
+
+
+def test_what_is_printed_reads_back_to_the_same(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        SMALL,
+        "training.learning_rate=1e-5",
+        "lora.target_modules=a,b",
+        "zero.extra={wall_clock_breakdown: true}",
+    )
+    assert load(tmp_path, dump_yaml(config)) == config
+    record = tmp_path / "training_config.json"
+    record.write_text(config.model_dump_json())
+    assert load_config(record).config == config, "the JSON in a run's folder is a configuration as well"
+
+
+def test_a_configuration_cannot_be_changed(tmp_path: Path) -> None:
+    config = load(tmp_path, SMALL)
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 1
+
+
+def test_every_other_name_leads_to_a_setting() -> None:
+    settings = set(setting_names())
+    sections = {"dataset.evaluation"}
+    assert {ours for ours in ALIASES.values() if ours not in settings | sections} == set()
+    assert settings.isdisjoint(ALIASES) and set(ELSEWHERE).isdisjoint(settings | set(ALIASES))
+    assert set(SOURCE_ALIASES.values()) <= set(SourceSection.model_fields)
+
+
+def test_every_setting_is_documented() -> None:
+    undocumented = [
+        f"{name}.{field}"
+        for name, section in RunConfig.model_fields.items()
+        for field, info in getattr(section.annotation, "model_fields", {"": section}).items()
+        if not (info.description or getattr(info.annotation, "__doc__", None))
+    ]
+    assert undocumented == []
+
+
+def test_off_is_a_word_where_a_word_is_wanted_and_false_elsewhere(tmp_path: Path) -> None:
+    config = load(tmp_path, SMALL + "logging: {progress: off}\n", "dataset.packing=yes", "dataset.shuffle=off")
+    assert (config.logging.progress, config.dataset.packing, config.dataset.shuffle) == ("off", True, False)
+    assert load(tmp_path, dump_yaml(config)) == config
+
+
+def test_numbers_that_yaml_takes_for_text_are_numbers(tmp_path: Path) -> None:
+    # YAML 1.1, which PyYAML reads, sees a number in 1.0e-4 but text in 1e-4.
+    assert yaml.safe_load("1e-4") == "1e-4"
+    assert load(tmp_path, SMALL + "training: {learning_rate: 1e-4}\n").training.learning_rate == 1e-4

@@ -1,0 +1,59 @@
+"""`zerolora config --schema` and `--json-schema`."""
+
+from typing import Any
+
+import pytest
+
+from trainer.config.messages import setting_names
+from trainer.config.reference import json_schema, reference_text
+
+
+def test_every_setting_has_its_entry() -> None:
+    heads = {line.split(":")[0] for line in reference_text(100).splitlines() if line and line[0] not in " #"}
+    assert heads == set(setting_names())
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_lines_fit_the_terminal(width: int) -> None:
+    long = [line for line in reference_text(width).splitlines() if len(line) > width and not line.startswith("#")]
+    assert long == []
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "base_model: text (required)",
+        "adapter: lora | qlora | none (default lora)",
+        "lora.r: integer >= 1 (default 16)",
+        "lora.dropout: number >= 0.0, < 1.0 (default 0.0)",
+        "lora.loraplus_lr_ratio: number >= 1.0 | none (default none)",
+        "lora.target_modules: list of text (default [all-linear])",
+        "dataset.fields: map of text to text (default {})",
+        "dataset.mix: list of source section (default [])",
+        "scu.target: number > 0.0, < 1.0 | auto (default auto)",
+        "zero.stage: 0 | 1 | 2 | 3 (default 2)",
+    ],
+)
+def test_entries_carry_type_range_and_default(entry: str) -> None:
+    assert entry in reference_text(120).splitlines()
+
+
+def test_meaning_and_other_names_stand_below() -> None:
+    lines = reference_text(120).splitlines()
+    below = lines[lines.index("lora.r: integer >= 1 (default 16)") + 1]
+    assert below == "    Rank R of the update s B A. Also read: lora_r, lora_rank."
+
+
+def definitions(name: str) -> dict[str, Any]:
+    properties: dict[str, Any] = json_schema()["$defs"][name]["properties"]
+    return properties
+
+
+def test_the_json_schema_allows_what_the_loader_allows() -> None:
+    assert {"type": "string"} in definitions("LoraSection")["target_modules"]["anyOf"]
+    assert True in definitions("TrainingSection")["gradient_checkpointing"]["enum"]
+    assert definitions("LoraSection")["r"] == {
+        "default": 16, "description": "Rank R of the update s B A.", "minimum": 1, "title": "R", "type": "integer",
+    }  # fmt: skip
+    assert json_schema()["required"] == ["base_model", "output_dir", "dataset"]
+    assert json_schema()["additionalProperties"] is False

@@ -1,0 +1,94 @@
+"""The command line itself: quick, free of torch, and honest."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+CHECKOUT = Path(__file__).parents[2]
+CONFIG = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
+
+
+def zerolora(*arguments: str, cwd: Path, variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHONPATH": str(CHECKOUT), "PATH": "/usr/bin:/bin", "DS_ACCELERATOR": "cpu"} | (variables or {})
+    return subprocess.run(
+        [sys.executable, "-m", "launcher.cli", *arguments],
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def test_nothing_heavy_is_imported() -> None:
+    program = "import sys, launcher.cli; print({'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "set()"
+
+
+def test_help_lists_every_subcommand(folder: Path) -> None:
+    shown = zerolora("--help", cwd=folder).stdout
+    for name in "train config prepare inspect eval generate merge report push ops".split():
+        assert name in shown
+
+
+def test_dry_run_prints_the_command_and_does_nothing(folder: Path) -> None:
+    result = zerolora("train", "c.yaml", "seed=7", "--dry-run", "--master-port", "29400", cwd=folder)
+    assert result.returncode == 0 and result.stderr == ""
+    assert result.stdout.startswith("DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 ")
+    assert result.stdout.endswith("deepspeed --num_gpus=2 --master_port=29400 --module trainer.train c.yaml seed=7\n")
+    assert [path.name for path in folder.iterdir()] == ["c.yaml"]
+
+
+def test_config_prints_yaml_that_can_be_used_again(folder: Path) -> None:
+    result = zerolora("config", "c.yaml", "lora_r=4", cwd=folder)
+    assert result.returncode == 0
+    assert result.stderr == "note: lora_r is read as lora.r\n"
+    assert yaml.safe_load(result.stdout)["lora"]["r"] == 4
+    (folder / "again.yaml").write_text(result.stdout)
+    assert zerolora("config", "again.yaml", cwd=folder).stdout == result.stdout
+
+
+def test_json_schema_is_json(folder: Path) -> None:
+    assert "base_model" in json.loads(zerolora("config", "--json-schema", cwd=folder).stdout)["properties"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["train", "none.yaml"], "error: none.yaml: no such file"),
+        (["train", "c.yaml", "--num-gpus", "0", "--dry-run"], "error: --num-gpus 0: must be 1 or more"),
+        (["train", "c.yaml", "lora.rnak=8"], "error: lora.rnak: unknown setting; did you mean lora.r"),
+        (["config"], "error: zerolora config: no file"),
+        (["trian", "c.yaml"], "No such command"),
+        (["train", "c.yaml", "--num-gpu", "2"], "No such option"),
+    ],
+)
+def test_a_mistake_ends_with_2(folder: Path, arguments: list[str], complaint: str) -> None:
+    result = zerolora(*arguments, cwd=folder)
+    assert result.returncode == 2
+    assert complaint in result.stderr and "Traceback" not in result.stderr
+    assert result.stdout == ""
+    assert [path.name for path in folder.iterdir()] == ["c.yaml"]
+
+
+def test_a_subcommand_of_its_own_module_gets_its_arguments_and_returns_its_code(folder: Path) -> None:
+    program = (
+        "import sys, launcher.cli as cli\n"
+        "cli._add_passed_on('probe', 'probe', 'a module')\n"
+        "sys.argv[1:] = ['probe', 'RUN', '--help', '-x', '--', '--flag=1']\n"
+        "cli.main()\n"
+    )
+    (folder / "probe.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(7)\n")
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder, env={"PYTHONPATH": f"{CHECKOUT}:{folder}"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert result.stdout == "['RUN', '--help', '-x', '--', '--flag=1']\n"
+    assert result.returncode == 7

@@ -1,0 +1,145 @@
+"""`zerolora train`'s supervisor around the real `deepspeed` launcher: exit codes, signals, last words, no orphans.
+
+All runs are started together, because each waits seconds for imports; the tests then look at one each.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+BEHAVIOURS = {
+    "finish": "finish",
+    "raise": "raise",
+    "killed": "killed",
+    "terminated": "save",
+    "interrupted": "save",
+    "impatient": "deaf",
+    "headless": "deaf",
+}
+PATIENCE_S = 90.0
+pytestmark = pytest.mark.distributed
+
+
+@dataclass
+class Run:
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not all((self.folder / f"ready-{rank}").exists() for rank in (0, 1)):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.text("err")
+            time.sleep(0.05)
+        # The supervisor looks for ranks five times a second.
+        time.sleep(1.0)
+
+    def end(self) -> int:
+        return self.process.wait(timeout=PATIENCE_S)
+
+    def text(self, stream: str) -> str:
+        return (self.folder / stream).read_text()
+
+    def left_behind(self) -> list[list[str]]:
+        commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+        return [command for command in commands if str(self.folder) in command]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
+    # RANK in the environment, as an outer job may leave it, must not make the supervisor see ranks everywhere.
+    environment = os.environ | {"RANK": "7", "OMP_NUM_THREADS": "1"}
+    started: dict[str, Run] = {}
+    for name, behaviour in BEHAVIOURS.items():
+        folder = tmp_path_factory.mktemp(name)
+        with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.unit.launcher_driver", behaviour, str(folder)],
+                cwd=CHECKOUT, env=environment, stdout=out, stderr=err,
+            )  # fmt: skip
+        started[name] = Run(folder, process)
+    yield started
+    for run in started.values():
+        if run.process.poll() is None:
+            run.process.terminate()
+            time.sleep(1.0)
+            run.process.terminate()
+
+
+def test_success(runs: dict[str, Run]) -> None:
+    run = runs["finish"]
+    assert run.end() == 0
+    assert run.text("out") == "console line of finish\n"
+    assert run.text("err") == ""
+    assert "exits successfully" in run.text("logs/launcher.log")
+    assert run.left_behind() == []
+
+
+def test_a_failed_rank_is_named_with_its_traceback(runs: dict[str, Run]) -> None:
+    run = runs["raise"]
+    assert run.end() == 1
+    lines = run.text("err").splitlines()
+    assert lines[0] == "the run failed: rank 1 ended with exit code 1"
+    assert lines[-2].strip() == "ValueError: the middle of the model is missing"
+    assert lines[-1] == f"the whole log: {run.folder}/logs/rank-1.log"
+    assert len(lines) <= 15
+    assert run.left_behind() == []
+
+
+def test_a_killed_rank_takes_the_run_down(runs: dict[str, Run]) -> None:
+    run = runs["killed"]
+    assert run.end() == 1
+    lines = run.text("err").splitlines()
+    assert lines[0].startswith("the run failed: rank 1 was killed by signal 9 (SIGKILL); usually host memory ran out")
+    assert [line.split(":")[0] for line in lines[1:]] == ["the whole log"]
+    assert run.left_behind() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "number"), [("terminated", signal.SIGTERM), ("interrupted", signal.SIGINT)], ids=["SIGTERM", "SIGINT"]
+)
+def test_a_signal_reaches_every_rank_and_their_save_is_waited_for(
+    runs: dict[str, Run], name: str, number: signal.Signals
+) -> None:
+    run = runs[name]
+    run.wait_until_ready()
+    run.process.send_signal(number)
+    assert run.end() == 128 + number
+    assert [run.text(f"saved-{rank}") for rank in (0, 1)] == [number.name] * 2
+    assert run.text("err").splitlines() == [
+        f"{number.name}: saving a checkpoint, then stopping; once more stops at once"
+    ]
+    assert run.left_behind() == []
+
+
+def test_a_second_interrupt_ends_ranks_that_do_not_listen(runs: dict[str, Run]) -> None:
+    run = runs["impatient"]
+    run.wait_until_ready()
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(2.0)
+    assert run.process.poll() is None, "one interrupt must wait for the ranks"
+    run.process.send_signal(signal.SIGINT)
+    before = time.monotonic()
+    assert run.end() == 130
+    assert time.monotonic() - before < 5.0
+    assert run.left_behind() == []
+
+
+def test_a_dead_launcher_is_no_success(runs: dict[str, Run]) -> None:
+    run = runs["headless"]
+    run.wait_until_ready()
+    launcher = psutil.Process(int(run.text("ready-0"))).parent()
+    assert launcher is not None and "deepspeed.launcher.launch" in launcher.cmdline()
+    launcher.kill()
+    # The `deepspeed` command itself ends with 0 here.
+    assert run.end() == 1
+    assert "DeepSpeed's launcher ended without saying that every rank succeeded" in run.text("err")
+    assert run.left_behind() == []

@@ -1,0 +1,51 @@
+"""The pipe from rank 0 to the terminal."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+CHECKOUT = Path(__file__).parents[2]
+PROGRAM = """
+import os
+from launcher.terminal import ConsolePipe
+with ConsolePipe() as pipe:
+    with open(pipe.path, "w") as rank:
+        print("arguments", pipe.arguments()[2:], file=rank)
+        rank.write("\\x1b[?25lhalf a bar")
+assert not os.path.exists(pipe.path)
+"""
+
+
+def test_a_terminal_is_told_of_and_left_in_order() -> None:
+    main_fd, side_fd = pty.openpty()
+    environment = os.environ | {"COLUMNS": "97"}
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=CHECKOUT, env=environment, stdout=side_fd)
+    os.close(side_fd)
+    shown = b""
+    try:
+        while chunk := os.read(main_fd, 4096):
+            shown += chunk
+    except OSError:
+        pass  # how Linux says that the other side has closed
+    assert process.wait(timeout=30) == 0
+    assert b"['--console-width', '97', '--console-tty']" in shown
+    # A rank that was killed with its bar up: the cursor comes back and the prompt gets a line of its own.
+    assert shown.endswith(b"half a bar\x1b[?25h\r\n")
+
+
+def test_a_file_is_no_terminal(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with out.open("wb") as file:
+        subprocess.run([sys.executable, "-c", PROGRAM], cwd=CHECKOUT, stdout=file, check=True, timeout=30)
+    assert out.read_bytes() == b"arguments []\n\x1b[?25lhalf a bar"
+
+
+def test_a_closed_output_does_not_stop_the_run(tmp_path: Path) -> None:
+    program = PROGRAM.replace('"half a bar"', '"half a bar" * 100_000') + f"\nopen({str(tmp_path / 'done')!r}, 'w')\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, stdout=writer, check=True, timeout=30)
+    os.close(writer)
+    assert (tmp_path / "done").exists()
