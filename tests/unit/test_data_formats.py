@@ -1,0 +1,272 @@
+"""Records of every format, as configured and as found; and one line for each that is not what it should be."""
+
+from typing import Any
+
+import pytest
+
+from trainer.config import SourceSection, UserError
+from trainer.data.formats import find_shape
+from trainer.data.records import Text, Turns, read_record
+
+ASK = {"role": "user", "content": "Why?"}
+SAY = {"role": "assistant", "content": "Because."}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm", "unit": None}}}
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+def read(record: dict[str, Any], *, has_chat_template: bool = True, **settings: Any) -> Turns | Text:
+    source = SourceSection(path="data.jsonl", **settings)
+    shape = find_shape(source, list(record), record, "dataset", has_chat_template=has_chat_template)
+    return read_record(record, shape, "dataset.path=data.jsonl, record 1")
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
+    "messages": ({"messages": [ASK, SAY]}, {}, Turns([ASK, SAY])),
+    "messages under another name": ({"talk": [ASK, SAY]}, {"fields": {"messages": "talk"}}, Turns([ASK, SAY])),
+    "messages with keys of their own": (
+        {"messages": [{"who": "user", "says": "Why?"}, {"who": "assistant", "says": "Because."}]},
+        {"fields": {"role": "who", "content": "says"}},
+        Turns([ASK, SAY]),
+    ),
+    "OpenAI's role and content in conversations": ({"conversations": [ASK, SAY]}, {}, Turns([ASK, SAY])),
+    "messages, text in parts": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]},
+                SAY,
+            ]
+        },
+        {},
+        Turns([ASK, SAY]),
+    ),
+    "developer is system": (
+        {"messages": [{"role": "developer", "content": "Be terse."}, ASK, SAY]},
+        {},
+        Turns([{"role": "system", "content": "Be terse."}, ASK, SAY]),
+    ),
+    "a turn of weight 0": (
+        {"messages": [ASK, {**SAY, "weight": 0}, ASK, {**SAY, "weight": 1}]},
+        {},
+        Turns([ASK, SAY, ASK, SAY], silent=frozenset({1})),
+    ),
+    "reasoning is kept": (
+        {"messages": [ASK, {**SAY, "reasoning_content": "Hm."}]},
+        {},
+        Turns([ASK, {**SAY, "reasoning_content": "Hm."}]),
+    ),
+    "tool calls, Arrow's nulls taken out": (
+        {
+            "messages": [
+                ASK,
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "content": "9"},
+            ],
+            "tools": [TOOL],
+        },
+        {},
+        Turns(
+            [
+                ASK,
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}],
+                },
+                {"role": "tool", "content": "9"},
+            ],
+            tools=[TOOL],
+        ),
+    ),
+    "tool calls as JSON text keep their nulls": (
+        {
+            "messages": [
+                ASK,
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": "c1", "function": {"name": "weather", "arguments": '{"city": null}'}}],
+                },
+            ],
+            "tools": '[{"name": "weather"}]',
+        },
+        {},
+        Turns(
+            [
+                ASK,
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [
+                        {"type": "function", "function": {"name": "weather", "arguments": {"city": None}}, "id": "c1"}
+                    ],
+                },
+            ],
+            tools=[{"type": "function", "function": {"name": "weather"}}],
+        ),
+    ),
+    "sharegpt": (
+        {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}], "system": "S"},
+        {},
+        Turns([{"role": "system", "content": "S"}, ASK, SAY]),
+    ),
+    "sharegpt function call": (
+        {
+            "conversations": [
+                {"from": "human", "value": "Why?"},
+                {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Ulm"}}'},
+                {"from": "observation", "value": "9"},
+                {"from": "gpt", "value": "Because."},
+            ]
+        },
+        {},
+        Turns(
+            [
+                ASK,
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}],
+                },
+                {"role": "tool", "content": "9"},
+                SAY,
+            ]
+        ),
+    ),
+    "alpaca": (
+        {"instruction": "Add.", "input": "1, 2", "output": "3"},
+        {},
+        Turns([{"role": "user", "content": "Add.\n\n1, 2"}, {"role": "assistant", "content": "3"}]),
+    ),
+    "alpaca with system and history": (
+        {"instruction": "Add.", "input": "", "output": "3", "system": "S", "history": [["a", "b"]]},
+        {},
+        Turns(
+            [
+                {"role": "system", "content": "S"},
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b"},
+                {"role": "user", "content": "Add."},
+                {"role": "assistant", "content": "3"},
+            ]
+        ),
+    ),
+    "prompt and completion": ({"prompt": "a", "completion": "b"}, {}, Text("a", "b")),
+    "question and answer": ({"id": 1, "question": "a", "answer": "b"}, {}, Text("a", "b")),
+    "prompt and completion under other names": (
+        {"q": "a", "a": "b"},
+        {"format": "prompt_completion", "fields": {"prompt": "q", "completion": "a"}},
+        Text("a", "b"),
+    ),
+    "prompt and completion as turns": (
+        {"prompt": [ASK, SAY, ASK], "completion": [SAY]},
+        {},
+        Turns([ASK, SAY, ASK, SAY], silent=frozenset({0, 1, 2})),
+    ),
+    "text": ({"text": "abc"}, {}, Text("", "abc")),
+    "text under another name": ({"body": "abc", "id": 3}, {"fields": {"text": "body"}}, Text("", "abc")),
+    "custom": (
+        {"a": 1, "b": "two", "c": "three"},
+        {"template": "{a} {{and}} {word}:", "fields": {"completion": "c", "word": "b"}},
+        Text("1 {and} two:", "three"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reads(name: str) -> None:
+    record, settings, expected = CASES[name]
+    assert read(record, **settings) == expected
+
+
+@pytest.mark.parametrize("has_input", [True, False])
+def test_alpaca_without_a_chat_template_is_text(has_input: bool) -> None:
+    record = {"instruction": "Add {x}.", "input": "1, 2" if has_input else "", "output": "3"}
+    example = read(record, has_chat_template=False)
+    assert isinstance(example, Text)
+    assert example.completion == "3" and "Add {x}." in example.prompt and example.prompt.endswith("### Response:\n")
+    assert ("1, 2" in example.prompt) == ("### Input:" in example.prompt) == has_input
+
+
+@pytest.mark.parametrize(
+    ("record", "note"),
+    [
+        ({"messages": [ASK]}, "dataset: format messages (found by the field messages)"),
+        ({"instruction": "a", "output": "b"}, "dataset: format alpaca (found by the fields instruction + output)"),
+        ({"question": "a", "answer": "b"}, "dataset: format prompt_completion (found by the fields question + answer)"),
+    ],
+)
+def test_says_what_it_found(record: dict[str, Any], note: str) -> None:
+    source = SourceSection(path="data.jsonl")
+    assert find_shape(source, list(record), record, "dataset", has_chat_template=True).note == note
+
+
+BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "no field known": (
+        {"foo": "a", "bar": "b"},
+        {},
+        ("foo, bar", "instruction + output", "{prompt: foo, completion: bar}"),
+    ),
+    "format without its field": (
+        {"foo": "a", "bar": "b"},
+        {"format": "prompt_completion"},
+        ("dataset.format=prompt_completion", "prompt or completion", "foo, bar", "{prompt: foo, completion: bar}"),
+    ),
+    "renamed to what is not there": ({"foo": "a"}, {"fields": {"text": "fo"}}, ("dataset.fields.text=fo", "foo")),
+    "unknown name in fields": (
+        {"foo": "a"},
+        {"format": "completion", "fields": {"txt": "foo"}},
+        ("dataset.fields.txt", "did you mean text?"),
+    ),
+    "mark without field": (
+        {"a": "x", "c": "y"},
+        {"template": "{b}", "fields": {"completion": "c"}},
+        ("dataset.template", "{b}", "a, c"),
+    ),
+    "brace left open": ({"a": "x", "c": "y"}, {"template": "{a", "fields": {"completion": "c"}}, ("dataset.template",)),
+    "unknown role": (
+        {"messages": [ASK, {"role": "robot", "content": "x"}]},
+        {},
+        ("record 1, turn 2", "role 'robot' is not known", "assistant"),
+    ),
+    "no role": ({"messages": [ASK, {"content": "x"}]}, {}, ("record 1, turn 2", "no role", "content")),
+    "no content": ({"messages": [ASK, {"role": "assistant", "content": None}]}, {}, ("turn 2", "without content")),
+    "content is a number": ({"messages": [{"role": "user", "content": 5}]}, {}, ("turn 1", "content is a number")),
+    "content is an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+        {},
+        ("turn 1", "not text"),
+    ),
+    "turn is text": ({"messages": [ASK, "hello"]}, {}, ("turn 2", "is text, not a record")),
+    "messages are text": ({"messages": "hello"}, {}, ("record 1", "messages is text, not a list")),
+    "another format in between": (
+        {"messages": None, "text": "x"},
+        {"format": "messages"},
+        ("messages is missing", "text"),
+    ),
+    "completion is a list of numbers": ({"prompt": "x", "completion": 3}, {}, ("completion is a number, not text",)),
+    "tool call without name": (
+        {"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
+        {},
+        ("turn 2", "function.name"),
+    ),
+    "arguments not JSON": (
+        {"messages": [ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]}]},
+        {},
+        ("turn 2", "arguments of f are not JSON"),
+    ),
+    "tools not JSON": ({"messages": [ASK, SAY], "tools": "[{"}, {}, ("record 1", "tools are not JSON")),
+    "history of singles": (
+        {"instruction": "a", "output": "b", "history": [["a"]]},
+        {"fields": {}},
+        ("record 1", "history"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refuses_in_one_line(name: str) -> None:
+    record, settings, needles = BAD[name]
+    with pytest.raises(UserError) as caught:
+        read(record, **settings)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert [needle for needle in needles if needle not in message] == []

@@ -1,0 +1,99 @@
+"""`zerolora inspect`: trained tokens marked, the figures, the warnings, and exit code 2 after one line."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+from transformers import AutoTokenizer
+
+from tests.tiny import make_tokenizer, write_chats
+from trainer import inspect
+from trainer.data import DataStats, Sample
+
+CONFIG = """
+base_model: model
+output_dir: run
+dataset: {path: chats.jsonl, max_length: 64, cache_dir: cache}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    make_tokenizer(Path("model"))
+    Path("model/config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 256}))
+    Path("config.yaml").write_text(CONFIG)
+    write_chats(Path("chats.jsonl"), 20)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *overrides: str, examples: int = 1) -> str:
+    assert inspect.main(["config.yaml", *overrides, "--examples", str(examples)]) == 0
+    return capsys.readouterr().out
+
+
+def test_shows_trained_tokens_in_brackets_where_there_are_no_colours(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, examples=2)
+    question, answer = (
+        turn["content"] for turn in json.loads(Path("chats.jsonl").read_text().split("\n")[0])["messages"]
+    )
+    assert out.count("⟦") == 2 and "example 2:" in out and "example 3:" not in out
+    assert f"⟦{answer}<|im_end|>⟧" in out and f"⟦{question}" not in out
+    assert "train: 20 documents" in out and "warning" not in out
+    assert not Path("run").exists()
+
+
+def test_shows_them_in_colour_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out = shown(capsys)
+    answer = json.loads(Path("chats.jsonl").read_text().split("\n")[0])["messages"][1]["content"]
+    assert f"\x1b[1;32m{answer}<|im_end|>" in out and "⟦" not in out
+
+
+def test_packs_show_their_documents_and_how_full_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, "dataset.packing=true", "dataset.max_length=150")
+    assert "next document" in out and "documents" in out.split("\n")[0]
+    assert "packs" in out and "% full" in out
+
+
+def test_a_stream_is_shown_by_its_first_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, "dataset.streaming=true", "dataset.shuffle=false", "training.max_steps=1")
+    assert "dataset: streamed from chats.jsonl" in out and "of the first 20 samples" in out and "⟦" in out
+
+
+@pytest.mark.parametrize(
+    ("override", "warning"),
+    [
+        ("dataset.train_on=all", "100 % of the tokens are trained"),
+        ("dataset.max_length=30", "of the examples are cut at dataset.max_length=30"),
+        (
+            'dataset.chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\\n{% endfor %}"',
+            "20 of 20 examples train no end-of-turn token",
+        ),
+    ],
+)
+def test_warns(capsys: pytest.CaptureFixture[str], override: str, warning: str) -> None:
+    out = shown(capsys, override, examples=20)
+    assert any(line.startswith("warning: ") and warning in line for line in out.splitlines())
+    assert out.count("warning: ") == 1
+
+
+def test_warns_of_nothing_trained() -> None:
+    tokenizer = AutoTokenizer.from_pretrained("model")
+    nothing = DataStats(records=1, documents=1, samples=1, tokens=3, max_length=8)
+    found = inspect.warnings(nothing, [Sample([5, 6, 7], [False] * 3, [3])], tokenizer)
+    assert len(found) == 1 and found[0].startswith("0 % of the tokens are trained")
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect.main(["config.yaml", "dataset.path=chat.jsonl"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("error: dataset.path=chat.jsonl: no such file or folder")
+    assert "did you mean chats.jsonl?" in captured.err

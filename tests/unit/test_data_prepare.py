@@ -1,0 +1,361 @@
+"""Prepared data: what is kept, held out, weighted and packed; the cache, with several processes at once; streams."""
+
+import json
+import multiprocessing
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tests.tiny import make_tokenizer, write_chats
+from trainer.config import DatasetSection, UserError
+from trainer.data import PreparedData, Sample, Samples, SampleStream, prepare_data
+from trainer.data import prepare as prepare_module
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+
+
+def prepared(
+    tokenizer: PreTrainedTokenizerBase, *, seed: int = 0, limit: int | None = None, **settings: Any
+) -> PreparedData:
+    section = DatasetSection(**({"path": "chats.jsonl", "max_length": 64} | settings))
+    return prepare_data(section, tokenizer, seed=seed, cache_dir=Path("cache"), max_length_of_model=limit)
+
+
+def samples_of(data: PreparedData) -> list[Sample]:
+    assert isinstance(data.train, Samples)
+    return list(data.train)
+
+
+def texts(tokenizer: PreTrainedTokenizerBase, samples: Samples | list[Sample] | None) -> list[str]:
+    return [tokenizer.decode(sample.input_ids) for sample in samples or []]
+
+
+def write_texts(name: str, *lines: str) -> None:
+    Path(name).write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+
+
+def test_documents_keep_the_order_of_the_file(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_chats(Path("chats.jsonl"), 30)
+    data = prepared(tokenizer)
+    rows = [json.loads(line)["messages"] for line in Path("chats.jsonl").read_text().splitlines()]
+    expected = [tokenizer.apply_chat_template(row, tokenize=False) for row in rows]
+    assert texts(tokenizer, samples_of(data)) == expected
+    assert data.evaluation is None
+    stats = data.stats
+    assert (stats.records, stats.documents, stats.samples, stats.dropped, stats.truncated) == (30, 30, 30, 0, 0)
+    assert stats.tokens == sum(len(sample.input_ids) for sample in samples_of(data))
+    assert stats.target_tokens == sum(sum(sample.trained) for sample in samples_of(data)) > 0
+    assert stats.trained_share == stats.target_tokens / stats.tokens
+    assert stats.lines()[0] == "dataset: format messages (found by the field messages)"
+
+
+def test_long_documents_are_cut_and_counted(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_chats(Path("chats.jsonl"), 30)
+    whole, cut = prepared(tokenizer), prepared(tokenizer, max_length=30)
+    longer = [sample for sample in samples_of(whole) if len(sample.input_ids) > 30]
+    left = [sample for sample in longer if any(sample.trained[1:30])]
+    assert 0 < len(left) < len(longer) < 30
+    assert cut.stats.truncated == len(left) and cut.stats.dropped == len(longer) - len(left)
+    assert f"{len(left)} cut to 30 tokens; {len(longer) - len(left)} dropped" in cut.stats.lines()[1]
+    kept = [sample for sample in samples_of(whole) if any(sample.trained[1:30])]
+    assert [sample.input_ids for sample in samples_of(cut)] == [sample.input_ids[:30] for sample in kept]
+
+
+def test_packs_hold_every_document_once(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_chats(Path("chats.jsonl"), 60)
+    alone, packed = prepared(tokenizer), prepared(tokenizer, packing=True, max_length=100)
+    documents = []
+    for sample in samples_of(packed):
+        assert len(sample.input_ids) == sum(sample.document_lengths) == len(sample.trained) <= 100
+        start = 0
+        for length in sample.document_lengths:
+            documents.append((sample.input_ids[start : start + length], sample.trained[start : start + length]))
+            start += length
+    assert sorted(documents) == sorted((sample.input_ids, sample.trained) for sample in samples_of(alone))
+    assert packed.stats.samples == len(samples_of(packed)) < 40 and packed.stats.documents == 60
+    assert packed.stats.packing_efficiency == packed.stats.tokens / (100 * packed.stats.samples) > 0.85
+    assert packed.stats.target_tokens == alone.stats.target_tokens
+
+
+def test_held_out_records_are_no_others(tokenizer: PreTrainedTokenizerBase) -> None:
+    lines = [f"line number {index}" for index in range(50)]
+    write_texts("a.jsonl", *lines)
+    data = prepared(tokenizer, path="a.jsonl", val_split=0.2)
+    train, held_out = texts(tokenizer, samples_of(data)), texts(tokenizer, data.evaluation)
+    assert len(train) == 40 and len(held_out) == 10
+    assert sorted(train + held_out) == sorted(f"{line}<|im_end|>" for line in lines)
+    assert data.stats.evaluation is not None and data.stats.evaluation.records == 10
+    assert data.stats.lines()[-1].startswith("held out: 10 documents")
+    assert texts(tokenizer, prepared(tokenizer, path="a.jsonl", val_split=0.2, seed=1).evaluation) != held_out
+    # The same records, whatever is then made of them.
+    shorter = prepared(tokenizer, path="a.jsonl", val_split=0.2, max_length=5)
+    assert [text[:4] for text in texts(tokenizer, shorter.evaluation)] == [text[:4] for text in held_out]
+
+
+def test_an_evaluation_source_of_its_own(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_texts("a.jsonl", "one", "two")
+    Path("b.jsonl").write_text('{"prompt": "three", "completion": " four"}\n')
+    data = prepared(tokenizer, path="a.jsonl", evaluation={"path": "b.jsonl"})
+    assert texts(tokenizer, samples_of(data)) == ["one<|im_end|>", "two<|im_end|>"]
+    assert texts(tokenizer, data.evaluation) == ["three four<|im_end|>"]
+    assert (
+        data.stats.notes[1] == "dataset.evaluation: format prompt_completion (found by the fields prompt + completion)"
+    )
+
+
+def test_weights_of_a_mix(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_texts("a.jsonl", *(f"a{index}" for index in range(10)))
+    write_texts("b.jsonl", *(f"b{index}" for index in range(10)))
+    Path("c.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "c"}]}\n'
+    )
+    mix = [{"path": "a.jsonl", "weight": 2.5}, {"path": "b.jsonl", "weight": 0.3}, {"path": "c.jsonl"}]
+    data = prepared(tokenizer, path=None, mix=mix)
+    found = [text.removesuffix("<|im_end|>") for text in texts(tokenizer, samples_of(data))]
+    counts = {text: found.count(text) for text in set(found)}
+    assert sorted(count for text, count in counts.items() if text.startswith("a")) == [2] * 5 + [3] * 5
+    assert (
+        sum(count for text, count in counts.items() if text.startswith("b"))
+        == 3
+        == len([t for t in counts if "b" in t])
+    )
+    assert data.stats.documents == 29 and data.stats.records == 21
+    assert texts(tokenizer, samples_of(prepared(tokenizer, path=None, mix=mix, workers=2))) == texts(
+        tokenizer, samples_of(data)
+    )
+
+
+def test_repeated_records_are_not_held_out_and_trained(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_texts("a.jsonl", *(f"a{index}" for index in range(10)))
+    data = prepared(tokenizer, path=None, mix=[{"path": "a.jsonl", "weight": 3.0}], val_split=0.3)
+    train, held_out = texts(tokenizer, samples_of(data)), texts(tokenizer, data.evaluation)
+    assert len(train) == 21 and len(held_out) == 3 and not set(train) & set(held_out)
+
+
+def test_workers_change_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_chats(Path("chats.jsonl"), 40)
+    one, two = prepared(tokenizer, workers=1), prepared(tokenizer, workers=2)
+    assert one.fingerprint == two.fingerprint
+    assert one.fingerprint != prepared(tokenizer, max_length=63).fingerprint
+    (Path("cache") / one.fingerprint).rename("elsewhere")
+    again = prepared(tokenizer, workers=2)
+    assert list(Path("cache", again.fingerprint).glob("source-000_*.arrow"))  # two processes wrote a file each
+    assert samples_of(again) == samples_of(one) and again.stats == one.stats
+
+
+def test_second_call_reads_the_cache(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_chats(Path("chats.jsonl"), 10)
+    first = prepared(tokenizer, val_split=0.2)
+    monkeypatch.setattr(prepare_module, "_build", lambda *_: pytest.fail("built twice"))
+    second = prepared(tokenizer, val_split=0.2)
+    assert samples_of(second) == samples_of(first) and second.stats == first.stats
+    assert texts(tokenizer, second.evaluation) == texts(tokenizer, first.evaluation)
+
+
+def test_changed_content_template_or_tokenizer_is_another_cache(
+    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    write_chats(Path("chats.jsonl"), 10)
+    keys = [prepared(tokenizer).fingerprint, prepared(tokenizer, system_prompt="S").fingerprint]
+    write_chats(Path("chats.jsonl"), 10, seed=1)
+    keys.append(prepared(tokenizer).fingerprint)
+    changed = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    changed.chat_template = tokenizer.chat_template.replace("\n", " ")
+    keys.append(prepared(changed).fingerprint)
+    changed = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    changed.add_tokens(["<think>"])
+    keys.append(prepared(changed).fingerprint)
+    assert len(set(keys)) == 5
+
+
+def test_what_an_interrupted_build_left_is_not_used(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_chats(Path("chats.jsonl"), 10)
+    first = prepared(tokenizer)
+    finished = Path("cache") / first.fingerprint
+    finished.rename(finished.with_suffix(".building"))
+    (finished.with_suffix(".building") / "index.npz").write_bytes(b"half")
+    assert samples_of(prepared(tokenizer)) == samples_of(first)
+    assert not finished.with_suffix(".building").exists()
+
+
+def _count_builds(folder: str, tokenizer_folder: str, start: float, results: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    build = prepare_module._build
+    built: list[int] = []
+
+    def slow_build(*arguments: Any) -> None:
+        built.append(1)
+        time.sleep(0.5)  # the others are at the lock by now
+        build(*arguments)
+
+    prepare_module._build = slow_build
+    section = DatasetSection(path=f"{folder}/chats.jsonl", max_length=64)
+    time.sleep(max(0.0, start - time.time()))
+    data = prepare_data(section, tokenizer, seed=0, cache_dir=Path(folder, "cache"), max_length_of_model=None)
+    assert isinstance(data.train, Samples)
+    results.put((len(built), [sample.input_ids for sample in data.train]))
+
+
+def test_of_several_processes_one_builds(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    write_chats(tmp_path / "chats.jsonl", 10)
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    start = time.time() + 1.0
+    arguments = (str(tmp_path), tokenizer.name_or_path, start, results)
+    processes = [context.Process(target=_count_builds, args=arguments) for _ in range(3)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert sorted(built for built, _ in found) == [0, 0, 1]
+    assert found[0][1] == found[1][1] == found[2][1]
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_length": 30}, {"path": None, "mix": [{"path": "chats.jsonl"}]}])
+def test_a_stream_gives_what_memory_gives(tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> None:
+    write_chats(Path("chats.jsonl"), 150)
+    stored = prepared(tokenizer, **settings)
+    streamed = prepared(tokenizer, streaming=True, shuffle=False, **settings)
+    assert isinstance(streamed.train, SampleStream)
+    assert list(streamed.train.read(0)) == samples_of(stored)
+    assert list(islice(streamed.train.read(1), 5)) == samples_of(stored)[:5]
+    assert not Path("cache", streamed.fingerprint).exists()
+
+
+def test_a_shuffled_stream_has_an_order_of_its_own_each_epoch(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_chats(Path("chats.jsonl"), 100)
+    stream = prepared(tokenizer, streaming=True).train
+    assert isinstance(stream, SampleStream)
+    first, again, second = ([sample.input_ids for sample in stream.read(epoch)] for epoch in (0, 0, 1))
+    assert first == again != second and sorted(first) == sorted(second)
+
+
+def test_a_packed_stream_has_every_document_once(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_chats(Path("chats.jsonl"), 100)
+    stream = prepared(tokenizer, streaming=True, packing=True, max_length=128).train
+    assert isinstance(stream, SampleStream)
+    packs = list(stream.read(0))
+    stored = prepared(tokenizer, packing=True, max_length=128)
+    assert len(packs) == stored.stats.samples
+    assert sum(len(pack.document_lengths) for pack in packs) == 100
+    assert sum(len(pack.input_ids) for pack in packs) == stored.stats.tokens
+
+
+def test_a_mixed_stream_draws_by_weight(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_texts("a.jsonl", *(f"a{index}" for index in range(300)))
+    write_texts("b.jsonl", *(f"b{index}" for index in range(300)))
+    mix = [{"path": "a.jsonl", "weight": 3.0}, {"path": "b.jsonl", "weight": 1.0}]
+    stream = prepared(tokenizer, path=None, mix=mix, streaming=True, shuffle=False).train
+    assert isinstance(stream, SampleStream)
+    found = texts(tokenizer, list(stream.read(0)))
+    first = found[:200]
+    assert 130 <= sum(text.startswith("a") for text in first) <= 170  # 150, standard deviation 6
+    assert {text for text in found if text.startswith("b")} == {f"b{index}<|im_end|>" for index in range(300)}
+
+
+def test_a_stream_with_an_evaluation_of_its_own(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_texts("a.jsonl", "one", "two")
+    write_texts("b.jsonl", "three")
+    data = prepared(tokenizer, path="a.jsonl", streaming=True, shuffle=False, evaluation={"path": "b.jsonl"})
+    assert texts(tokenizer, data.evaluation) == ["three<|im_end|>"]
+    assert data.stats.lines()[0] == "dataset: streamed from a.jsonl"
+
+
+def chats(*pairs: tuple[str, str]) -> str:
+    """One conversation a line, of one turn each: (role, content)."""
+    return "".join(json.dumps({"messages": [{"role": role, "content": text}]}) + "\n" for role, text in pairs)
+
+
+BAD: dict[str, tuple[dict[str, str], dict[str, Any], tuple[str, ...]]] = {
+    "nothing trained": (
+        {"a.jsonl": chats(("user", "x"), ("user", "y"))},
+        {"path": "a.jsonl"},
+        ("dataset.train_on=assistant: none of the 2 records", "`zerolora inspect`"),
+    ),
+    "all cut to nothing": (
+        {"a.jsonl": chats(("assistant", "red blue"))},
+        {"path": "a.jsonl", "max_length": 3},
+        ("dataset.max_length=3: none of the 1 records", "raise it above"),
+    ),
+    "held out alone": (
+        {"a.jsonl": chats(("assistant", "red"))},
+        {"path": "a.jsonl", "val_split": 0.1},
+        ("dataset.val_split=0.1: 1 record cannot be split", "dataset.evaluation"),
+    ),
+    "evaluation without a trained token": (
+        {"a.jsonl": chats(("assistant", "red")), "b.jsonl": chats(("user", "red"))},
+        {"path": "a.jsonl", "evaluation": {"path": "b.jsonl"}},
+        ("none of the 1 records of dataset.evaluation",),
+    ),
+    "a bad record among good ones": (
+        {"a.jsonl": chats(*[("assistant", "red")] * 700, ("robot", "x"))},
+        {"path": "a.jsonl"},
+        ("dataset.path=a.jsonl, record 701, turn 1", "robot"),
+    ),
+    "two formats in one file": (
+        {"a.jsonl": chats(("assistant", "red")) + '{"prompt": "x", "completion": "y"}\n'},
+        {"path": "a.jsonl"},
+        ("record 2: messages is missing, there is prompt, completion", "dataset.mix"),
+    ),
+    "a bad source of a mix": (
+        {"a.jsonl": chats(("assistant", "red")), "b.jsonl": '{"foo": 1}\n'},
+        {"path": None, "mix": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]},
+        ("dataset.mix.1.format=auto", "foo"),
+    ),
+    "longer than the model": (
+        {"a.jsonl": chats(("assistant", "red"))},
+        {"path": "a.jsonl", "limit": 32},
+        ("dataset.max_length=64", "made for 32 tokens"),
+    ),
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", BAD)
+def test_refuses_in_one_line_and_leaves_nothing(tokenizer: PreTrainedTokenizerBase, name: str, workers: int) -> None:
+    files, settings, needles = BAD[name]
+    for file, text in files.items():
+        Path(file).write_text(text)
+    with pytest.raises(UserError) as caught:
+        prepared(tokenizer, workers=workers, **settings)
+    assert "\n" not in str(caught.value)
+    assert [needle for needle in needles if needle not in str(caught.value)] == []
+    assert [path.name for path in Path("cache").glob("*") if path.suffix != ".lock"] == []
+
+
+def test_a_tokenizer_without_a_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_chats(Path("chats.jsonl"), 3)
+    plain = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    plain.chat_template = None
+    with pytest.raises(
+        UserError, match=r"record 1: a conversation, and this tokenizer has no chat template; give dataset"
+    ):
+        prepared(plain)
+    data = prepared(plain, chat_template=tokenizer.chat_template)
+    assert samples_of(data) == samples_of(prepared(tokenizer))
+    write_texts("a.jsonl", "red")
+    assert texts(plain, samples_of(prepared(plain, path="a.jsonl"))) == ["red<|im_end|>"]
+
+
+def test_a_cache_that_cannot_be_written(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_chats(Path("chats.jsonl"), 3)
+    Path("cache").write_text("a file")
+    with pytest.raises(UserError, match=r"dataset.cache_dir=cache: tokenised data cannot be written there"):
+        prepared(tokenizer)

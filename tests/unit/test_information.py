@@ -1,0 +1,193 @@
+"""DataBPT, ParamBPT and its gradient on one process; the ZeRO stages are in tests/distributed."""
+
+import math
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from trainer import information as information_module
+from trainer.config import UserError
+from trainer.information import AdapterInformation, data_bpt, find_pairs
+
+MEASURES = ("delta", "factors")
+TINY = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+def adapted(dtype: torch.dtype = torch.float64, *, filled: bool = True, **options: object) -> nn.Module:
+    """A tiny Llama with a LoRA adapter on every linear layer; `filled` gives B values as after some training."""
+    torch.manual_seed(0)
+    options = {"r": 4, "lora_alpha": 6.0, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
+    model = get_peft_model(LlamaForCausalLM(TINY), LoraConfig(**options), autocast_adapter_dtype=False).to(dtype)
+    if filled:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name or "lora_embedding" in name:
+                    parameter.normal_(0, 0.05)
+    return model
+
+
+def measured(model: nn.Module, measure: str, *, sigma: float = 0.01, tokens: int = 1000) -> AdapterInformation:
+    return AdapterInformation(find_pairs(model), measure, sigma=sigma, tokens=tokens)
+
+
+def naive_squares(model: nn.Module, measure: str) -> torch.Tensor:
+    """Q by PEFT's own merged update, or by a plain sum; autograd gives its gradient."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    if measure == "delta":
+        return sum(
+            (layer.scaling["default"] * layer.lora_B["default"].weight @ layer.lora_A["default"].weight).square().sum()
+            for layer in layers
+        )
+    return sum(factor["default"].weight.square().sum() for layer in layers for factor in (layer.lora_A, layer.lora_B))
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["lora", "rslora", "dora"])
+def test_value_and_gradient_equal_those_of_the_merged_update(measure: str, options: dict[str, object]) -> None:
+    model = adapted(**options)
+    reference = naive_squares(model, measure)
+    adapter = [p for n, p in model.named_parameters() if "lora_A" in n or "lora_B" in n]
+    expected = torch.autograd.grad(reference, adapter)
+    squares = measured(model, measure).squares()
+    torch.testing.assert_close(squares, reference, rtol=1e-12, atol=0)
+    for got, want in zip(torch.autograd.grad(squares, adapter), expected, strict=True):
+        assert want.abs().max() > 0
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-14)
+
+
+def test_peft_merges_the_update_that_delta_measures() -> None:
+    model = adapted(use_rslora=True)
+    pair = find_pairs(model)[0]
+    assert pair.scale == pytest.approx(6.0 / math.sqrt(4))
+    merged = model.get_submodule(pair.name).get_delta_weight("default")
+    torch.testing.assert_close(pair.scale * pair.b @ pair.a, merged, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_gradcheck(measure: str) -> None:
+    information = measured(adapted(target_modules=["k_proj", "o_proj"]), measure)
+    assert torch.autograd.gradcheck(lambda *_: information.squares(), tuple(information.parameters))
+
+
+@pytest.mark.parametrize("chunk_elements", [1, 700, 2**24])
+def test_batching_changes_nothing(monkeypatch: pytest.MonkeyPatch, chunk_elements: int) -> None:
+    monkeypatch.setattr(information_module, "CHUNK_ELEMENTS", chunk_elements)
+    model = adapted()
+    information = measured(model, "delta")
+    assert (len(information.chunks) == len(find_pairs(model))) == (chunk_elements == 1)
+    torch.testing.assert_close(information.squares(), naive_squares(model, "delta"), rtol=1e-12, atol=0)
+
+
+def test_delta_starts_at_zero_with_a_zero_gradient_for_a_and_factors_at_a_third_of_the_rank() -> None:
+    model = adapted(filled=False)
+    layers = len(find_pairs(model))
+    assert measured(model, "delta").squares().item() == 0.0
+    assert measured(model, "factors").squares().item() == pytest.approx(layers * 4 / 3, rel=0.1)
+
+
+def test_delta_does_not_change_when_a_matrix_moves_from_b_to_a() -> None:
+    model = adapted()
+    before = measured(model, "delta").squares().item(), measured(model, "factors").squares().item()
+    mix = torch.eye(4, dtype=torch.float64) * 3 + torch.rand(4, 4, dtype=torch.float64)
+    with torch.no_grad():
+        for pair in find_pairs(model):
+            pair.b.copy_(pair.b @ mix)
+            pair.a.copy_(torch.linalg.solve(mix, pair.a))
+    assert measured(model, "delta").squares().item() == pytest.approx(before[0], rel=1e-10)
+    assert measured(model, "factors").squares().item() != pytest.approx(before[1], rel=0.01)
+
+
+def test_bits_and_nats_are_those_of_a_gaussian_prior() -> None:
+    information = measured(adapted(), "factors", sigma=0.02, tokens=500)
+    squares = information.squares().item()
+    assert information.bits(squares) == pytest.approx(squares / (2 * 0.02**2 * 500 * math.log(2)))
+    assert information.nats_per_square * squares == pytest.approx(information.bits(squares) * math.log(2))
+    assert data_bpt(3.0 * math.log(2), 2) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+def test_16_bit_parameters_are_summed_in_fp32(measure: str) -> None:
+    model = adapted(torch.bfloat16)
+    squares = measured(model, measure).squares()
+    assert squares.dtype == torch.float32
+    expected = naive_squares(model.double(), measure).item()
+    assert squares.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_gradients_of_16_bit_parameters_come_in_their_own_dtype_and_scale_before_narrowing() -> None:
+    model = adapted(torch.float16)
+    b = find_pairs(model)[0].b
+    # Without the loss scale, 1e-7 of these gradients is at most the smallest number of fp16.
+    factor, loss_scale = 1e-7, 2.0**16
+    (gradient,) = torch.autograd.grad(measured(model, "delta").squares() * factor * loss_scale, [b])
+    assert gradient.dtype == torch.float16
+    model = model.double()
+    (expected,) = torch.autograd.grad(naive_squares(model, "delta"), [find_pairs(model)[0].b])
+    assert (expected * factor).to(torch.float16).abs().max() < 1e-6
+    torch.testing.assert_close(gradient.double(), expected * factor * loss_scale, rtol=2e-3, atol=1e-7)
+
+
+def test_frozen_factor_gets_no_gradient() -> None:
+    model = adapted()
+    pairs = find_pairs(model)
+    pairs[0].a.requires_grad_(False)
+    measured(model, "delta").squares().backward()
+    assert pairs[0].a.grad is None
+    assert pairs[0].b.grad is not None and pairs[0].b.grad.abs().max() > 0
+
+
+def test_embedding_adapter_counts() -> None:
+    model = adapted(target_modules=["embed_tokens"])
+    (pair,) = find_pairs(model)
+    expected = (pair.scale * pair.b @ pair.a).square().sum()
+    torch.testing.assert_close(measured(model, "delta").squares(), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize("filled", [False, True])
+def test_no_walk_within_the_learning_rates_leaves_the_reachable_range(measure: str, filled: bool) -> None:
+    model = adapted(filled=filled)
+    information = measured(model, measure)
+    low, high = information.reachable_squares(0.01, 0.04)
+    now = information.squares().item()
+    assert low <= now <= high
+    pairs = find_pairs(model)
+    start = [(pair.a.detach().clone(), pair.b.detach().clone()) for pair in pairs]
+    for walk in range(6):
+        with torch.no_grad():
+            for pair, (a, b) in zip(pairs, start, strict=True):
+                for parameter, origin, reach in ((pair.a, a, 0.01), (pair.b, b, 0.04)):
+                    outward = {0: origin.sign(), 1: -origin.sign(), 2: torch.ones_like(origin)}
+                    direction = outward.get(walk, torch.rand_like(origin).mul(2).sub(1))
+                    parameter.copy_(origin + reach * direction)
+        assert low <= information.squares().item() <= high
+    if measure == "factors":
+        assert low > 0
+
+
+def test_reach_of_zero_is_the_value_itself() -> None:
+    information = measured(adapted(), "delta")
+    assert information.reachable_squares(0.0, 0.0) == pytest.approx((information.squares().item(),) * 2, rel=1e-9)
+
+
+@pytest.mark.parametrize(("sigma", "tokens", "setting"), [(0.0, 10, "scu.sigma=0.0"), (0.01, 0, "scu.tokens=0")])
+def test_impossible_prior(sigma: float, tokens: int, setting: str) -> None:
+    with pytest.raises(UserError, match=setting):
+        measured(adapted(), "delta", sigma=sigma, tokens=tokens)
+
+
+def test_model_without_adapter() -> None:
+    with pytest.raises(UserError, match="no LoRA layer"):
+        find_pairs(LlamaForCausalLM(TINY))

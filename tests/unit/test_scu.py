@@ -1,0 +1,254 @@
+"""The control law, by properties that must hold for every state and by plants simulated in two lines."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from trainer import scu
+
+shares = st.floats(0.0, 1.0)
+targets = st.floats(0.005, 0.9)
+
+
+@st.composite
+def laws(draw: st.DrawFn) -> scu.Law:
+    lambda_min = draw(st.floats(1e-6, 1.0))
+    lambda_max = lambda_min * draw(st.floats(1.5, 1e6))
+    return scu.Law(
+        target=draw(targets),
+        kp=draw(st.floats(0.0, 50.0)),
+        ki=draw(st.floats(0.0, 10.0)),
+        deadband=draw(st.floats(0.0, 0.05)),
+        ema=draw(st.floats(0.01, 1.0)),
+        leak=draw(st.floats(0.5, 1.0)),
+        integral_bound=draw(st.floats(0.01, 1.0)),
+        lambda_start=min(lambda_max, math.sqrt(lambda_min * lambda_max)),
+        lambda_min=lambda_min,
+        lambda_max=lambda_max,
+    )
+
+
+def settled(law: scu.Law, odds: float, *, lag: float = 0.0, steps: int = 3000) -> tuple[bool, scu.State]:
+    """Run the law on S / (1 - S) = odds / lambda^2 (slope 2 S (1 - S)): are the last 100 errors in the deadband?
+
+    `lag` is the share of ln of the odds that stays from one update to the next.
+    """
+    state = scu.initial(law)
+    log_odds = math.log(odds) - 2.0 * math.log(state.lambda_)
+    inside: list[bool] = []
+    for _ in range(steps):
+        state = scu.advance(law, state, 1.0 / (1.0 + math.exp(-log_odds)))
+        assert state.error is not None
+        inside.append(abs(state.error) <= law.deadband)
+        log_odds = lag * log_odds + (1.0 - lag) * (math.log(odds) - 2.0 * math.log(state.lambda_))
+    return all(inside[-100:]), state
+
+
+def odds_for(target: float, strength: float) -> float:
+    """The plant whose S is `target` at lambda = `strength`."""
+    return target / (1.0 - target) * strength**2
+
+
+@given(laws(), st.lists(shares, min_size=1, max_size=60))
+def test_lambda_and_integral_stay_in_their_bounds(law: scu.Law, measured: list[float]) -> None:
+    state = scu.initial(law)
+    for share in measured:
+        state = scu.advance(law, state, share)
+        assert law.lambda_min <= state.lambda_ <= law.lambda_max
+        assert abs(state.integral) <= law.integral_bound
+        assert state.smoothed is not None and 0.0 <= state.smoothed <= 1.0
+    assert state.updates == len(measured)
+
+
+@given(laws(), shares)
+def test_sign_too_much_parameter_information_raises_lambda(law: scu.Law, share: float) -> None:
+    assume(law.kp > 0.01 and abs(share - law.target) > law.deadband + 1e-3)
+    state = scu.advance(law, scu.initial(law), share)
+    assert (state.lambda_ > law.lambda_start) == (share > law.target)
+    assert (state.lambda_ < law.lambda_start) == (share < law.target)
+
+
+@given(laws(), shares, shares)
+def test_more_information_never_gives_a_smaller_lambda(law: scu.Law, one: float, other: float) -> None:
+    low, high = sorted((one, other))
+    start = scu.initial(law)
+    assert scu.advance(law, start, low).lambda_ <= scu.advance(law, start, high).lambda_
+
+
+@given(laws(), st.floats(-1.0, 1.0), st.floats(-1.0, 1.0))
+def test_deadband_keeps_lambda_and_leaks_the_integral(law: scu.Law, where: float, integral: float) -> None:
+    share = law.target + 0.999 * where * law.deadband
+    assume(0.0 <= share <= 1.0)
+    before = replace(scu.initial(law), integral=integral * law.integral_bound)
+    after = scu.advance(law, before, share)
+    assert after.lambda_ == before.lambda_
+    assert after.integral == law.leak * before.integral
+
+
+@given(laws(), st.booleans(), st.floats(-1.0, 1.0), st.integers(1, 30))
+def test_anti_windup_at_a_bound_the_integral_only_leaks(law: scu.Law, top: bool, start: float, updates: int) -> None:
+    share = 1.0 if top else 0.0
+    assume(abs(share - law.target) > law.deadband)
+    bound = law.lambda_max if top else law.lambda_min
+    # Whatever integral pulls inwards could leave the bound, so it starts at zero or pushes outwards.
+    integral = abs(start) * law.integral_bound * (1 if top else -1)
+    state = replace(scu.initial(law), lambda_=bound, integral=integral)
+    for _ in range(updates):
+        state = scu.advance(law, state, share)
+        assert state.lambda_ == bound
+    assert state.integral == pytest.approx(integral * law.leak**updates, abs=1e-12)
+
+
+def test_anti_windup_lets_lambda_return_at_once() -> None:
+    law = scu.Law(target=0.1, ema=1.0)
+    state = scu.initial(law)
+    for _ in range(500):
+        state = scu.advance(law, state, 0.9)
+    assert state.lambda_ == law.lambda_max
+    for _ in range(5):
+        state = scu.advance(law, state, 0.0)
+    assert state.lambda_ < law.lambda_max
+
+
+def test_an_integral_pushing_inwards_still_grows_at_a_bound() -> None:
+    law = scu.Law(target=0.1, ema=1.0)
+    state = scu.advance(law, replace(scu.initial(law), lambda_=law.lambda_max), 0.05)
+    assert state.integral == pytest.approx(-0.15 * 0.05)
+
+
+def test_one_update_by_hand() -> None:
+    law = scu.Law(target=0.02, kp=0.8, ki=0.15, deadband=0.002, ema=0.1, leak=0.995)
+    first = scu.advance(law, scu.initial(law), 0.06)
+    assert (first.smoothed, first.error) == (0.06, pytest.approx(0.04))
+    assert first.integral == pytest.approx(0.15 * 0.04)
+    assert first.lambda_ == pytest.approx(math.exp(0.8 * 0.04 + 0.15 * 0.04))
+    second = scu.advance(law, first, 0.01)
+    assert second.smoothed == pytest.approx(0.1 * 0.01 + 0.9 * 0.06)
+    assert second.integral == pytest.approx(0.995 * 0.006 + 0.15 * 0.035)
+    assert second.lambda_ == pytest.approx(first.lambda_ * math.exp(0.8 * 0.035 + second.integral))
+
+
+@given(st.floats(0.005, 0.6), st.floats(0.1, 0.9), st.floats(0.01, 5.0))
+def test_converges_to_the_target_within_the_gain_bound(target: float, part: float, strength: float) -> None:
+    gains = part * scu.gain_bound(target)
+    law = scu.Law(target=target, kp=0.8 * gains, ki=0.2 * gains, ema=1.0, deadband=0.02 * target)
+    inside, state = settled(law, odds_for(target, strength))
+    assert inside
+    # d ln(odds) = dS / (S (1 - S)), and lambda is the odds' root.
+    assert state.lambda_ == pytest.approx(strength, rel=0.04 / (1.0 - target))
+
+
+@given(st.floats(0.02, 0.6), st.floats(0.2, 0.95), st.booleans())
+def test_unstable_beyond_the_gain_bound_and_stable_below(target: float, off: float, beyond: bool) -> None:
+    kp = scu.gain_bound(target) * (1.0 + off if beyond else 1.0 - off)
+    law = scu.Law(target=target, kp=kp, ki=0.0, ema=1.0, deadband=1e-4 * target)
+    inside, _ = settled(law, odds_for(target, 1.001))
+    assert inside == (not beyond)
+    assert (scu.gain_warning(law) is not None) == beyond
+    assert scu.is_stable(law, scu.steepest_slope(target)) == (not beyond)
+
+
+@given(
+    st.floats(0.05, 2.0), st.floats(0.0, 1.0), st.floats(0.05, 1.0), st.floats(0.9, 1.0), st.floats(0.05, 0.5)
+)  # fmt: skip
+def test_predicted_stability_is_that_of_the_simulated_deviation(
+    kp: float, ki: float, ema: float, leak: float, slope: float
+) -> None:
+    law = scu.Law(target=0.5, kp=kp, ki=ki, ema=ema, leak=leak, deadband=0.0, integral_bound=1.0)
+    stable = scu.is_stable(law, slope)
+    # A margin on both sides: near the limit, neither growth nor decay shows in a finite time.
+    assume(all(scu.is_stable(law, slope * factor) == stable for factor in (0.7, 1.4)))
+    assume(scu.is_stable(replace(law, ki=0.7 * ki), slope) == stable == scu.is_stable(replace(law, ki=1.4 * ki), slope))
+    state, sizes = scu.initial(law), []
+    for step in range(3000):
+        deviation = math.log(state.lambda_) if step else 1e-6
+        state = scu.advance(law, state, min(max(0.5 - slope * deviation, 0.0), 1.0))
+        sizes.append(abs(deviation))
+    assert (max(sizes[-200:]) < max(sizes[:200])) == stable
+
+
+def test_published_gains_swing_at_three_percent_and_a_smaller_ki_does_not() -> None:
+    published = scu.Law(target=0.03)
+    calm = scu.Law(target=0.03, ki=0.01)
+    slope = scu.steepest_slope(0.03)
+    assert scu.gain_warning(published) is None
+    assert (scu.is_stable(published, slope), scu.is_stable(calm, slope)) == (False, True)
+    assert not settled(published, odds_for(0.03, 0.3))[0]
+    assert settled(calm, odds_for(0.03, 0.3))[0]
+
+
+@pytest.mark.parametrize(
+    ("controller", "expected"),
+    [
+        ("fixed", [2.0, 2.0, 2.0, 2.0, 2.0]),
+        ("linear", [4.0, 6.0, 8.0, 10.0, 10.0]),
+        ("cosine", [2 + 4 * (1 - math.sqrt(0.5)), 6.0, 2 + 4 * (1 + math.sqrt(0.5)), 10.0, 10.0]),
+        ("none", [0.0] * 5),
+    ],
+)
+def test_controllers_that_do_not_look(controller: scu.Controller, expected: list[float]) -> None:
+    law = scu.Law(target=0.1, controller=controller, lambda_start=2.0, total_updates=4)
+    state, got = scu.initial(law), []
+    assert state.lambda_ == (0.0 if controller == "none" else 2.0)
+    for share in (0.9, 0.0, 0.5, 0.1, 1.0):
+        state = scu.advance(law, state, share)
+        got.append(state.lambda_)
+    assert got == pytest.approx(expected)
+
+
+@given(laws(), st.lists(shares, min_size=2, max_size=40), st.integers(1, 39))
+def test_state_survives_json_to_the_bit(law: scu.Law, measured: list[float], cut: int) -> None:
+    whole = resumed = scu.initial(law)
+    for index, share in enumerate(measured):
+        if index == cut:
+            resumed = scu.State.from_dict(json.loads(json.dumps(resumed.to_dict())))
+        whole, resumed = scu.advance(law, whole, share), scu.advance(law, resumed, share)
+        assert whole == resumed
+
+
+def test_state_with_other_keys_is_refused() -> None:
+    values = scu.initial(scu.Law(target=0.1)).to_dict()
+    with pytest.raises(ValueError, match="expected"):
+        scu.State.from_dict(values | {"gain": 1.0})
+    del values["integral"]
+    with pytest.raises(ValueError, match="expected"):
+        scu.State.from_dict(values)
+
+
+@pytest.mark.parametrize("share", [math.nan, math.inf, -0.01, 1.01])
+def test_what_is_no_share_is_refused(share: float) -> None:
+    law = scu.Law(target=0.1)
+    with pytest.raises(ValueError, match="S="):
+        scu.advance(law, scu.initial(law), share)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"target": 0.0}, {"target": 1.0}, {"lambda_min": 10.0}, {"lambda_min": 0.0}, {"lambda_start": 11.0},
+        {"ema": 0.0}, {"leak": 1.1}, {"kp": -1.0}, {"deadband": -0.1}, {"total_updates": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_meaningless_parameters_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        scu.Law(**({"target": 0.1} | wrong))
+
+
+def test_gain_warning_names_the_bound() -> None:
+    assert scu.gain_bound(0.5) == 4.0
+    warning = scu.gain_warning(scu.Law(target=0.5, kp=3.9, ki=0.2))
+    assert warning is not None and "exceeds 4 " in warning
+    assert scu.gain_warning(scu.Law(target=0.5, kp=3.9, ki=0.05)) is None
+    assert scu.gain_warning(scu.Law(target=0.5, kp=9.0, controller="fixed")) is None
+
+
+def test_shares_and_published_targets() -> None:
+    assert scu.share_of(3.0, 1.0) == 0.25
+    assert scu.share_of(0.0, 0.0) == 0.0
+    assert scu.reachable_shares(0.0, 1.0, 3.0) == (0.0, 0.25)
+    assert [scu.published_target(size) for size in (1_200_000_000, 3_000_000_000, 7_000_000_000)] == [0.01, 0.03, 0.03]
