@@ -1,0 +1,46 @@
+# Everything people type here. Each target first makes or refreshes .venv; nothing happens when it is up to date.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo lint test test-slow test-gpu bench clean
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+
+VENV ?= .venv
+export VENV
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+
+# Ranks share the cores, so what launches them runs alone; the rest is spread over two processes.
+LAUNCHING := $(wildcard tests/distributed tests/integration tests/cluster)
+OTHERS := $(wildcard tests/unit tests/numerics tests/gpu)
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+
+setup:  ## make or refresh .venv with the pinned dependencies
+	@scripts/setup.sh
+
+demo: setup  ## fine-tune SmolLM2-135M with LoRA: about 5 minutes on 2 CPU cores, less on GPUs
+	@overrides=$$(python -m trainer.demo) && eval "zerolora train configs/demo.yaml $$overrides"
+
+lint: setup  ## ruff, mypy (strict), import-linter
+	ruff check .
+	mypy
+	lint-imports --no-logo
+
+test: lint  ## lint and the fast tests: at most 15 minutes on 2 cores
+	@command -v chromium >/dev/null || scripts/system.sh chromium
+	pytest -n 2 --dist loadfile -m "not slow" $(OTHERS)
+	pytest -m "not slow" $(LAUNCHING)
+
+test-slow: setup  ## the tests that take minutes each
+	@command -v chromium >/dev/null || scripts/system.sh chromium
+	pytest -m slow --timeout 1800 tests
+
+test-gpu: setup  ## the tests that need an NVIDIA GPU
+	pytest -m gpu tests
+
+bench: setup  ## measure this machine; nothing is asserted
+	for file in tests/bench/bench_*.py; do echo "== $$file"; python -m "tests.bench.$$(basename "$$file" .py)"; done
+
+clean:  ## remove what the tools left here; runs/ and .venv stay
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build dist *.egg-info
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
