@@ -1,4 +1,4 @@
-"""A model, a tokenizer and data small enough for tests, and real enough for every library: made here, random weights."""
+"""A random model, a tokenizer and data: small enough for tests, real enough for every library."""
 
 import json
 import random

@@ -44,7 +44,7 @@ def lora_config(lora: LoraSection, *, added_token_ids: dict[str, list[int]] | No
 
 
 def check_targets(model: nn.Module, lora: LoraSection) -> None:
-    """Raise UserError, with the linear layers there are, if the targets match none. Works on a model without weights."""
+    """Raise UserError, listing the linear layers, if a target matches none; the model may be without weights."""
     linear_names = Counter(
         name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)
     )
@@ -198,6 +198,6 @@ class GradientCheck:
         broken = [name for name, finite in self._finite.items() if not bool(finite)]
         if broken and self._check_finite:
             raise RuntimeError(
-                f"{len(broken)} of {len(self._names)} trained tensors got a gradient that is not finite, first {broken[0]}; "
-                "lower training.learning_rate, use precision: bf16, or look at the data with `zerolora inspect`"
+                f"{len(broken)} of {len(self._names)} trained tensors got a gradient that is not finite, first "
+                f"{broken[0]}; lower training.learning_rate, use precision: bf16, or look at the data with `zerolora inspect`"
             )

@@ -36,15 +36,14 @@ def varlen_attention(
     max_seqlen: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each document; query, key, value are [1, heads, T, head_dim], the result [1, T, heads, head_dim].
+    """Causal attention within each document; query, key, value [1, heads, T, head_dim] -> [1, T, heads, head_dim].
 
-    Documents are the runs [cu_seqlens[i], cu_seqlens[i+1]). Without cu_seqlens (text generation) it is transformers' sdpa.
+    Documents are the runs [cu_seqlens[i], cu_seqlens[i+1]). Without them (text generation) it is transformers' sdpa.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if cu_seqlens is None:
-        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-        return out, None
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0], None
     from torch.nn.attention.varlen import varlen_attn
 
     if query.shape[1] != key.shape[1] and "enable_gqa" not in _CAUSAL:
@@ -52,7 +51,7 @@ def varlen_attention(
         key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     packed_query, packed_key, packed_value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     assert max_seqlen is not None
-    out = varlen_attn(
+    out: Any = varlen_attn(
         packed_query, packed_key, packed_value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scaling, **_CAUSAL
     )
     return out.unsqueeze(0), None

@@ -48,7 +48,8 @@ def find_checkpoint(setting: str | None, run_dir: Path) -> Path | None:
         whole = whole_checkpoints(run_dir)
         if not whole and setting == "latest":
             raise UserError(
-                f"training.resume_from_checkpoint=latest: no whole checkpoint in {run_dir}; remove the setting, or use auto"
+                f"training.resume_from_checkpoint=latest: no whole checkpoint in {run_dir}; "
+                "remove the setting, or use auto"
             )
         return whole[-1] if whole else None
     path = Path(setting)

@@ -166,7 +166,8 @@ def _shards(engine: Any, trained: list[Named]) -> Iterator[Shard]:
         for name, parameter in trained:
             yield Shard(name, master.get(id(parameter), parameter), 0, 0, parameter.numel())
     elif stage == 3:
-        for name, parameter in trained:
+        partitioned: list[tuple[str, Any]] = list(trained)
+        for name, parameter in partitioned:
             group, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
             param_start = min(length * engine.global_rank, parameter.ds_numel)
             # The last rank's partition is padded.
@@ -174,7 +175,7 @@ def _shards(engine: Any, trained: list[Named]) -> Iterator[Shard]:
             yield Shard(name, optimizer.fp32_partitioned_groups_flat[group], start, param_start, length)
     else:
         for name, parameter in trained:
-            mapping = parameter._hp_mapping
+            mapping = getattr(parameter, "_hp_mapping")  # noqa: B009 (DeepSpeed's, unknown to torch's type)
             if mapping is not None:  # None: no part of this tensor is in this rank's partition
                 holder = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
                 part, whole = mapping.hp_fragment_address, mapping.lp_fragment_address

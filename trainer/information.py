@@ -13,7 +13,6 @@ QLoRA: the same; the 4-bit base never enters.
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -90,15 +89,15 @@ class AdapterInformation:
         """Q of this rank, a differentiable scalar: its mean over the ranks, and its gradient's, are the adapter's.
 
         Under ZeRO-3 `factors` is this rank's shards times the ranks; all else is the whole adapter, on every rank.
-        Every rank must call it: `delta` gathers what ZeRO-3 has partitioned.
+        Every rank must call it, `delta` gathers what ZeRO-3 has partitioned; and between a forward and its backward:
+        there the graph knows each parameter by its whole shape, not by the (0,) it has while partitioned.
         """
         compute = _delta if self.measure == "delta" else _factors
         with torch.no_grad():
             results = [compute(chunk) for chunk in self.chunks]
             value = torch.stack([value for value, *_ in results]).sum()
         gradients = [gradient for _, *pair in results for gradient in pair]
-        with _full_shapes(self.parameters):
-            return cast(Tensor, _WithGradient.apply(value, gradients, *self.parameters))
+        return cast(Tensor, _WithGradient.apply(value, gradients, *self.parameters))
 
     def bits(self, squares: float) -> float:
         """ParamBPT in bits per token for a value of Q."""
@@ -256,20 +255,3 @@ def _owned(parameters: list[Partitionable]) -> list[Tensor]:
 def _is_partitioned(parameter: Partitionable) -> bool:
     """True where ZeRO-3 has this rank hold a shard and the whole is not there, or still on its way."""
     return hasattr(parameter, "ds_tensor") and parameter.ds_status.name != "AVAILABLE"
-
-
-@contextmanager
-def _full_shapes(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Lend partitioned parameters a stand-in of full shape while the graph is recorded.
-
-    Autograd checks a gradient against the shape that the parameter had when it entered the graph, and under ZeRO-3 that
-    may be (0,). The stand-in is one element with strides of 0, and nothing reads it.
-    """
-    lent = [(parameter, parameter.data) for parameter in parameters if _is_partitioned(parameter)]
-    for parameter, data in lent:
-        parameter.data = data.new_zeros(()).expand(_shape(parameter))
-    try:
-        yield
-    finally:
-        for parameter, data in lent:
-            parameter.data = data

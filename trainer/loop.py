@@ -12,6 +12,7 @@ from trainer.adapt import GradientCheck
 from trainer.config import TrainingSection
 from trainer.ranks import Ranks
 from trainer.signals import StopRequest
+from trainer.steering import Steering
 from trainer.step import StepResult, TokenLoss, train_step
 
 NONFINITE_IN_A_ROW = 10
@@ -71,7 +72,7 @@ class Parts:
     evaluate: Callable[[], tuple[float, int]] | None
     save: Callable[[Position], None]
     gradient_check: GradientCheck | None = None
-    steering: Any = None
+    steering: Steering | None = None
 
 
 class Loop:
@@ -103,8 +104,15 @@ class Loop:
         started = time.perf_counter()
         parts, position = self._parts, self.position
         batches, consumed = parts.batches.step(position.epoch, position.offset)
-        term = parts.steering.term if parts.steering is not None else None
-        result = train_step(parts.engine, parts.token_loss, batches, parts.ranks, term, stop=bool(parts.stop))
+        result = train_step(
+            parts.engine,
+            parts.token_loss,
+            batches,
+            parts.ranks,
+            step=position.step + 1,
+            steering=parts.steering,
+            stop=bool(parts.stop),
+        )
         if self._gradient_check is not None:
             self._gradient_check.finish()
             self._gradient_check = None
@@ -118,8 +126,6 @@ class Loop:
         position.target_tokens += result.target_tokens
         if parts.samples_per_epoch and position.offset >= parts.samples_per_epoch:
             position.epoch, position.offset = position.epoch + 1, 0
-        if parts.steering is not None:
-            parts.steering.after_step(position.step, result.loss_sum, result.target_tokens)
         return result, time.perf_counter() - started
 
     def _check_finite(self, result: StepResult) -> None:

@@ -50,7 +50,8 @@ def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
     if section.pad_token:
         if section.pad_token not in tokenizer.get_vocab():
             raise UserError(
-                f"model.pad_token={section.pad_token}: not in the vocabulary; add it to model.added_tokens or name another"
+                f"model.pad_token={section.pad_token}: not in the vocabulary; "
+                "add it to model.added_tokens or name another"
             )
         tokenizer.pad_token = section.pad_token
     elif tokenizer.pad_token is None:

@@ -64,3 +64,8 @@ def restore_schedule(schedule: Any, steps: int) -> None:
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     schedule._last_lr = rates
+
+
+def planned_rates(schedule: Any, total_steps: int) -> list[float]:
+    """The learning rate of the first parameter group at every step to come."""
+    return [float(schedule.base_lrs[0] * schedule.lr_lambdas[0](step)) for step in range(total_steps)]

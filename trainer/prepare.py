@@ -4,6 +4,7 @@
 ranks find both done. Every failure is a UserError: one line, exit code 2, nothing written to the output folder.
 """
 
+import argparse
 import os
 import shutil
 import sys
@@ -45,7 +46,8 @@ def prepare(config: RunConfig) -> Prepared:
     longest = context_length(model_config)
     if longest and config.dataset.max_length > longest:
         raise UserError(
-            f"dataset.max_length={config.dataset.max_length}: the model was made for {longest} tokens; use {longest} or less"
+            f"dataset.max_length={config.dataset.max_length}: the model was made for {longest} tokens; "
+            f"use {longest} or less"
         )
     tokenizer = load_tokenizer(config.base_model, config.model)
     if config.adapter != "none":
@@ -75,7 +77,8 @@ def check_output_folder(config: RunConfig) -> None:
     free_gib = shutil.disk_usage(existing).free / 2**30
     if free_gib < FREE_GIB_NEEDED:
         raise UserError(
-            f"output_dir={folder}: {free_gib:.2f} GiB free on its disk, checkpoints need {FREE_GIB_NEEDED} at least; make room"
+            f"output_dir={folder}: {free_gib:.2f} GiB free on its disk, checkpoints need "
+            f"{FREE_GIB_NEEDED} at least; make room"
         )
     # Logs alone are of an attempt that never trained.
     occupied = folder.exists() and any(path.name != "logs" for path in folder.iterdir())
@@ -113,11 +116,12 @@ def _check_adapter_folder(config: RunConfig) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """`python -m trainer.prepare CONFIG [key=value ...]`: exit code 0, or 2 after one line on stderr."""
-    arguments = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="zerolora prepare", description="Check a run and tokenise its data.")
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", help="key=value")
+    arguments = parser.parse_args(argv)
     try:
-        if not arguments:
-            raise UserError("usage: python -m trainer.prepare CONFIG [key=value ...]")
-        config = load_config(arguments[0], arguments[1:]).config
+        config = load_config(arguments.config, arguments.overrides).config
         for line in prepare(config).data.stats.lines():
             print(line)
     except UserError as error:

@@ -1,7 +1,7 @@
 """4-bit linear layers (bitsandbytes NF4 or FP4) that ZeRO-3 may free and gather between forward and backward.
 
-bitsandbytes' own autograd Function keeps a view of the packed weight: under ZeRO-3 that view pins the gathered weight of
-every layer until the backward pass, so nothing is saved by partitioning. Here the Parameter itself is saved; what it
+bitsandbytes' own autograd Function keeps a view of the packed weight: under ZeRO-3 that view pins the gathered weight
+of every layer until the backward pass, so nothing is saved by partitioning. Here the Parameter itself is saved; what it
 points to is freed with the partition and gathered again before it is read. The dequantised weight is never saved.
 """
 
@@ -37,10 +37,10 @@ def _dequantized(weight: torch.Tensor, quant_state: Any, dtype: torch.dtype) -> 
     return dequantize_4bit(weight.data, quant_state).to(dtype)
 
 
-class Params4bit(bnb.nn.Params4bit):  # type: ignore[misc]
+class Params4bit(bnb.nn.Params4bit):
     """bitsandbytes' packed weight, under the name that PEFT looks for, staying itself when moved to where it is.
 
-    PEFT's DoRA moves the weight "back to the CPU" after reading it; a new Parameter there would be unknown to DeepSpeed.
+    PEFT's DoRA moves the weight "back to the CPU" after reading it; a new Parameter would be unknown to DeepSpeed.
     """
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ class Params4bit(bnb.nn.Params4bit):  # type: ignore[misc]
         return self if device is None or device == self.device else super().to(*args, **kwargs)
 
 
-class FrozenLinear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
+class FrozenLinear4bit(bnb.nn.Linear4bit):
     """bitsandbytes' 4-bit layer (and so a Linear4bit to PEFT) with the forward above."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ class FrozenLinear4bit(bnb.nn.Linear4bit):  # type: ignore[misc]
         y = _FrozenLinear4bit.apply(x.to(self.compute_dtype), self.weight, self.quant_state)
         if self.bias is not None:
             y = y + self.bias.to(y.dtype)
-        return y.to(x.dtype)  # type: ignore[no-any-return]
+        return y.to(x.dtype)
 
 
 def should_quantize(module: nn.Module) -> bool:

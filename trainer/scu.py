@@ -159,9 +159,10 @@ def is_stable(law: Law, slope: float) -> bool:
     whether all its roots lie inside the unit circle. Smoothing is a lag: it asks for Ki well below ema Kp.
     """
     a, gain = 1.0 - law.ema, law.ema * slope
-    c2 = gain * (law.kp + law.ki) - (1.0 + a + law.leak)
-    c1 = a + law.leak + a * law.leak - gain * law.kp * law.leak
-    c0 = -a * law.leak
+    leak = law.leak if law.ki else 0.0  # without Ki nothing enters I, and how it would leak is no matter
+    c2 = gain * (law.kp + law.ki) - (1.0 + a + leak)
+    c1 = a + leak + a * leak - gain * law.kp * leak
+    c0 = -a * leak
     return 1 + c2 + c1 + c0 > 0 and 1 - c2 + c1 - c0 > 0 and abs(c0) < 1 and 1 - c0 * c0 > abs(c0 * c2 - c1)
 
 

@@ -2,12 +2,11 @@
 
 transformers skips `zero.Init` for quantised models (every rank would hold the whole 4-bit model) and, for others, reads
 the whole checkpoint into the memory of rank 0. Here rank 0 reads one module's tensors, all ranks receive them, each
-quantises alike (the same input gives the same bits), and DeepSpeed keeps this rank's share before the next module is read.
+quantises alike (the same input gives the same bits), and DeepSpeed keeps this rank's share before the next is read.
 Peak memory of a rank: its share of the model and one module in full precision.
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +151,8 @@ def _names_in_checkpoint(model: Any, files: SafetensorsFiles, base_model: str) -
         seen.add(id(parameter))
     if missing:
         raise UserError(
-            f"base_model={base_model}: {len(missing)} weights are stored under other names (first: {missing[0]}), which "
-            "can only be loaded whole and unquantised; use zero.stage 0 to 2 with adapter: lora"
+            f"base_model={base_model}: {len(missing)} weights are stored under other names (first: {missing[0]}), "
+            "which can only be loaded whole and unquantised; use zero.stage 0 to 2 with adapter: lora"
         )
     by_id = {
         id(parameter): names[name]

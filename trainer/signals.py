@@ -14,6 +14,7 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal_number = 0
         self.training = False
+        self.saved = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
@@ -26,6 +27,8 @@ class StopRequest:
         return 128 + self.signal_number
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.saved:
+            return  # the run ends by itself now; the launcher hurries the last ranks along when the first has ended
         again = self.signal_number == number == signal.SIGINT
         self.signal_number = number
         if again or not self.training:

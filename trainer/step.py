@@ -7,6 +7,7 @@ sum_local * world * accumulation / N.
 """
 
 import inspect
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 
 from trainer.attention import VARLEN
 from trainer.ranks import Ranks, sum_over_ranks
+from trainer.steering import Steering
 
 MicroBatch = dict[str, Any]
 IGNORED = -100
@@ -42,7 +44,9 @@ class TokenLoss:
     """The sum of token losses of a micro-batch, with logits only where there are targets."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        base = module.get_base_model() if hasattr(module, "get_base_model") else module  # type: ignore[operator]
+        base: Any = module
+        if hasattr(module, "get_base_model"):
+            base = base.get_base_model()
         # Only our own variable-length attention takes document bounds; transformers' reads them off position_ids.
         self._takes_bounds = base.config._attn_implementation == VARLEN
         self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
@@ -85,54 +89,60 @@ def train_step(
     token_loss: TokenLoss,
     batches: list[MicroBatch],
     ranks: Ranks,
-    regulariser: Any = None,
     *,
+    step: int,
+    steering: Steering | None = None,
     stop: bool = False,
 ) -> StepResult:
-    """Forward, backward and optimizer over all micro-batches of one step; every rank must call it.
+    """Forward, backward and optimizer over all micro-batches of step `step` (from 1); every rank must call it.
 
-    `regulariser()` gives a term in nats per token that is added once per step, the same on every rank. `stop` says that
-    this rank wants to end after the step; the result says whether any rank does.
+    `steering` adds its term, nats per token, once per step. `stop` says that this rank wants to end after the step; the
+    result says whether any rank does.
     """
     device = engine.device
     counts = torch.tensor([count_targets(batches), count_tokens(batches), stop], device=device, dtype=torch.float64)
     target_tokens, tokens, stops = (int(count) for count in sum_over_ranks(counts).tolist())
     # What undoes the engine's division by accumulation steps and ranks.
     to_engine = ranks.world_size * len(batches) / max(target_tokens, 1)
-    loss_sum = torch.zeros((), device=device, dtype=torch.float64)
-    grad_norm = torch.zeros(())
+    sums = torch.zeros(2, device=device, dtype=torch.float64)
+    plain_norm = None
     skipped_before = engine.skipped_steps
-    applied = True
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
         loss_local = token_loss(engine, batch, device)
-        loss_sum += loss_local.detach()
+        sums[0] += loss_local.detach()
         total = loss_local * to_engine
-        if is_last and regulariser is not None:
+        if is_last and steering is not None:
             # Every rank adds the whole term and the engine averages over ranks: only the accumulation is undone.
-            total = total + regulariser() * len(batches)
+            total = total + steering.term(step) * len(batches)
+            sums[1] = steering.squares_local()
         engine.backward(total)
-        if is_last and engine.optimizer is engine.basic_optimizer:
-            grad_norm, applied = _guard_plain_optimizer(engine)
+        if is_last:
+            sum_over_ranks(sums)
+            plain_norm = _guard_plain_optimizer(engine)
         engine.step()
-    sum_over_ranks(loss_sum)
-    if engine.optimizer is not engine.basic_optimizer:
-        grad_norm = torch.as_tensor(engine.get_global_grad_norm() or 0.0)
+    if plain_norm is None:
+        grad_norm = float(engine.get_global_grad_norm() or 0.0)
         applied = engine.skipped_steps == skipped_before
-    return StepResult(loss_sum, target_tokens, tokens, float(grad_norm), applied, stops > 0)
+    else:
+        grad_norm, applied = plain_norm, math.isfinite(plain_norm)
+    if steering is not None and applied:
+        steering.observe(step, sums[0], target_tokens, sums[1])
+    return StepResult(sums[0], target_tokens, tokens, grad_norm, applied, stops > 0)
 
 
-def _guard_plain_optimizer(engine: Any) -> tuple[torch.Tensor, bool]:
-    """Stage 0 in 32 bits has no wrapper that measures gradients and skips bad ones: do both here.
+def _guard_plain_optimizer(engine: Any) -> float | None:
+    """Stage 0 in 32 bits has no wrapper that measures gradients and skips bad ones: do both here; None for the others.
 
     torch's AdamW leaves parameters without a gradient alone, so dropping the gradients skips the step.
     """
+    if engine.optimizer is not engine.basic_optimizer:
+        return None
     gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    finite = bool(torch.isfinite(norm))
-    if not finite:
+    norm = float(torch.nn.utils.get_total_norm(gradients))
+    if not math.isfinite(norm):
         engine.optimizer.zero_grad(set_to_none=True)
-    return norm, finite
+    return norm
 
 
 @torch.no_grad()

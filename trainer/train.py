@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from trainer.adapt import (
     GradientCheck,
-    adapted_layers,
     apply_adapter,
     changes_base_weights,
     count_parameters,
@@ -32,12 +30,14 @@ from trainer.data import Batches, Samples, StreamBatches, evaluation_batches
 from trainer.loop import Loop, Parts, Position, report_evaluation
 from trainer.metrics import Metrics
 from trainer.model import load_base_model, match_vocabulary
-from trainer.optimizer import build_optimizer, build_schedule, restore_schedule
+from trainer.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
 from trainer.prepare import Prepared, prepare
 from trainer.ranks import Ranks, form_process_group, leave_process_group, set_seed
 from trainer.run_record import remove_earlier_run, write_run_record
 from trainer.signals import StopRequest
+from trainer.steering import Steering
 from trainer.step import TokenLoss, evaluate_loss
+from trainer.summary import end_summary, start_summary
 from trainer.weights import save_adapter, save_full_model
 from trainer.zero import DTYPES, deepspeed_config, partitioning_announced, resolve_precision, start_engine
 
@@ -103,6 +103,7 @@ class Run:
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
         self.run_dir = Path(self.config.output_dir)
         self.metrics: Metrics | None = None
+        self.restored_scu: dict[str, Any] | None = None
 
     def train(self) -> Position:
         """Everything from joining the other ranks to the saved weights; every rank must call it."""
@@ -110,7 +111,8 @@ class Run:
         model = self._build_model()
         engine = self._start_engine(model)
         position, total_steps = self._restore(engine)
-        self._open_metrics(position, total_steps)
+        self.steering = self._steer(engine, position, total_steps)
+        self._open_records(model, position, total_steps)
         before = self._look(engine, position, "before training") if position.step == 0 else None
         Loop(self._parts(engine), self.config.training, position, total_steps).run()
         after = None
@@ -118,20 +120,20 @@ class Run:
             self._return_to_best(engine, position)
             after = self._look(engine, position, "after training")
             self._save_weights(engine, self.run_dir, position.step)
+        self.stop.saved = True
+        if self.steering is not None and self.ranks.is_main:
+            self.steering.settle()
+            self.steering.write_files(self.run_dir)
         engine.destroy()
         self._end(position, before, after)
         return position
 
     def _begin(self) -> None:
-        """Join the other ranks, then write to the run's folder for the first time."""
-        config, training = self.config, self.config.training
+        """Join the other ranks."""
+        training = self.config.training
         form_process_group(self.ranks, training.timeout_minutes)
         self.device = self.ranks.device()
         self.precision = resolve_precision(training.precision, self.device)
-        if self.ranks.is_main:
-            if config.output.overwrite and training.resume_from_checkpoint is None:
-                remove_earlier_run(self.run_dir)
-            write_run_record(self.run_dir, config, self.ranks.world_size, str(self.device.type))
         for note in self.notes:
             self.say(f"note: {escape(note)}")
         torch.use_deterministic_algorithms(training.deterministic, warn_only=True)
@@ -170,13 +172,13 @@ class Run:
             reentrant = config.training.gradient_checkpointing == "reentrant"
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
             model.enable_input_require_grads()
-        self._describe(model)
+        devices = f"{self.ranks.world_size} x {self.device.type}"
+        for line in start_summary(model, config, self.precision, devices) + self.prepared.data.stats.lines():
+            self.say(line)
         return model
 
     def _start_engine(self, model: Any) -> Any:
         config = self.config
-        if changes_base_weights(config.lora) and config.adapter == "lora":
-            save_initial_adapter(model, self.run_dir / INITIAL_ADAPTER, is_main=self.ranks.is_main)
         if config.training.torch_compile:
             model.compile()
         offloads = config.zero.offload_optimizer or self.device.type != "cuda"
@@ -188,7 +190,7 @@ class Run:
 
     def _restore(self, engine: Any) -> tuple[Position, int]:
         """Batches, schedule and position: from the start, or from a checkpoint."""
-        config, training, ranks = self.config, self.config.training, self.ranks
+        training, ranks = self.config.training, self.ranks
         self.batches = self._make_batches()
         total_steps = training.max_steps
         if total_steps is None:
@@ -201,6 +203,7 @@ class Run:
         state = restore_checkpoint(checkpoint, engine, ranks)
         position = Position.from_dict(state)
         restore_schedule(self.schedule, int(state["schedule_steps"]))
+        self.restored_scu = state.get("scu")
         self.say(f"resumed from {checkpoint} at step {position.step}")
         return position, total_steps
 
@@ -218,7 +221,38 @@ class Run:
             return Batches(samples, seed=self.config.seed, shuffle=self.config.dataset.shuffle, **common)
         return StreamBatches(samples, **common)
 
-    def _open_metrics(self, position: Position, total_steps: int) -> None:
+    def _steer(self, engine: Any, position: Position, total_steps: int) -> Steering | None:
+        """The Shannon Control Unit, its target found reachable, or as it was in the checkpoint."""
+        section = self.config.scu
+        if not section.enabled:
+            return None
+        steering = Steering(
+            section,
+            engine.module,
+            target_tokens=self.prepared.data.stats.target_tokens,
+            total_steps=total_steps,
+            base_parameters=count_parameters(engine.module)[1],
+        )
+        if position.step == 0:
+            batches, _ = self.batches.step(0, 0)
+            loss, _ = evaluate_loss(engine, self.token_loss, batches)
+            rates = planned_rates(self.schedule, total_steps)
+            ratio = self.config.lora.loraplus_lr_ratio or 1.0
+            for warning in steering.check_target(loss / math.log(2), rates, b_ratio=ratio):
+                self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
+        elif self.restored_scu:
+            steering.load_state_dict(self.restored_scu, step=position.step, run_dir=self.run_dir)
+        return steering
+
+    def _open_records(self, model: Any, position: Position, total_steps: int) -> None:
+        """Write to the run's folder for the first time: every check has passed."""
+        config = self.config
+        if self.ranks.is_main:
+            if config.output.overwrite and position.step == 0:
+                remove_earlier_run(self.run_dir)
+            write_run_record(self.run_dir, config, self.ranks.world_size, str(self.device.type))
+        if position.step == 0 and changes_base_weights(config.lora) and config.adapter == "lora":
+            save_initial_adapter(model, self.run_dir / INITIAL_ADAPTER, is_main=self.ranks.is_main)
         if self.ranks.is_main:
             self.metrics = Metrics(
                 self.run_dir, self.config.logging, self.console, first_step=position.step, total_steps=total_steps
@@ -236,13 +270,15 @@ class Run:
             stop=self.stop,
             evaluate=(lambda: self._evaluate(engine)) if self.prepared.data.evaluation is not None else None,
             save=lambda position: self._save_checkpoint(engine, position),
+            steering=self.steering,
             gradient_check=GradientCheck(engine.module, finite=self.precision != "fp16"),
         )
 
     def _evaluate(self, engine: Any) -> tuple[float, int]:
-        training = self.config.training
+        training, samples = self.config.training, self.prepared.data.evaluation
+        assert samples is not None
         batches = evaluation_batches(
-            self.prepared.data.evaluation,
+            samples,
             batch_size=training.eval_batch_size or training.batch_size,
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
@@ -264,11 +300,16 @@ class Run:
 
     def _save_checkpoint(self, engine: Any, position: Position) -> None:
         training = self.config.training
+        state = position.to_dict() | {"schedule_steps": self.schedule.last_epoch}
+        if self.steering is not None:
+            state["scu"] = self.steering.state_dict()
+            if self.ranks.is_main:
+                self.steering.write_files(self.run_dir)
         save_checkpoint(
             self.run_dir,
             engine,
             self.ranks,
-            position.to_dict() | {"schedule_steps": self.schedule.last_epoch},
+            state,
             lambda folder: self._save_weights(engine, folder, position.step),
             keep=training.save_total_limit,
             protect=(position.best_step,) if training.best_checkpoint else (),
@@ -288,22 +329,6 @@ class Run:
             position.last_evaluation, position.evaluated_at = position.best_loss, position.step
             self.say(f"the weights of step {position.best_step} have the lowest held-out loss and are kept")
 
-    def _describe(self, model: Any) -> None:
-        trainable, total = count_parameters(model)
-        table = Table(box=None, pad_edge=False)
-        for heading in ("adapted", "in -> out", "layers", "parameters"):
-            table.add_column(heading, justify="left" if heading in ("adapted", "in -> out") else "right")
-        for layer in adapted_layers(model) if self.config.adapter != "none" else ():
-            table.add_row(layer.name, layer.shape, str(layer.count), f"{layer.parameters:,}")
-        if table.row_count:
-            self.say(table)
-        self.say(
-            f"trains {trainable:,} of {total:,} parameters ({trainable / total:.2%}) in {self.precision}, "
-            f"ZeRO stage {self.config.zero.stage}, {self.ranks.world_size} x {self.device.type}"
-        )
-        for line in self.prepared.data.stats.lines():
-            self.say(line)
-
     def _end(self, position: Position, before: float | None, after: float | None) -> None:
         if self.metrics is None:
             return
@@ -313,15 +338,8 @@ class Run:
             return
         from trainer.report import write_report  # matplotlib, which the other ranks never need
 
-        report = write_report(self.run_dir)
-        if before is not None and after is not None:
-            self.say(f"held-out loss [bold]{before:.4f} -> {after:.4f}[/bold] ({after / before - 1:+.1%})")
-        what = "model" if self.config.adapter == "none" else "adapter"
-        self.say(f"{what:<12} {self.run_dir}")
-        self.say(f"plots        {report} and {self.run_dir / 'plots'}")
-        if "tensorboard" in self.config.logging.report_to:
-            self.say(f"events       {self.run_dir / 'tensorboard'}")
-            self.say(f"to look      tensorboard --logdir {self.run_dir / 'tensorboard'}")
+        for line in end_summary(self.run_dir, self.config, write_report(self.run_dir), before, after):
+            self.say(line)
 
     def close(self) -> None:
         """Finish the files and the bar of a run that ends early."""

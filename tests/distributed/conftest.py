@@ -76,7 +76,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
-    """Every case of plan.py, trained for real: two gloo ranks first, then one rank that goes on from their checkpoints."""
+    """Every case of plan.py, trained for real: two gloo ranks first, then one that goes on from there."""
     folder = tmp_path_factory.mktemp("matrix")
     make_model(folder / "model")
     make_model(folder / "biased", attention_bias=True, tie_word_embeddings=True)
