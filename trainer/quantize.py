@@ -66,7 +66,7 @@ def should_quantize(module: nn.Module) -> bool:
 
 
 def quantized_linear(linear: nn.Module, section: QuantizationSection, compute_dtype: torch.dtype) -> nn.Module:
-    """A bitsandbytes Linear4bit with the weights of `linear`, whose forward works under every ZeRO stage.
+    """A bitsandbytes Linear4bit with the weights of `linear`, which loses them; it works under every ZeRO stage.
 
     The packed storage is uint8: with a float storage type the 16-bit engine would convert, and so destroy, the bits.
     """
@@ -102,4 +102,6 @@ def quantized_linear(linear: nn.Module, section: QuantizationSection, compute_dt
     )
     layer.quant_state = state
     layer.bias = linear.bias
+    # Others may still hold the old layer for a while; its memory goes now, or the whole model would add up.
+    linear.weight.data = linear.weight.data.new_empty(0)
     return layer

@@ -149,8 +149,8 @@ class Steering:
         """
         if step % self.section.check_every == 0:
             self._check_ranks_agree(step)
-        if step % self.section.every:
-            return
+        if step % self.section.every or (isinstance(target_tokens_global, int) and target_tokens_global == 0):
+            return  # no control step, or one without a token to measure on
         device = squares_global.device
         squares = squares_global.detach().double()
         tokens = target_tokens_global

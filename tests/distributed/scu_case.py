@@ -107,7 +107,7 @@ def one_process(measure: str, steps: int, dora: bool) -> dict[str, Any]:
 
 def on_engine(
     stage: int, measure: str, steps: int, *, threshold: int = 0, checkpointing: str = "none", dora: bool = False,
-    inspect: Any = None, rate: float = RATE,
+    inspect: Any = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The steps as the training loop makes them, on a DeepSpeed engine of `stage`."""
     model = build(checkpointing, dora)
@@ -115,7 +115,7 @@ def on_engine(
     # Without these two, ZeRO-3 keeps a model this small gathered from the forward to the backward.
     release = {"zero_optimization": {"stage3_max_reuse_distance": 0}} if stage == 3 else {}
     zero = ZeroSection(stage=stage, persistence_threshold=threshold, max_live_parameters=1, extra=release)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=rate)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
     engine = start_engine(model, optimizer, deepspeed_config(training, zero, "fp32", on_gpu=False))
     section = ScuSection(measure=measure, check_every=7, **SETTINGS)
     steering = Steering(section, model, target_tokens=TOKENS, total_steps=steps, base_parameters=1)
@@ -124,15 +124,16 @@ def on_engine(
     for step in range(1, steps + 1):
         target_tokens, loss_sum_local = count(step), torch.zeros(())
         for micro, row in enumerate(batches(step)):
+            last = micro == ACCUMULATION - 1
             loss_sum = loss_sum_of(engine, *row[rank])
             loss_sum_local += loss_sum.detach()
             loss = loss_sum * (WORLD * ACCUMULATION / target_tokens)
-            if micro == ACCUMULATION - 1:
+            if last:
                 out["partitioned"] += sum(p.numel() == 0 for p in steering.information.parameters)
                 loss = loss + ACCUMULATION * steering.term(step)
                 out["lambda"].append(steering.strength)
             engine.backward(loss)
-            if micro == ACCUMULATION - 1:
+            if last:
                 sums = torch.stack([loss_sum_local.double(), steering.squares_local()])
                 loss_sum_global, squares_global = sum_over_ranks(sums)
                 steering.observe(step, loss_sum_global, target_tokens, squares_global)

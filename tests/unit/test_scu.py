@@ -32,20 +32,14 @@ def laws(draw: st.DrawFn) -> scu.Law:
     )
 
 
-def settled(law: scu.Law, odds: float, *, lag: float = 0.0, steps: int = 3000) -> tuple[bool, scu.State]:
-    """Run the law on S / (1 - S) = odds / lambda^2 (slope 2 S (1 - S)): are the last 100 errors in the deadband?
-
-    `lag` is the share of ln of the odds that stays from one update to the next.
-    """
-    state = scu.initial(law)
-    log_odds = math.log(odds) - 2.0 * math.log(state.lambda_)
-    inside: list[bool] = []
-    for _ in range(steps):
-        state = scu.advance(law, state, 1.0 / (1.0 + math.exp(-log_odds)))
+def settled(law: scu.Law, odds: float, within: float | None = None) -> tuple[bool, scu.State]:
+    """Run the law on S / (1 - S) = odds / lambda^2, whose slope is 2 S (1 - S): do the last errors stay `within`?"""
+    state, errors = scu.initial(law), []
+    for _ in range(3000):
+        state = scu.advance(law, state, 1.0 / (1.0 + state.lambda_**2 / odds))
         assert state.error is not None
-        inside.append(abs(state.error) <= law.deadband)
-        log_odds = lag * log_odds + (1.0 - lag) * (math.log(odds) - 2.0 * math.log(state.lambda_))
-    return all(inside[-100:]), state
+        errors.append(abs(state.error))
+    return max(errors[-100:]) <= (law.deadband if within is None else within), state
 
 
 def odds_for(target: float, strength: float) -> float:
@@ -145,15 +139,17 @@ def test_converges_to_the_target_within_the_gain_bound(target: float, part: floa
 @given(st.floats(0.02, 0.6), st.floats(0.2, 0.95), st.booleans())
 def test_unstable_beyond_the_gain_bound_and_stable_below(target: float, off: float, beyond: bool) -> None:
     kp = scu.gain_bound(target) * (1.0 + off if beyond else 1.0 - off)
-    law = scu.Law(target=target, kp=kp, ki=0.0, ema=1.0, deadband=1e-4 * target)
-    inside, _ = settled(law, odds_for(target, 1.001))
+    law = scu.Law(target=target, kp=kp, ki=0.0, ema=1.0, deadband=0.0)
+    # No deadband here: a swing that happens to land in it would stop there.
+    inside, _ = settled(law, odds_for(target, 1.001), within=1e-4 * target)
     assert inside == (not beyond)
     assert (scu.gain_warning(law) is not None) == beyond
     assert scu.is_stable(law, scu.steepest_slope(target)) == (not beyond)
 
 
 @given(
-    st.floats(0.05, 2.0), st.floats(0.0, 1.0), st.floats(0.05, 1.0), st.floats(0.9, 1.0), st.floats(0.05, 0.5)
+    st.floats(0.05, 2.0), st.just(0.0) | st.floats(1e-3, 1.0), st.floats(0.05, 1.0), st.floats(0.9, 1.0),
+    st.floats(0.05, 0.5),
 )  # fmt: skip
 def test_predicted_stability_is_that_of_the_simulated_deviation(
     kp: float, ki: float, ema: float, leak: float, slope: float
@@ -168,7 +164,7 @@ def test_predicted_stability_is_that_of_the_simulated_deviation(
         deviation = math.log(state.lambda_) if step else 1e-6
         state = scu.advance(law, state, min(max(0.5 - slope * deviation, 0.0), 1.0))
         sizes.append(abs(deviation))
-    assert (max(sizes[-200:]) < max(sizes[:200])) == stable
+    assert (max(sizes[-200:]) < sizes[0]) == stable
 
 
 def test_published_gains_swing_at_three_percent_and_a_smaller_ki_does_not() -> None:

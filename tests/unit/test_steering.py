@@ -150,6 +150,16 @@ def test_the_pending_measurement_is_in_the_state() -> None:
     assert other.steering.strength != loop.steering.strength
 
 
+def test_a_step_without_target_tokens_measures_nothing() -> None:
+    loop = Loop()
+    loop.run(1, 1)
+    loop.steering.term(2)
+    loop.steering.observe(2, torch.zeros(()), 0, loop.steering.squares_local())
+    strength = loop.steering.strength
+    loop.run(3, 3)
+    assert loop.strengths[-1] == strength and len(loop.steering.records) == 1
+
+
 def test_none_measures_only() -> None:
     loop = Loop(controller="none")
     loop.run(1, 3)

@@ -1,0 +1,64 @@
+"""How much memory a rank needs at most while the base model is loaded; see test_memory.py."""
+
+import argparse
+import gc
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from trainer.config import ModelSection, QuantizationSection, TrainingSection, ZeroSection
+from trainer.model import load_base_model
+from trainer.ranks import Ranks, form_process_group, leave_process_group
+from trainer.zero import deepspeed_config
+
+
+def peak_growth(load: object) -> int:
+    """Bytes by which the process's peak resident memory exceeds what it had before `load()`."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = _status("VmRSS")
+    kept = load()  # type: ignore[operator]
+    for parameter in kept.parameters():
+        parameter.sum()  # pages of a mapped file count once they are touched
+    peak = _status("VmHWM") - before
+    del kept
+    return peak
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=0)
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    ranks = Ranks.from_environment()
+    form_process_group(ranks, 5)
+    partitioned = deepspeed_config(TrainingSection(), ZeroSection(stage=3), "fp32", on_gpu=False)
+    cases = {"whole": (None, None), "lora": (None, partitioned), "qlora": (QuantizationSection(), partitioned)}
+    peaks = {}
+    for warm in (True, False):  # the first round pays for imports and communication buffers
+        for name, (quantization, config) in cases.items():
+            peaks[name] = peak_growth(
+                lambda quantization=quantization, config=config: load_base_model(
+                    str(folder / ("small" if warm else "model")),
+                    ModelSection(),
+                    dtype=torch.float32,
+                    device=ranks.device(),
+                    attention="sdpa",
+                    quantization=quantization,
+                    deepspeed_config=config,
+                )
+            )
+    (folder / f"peaks-{ranks.rank}.json").write_text(json.dumps(peaks))
+    leave_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
