@@ -119,7 +119,7 @@ class Run:
         if not self.stop:
             self._return_to_best(engine, position)
             after = self._look(engine, position, "after training")
-            self._save_weights(engine, self.run_dir, position.step)
+            self._save_weights(engine, self.run_dir)
         self.stop.saved = True
         if self.steering is not None and self.ranks.is_main:
             self.steering.settle()
@@ -310,18 +310,20 @@ class Run:
             engine,
             self.ranks,
             state,
-            lambda folder: self._save_weights(engine, folder, position.step),
+            lambda folder: self._save_weights(engine, folder),
             keep=training.save_total_limit,
             protect=(position.best_step,) if training.best_checkpoint else (),
         )
 
-    def _save_weights(self, engine: Any, folder: Path, steps: int) -> None:
+    def _save_weights(self, engine: Any, folder: Path) -> None:
         model, tokenizer, is_main = engine.module, self.prepared.tokenizer, self.ranks.is_main
         if self.config.adapter == "none":
             save_full_model(model, tokenizer, folder, is_main=is_main)
             return
         initial = self.run_dir / INITIAL_ADAPTER if changes_base_weights(self.config.lora) else None
-        save_adapter(model, tokenizer, folder, is_main=is_main, trained_steps=steps, initial=initial)
+        # The first steps of a warm-up have a learning rate of zero.
+        moved = sum(planned_rates(self.schedule, self.schedule.last_epoch)) > 0
+        save_adapter(model, tokenizer, folder, is_main=is_main, must_have_moved=moved, initial=initial)
 
     def _return_to_best(self, engine: Any, position: Position) -> None:
         if self.config.training.best_checkpoint and position.best_step not in (0, position.step):

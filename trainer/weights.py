@@ -11,20 +11,21 @@ from torch import nn
 
 
 def save_adapter(
-    model: Any, tokenizer: Any, folder: Path, *, is_main: bool, trained_steps: int, initial: Path | None = None
+    model: Any, tokenizer: Any, folder: Path, *, is_main: bool, must_have_moved: bool, initial: Path | None = None
 ) -> None:
     """Write the adapter in PEFT's format, read it back, and compare. Every rank must call it; rank 0 writes.
 
     With `initial` (the folder of the adapter as it began, for PiSSA and OLoRA, which change the base weights) the
     difference to it is written, which fits the unchanged base model.
-    Raises RuntimeError if what was read back is empty, not finite, differs from memory, or never moved from B = 0.
+    Raises RuntimeError if what was read back is empty, not finite, differs from memory, or never moved from B = 0 though it
+    `must_have_moved`.
     """
     trained = _gathered(model)
     if not is_main:
         return
     factors_b = [value for name, value in trained.items() if "lora_B" in name]
-    if trained_steps and factors_b and not any(value.any() for value in factors_b):
-        raise RuntimeError(f"{folder}: after {trained_steps} steps every lora_B is still zero; nothing was learned")
+    if must_have_moved and factors_b and not any(value.any() for value in factors_b):
+        raise RuntimeError(f"{folder}: every lora_B is still zero after training; nothing was learned")
     model.save_pretrained(folder, state_dict=trained)
     _compare_with_memory(model, trained, folder)
     if initial is not None:

@@ -43,10 +43,11 @@ def main() -> int:
     cases = {"whole": (None, None), "lora": (None, partitioned), "qlora": (QuantizationSection(), partitioned)}
     peaks = {}
     for warm in (True, False):  # the first round pays for imports and communication buffers
+        path = str(folder / ("small" if warm else "model"))
         for name, (quantization, config) in cases.items():
             peaks[name] = peak_growth(
-                lambda quantization=quantization, config=config: load_base_model(
-                    str(folder / ("small" if warm else "model")),
+                lambda path=path, quantization=quantization, config=config: load_base_model(
+                    path,
                     ModelSection(),
                     dtype=torch.float32,
                     device=ranks.device(),

@@ -104,4 +104,13 @@ ONE_RANK: list[dict[str, Any]] = [
         training__resume_from_checkpoint="cut/checkpoint-6",
         output_dir="longer",
     ),
+    # A learning rate at which the held-out loss soon rises.
+    case(
+        "early", training__learning_rate=0.3, training__max_steps=8, training__eval_steps=1, training__early_stopping=2
+    ),
+    case("best", training__learning_rate=0.3, training__eval_steps=1, training__best_checkpoint=True),
+    case("in-order", dataset__shuffle=False),
+    case("streamed", dataset__shuffle=False, dataset__streaming=True),
+    case("added-tokens", model__added_tokens="<note>,<end-note>"),
+    case("two-epochs", training__max_steps=None, training__epochs=2, training__gradient_accumulation_steps=3),
 ]

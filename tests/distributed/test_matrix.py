@@ -151,3 +151,42 @@ def test_the_adapter_loads_in_peft_with_the_logits_it_was_trained_to(matrix: Mat
         loss_sum += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum"))
         targets += int((wanted != -100).sum())
     assert loss_sum / targets == pytest.approx(case.records("eval/loss")[-1], abs=1e-5)
+
+
+def test_training_ends_when_the_held_out_loss_no_longer_falls(matrix: Matrix) -> None:
+    held_out = matrix["early"].records("eval/loss")
+    assert len(matrix["early"].losses) < 8
+    assert min(held_out[1:]) == held_out[-3]  # two evaluations in a row without a lower one
+
+
+def test_the_best_checkpoint_is_the_result(matrix: Matrix) -> None:
+    case = matrix["best"]
+    held_out = case.records("eval/loss")[1:5]
+    best = held_out.index(min(held_out)) + 1
+    assert best < 4, "the case must get worse at its end"
+    expected = load_file(case.folder / f"checkpoint-{best}" / "adapter_model.safetensors")
+    for name, value in expected.items():
+        assert torch.equal(case.adapter()[name], value)
+
+
+def test_a_stream_trains_as_the_same_data_in_memory(matrix: Matrix) -> None:
+    assert matrix["streamed"].losses == pytest.approx(matrix["in-order"].losses, abs=1e-6)
+
+
+def test_added_tokens_are_trained_and_saved(matrix: Matrix) -> None:
+    case = matrix["added-tokens"]
+    assert any("token_adapter" in name or "trainable_tokens" in name for name in case.adapter())
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(case.folder)
+    assert len(tokenizer("<note>", add_special_tokens=False)["input_ids"]) == 1
+
+
+def test_the_last_batch_of_an_epoch_may_be_short(matrix: Matrix) -> None:
+    """40 documents in global batches of 6 are 7 steps an epoch, the last of 4 documents."""
+    case = matrix["two-epochs"]
+    assert len(case.losses) == 14
+    assert case.records("train/epoch")[6] == 1.0
+    assert case.records("train/epoch")[-1] == 2.0
+    tokens = case.records("train/target_tokens")
+    assert tokens[13] == 2 * tokens[6]

@@ -40,6 +40,6 @@ def test_a_rank_holds_its_half_and_one_module(measured: tuple[list[dict[str, int
 
 
 def test_a_rank_holds_its_half_of_the_4bit_model_and_one_module(measured: tuple[list[dict[str, int]], int]) -> None:
-    """4 bits and scales are 0.13 of fp32; half of that, and a module in full precision, stay far below a whole model."""
+    """4 bits and scales are 0.13 of fp32; half of that and one module in full precision are far below a model."""
     peaks, size = measured
     assert max(peak["qlora"] for peak in peaks) < 0.2 * size

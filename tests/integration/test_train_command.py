@@ -1,0 +1,151 @@
+"""`zerolora train` as a user runs it: two CPU ranks on a tiny model, everything it leaves, and what a signal does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests.distributed.conftest import environment
+from tests.tiny import make_model, write_chats
+from trainer.checkpoint import whole_checkpoints
+
+pytestmark = pytest.mark.distributed
+
+COMMAND = [sys.executable, "-m", "launcher.cli", "train"]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    make_model(folder / "model")
+    write_chats(folder / "train.jsonl", 200)
+    settings = {
+        "base_model": str(folder / "model"),
+        "output_dir": str(folder / "run"),
+        "lora_r": 8,
+        "dataset": {"path": str(folder / "train.jsonl"), "val_split": 0.1, "max_length": 96},
+        "training": {"batch_size": 4, "max_steps": 12, "learning_rate": 1e-2, "save_steps": 6},
+        "logging": {"sample_prompts": ["red cat"], "sample_tokens": 4},
+    }
+    settings["dataset"]["cache_dir"] = str(folder / "cache")
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(workplace: Path) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, str(workplace / "config.yaml"), "training.max_steps=13"]
+    return subprocess.run(command, env=environment(), cwd=workplace, capture_output=True, text=True, timeout=300)
+
+
+def test_it_ends_well_and_says_where_everything_lies(
+    finished: subprocess.CompletedProcess[str], workplace: Path
+) -> None:
+    out = finished.stdout
+    assert finished.returncode == 0, finished.stderr + out
+    for expected in (
+        "note: lora_r is read as lora.r",
+        "q_proj",
+        "trains ",
+        "2 x cpu",
+        "held-out loss",
+        "before training",
+        "after training",
+        "tok/s",
+        "left",
+        f"adapter      {workplace / 'run'}",
+        "report.html",
+        "tensorboard --logdir",
+    ):
+        assert expected in out, out
+    held_out = [line for line in out.splitlines() if line.startswith("held-out loss")]
+    assert "-> " in held_out[0] and "(-" in held_out[0]
+
+
+def test_the_console_is_calm(finished: subprocess.CompletedProcess[str], workplace: Path) -> None:
+    """Libraries talk into the logs, not to the user."""
+    shown = finished.stdout + finished.stderr
+    for chatter in ("[INFO]", "[WARNING]", "FutureWarning", "launch.py", "Loading weights", "Setting ds_accelerator"):
+        assert chatter not in shown, shown
+    assert "launch.py" in (workplace / "run" / "logs" / "launcher.log").read_text()
+    assert (workplace / "run" / "logs" / "rank-1.log").stat().st_size > 0
+
+
+def test_the_run_is_complete(finished: subprocess.CompletedProcess[str], workplace: Path) -> None:
+    run = workplace / "run"
+    assert [path.name for path in whole_checkpoints(run)] == ["checkpoint-6", "checkpoint-12", "checkpoint-13"]
+    for name in ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "report.html", "run.json"):
+        assert (run / name).exists(), name
+    assert list((run / "tensorboard").rglob("events.out.tfevents.*"))
+    assert (run / "plots" / "loss.png").stat().st_size > 1000
+    record = json.loads((run / "run.json").read_text())
+    assert record["world_size"] == 2 and record["packages"]["deepspeed"]
+    losses = [json.loads(line).get("train/loss") for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len([loss for loss in losses if loss is not None]) == 13
+
+
+def test_no_secret_is_shown_or_saved(workplace: Path, finished: subprocess.CompletedProcess[str]) -> None:
+    """What the environment holds is in no file of a run and on no console; here with a token that is set."""
+    secret = "hf_" + "x" * 20 + "Q7"
+    command = [*COMMAND, str(workplace / "config.yaml"), f"output_dir={workplace / 'secret'}", "training.max_steps=1"]
+    done = subprocess.run(
+        command, env=environment() | {"HF_TOKEN": secret}, cwd=workplace, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert secret not in done.stdout + done.stderr
+    for path in (workplace / "secret").rglob("*"):
+        if path.is_file():
+            assert secret.encode() not in path.read_bytes(), path
+
+
+def test_another_run_is_not_overwritten(finished: subprocess.CompletedProcess[str], workplace: Path) -> None:
+    before = (workplace / "run" / "adapter_model.safetensors").read_bytes()
+    done = subprocess.run(
+        [*COMMAND, str(workplace / "config.yaml")], env=environment(), cwd=workplace, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "holds another run" in done.stderr
+    assert (workplace / "run" / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_sigterm_saves_and_the_run_goes_on_to_the_same_end(workplace: Path) -> None:
+    """Interrupted at any step and resumed, the adapter has the bits of the uninterrupted run."""
+    config, env = str(workplace / "config.yaml"), environment()
+    steps = "training.max_steps=80"
+    whole = workplace / "whole"
+    command = [*COMMAND, config, steps, f"output_dir={whole}"]
+    assert subprocess.run(command, env=env, cwd=workplace, capture_output=True, timeout=300).returncode == 0
+    cut = workplace / "cut"
+    command = [*COMMAND, config, steps, f"output_dir={cut}"]
+    with subprocess.Popen(command, env=env, cwd=workplace, stdout=subprocess.PIPE, text=True) as process:
+        _wait_for_step(cut / "metrics.jsonl", process)
+        os.kill(process.pid, signal.SIGTERM)
+        out, _ = process.communicate(timeout=120)
+    assert process.returncode == 143, out
+    assert "stopped at step" in out and "saved" in out
+    stopped_at = int(whole_checkpoints(cut)[-1].name.split("-")[1])
+    assert 0 < stopped_at < 80
+    command += ["training.resume_from_checkpoint=latest"]
+    resumed = subprocess.run(command, env=env, cwd=workplace, capture_output=True, text=True, timeout=300)
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert f"at step {stopped_at}" in resumed.stdout
+    expected = load_file(whole / "adapter_model.safetensors")
+    for name, value in load_file(cut / "adapter_model.safetensors").items():
+        assert torch.equal(value, expected[name]), name
+
+
+def _wait_for_step(metrics: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and "train/loss" in metrics.read_text():
+            return
+        time.sleep(0.05)
+    raise AssertionError("no step was made")
