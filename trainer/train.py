@@ -16,30 +16,29 @@ from rich.markup import escape
 
 from trainer.adapt import (
     GradientCheck,
-    apply_adapter,
     changes_base_weights,
     count_parameters,
     save_initial_adapter,
 )
 from trainer.answers import answer_prompt
-from trainer.attention import FLAT_ATTENTION, resolve_attention
+from trainer.attention import FLAT_ATTENTION
+from trainer.build import build_model, make_batches
 from trainer.checkpoint import find_checkpoint, restore_checkpoint, save_checkpoint
 from trainer.config import LoadedConfig, UserError, load_config
 from trainer.console import open_console
-from trainer.data import Batches, Samples, StreamBatches, evaluation_batches
+from trainer.data import Batches, evaluation_batches
 from trainer.loop import Loop, Parts, Position, report_evaluation
 from trainer.metrics import Metrics
-from trainer.model import load_base_model, match_vocabulary
 from trainer.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
 from trainer.prepare import Prepared, prepare
-from trainer.ranks import Ranks, form_process_group, leave_process_group, set_seed
+from trainer.ranks import Ranks, form_process_group, leave_process_group
 from trainer.run_record import remove_earlier_run, write_run_record
 from trainer.signals import StopRequest
 from trainer.steering import Steering
 from trainer.step import TokenLoss, evaluate_loss
 from trainer.summary import end_summary, start_summary
 from trainer.weights import save_adapter, save_full_model
-from trainer.zero import DTYPES, deepspeed_config, partitioning_announced, resolve_precision, start_engine
+from trainer.zero import deepspeed_config, resolve_precision, start_engine
 
 INITIAL_ADAPTER = "initial_adapter"
 
@@ -143,37 +142,17 @@ class Run:
                 torch.cuda.set_per_process_memory_fraction(training.memory_fraction, self.device)
 
     def _build_model(self) -> Any:
-        """Base model, adapter, gradient checkpointing."""
-        config, dtype = self.config, DTYPES[self.precision]
+        config = self.config
         self.deepspeed_config = deepspeed_config(
             config.training, config.zero, self.precision, on_gpu=self.device.type == "cuda"
         )
-        attention = resolve_attention(config.model, packing=config.dataset.packing, device=self.device, dtype=dtype)
-        self.flat_packs = config.dataset.packing and attention in FLAT_ATTENTION
-        model = load_base_model(
-            config.base_model,
-            config.model,
-            dtype=dtype,
-            device=self.device,
-            attention=attention,
-            quantization=config.quantization if config.adapter == "qlora" else None,
-            deepspeed_config=self.deepspeed_config if config.zero.stage == 3 else None,
+        model, fusion = build_model(
+            config, self.prepared.tokenizer, self.ranks, self.device, self.precision, self.deepspeed_config
         )
-        tokenizer = self.prepared.tokenizer
-        match_vocabulary(model, tokenizer)
-        # The adapter's first values depend on the seed alone, not on what loading drew before.
-        set_seed(config.seed)
-        if config.adapter != "none":
-            added = tokenizer.convert_tokens_to_ids(list(config.model.added_tokens))
-            with partitioning_announced(self.deepspeed_config):
-                model = apply_adapter(model, config.lora, dtype, added, base_model=config.base_model)
-        set_seed(config.seed + self.ranks.rank)
-        if config.training.gradient_checkpointing != "none":
-            reentrant = config.training.gradient_checkpointing == "reentrant"
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-            model.enable_input_require_grads()
+        self.flat_packs = config.dataset.packing and model.config._attn_implementation in FLAT_ATTENTION
         devices = f"{self.ranks.world_size} x {self.device.type}"
-        for line in start_summary(model, config, self.precision, devices) + self.prepared.data.stats.lines():
+        summary = start_summary(model, config, self.precision, devices)
+        for line in (*summary, *fusion, *self.prepared.data.stats.lines()):
             self.say(line)
         return model
 
@@ -191,7 +170,7 @@ class Run:
     def _restore(self, engine: Any) -> tuple[Position, int]:
         """Batches, schedule and position: from the start, or from a checkpoint."""
         training, ranks = self.config.training, self.ranks
-        self.batches = self._make_batches()
+        self.batches = make_batches(self.config, self.prepared, ranks, flat=self.flat_packs)
         total_steps = training.max_steps
         if total_steps is None:
             assert isinstance(self.batches, Batches)  # a stream without max_steps was refused
@@ -206,20 +185,6 @@ class Run:
         self.restored_scu = state.get("scu")
         self.say(f"resumed from {checkpoint} at step {position.step}")
         return position, total_steps
-
-    def _make_batches(self) -> Batches | StreamBatches:
-        training, samples = self.config.training, self.prepared.data.train
-        common: dict[str, Any] = {
-            "batch_size": training.batch_size,
-            "accumulation": training.gradient_accumulation_steps,
-            "rank": self.ranks.rank,
-            "world_size": self.ranks.world_size,
-            "pad_token_id": self.prepared.tokenizer.pad_token_id,
-            "flat": self.flat_packs,
-        }
-        if isinstance(samples, Samples):
-            return Batches(samples, seed=self.config.seed, shuffle=self.config.dataset.shuffle, **common)
-        return StreamBatches(samples, **common)
 
     def _steer(self, engine: Any, position: Position, total_steps: int) -> Steering | None:
         """The Shannon Control Unit, its target found reachable, or as it was in the checkpoint."""

@@ -17,8 +17,8 @@ def save_adapter(
 
     With `initial` (the folder of the adapter as it began, for PiSSA and OLoRA, which change the base weights) the
     difference to it is written, which fits the unchanged base model.
-    Raises RuntimeError if what was read back is empty, not finite, differs from memory, or never moved from B = 0 though it
-    `must_have_moved`.
+    Raises RuntimeError if what was read back is empty, not finite, differs from memory, or never moved from B = 0
+    though it `must_have_moved`.
     """
     trained = _gathered(model)
     if not is_main:

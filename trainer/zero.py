@@ -78,7 +78,20 @@ def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, confi
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trainable, config=config)
+    if config["zero_optimization"]["stage"] == 3:
+        _gather_with_the_adapted_layer(model)
     return engine
+
+
+def _gather_with_the_adapted_layer(model: torch.nn.Module) -> None:
+    """The fused operators read a layer's weights past its children's forwards: gather them with the layer itself."""
+    import deepspeed
+    from peft.tuners.lora import LoraLayer
+
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            for parameter in module.parameters():
+                deepspeed.zero.register_external_parameter(module, parameter)
 
 
 def _merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,17 @@ def _equal_losses() -> list[dict[str, Any]]:
                         training__gradient_checkpointing=checkpointing,
                     )
                 )
+    for adapter in ("lora", "qlora"):
+        for stage in STAGES:
+            for checkpointing in CHECKPOINTING:
+                settings = {"adapter": adapter, "zero__stage": stage, "ops__backend": "reference"}
+                cases.append(
+                    case(
+                        f"fused-{adapter}-{stage}-{checkpointing}",
+                        training__gradient_checkpointing=checkpointing,
+                        **settings,
+                    )
+                )
     cases += [case(f"full-{stage}", adapter="none", zero__stage=stage) for stage in STAGES]
     cases += [case(f"packed-{stage}", dataset__packing=True, zero__stage=stage) for stage in (2, 3)]
     return cases
@@ -108,7 +119,15 @@ ONE_RANK: list[dict[str, Any]] = [
     case(
         "early", training__learning_rate=0.3, training__max_steps=8, training__eval_steps=1, training__early_stopping=2
     ),
-    case("best", training__learning_rate=0.3, training__eval_steps=1, training__best_checkpoint=True),
+    case(
+        "best",
+        training__learning_rate=0.5,
+        training__lr_scheduler="constant",
+        training__max_steps=6,
+        training__eval_steps=1,
+        training__best_checkpoint=True,
+        training__save_total_limit=1,
+    ),
     case("in-order", dataset__shuffle=False),
     case("streamed", dataset__shuffle=False, dataset__streaming=True),
     case("added-tokens", model__added_tokens="<note>,<end-note>"),

@@ -1,0 +1,72 @@
+"""Which code runs for CUDA tensors: our kernels, or the reference. CPU tensors always run the reference."""
+
+import logging
+from typing import Literal, NamedTuple
+
+import torch
+
+from ops import lora, nf4, plain
+
+_logger = logging.getLogger(__name__)
+_REFERENCE = {
+    "lora_forward": lora.reference_forward,
+    "lora_backward": lora.reference_backward,
+    "nf4_forward": nf4.reference_forward,
+    "nf4_backward": nf4.reference_backward,
+    "dequantize_nf4": nf4.reference_dequantize,
+    "adapter_backward_": plain.reference_adapter_backward_,
+    "rank_pass": plain.reference_rank_pass,
+    "rank_expand": plain.reference_rank_expand,
+}
+
+
+class Backend(NamedTuple):
+    name: Literal["cuda", "reference"]
+    reason: str
+
+
+_loaded: Backend | None = None
+_reference_library: torch.library.Library | None = None
+
+
+def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool = False) -> Backend:
+    """Makes the operators run for CUDA tensors, once a process; `auto` takes the kernels where they can be built.
+
+    Raises:
+        ValueError: `cuda` is asked for and cannot be built or loaded; or another backend is loaded already.
+    """
+    global _loaded
+    if backend not in ("auto", "cuda", "reference"):
+        raise ValueError(f"ops.backend={backend}: expected auto, cuda or reference")
+    if _loaded is not None:
+        if backend in ("auto", _loaded.name):
+            return _loaded
+        raise ValueError(f"ops.backend={backend}: this process has loaded {_loaded.name} already ({_loaded.reason})")
+    if backend == "reference":
+        _loaded = _use_reference("asked for")
+    else:
+        from ops.builder import BuildError, LoraOpBuilder  # here: it imports deepspeed, which takes seconds
+
+        try:
+            LoraOpBuilder().load(verbose=verbose)
+            _loaded = Backend("cuda", "kernels built for this card")
+        except BuildError as error:
+            # A build that fails on a machine that has everything for it is a defect and must not pass as a choice.
+            if backend == "cuda" or error.unexpected:
+                raise ValueError(f"ops.backend={backend}: {error}") from error
+            _loaded = _use_reference(str(error))
+    _logger.info("LoRA operators: %s (%s)", _loaded.name, _loaded.reason)
+    return _loaded
+
+
+def loaded() -> Backend | None:
+    """What `load` chose in this process, None before it ran."""
+    return _loaded
+
+
+def _use_reference(reason: str) -> Backend:
+    global _reference_library
+    _reference_library = torch.library.Library("zerolora", "IMPL")  # kept: its registrations end with it
+    for name, function in _REFERENCE.items():
+        _reference_library.impl(name, function, "CUDA")
+    return Backend("reference", reason)

@@ -1,0 +1,332 @@
+"""Builds the CUDA operators through DeepSpeed's op builder, and lists them beside DeepSpeed's own.
+
+    python -m ops.builder list                        DeepSpeed's operators and ours: compatible, installed
+    python -m ops.builder build [--clean] [--verbose] compile now, so that no rank has to
+    ZEROLORA_BUILD_OPS=1 pip install -e .             the same at install
+
+DeepSpeed has no hook for operators of others (its `all_ops.py` scans its own folder): `register` adds ours to its
+table.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from deepspeed.ops.op_builder import builder as deepspeed_builder
+from torch.utils import cpp_extension
+
+CSRC = Path(__file__).resolve().parent / "csrc"
+BUILT = CSRC.parent / "built"
+OLDEST_TOOLKIT = (11, 8)  # the first with sm_89 and sm_90
+LOCK_POLL_SECONDS = 0.2
+# What an ahead-of-time build covers: (capability, first toolkit that knows it, last major that still does).
+ARCHITECTURES = (
+    ("70", (11, 8), 12),
+    ("75", (11, 8), None),
+    ("80", (11, 8), None),
+    ("86", (11, 8), None),
+    ("89", (11, 8), None),
+    ("90a", (12, 0), None),  # wgmma and its kin exist in the architecture-specific target alone
+    ("120", (12, 8), None),
+)
+
+
+class BuildError(RuntimeError):
+    """The operators cannot be built here, and why; `unexpected` where everything needed is present."""
+
+    def __init__(self, message: str, unexpected: bool = False) -> None:
+        super().__init__(message)
+        self.unexpected = unexpected
+
+
+def toolkit_version() -> tuple[int, int]:
+    """(major, minor) of nvcc; BuildError without one."""
+    try:
+        major, minor = deepspeed_builder.installed_cuda_version()
+    except deepspeed_builder.MissingCUDAException as error:
+        raise BuildError(
+            f"nvcc not found (CUDA_HOME={cpp_extension.CUDA_HOME}): install the CUDA toolkit {torch.version.cuda},"
+            " which torch was built with, and set CUDA_HOME, or set ops.backend: reference"
+        ) from error
+    return int(major), int(minor)
+
+
+def check_toolkit(toolkit: tuple[int, int], torch_cuda: str) -> None:
+    """BuildError where nvcc cannot build for this torch: older than 11.8, or another major version than torch's."""
+    found = f"nvcc {toolkit[0]}.{toolkit[1]}"
+    if toolkit < OLDEST_TOOLKIT:
+        raise BuildError(f"{found}: at least 11.8 is needed; install a newer toolkit and set CUDA_HOME")
+    if toolkit[0] != int(torch_cuda.split(".")[0]):
+        raise BuildError(
+            f"{found} does not match torch {torch.__version__}, built with CUDA {torch_cuda}: set CUDA_HOME to a"
+            f" {torch_cuda} toolkit"
+        )
+
+
+def check_capability(capability: tuple[int, int], toolkit: tuple[int, int]) -> str:
+    """The nvcc name of a card's architecture, '90a' for (9, 0); BuildError for a card that is too old."""
+    card = f"compute capability {capability[0]}.{capability[1]}"
+    if capability < (7, 0):
+        raise BuildError(f"{card}: 7.0 (Volta) or newer is needed; set ops.backend: reference on this card")
+    if capability < (7, 5) and toolkit[0] >= 13:
+        raise BuildError(f"{card}: nvcc {toolkit[0]}.{toolkit[1]} starts at 7.5; use a CUDA 12 toolkit and torch")
+    name = f"{capability[0]}{capability[1]}"
+    return name + "a" if capability == (9, 0) else name
+
+
+def all_architectures(toolkit: tuple[int, int]) -> list[str]:
+    """Every architecture of ARCHITECTURES that this toolkit can build."""
+    return [
+        name
+        for name, first, last_major in ARCHITECTURES
+        if toolkit >= first and (last_major is None or toolkit[0] <= last_major)
+    ]
+
+
+def gencode(name: str) -> str:
+    """nvcc's flag for machine code of "90a", or for PTX that the driver compiles, of "compute_80"."""
+    if name.startswith("compute_"):
+        return f"-gencode=arch={name},code={name}"
+    return f"-gencode=arch=compute_{name},code=sm_{name}"
+
+
+@contextmanager
+def build_lock(path: Path) -> Iterator[None]:
+    """One builder per node: the others wait here and find the result.
+
+    The lock is the system's (flock) and ends with its process: a build that was killed leaves a file, but no lock. The
+    file names the holder for those who wait.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+") as file:
+        announced = False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not announced:
+                    file.seek(0)
+                    holder = file.read().strip() or "?"
+                    print(f"waiting for process {holder}, which builds the operators ({path})", flush=True)
+                    announced = True
+                time.sleep(LOCK_POLL_SECONDS)
+        file.truncate(0)
+        file.write(f"{os.getpid()}")
+        file.flush()
+        yield
+        file.truncate(0)
+
+
+class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
+    """DeepSpeed's builder for `zerolora_lora`: kernels of ops/csrc, compiled for the cards of this node."""
+
+    BUILD_VAR = "ZEROLORA_BUILD_OPS"
+    NAME = "zerolora_lora"
+
+    def __init__(self, architectures: Sequence[str] | None = None) -> None:
+        super().__init__(name=self.NAME)
+        self._architectures = list(architectures) if architectures is not None else None
+
+    def absolute_name(self) -> str:
+        return f"ops.built.{self.NAME}"
+
+    def sources(self) -> list[str]:
+        return [str(CSRC / "binding.cpp"), *sorted(str(path) for path in CSRC.glob("*.cu"))]
+
+    def include_paths(self) -> list[str]:
+        return [str(CSRC)]
+
+    def cxx_args(self) -> list[str]:
+        return ["-O3", self._standard()]
+
+    def nvcc_args(self) -> list[str]:
+        # Not DeepSpeed's: it adds --use_fast_math, and never emits sm_90a.
+        names = self._names()
+        hopper = ["-DZEROLORA_HOPPER"] if "90a" in names else []
+        threads = f"--threads={min(os.cpu_count() or 1, 8)}"
+        return ["-O3", self._standard(), threads, *hopper, *(gencode(name) for name in names)]
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Whether nvcc, torch and (where a CUDA context exists already) the card can build and run it."""
+        try:
+            self.check()
+        except BuildError as error:
+            self.error_log = str(error)
+            if verbose:
+                self.warning(f"{self.NAME}: {error}")
+            return False
+        return True
+
+    def check(self) -> tuple[int, int]:
+        """The toolkit's version; BuildError with the way out where the operators cannot be built or run."""
+        if torch.version.cuda is None:
+            raise BuildError(
+                f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch, or set"
+                " ops.backend: reference"
+            )
+        toolkit = toolkit_version()
+        check_toolkit(toolkit, torch.version.cuda)
+        # Creating a context here would poison forked workers: the card is looked at only once one exists.
+        if torch.cuda.is_initialized():
+            check_capability(torch.cuda.get_device_capability(), toolkit)
+        return toolkit
+
+    def load(self, verbose: bool = False) -> ModuleType:
+        """The loaded module: built ahead of time, or by an earlier process, or compiled now behind the node's lock.
+
+        Raises:
+            BuildError: it cannot be built here, or the compiler failed.
+        """
+        known: dict[str, ModuleType] = deepspeed_builder.OpBuilder._loaded_ops
+        if self.NAME not in known:
+            module = self._prebuilt()
+            if module is None:
+                self.check()
+                if not torch.cuda.is_available():
+                    raise BuildError("no CUDA device is visible, and CPU tensors always run the reference")
+                with build_lock(self.cache_dir() / "node.lock"):
+                    module = self._compile(verbose, self.cache_dir())
+            known[self.NAME] = module
+        return known[self.NAME]
+
+    def build(self, verbose: bool = False, clean: bool = False) -> Path:
+        """Compiles ahead of time for every architecture the toolkit knows (no GPU needed); returns the library.
+
+        Raises:
+            BuildError: it cannot be built here, or the compiler failed.
+        """
+        toolkit = self.check()
+        if clean:
+            shutil.rmtree(BUILT, ignore_errors=True)
+            shutil.rmtree(self.cache_dir(), ignore_errors=True)
+        digest = self.digest()
+        self._architectures = self._architectures or all_architectures(toolkit)
+        with build_lock(BUILT / "node.lock"):
+            (BUILT / "digest").unlink(missing_ok=True)
+            self._compile(verbose, BUILT)
+            (BUILT / "digest").write_text(digest)
+        return BUILT / f"{self.NAME}.so"
+
+    def cache_dir(self) -> Path:
+        """Where this version's build lives: a folder per sources, torch, Python and CUDA version."""
+        root = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "torch_extensions")
+        return Path(root) / f"{self.NAME}_{self.digest()}"
+
+    def digest(self) -> str:
+        """Changes with the sources, torch, Python and the CUDA version: a stale library is never loaded."""
+        versions = f"{torch.__version__} {torch.version.cuda} {sys.version_info[:2]} {self._architectures}"
+        hasher = hashlib.sha256(versions.encode())
+        for path in sorted(CSRC.iterdir()):
+            hasher.update(path.name.encode() + path.read_bytes())
+        return hasher.hexdigest()[:12]
+
+    def _prebuilt(self) -> ModuleType | None:
+        if not self.installed():
+            return None
+        spec = importlib.util.spec_from_file_location(self.NAME, BUILT / f"{self.NAME}.so")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    def installed(self) -> bool:
+        """Whether an ahead-of-time build of exactly these sources and this torch is there."""
+        digest = BUILT / "digest"
+        return digest.exists() and digest.read_text() == self.digest()
+
+    def _compile(self, verbose: bool, folder: Path) -> ModuleType:
+        """Compiles into `folder` and imports the result; the node's lock is held."""
+        folder.mkdir(parents=True, exist_ok=True)
+        # torch has a lock of its own in this folder, which a killed build leaves behind for ever. Ours is held, so
+        # nobody else builds here and a lock found here is stale.
+        (folder / "lock").unlink(missing_ok=True)
+        try:
+            return cpp_extension.load(
+                name=self.NAME,
+                sources=self.sources(),
+                extra_cflags=self.cxx_args(),
+                extra_cuda_cflags=self.nvcc_args(),
+                extra_include_paths=self.include_paths(),
+                build_directory=str(folder),
+                verbose=verbose,
+                with_cuda=True,
+            )
+        except (RuntimeError, OSError, ImportError) as error:
+            raise BuildError(f"compiling {self.NAME} in {folder} failed: {error}", unexpected=True) from error
+
+    def _standard(self) -> str:
+        newer = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+        return "-std=c++20" if newer else "-std=c++17"
+
+    def _names(self) -> list[str]:
+        if self._architectures is not None:
+            return self._architectures
+        toolkit = toolkit_version()
+        cards = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+        return sorted(check_capability(card, toolkit) for card in cards)
+
+
+def register() -> LoraOpBuilder:
+    """Adds our builder to DeepSpeed's tables, so that its report and its accelerator know the operator."""
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    builder = LoraOpBuilder()
+    ALL_OPS[builder.NAME] = builder
+    accelerator: Any = get_accelerator()
+    if accelerator.device_name() == "cuda":
+        accelerator._lazy_init_class_dict()
+        accelerator.class_dict["LoraOpBuilder"] = LoraOpBuilder
+    return builder
+
+
+def report() -> str:
+    """Every operator in aligned columns: name, installed, compatible."""
+    from deepspeed.git_version_info import installed_ops
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    ours = register()
+    rows = [("operator", "installed", "compatible")]
+    for name, builder in sorted(ALL_OPS.items()):
+        installed = ours.installed() if name == ours.NAME else bool(installed_ops.get(name, False))
+        compatible = deepspeed_builder.probe_is_compatible(builder, verbose=False)
+        rows.append((name, "yes" if installed else "no", "yes" if compatible else "no"))
+    lines = [f"{name:<28}{installed:<12}{compatible}" for name, installed, compatible in rows]
+    if not ours.is_compatible():
+        lines.append(f"{ours.NAME}: {ours.error_log}")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ops.builder", description=str(__doc__).split("\n")[0])
+    commands = parser.add_subparsers(dest="command")
+    commands.add_parser("list", help="DeepSpeed's operators and ours")
+    build = commands.add_parser("build", help="compile ahead of time")
+    build.add_argument("--clean", action="store_true", help="remove earlier builds first")
+    build.add_argument("--verbose", action="store_true", help="show the compiler's output")
+    options = parser.parse_args(arguments)
+    if options.command != "build":
+        print(report())
+        return 0
+    try:
+        print(LoraOpBuilder().build(verbose=options.verbose, clean=options.clean))
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

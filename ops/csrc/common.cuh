@@ -1,0 +1,156 @@
+// Device helpers shared by the kernels: conversions, asynchronous copies, tensor-core instructions, the dropout mask.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <type_traits>
+
+#include "kernels.h"
+
+namespace zerolora {
+
+template <typename T> __device__ __forceinline__ float to_float(T v);
+template <> __device__ __forceinline__ float to_float(float v) { return v; }
+template <> __device__ __forceinline__ float to_float(__half v) { return __half2float(v); }
+template <> __device__ __forceinline__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
+
+template <typename T> __device__ __forceinline__ T from_float(float v);
+template <> __device__ __forceinline__ float from_float(float v) { return v; }
+template <> __device__ __forceinline__ __half from_float(float v) { return __float2half_rn(v); }
+template <> __device__ __forceinline__ __nv_bfloat16 from_float(float v) { return __float2bfloat16_rn(v); }
+
+template <typename T> __device__ __forceinline__ uint32_t pack2(float low, float high) {
+  T pair[2] = {from_float<T>(low), from_float<T>(high)};
+  uint32_t word;
+  memcpy(&word, pair, 4);
+  return word;
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// 16 bytes from global to shared memory, or zeros where `valid` is false (the address is then not read).
+__device__ __forceinline__ void copy_async(uint32_t target, const void* source, bool valid) {
+#if __CUDA_ARCH__ >= 800
+  const int bytes = valid ? 16 : 0;
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes)
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void copy_commit() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int kPending> __device__ __forceinline__ void copy_wait() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix_trans(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+// c[16,8] += a[16,16] b[16,8]
+template <typename T>
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (sizeof(T) == 2 && std::is_same<T, __half>::value) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+#endif
+}
+
+// Philox4x32 with 7 rounds (Salmon et al., SC 2011, table 2: the fewest that pass BigCrush).
+__device__ __forceinline__ uint4 philox(uint64_t key, uint64_t counter) {
+  uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+  uint32_t c0 = static_cast<uint32_t>(counter), c1 = static_cast<uint32_t>(counter >> 32), c2 = 0, c3 = 0;
+#pragma unroll
+  for (int round = 0; round < 7; ++round) {
+    const uint64_t low = static_cast<uint64_t>(c0) * 0xD2511F53u, high = static_cast<uint64_t>(c2) * 0xCD9E8D57u;
+    c0 = static_cast<uint32_t>(high >> 32) ^ c1 ^ k0;
+    c2 = static_cast<uint32_t>(low >> 32) ^ c3 ^ k1;
+    c1 = static_cast<uint32_t>(high);
+    c3 = static_cast<uint32_t>(low);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return make_uint4(c0, c1, c2, c3);
+}
+
+// Elements [t, 8*group .. 8*group + 7] share one Philox call, whatever the kernel or the type: the mask is a function
+// of (seed, t, d) and the width only. An element is kept when the low 15 bits of its number reach the threshold.
+struct Mask {
+  uint64_t key = 0, groups = 0;
+  uint32_t thresholds = 0;  // one in each half of the word
+  float keep_scale = 1.f;
+  __device__ Mask(const Dropout& d, int64_t width)
+      : key(d.seed == nullptr ? 0 : static_cast<uint64_t>(*d.seed)),
+        groups(static_cast<uint64_t>((width + 7) / 8)),
+        thresholds(d.threshold | d.threshold << 16),
+        keep_scale(d.keep_scale) {}
+  __device__ __forceinline__ uint4 draw(int64_t t, int64_t d) const {
+    return philox(key, static_cast<uint64_t>(t) * groups + static_cast<uint64_t>(d) / 8);
+  }
+  // Both halves at once: the top bit of 0x8000 + number - threshold says "kept"; prmt spreads it over its half.
+  __device__ __forceinline__ uint32_t keep_bits(uint32_t word) const {
+    uint32_t bits;
+    asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(bits) : "r"((word | 0x80008000u) - thresholds));
+    return bits;
+  }
+  // Zeroes the dropped ones of 8 16-bit values. The factor keep_scale is left to the fp32 sum.
+  __device__ __forceinline__ uint4 zero(uint4 values, uint4 drawn) const {
+    return make_uint4(values.x & keep_bits(drawn.x), values.y & keep_bits(drawn.y), values.z & keep_bits(drawn.z),
+                      values.w & keep_bits(drawn.w));
+  }
+};
+
+// A kernel launched with `launch_overlapped` may start while its predecessor in the stream still runs: nothing that the
+// predecessor wrote, or reads, may be touched before this.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_successor_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Programmatic dependent launch where the card has it (9.0 and up): hides the start of a kernel behind the previous
+// one.
+template <typename... Parameters, typename... Arguments>
+cudaError_t launch_overlapped(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, bool overlap,
+                              cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid, config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes), config.stream = stream;
+  config.attrs = &attribute, config.numAttrs = overlap ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+}  // namespace zerolora

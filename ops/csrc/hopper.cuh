@@ -1,0 +1,136 @@
+// Hopper's own instructions (sm_90a): transaction barriers, the bulk tensor copy engine, warpgroup matrix products.
+#pragma once
+#include <cuda.h>
+
+#include "common.cuh"
+
+namespace zerolora {
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@done bra over;\n"
+      "bra again;\n"
+      "over:\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// A box of a 2-D tensor at (column, row) to shared memory; what lies outside the tensor arrives as zeros.
+__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map, int column, int row,
+                                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+          target),
+      "l"(map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
+// Shared-memory matrix descriptor (PTX ISA, "Matrix-descriptor"): address, stride between groups of 8, swizzle width.
+// Every operand here is one swizzle atom wide, so the leading stride is not used.
+enum class Swizzle : uint64_t { b128 = 1, b64 = 2, b32 = 3 };
+template <int kGroupBytes, Swizzle kSwizzle> __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
+  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | 1ull << 16 | static_cast<uint64_t>(kGroupBytes >> 4) << 32 |
+         static_cast<uint64_t>(kSwizzle) << 62;
+}
+template <int kBytes> __host__ __device__ constexpr Swizzle swizzle_of() {  // of rows of kBytes
+  return kBytes == 128 ? Swizzle::b128 : kBytes == 64 ? Swizzle::b64 : Swizzle::b32;
+}
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// Keeps the compiler from moving accumulators across the asynchronous products.
+template <int N> __device__ __forceinline__ void hold(float (&c)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(c[i])::"memory");
+}
+
+#define ZL_C4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define ZL_C16(i) ZL_C4(i), ZL_C4(i + 4), ZL_C4(i + 8), ZL_C4(i + 12)
+#define ZL_R16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define ZL_R32 ZL_R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+
+// c[64, 2 * kRegisters] += a[64,16] b[16, 2 * kRegisters]; trans: the operand's rows run along M (or N), not along K.
+template <typename T, int kTransA, int kTransB>
+__device__ __forceinline__ void wgmma(float (&c)[8], uint64_t a, uint64_t b) {
+#define ZL_WGMMA(type)                                                     \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type \
+               " {%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, 1, 1, 1, %10, %11;"    \
+               : ZL_C4(0), ZL_C4(4)                                        \
+               : "l"(a), "l"(b), "n"(kTransA), "n"(kTransB))
+  if constexpr (std::is_same<T, __half>::value) ZL_WGMMA("f16");
+  else ZL_WGMMA("bf16");
+#undef ZL_WGMMA
+}
+template <typename T, int kTransA, int kTransB>
+__device__ __forceinline__ void wgmma(float (&c)[16], uint64_t a, uint64_t b) {
+#define ZL_WGMMA(type)                                                                 \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type " {" ZL_R16 \
+               "}, %16, %17, 1, 1, 1, %18, %19;"                                       \
+               : ZL_C16(0)                                                             \
+               : "l"(a), "l"(b), "n"(kTransA), "n"(kTransB))
+  if constexpr (std::is_same<T, __half>::value) ZL_WGMMA("f16");
+  else ZL_WGMMA("bf16");
+#undef ZL_WGMMA
+}
+template <typename T, int kTransA, int kTransB>
+__device__ __forceinline__ void wgmma(float (&c)[32], uint64_t a, uint64_t b) {
+#define ZL_WGMMA(type)                                                                 \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" ZL_R32 \
+               "}, %32, %33, 1, 1, 1, %34, %35;"                                       \
+               : ZL_C16(0), ZL_C16(16)                                                 \
+               : "l"(a), "l"(b), "n"(kTransA), "n"(kTransB))
+  if constexpr (std::is_same<T, __half>::value) ZL_WGMMA("f16");
+  else ZL_WGMMA("bf16");
+#undef ZL_WGMMA
+}
+
+// cuTensorMapEncodeTiled through the runtime, so that the library links without libcuda.
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+inline Encode find_encode() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+  const cudaError_t status =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+#else
+  const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+#endif
+  return status == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
+}
+
+inline cudaError_t make_map(CUtensorMap* map, DType dtype, const void* data, int64_t ld, int64_t rows, int64_t cols,
+                     int box_rows, int box_cols) {
+  static const Encode encode = find_encode();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  const cuuint64_t size[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t stride[1] = {static_cast<cuuint64_t>(ld) * 2};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_cols), static_cast<cuuint32_t>(box_rows)}, step[2] = {1, 1};
+  const CUtensorMapSwizzle swizzle = box_cols == 64   ? CU_TENSOR_MAP_SWIZZLE_128B
+                                     : box_cols == 32 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                      : CU_TENSOR_MAP_SWIZZLE_32B;
+  const CUresult status =
+      encode(map, dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
+             const_cast<void*>(data), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace zerolora

@@ -1,0 +1,136 @@
+// The torch-free interface of the LoRA kernels: every pointer is device memory, every launch goes to the given stream.
+// Legend: T tokens, D columns of the matrix that is read (I or O), R rank (all siblings' ranks side by side, each
+// padded to 8).
+//
+// One primitive does all rank-space work. It reads Z[T,D] once and gives
+//     U[T,R] = (m*Z) P        and/or        G[D,R] = (m*Z)^T V,
+// as fp32 partial sums over D-splits (for U) and T-splits (for G). `reduce` adds the partials in a fixed order, so that
+// a result depends on the shapes and the card's number of multiprocessors only: no atomics, the same bits every run.
+#pragma once
+#include <cstdint>
+#include <cuda_runtime_api.h>
+
+namespace zerolora {
+
+enum class DType : int { f32 = 0, f16 = 1, bf16 = 2 };
+
+constexpr int kMaxSegments = 16;                   // siblings in one group
+constexpr int kRankChunk = 64;                     // ranks one launch of the tensor-core path handles
+constexpr int kMmaRows = 64, kMmaCols = 128;       // tile of Z on mma.sync
+constexpr int kWgmmaRows = 128, kWgmmaCols = 128;  // and on wgmma
+constexpr int kWgmmaBlocks = 4;                    // column blocks a CTA holds G for, or one
+
+// m = keep / (1 - p), keep drawn from Philox4x32-7 with the key *seed and one 15-bit number per element.
+struct Dropout {
+  const int64_t* seed = nullptr;  // null: no dropout
+  uint32_t threshold = 0;         // an element is dropped when its number is below this: round(p * 32768)
+  float keep_scale = 1.f;         // 1 / (1 - p)
+};
+
+struct RankPass {
+  DType dtype = DType::f32;
+  const void* z = nullptr;
+  int64_t ldz = 0, T = 0, D = 0;
+  const void* p = nullptr;  // [R,D] (p_by_rank) or [D,R]; null: no U
+  int64_t ldp = 0;
+  bool p_by_rank = false;
+  const void* v = nullptr;  // [T,R]; null: no G
+  int64_t ldv = 0;
+  bool g_by_rank = false;  // partials of G as [R,D] instead of [D,R]
+  int R = 0;               // ranks of this launch, at most kRankChunk on the tensor-core path
+  Dropout dropout;
+};
+
+struct Device {
+  int multiprocessors = 0;
+  int capability = 0;       // 10 * major + minor
+  int shared_bytes = 0;     // most shared memory a block may have
+  int shared_bytes_sm = 0;  // shared memory of a multiprocessor
+};
+
+enum class Path : int { simt = 0, mma = 1, wgmma = 2 };
+
+struct Plan {
+  Path path = Path::simt;
+  int rank_pad = 0;                // ranks in a row of the partials
+  int d_blocks_per_cta = 1;        // blocks of 128 columns
+  int d_splits = 1, t_splits = 1;  // partials of U, partials of G
+  int64_t rows_per_split = 0, cols_per_split = 0;
+  int stages = 0;
+  int64_t u_floats = 0, g_floats = 0;  // workspace
+};
+
+// Where G is wanted and T = 0, t_splits is 0: nothing is launched and the reduction writes zeros.
+Plan plan_rank_pass(const RankPass& pass, const Device& device);
+cudaError_t launch_rank_pass(const RankPass& pass, const Plan& plan, float* u_partial, float* g_partial,
+                             cudaStream_t stream);
+
+Plan plan_rank_mma(const RankPass& pass, const Device& device);
+cudaError_t launch_rank_mma(const RankPass& pass, const Plan& plan, float* u_partial, float* g_partial,
+                            cudaStream_t stream);
+Plan plan_rank_wgmma(const RankPass& pass, const Device& device);
+cudaError_t launch_rank_wgmma(const RankPass& pass, const Plan& plan, float* u_partial, float* g_partial,
+                              cudaStream_t stream);
+Plan plan_rank_simt(const RankPass& pass, const Device& device);
+cudaError_t launch_rank_simt(const RankPass& pass, const Plan& plan, float* u_partial, float* g_partial,
+                             cudaStream_t stream);
+
+// Ranks [begin, begin + rank) of the padded concatenation belong to `out`, scaled by `scale`.
+struct Segment {
+  int begin = 0, rank = 0;
+  float scale = 1.f;
+  void* out = nullptr;
+  int64_t ld = 0;
+};
+
+// out[i, j] (+)= scale * sum over s of partial[s, i, j], where ranks run along j, or along i if rank_rows.
+struct Reduction {
+  const float* partial = nullptr;
+  int splits = 0;
+  int64_t rows = 0, cols = 0, ld_partial = 0, split_stride = 0;
+  bool rank_rows = false;
+  int rank_base = 0;  // first rank of this launch within the concatenation
+  bool accumulate = false;
+  DType out_dtype = DType::f32;
+  int segments = 0;
+  Segment segment[kMaxSegments];
+};
+cudaError_t launch_reduce(const Reduction* jobs, int count, const Device& device, cudaStream_t stream);
+
+// Y[T,D] (+)= m * (H[T,R] Q) + bias[D], Q given as [D,R] (q_by_column) or [R,D]. Needs 16-byte aligned rows, f16 or
+// bf16.
+struct Expand {
+  DType dtype = DType::bf16;
+  const void* h = nullptr;
+  int64_t ldh = 0;
+  const void* q = nullptr;
+  int64_t ldq = 0;
+  bool q_by_column = false;
+  const void* bias = nullptr;
+  void* y = nullptr;
+  int64_t ldy = 0, T = 0, D = 0;
+  int R = 0;
+  bool accumulate = false;
+  Dropout dropout;
+};
+bool expand_supported(const Expand& job, const Device& device);
+cudaError_t launch_expand(const Expand& job, const Device& device, cudaStream_t stream);
+
+// y *= m in place, for the types and shapes that `launch_expand` does not take.
+cudaError_t launch_mask(DType dtype, void* y, int64_t ldy, int64_t T, int64_t D, Dropout dropout, cudaStream_t stream);
+
+// bitsandbytes NF4: two values a byte, high nibble first; value = code[q] * absmax[i / block]; with double quantisation
+// absmax[b] = nested_code[absmax_q[b]] * nested_absmax[b / nested_block] + *offset.
+struct Nf4 {
+  const uint8_t* packed = nullptr;
+  const float* code = nullptr;         // [16]
+  const void* absmax = nullptr;        // float[blocks], or uint8[blocks] if nested
+  const float* nested_code = nullptr;  // [256], null: not nested
+  const float* nested_absmax = nullptr;
+  const float* offset = nullptr;
+  int64_t count = 0;
+  int block = 64, nested_block = 256;  // powers of two
+};
+cudaError_t launch_nf4(const Nf4& weight, DType dtype, void* out, cudaStream_t stream);
+
+}  // namespace zerolora

@@ -1,0 +1,259 @@
+"""The fused LoRA operators `zerolora::lora_forward` and `zerolora::lora_backward`, for siblings that read one input.
+
+Legend: T tokens (leading dimensions flattened), I in, O out, R rank. The formulas are in ops/reference.py. One linear
+is a group of one. Both operators are functional: no input is changed, no output shares memory with an input.
+
+What is kept between forward and backward: x, the parameters themselves and h[T, sum of R]. Nothing of size T x O, no
+mask (it is drawn again from `seed`), no view of a weight: under ZeRO-3 a weight is freed after the forward and comes
+back before the backward, and only the saved Parameter itself follows it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops import reference
+
+MAX_RANK = 256
+MAX_SIBLINGS = 16
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+
+torch.library.define(
+    "zerolora::lora_forward",
+    "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] downs, Tensor[] ups, float[] scales, float p, Tensor? seed)"
+    " -> (Tensor[] ys, Tensor h)",
+    tags=_TAGS,
+)
+torch.library.define(
+    "zerolora::lora_backward",
+    "(Tensor[] grads, Tensor x, Tensor[] weights, Tensor[] downs, Tensor[] ups, Tensor h, float[] scales, float p,"
+    " Tensor? seed, bool need_x, bool need_down, bool need_up)"
+    " -> (Tensor grad_x, Tensor[] grad_downs, Tensor[] grad_ups)",
+    tags=_TAGS,
+)
+
+
+def padded(rank: int) -> int:
+    """Columns of h that one sibling takes: the kernels read 16 bytes at a time."""
+    return (rank + 7) // 8 * 8
+
+
+def check_adapters(
+    x: Tensor, outs: Sequence[int], downs: Sequence[Tensor], ups: Sequence[Tensor], scales: Sequence[float], p: float
+) -> None:
+    """ValueError, with the values and the way out, unless the adapters fit x and one another."""
+    if not 1 <= len(outs) == len(downs) == len(ups) == len(scales) <= MAX_SIBLINGS:
+        raise ValueError(
+            f"group of {len(outs)} weights, {len(downs)} lora_down, {len(ups)} lora_up, {len(scales)} scales:"
+            f" as many of each, 1 to {MAX_SIBLINGS}"
+        )
+    if x.dim() < 2:
+        raise ValueError(f"x of shape {tuple(x.shape)}: at least [tokens, features] is expected")
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"dropout={p}: must lie in [0, 1)")
+    for out, down, up in zip(outs, downs, ups, strict=True):
+        rank = down.shape[0]
+        if down.dim() != 2 or up.dim() != 2 or down.shape[1] != x.shape[-1] or tuple(up.shape) != (out, rank):
+            raise ValueError(
+                f"x {tuple(x.shape)}, lora_down {tuple(down.shape)}, lora_up {tuple(up.shape)}, {out} outputs: expected"
+                " x [..., I], lora_down [R, I], lora_up [O, R]"
+            )
+        if not 1 <= rank <= MAX_RANK:
+            raise ValueError(f"r={rank}: the operator takes ranks from 1 to {MAX_RANK}")
+        if down.device != x.device or up.device != x.device:
+            raise ValueError(f"x on {x.device}, lora_down on {down.device}, lora_up on {up.device}: move them together")
+        if down.dtype != up.dtype or down.dtype not in (x.dtype, torch.float32):
+            raise ValueError(
+                f"x is {x.dtype}, lora_down {down.dtype}, lora_up {up.dtype}: adapters need the type of x or float32"
+            )
+
+
+def _check_weights(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+    for weight in weights:
+        if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+            raise ValueError(f"weight {tuple(weight.shape)} for x {tuple(x.shape)}: expected [O, {x.shape[-1]}]")
+        if weight.dtype != x.dtype or weight.device != x.device:
+            raise ValueError(
+                f"weight is {weight.dtype} on {weight.device}, x is {x.dtype} on {x.device}: convert one of them"
+            )
+    if biases and [bias.shape[0] for bias in biases] != [weight.shape[0] for weight in weights]:
+        raise ValueError(f"{len(biases)} biases for {len(weights)} weights: one per output of each weight, or none")
+
+
+def mask_of(x: Tensor, p: float, seed: Tensor | None) -> Tensor | None:
+    """The dropout mask m[T,I] for x, or None without dropout."""
+    if p == 0.0:
+        return None
+    if seed is None:
+        raise ValueError(f"dropout={p}: needs a seed, one int64 on the device of x")
+    return reference.dropout_mask(seed, x.numel() // x.shape[-1], x.shape[-1], p, x.dtype)
+
+
+def reference_forward(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    downs: Sequence[Tensor],
+    ups: Sequence[Tensor],
+    scales: Sequence[float],
+    p: float,
+    seed: Tensor | None,
+) -> tuple[list[Tensor], Tensor]:
+    """`lora_forward` in plain torch."""
+    check_adapters(x, [weight.shape[0] for weight in weights], downs, ups, scales, p)
+    _check_weights(x, weights, biases)
+    x_TI = x.reshape(-1, x.shape[-1])
+    mask = mask_of(x, p, seed)
+    ys, hs = [], []
+    for i, weight in enumerate(weights):
+        bias = biases[i].to(x.dtype) if biases else None
+        down, up = downs[i].to(x.dtype), ups[i].to(x.dtype)
+        y_TO, h_TR = reference.forward(x_TI, weight, bias, down, up, scales[i], mask)
+        ys.append(y_TO.view(*x.shape[:-1], weight.shape[0]))
+        hs.append(torch.nn.functional.pad(h_TR, (0, padded(h_TR.shape[1]) - h_TR.shape[1])))
+    return ys, torch.cat(hs, dim=1)
+
+
+def reference_backward(
+    grads: Sequence[Tensor],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    downs: Sequence[Tensor],
+    ups: Sequence[Tensor],
+    h: Tensor,
+    scales: Sequence[float],
+    p: float,
+    seed: Tensor | None,
+    need_x: bool,
+    need_down: bool,
+    need_up: bool,
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """`lora_backward` in plain torch; a gradient that is not needed comes back empty."""
+    x_TI = x.reshape(-1, x.shape[-1])
+    mask = mask_of(x, p, seed)
+    grad_x, grad_downs, grad_ups, begin = torch.zeros_like(x_TI), [], [], 0
+    for i, weight in enumerate(weights):
+        rank = downs[i].shape[0]
+        grad_TO = grads[i].reshape(-1, weight.shape[0])
+        down, up, h_TR = downs[i].to(x.dtype), ups[i].to(x.dtype), h[:, begin : begin + rank]
+        share, grad_down, grad_up = reference.backward(grad_TO, x_TI, weight, down, up, h_TR, scales[i], mask)
+        grad_x += share
+        grad_downs.append(grad_down.to(downs[i].dtype))
+        grad_ups.append(grad_up.to(ups[i].dtype))
+        begin += padded(rank)
+    grad_x = grad_x.view(x.shape) if need_x else x.new_empty(0)
+    return grad_x, grad_downs if need_down else [], grad_ups if need_up else []
+
+
+def fake_forward(
+    x: Tensor, outs: Sequence[int], downs: Sequence[Tensor], ups: Sequence[Tensor], scales: Sequence[float], p: float
+) -> tuple[list[Tensor], Tensor]:
+    check_adapters(x, outs, downs, ups, scales, p)
+    ys = [x.new_empty((*x.shape[:-1], out)) for out in outs]
+    return ys, x.new_empty((x.numel() // x.shape[-1], sum(padded(down.shape[0]) for down in downs)))
+
+
+def fake_backward(
+    x: Tensor, downs: Sequence[Tensor], ups: Sequence[Tensor], need_x: bool, need_down: bool, need_up: bool
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    grad_downs = [down.new_empty(down.shape) for down in downs] if need_down else []
+    grad_ups = [up.new_empty(up.shape) for up in ups] if need_up else []
+    return x.new_empty(x.shape if need_x else 0), grad_downs, grad_ups
+
+
+def grads_of_adapters(ctx: Any, result: tuple[Tensor, list[Tensor], list[Tensor]], downs: int) -> tuple[Any, Any, Any]:
+    """The three gradients with None where autograd wants none; lists keep the structure of the inputs."""
+    grad_x, grad_downs, grad_ups = result
+    return grad_x if ctx.need_x else None, grad_downs or [None] * downs, grad_ups or [None] * downs
+
+
+def grads_of_biases(grads: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+    return [g.reshape(-1, g.shape[-1]).sum(0) if need else None for g, need in zip(grads, needed, strict=True)]
+
+
+def _fake_lora_forward(x, weights, biases, downs, ups, scales, p, seed):  # type: ignore[no-untyped-def]
+    _check_weights(x, weights, biases)
+    return fake_forward(x, [weight.shape[0] for weight in weights], downs, ups, scales, p)
+
+
+def _fake_lora_backward(  # type: ignore[no-untyped-def]
+    grads, x, weights, downs, ups, h, scales, p, seed, need_x, need_down, need_up
+):
+    return fake_backward(x, downs, ups, need_x, need_down, need_up)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
+    x, weights, biases, downs, ups, scales, p, seed = inputs
+    ctx.scales, ctx.p, ctx.siblings, ctx.biases = scales, p, len(weights), len(biases)
+    ctx.save_for_backward(x, output[1], seed, *weights, *downs, *ups)
+
+
+def _backward(ctx: Any, grads: list[Tensor], _: Tensor | None) -> tuple[Any, ...]:
+    n = ctx.siblings
+    x, h, seed, *rest = ctx.saved_tensors
+    need = ctx.needs_input_grad
+    ctx.need_x = need[0]
+    if any(need[1]):
+        raise ValueError("weight.requires_grad=True: the fused operator has no gradient of the base weight; freeze it")
+    weights, downs, ups = rest[:n], rest[n : 2 * n], rest[2 * n :]
+    flags = need[0], any(need[3]), any(need[4])
+    result = torch.ops.zerolora.lora_backward(grads, x, weights, downs, ups, h, ctx.scales, ctx.p, seed, *flags)
+    grad_x, grad_downs, grad_ups = grads_of_adapters(ctx, result, n)
+    bias_grads = grads_of_biases(grads, need[2]) if ctx.biases else []
+    return grad_x, [None] * n, bias_grads, grad_downs, grad_ups, None, None, None
+
+
+torch.library.impl("zerolora::lora_forward", "cpu")(reference_forward)
+torch.library.impl("zerolora::lora_backward", "cpu")(reference_backward)
+torch.library.register_fake("zerolora::lora_forward")(_fake_lora_forward)
+torch.library.register_fake("zerolora::lora_backward")(_fake_lora_backward)
+torch.library.register_autograd("zerolora::lora_forward", _backward, setup_context=_setup_context)
+
+
+def draw_seed(x: Tensor, p: float) -> Tensor | None:
+    """One int64 from torch's generator on the device of x: recomputation and CUDA graphs draw it again."""
+    return torch.randint(0, 2**62, (1,), device=x.device) if p > 0.0 else None
+
+
+def lora_group(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    downs: Sequence[Tensor],
+    ups: Sequence[Tensor],
+    scales: Sequence[float],
+    dropout: float = 0.0,
+) -> list[Tensor]:
+    """y_i = x W_i^T + bias_i + s_i (m*x) A_i^T B_i^T for siblings i that read the same x.
+
+    x[..., I], W_i[O_i, I], A_i[R_i, I], B_i[O_i, R_i]; under dropout the siblings share one mask m.
+
+    Raises:
+        ValueError: shapes, types, devices, ranks or dropout that do not fit, with their values.
+    """
+    outs = [weight.shape[0] for weight in weights]
+    check_adapters(x, outs, downs, ups, scales, dropout)
+    _check_weights(x, weights, ())
+    filled, seed = fill_biases(x, biases, outs), draw_seed(x, dropout)
+    ys, _ = torch.ops.zerolora.lora_forward(
+        x, list(weights), filled, list(downs), list(ups), list(scales), dropout, seed
+    )
+    return ys
+
+
+def fill_biases(x: Tensor, biases: Sequence[Tensor | None], outs: Sequence[int]) -> list[Tensor]:
+    """No list element may be None for autograd: zeros stand in where only some siblings have a bias."""
+    if len(biases) not in (0, len(outs)):
+        raise ValueError(f"{len(biases)} biases for {len(outs)} weights: one for each (or None), or an empty list")
+    if all(bias is None for bias in biases):
+        return []
+    return [x.new_zeros(out) if bias is None else bias for bias, out in zip(biases, outs, strict=True)]
+
+
+def lora_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, dropout: float = 0.0
+) -> Tensor:
+    """y = x W^T + bias + s (m*x) A^T B^T for one linear; see `lora_group`."""
+    return lora_group(x, [weight], [bias], [down], [up], [scale], dropout)[0]

@@ -1,0 +1,128 @@
+"""The plain call: the backward of one adapter without its frozen weight, tensors in, tensors out.
+
+Legend: T tokens (leading dimensions), I in, O out, R rank; h = s x A^T is computed again here.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ops import lora, reference
+
+torch.library.define(
+    "zerolora::adapter_backward_",
+    "(Tensor grad, Tensor x, Tensor down, Tensor up, float scale, Tensor(a!) grad_x, Tensor(b!) grad_down,"
+    " Tensor(c!) grad_up, bool accumulate) -> ()",
+)
+torch.library.define(
+    "zerolora::rank_pass",
+    "(Tensor z, Tensor? p, Tensor? v, float dropout, Tensor? seed) -> (Tensor u, Tensor g)",
+)
+torch.library.define("zerolora::rank_expand", "(Tensor h, Tensor q, float dropout, Tensor? seed) -> Tensor")
+
+
+def reference_adapter_backward_(
+    grad: Tensor,
+    x: Tensor,
+    down: Tensor,
+    up: Tensor,
+    scale: float,
+    grad_x: Tensor,
+    grad_down: Tensor,
+    grad_up: Tensor,
+    accumulate: bool,
+) -> None:
+    """`adapter_backward_` in plain torch: each product adds into its target, or replaces what it holds."""
+    grad_TO, x_TI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+    down_RI, up_OR = down.to(x.dtype), up.to(x.dtype)
+    h_TR = scale * (x_TI @ down_RI.t())
+    results = reference.backward(grad_TO, x_TI, None, down_RI, up_OR, h_TR, scale)
+    for target, result in zip((grad_x, grad_down, grad_up), results, strict=True):
+        if accumulate:
+            target.add_(result.view(target.shape))
+        else:
+            target.copy_(result.view(target.shape))
+
+
+def reference_rank_pass(
+    z: Tensor, p: Tensor | None, v: Tensor | None, dropout: float, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """u = (m*z) p^T for p[R,D] alone, or p[D,R] beside v: u = (m*z) p; g = v^T (m*z), or with p its transpose [D,R]."""
+    mask = lora.mask_of(z, dropout, seed)
+    masked = z if mask is None else z * mask
+    u = z.new_empty((0, v.shape[1] if v is not None else 0)) if p is None else masked @ (p.t() if v is None else p)
+    if v is None:
+        return u, z.new_empty((0, z.shape[1]))
+    return u, (v.t() @ masked if p is None else masked.t() @ v)
+
+
+def reference_rank_expand(h: Tensor, q: Tensor, dropout: float, seed: Tensor | None) -> Tensor:
+    """y[T,D] = m * (h[T,R] q^T) for q[D,R]."""
+    y = h @ q.t()
+    mask = lora.mask_of(y, dropout, seed)
+    return y if mask is None else y * mask
+
+
+torch.library.impl("zerolora::rank_expand", "cpu")(reference_rank_expand)
+torch.library.impl("zerolora::adapter_backward_", "cpu")(reference_adapter_backward_)
+torch.library.impl("zerolora::rank_pass", "cpu")(reference_rank_pass)
+
+
+def lora_backward(
+    grad_output: Tensor,
+    x: Tensor,
+    lora_down: Tensor,
+    lora_up: Tensor,
+    scale: float,
+    accumulate: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of y = s x A^T B^T: dX = s dY B A, dA = s (dY B)^T x, dB = s dY^T (x A^T).
+
+    grad_output[..., O], x[..., I], lora_down A[R, I], lora_up B[O, R]; leading dimensions broadcast, and a gradient has
+    the shape of its tensor. `accumulate` = (grad_x, grad_down, grad_up) adds into those tensors in the kernels that
+    compute the gradients, and returns them.
+
+    Raises:
+        ValueError: shapes, types, devices, rank or scale that do not fit, with their values.
+    """
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale}: must be a finite number")
+    if grad_output.dim() < 2 or grad_output.dtype != x.dtype or grad_output.device != x.device:
+        raise ValueError(
+            f"grad_output {tuple(grad_output.shape)} {grad_output.dtype} on {grad_output.device} for x"
+            f" {tuple(x.shape)} {x.dtype} on {x.device}: same type and device, at least [tokens, outputs]"
+        )
+    lora.check_adapters(x, [grad_output.shape[-1]], [lora_down], [lora_up], [scale], 0.0)
+    try:
+        lead = torch.broadcast_shapes(grad_output.shape[:-1], x.shape[:-1])
+    except RuntimeError as error:
+        raise ValueError(
+            f"grad_output {tuple(grad_output.shape)} and x {tuple(x.shape)}: leading dimensions do not broadcast"
+        ) from error
+    wide_grad, wide_x = grad_output.expand(*lead, -1), x.expand(*lead, -1)
+    if accumulate is not None:
+        _check_targets(accumulate, x, lora_down, lora_up)
+    whole = wide_x.shape == x.shape  # otherwise dX is summed over the broadcast dimensions afterwards
+    grad_x, grad_down, grad_up = accumulate or (x.new_empty(x.shape), *map(_empty_like, (lora_down, lora_up)))
+    target = grad_x if whole else x.new_zeros(wide_x.shape)
+    torch.ops.zerolora.adapter_backward_(
+        wide_grad, wide_x, lora_down, lora_up, scale, target, grad_down, grad_up, accumulate is not None
+    )
+    if not whole:
+        summed = target.sum_to_size(x.shape)
+        grad_x = grad_x.copy_(summed) if accumulate is None else grad_x.add_(summed)
+    return grad_x, grad_down, grad_up
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _check_targets(targets: tuple[Tensor, Tensor, Tensor], *likes: Tensor) -> None:
+    for name, target, like in zip(("grad_x", "grad_down", "grad_up"), targets, likes, strict=True):
+        if target.shape != like.shape or target.device != like.device or not target.is_contiguous():
+            found, needed = f"{name} {tuple(target.shape)} on {target.device}", f"{tuple(like.shape)} on {like.device}"
+            raise ValueError(f"{found}: a contiguous {needed} is needed")
+        if target.dtype not in (like.dtype, torch.float32) or (name == "grad_x" and target.dtype != like.dtype):
+            raise ValueError(f"{name} is {target.dtype}: {like.dtype} is needed (grad_down, grad_up: or float32)")

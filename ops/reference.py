@@ -1,0 +1,97 @@
+"""The arithmetic of LoRA in plain torch, on any device and type: the truth that the kernels are compared with.
+
+Legend: T tokens (leading dimensions flattened), I in, O out, R rank; x[T,I], W[O,I] frozen, A[R,I] down, B[O,R] up,
+s = alpha / r (or alpha / sqrt(r)), m = keep / (1 - p) the dropout mask (1 where p = 0).
+
+    forward   h = s (m*x) A^T          y = x W^T + bias + h B^T
+    backward  dh = s dY B              dB = dY^T h
+              dA = dh^T (m*x)          dX = dY W + m*(dh A)
+
+h and dh carry s, so that it is applied once, in the fp32 sum, and not again in any product.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+PHILOX_ROUNDS = 7  # the fewest that pass BigCrush (Salmon et al., SC 2011, table 2); the kernels use the same
+_WORD = 0xFFFFFFFF
+
+
+def _philox(key: int, counter: Tensor) -> list[Tensor]:
+    """Philox4x32 of 64-bit counters: four tensors of 32-bit numbers held in int64."""
+    c0, c1 = counter & _WORD, (counter >> 32) & _WORD
+    c2, c3 = torch.zeros_like(counter), torch.zeros_like(counter)
+    k0, k1 = key & _WORD, (key >> 32) & _WORD
+    for _ in range(PHILOX_ROUNDS):
+        # A 64-bit product wraps in int64, its bits are still those of the unsigned one.
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = ((product1 >> 32) & _WORD) ^ c1 ^ k0, product1 & _WORD
+        c2, c3 = ((product0 >> 32) & _WORD) ^ c3 ^ k1, product0 & _WORD
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return [c0, c1, c2, c3]
+
+
+def dropout_mask(seed: Tensor, rows: int, width: int, p: float, dtype: torch.dtype) -> Tensor:
+    """The mask m[rows, width] = keep / (1 - p) that the kernels regenerate from the same int64 seed, bit by bit.
+
+    One Philox call per 8 neighbours of a row, 15 bits per element; an element is dropped below 32768 p, rounded.
+    """
+    groups = (width + 7) // 8
+    counter = torch.arange(rows * groups, device=seed.device, dtype=torch.int64)
+    words = torch.stack(_philox(int(seed.item()), counter), dim=-1)
+    numbers = torch.stack([words & 0x7FFF, (words >> 16) & 0x7FFF], dim=-1).reshape(rows, groups * 8)[:, :width]
+    threshold = min(int(p * 32768 + 0.5), 32767)
+    return (numbers >= threshold).to(dtype) / (1.0 - p)
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """y[T,O] and h[T,R] of one adapted linear; x[T,I], mask m[T,I] or None."""
+    masked_TI = x if mask is None else x * mask
+    h_TR = scale * (masked_TI @ down.t())
+    y_TO = x @ weight.t() + h_TR @ up.t()
+    return (y_TO if bias is None else y_TO + bias), h_TR
+
+
+def backward(
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    h: Tensor,
+    scale: float,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dX[T,I], dA[R,I], dB[O,R]; without a weight dX is the adapter's share alone."""
+    grad_h_TR = scale * (grad_y @ up)
+    grad_up_OR = grad_y.t() @ h
+    grad_down_RI = grad_h_TR.t() @ (x if mask is None else x * mask)
+    grad_x_TI = grad_h_TR @ down
+    if mask is not None:
+        grad_x_TI = grad_x_TI * mask
+    if weight is not None:
+        grad_x_TI = grad_x_TI + grad_y @ weight
+    return grad_x_TI, grad_down_RI, grad_up_OR
+
+
+def dequantize_nf4(
+    packed: Tensor, state: Sequence[Tensor], rows: int, cols: int, block: int, nested_block: int, dtype: torch.dtype
+) -> Tensor:
+    """W[rows, cols] of a bitsandbytes NF4 weight: code[q] * absmax[i / block], two values a byte, high nibble first.
+
+    `state` is [absmax, code], or with double quantisation [uint8 absmax, code, nested absmax, nested code, offset] and
+    absmax[b] = nested_code[absmax[b]] * nested_absmax[b / nested_block] + offset (Dettmers et al. 2023, section 3).
+    """
+    absmax, code = state[0], state[1]
+    if len(state) == 5:
+        _, _, nested_absmax, nested_code, offset = state
+        which = torch.arange(absmax.numel(), device=absmax.device) // nested_block
+        absmax = nested_code[absmax.long()] * nested_absmax[which] + offset
+    bytes_ = packed.reshape(-1).view(torch.uint8)
+    values = code[torch.stack([bytes_ >> 4, bytes_ & 15], dim=-1).reshape(-1).long()][: rows * cols]
+    which = torch.arange(rows * cols, device=values.device) // block
+    return (values * absmax[which]).to(dtype).reshape(rows, cols)

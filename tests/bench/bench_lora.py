@@ -1,0 +1,277 @@
+"""Times the LoRA operators against torch's separate products and against the frozen product alone; one line per shape.
+
+    python -m tests.bench.bench_lora [--table passes|layer|small|nf4|host|all] [--tokens 8192]
+
+Every figure is device time: calls are captured in a CUDA graph over several input sets (larger together than the L2)
+and the median of replays is taken. GB/s counts the one read of the large matrix, nothing else.
+"""
+
+import argparse
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import ops
+
+LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate+up": (28672, 4096), "down": (4096, 14336)}  # O, I
+SMALL = [(4, 512, 768, 16), (8, 256, 1024, 32), (2, 1024, 2048, 16)]  # batch, sequence, hidden, rank
+REPEATS = 9
+
+
+def device_us(function: Callable[[int], object], sets: int, loops: int = 4) -> float:
+    """Median microseconds of one call of function(i), i rotating over the input sets."""
+    for i in range(sets):
+        function(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(sets * loops):
+            function(i % sets)
+    times = []
+    for _ in range(REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / (sets * loops))
+    del graph
+    return statistics.median(times[1:])
+
+
+def copy_gbps() -> float:
+    """Device-to-device copy, bytes read plus bytes written."""
+    source = torch.randn(2**30, device="cuda").bfloat16()
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(5):
+            target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 5)
+    return 2 * source.numel() * source.itemsize / statistics.median(times[1:]) / 1e6
+
+
+class Case:
+    """Tensors of one linear in bf16 (or another type), as many input sets as exceed the L2."""
+
+    def __init__(self, T: int, out: int, width: int, rank: int, dtype: torch.dtype) -> None:
+        self.T, self.out, self.width, self.rank, self.scale = T, out, width, rank, 2.0
+        self.sets = max(2, min(6, int(2.5e8 // (T * min(out, width) * dtype.itemsize) + 1)))
+
+        def normal(*shape: int, size: float = 1.0) -> Tensor:
+            return (torch.randn(shape, device="cuda") * size).to(dtype)
+
+        self.x = [normal(T, width) for _ in range(self.sets)]
+        self.dy = [normal(T, out) for _ in range(self.sets)]
+        self.weight = normal(out, width, size=width**-0.5)
+        self.down, self.up = normal(rank, width, size=width**-0.5), normal(out, rank, size=rank**-0.5)
+        self.down_t = self.down.t().contiguous()
+        self.h, self.dh = normal(T, rank), normal(T, rank)
+        self.y, self.dx = torch.empty_like(self.dy[0]), torch.empty_like(self.x[0])
+        self.seed = torch.tensor([1], device="cuda")
+
+    def us(self, function: Callable[[int], object]) -> float:
+        return device_us(function, self.sets)
+
+    def forward(self, i: int, p: float = 0.0) -> tuple[list[Tensor], Tensor]:
+        args = self.x[i], [self.weight], [], [self.down], [self.up], [self.scale], p, self.seed if p else None
+        return torch.ops.zerolora.lora_forward(*args)
+
+    def backward(self, i: int, h: Tensor, p: float = 0.0) -> object:
+        args = [self.dy[i]], self.x[i], [self.weight], [self.down], [self.up], h, [self.scale], p
+        return torch.ops.zerolora.lora_backward(*args, self.seed if p else None, True, True, True)
+
+    def both(self, i: int, p: float = 0.0) -> None:
+        self.backward(i, self.forward(i, p)[1], p)
+
+    def torch_both(self, i: int) -> None:
+        h = self.x[i] @ self.down.t()
+        y = self.x[i] @ self.weight.t()
+        y.addmm_(h, self.up.t(), alpha=self.scale)
+        dh = self.scale * (self.dy[i] @ self.up)
+        dx = self.dy[i] @ self.weight
+        dx.addmm_(dh, self.down)
+        _ = self.scale * (self.dy[i].t() @ h), dh.t() @ self.x[i]
+
+    def frozen(self, i: int) -> None:
+        torch.mm(self.x[i], self.weight.t(), out=self.y)
+        torch.mm(self.dy[i], self.weight, out=self.dx)
+
+
+def line_of_passes(name: str, c: Case, copy: float) -> str:
+    run = torch.ops.zerolora.rank_pass
+    h = c.us(lambda i: run(c.x[i], c.down, None, 0.0, None))
+    dy = c.us(lambda i: run(c.dy[i], c.up, c.h, 0.0, None))
+    da = c.us(lambda i: run(c.x[i], None, c.dh, 0.0, None))
+    t_h = c.us(lambda i: c.x[i] @ c.down.t())
+    t_dy = c.us(lambda i: c.dy[i] @ c.up) + c.us(lambda i: c.dy[i].t() @ c.h)
+    t_da = c.us(lambda i: c.dh.t() @ c.x[i])
+    prefill = c.us(lambda i: torch.ops.zerolora.rank_expand(c.dh, c.down_t, 0.0, None))
+    t_share = c.us(lambda i: c.dx.addmm_(c.dh, c.down))
+    # Accumulating into the prefilled output costs the frozen product nothing (beta = 1; see the layer table).
+    mine, theirs = dy + da + prefill, t_dy + t_da + t_share
+    gb = [c.T * d * 2 / us / 1e3 for d, us in ((c.width, h), (c.out, dy), (c.width, da))]
+    return (
+        f"{name:<9}{c.T:>6}{c.rank:>4} | {h:7.1f}{gb[0]:6.0f}{100 * gb[0] / copy:6.0f}{t_h:7.1f} |"
+        f" {dy:9.1f}{gb[1]:6.0f}{100 * gb[1] / copy:6.0f}{t_dy:7.1f} | {da:7.1f}{gb[2]:6.0f}{100 * gb[2] / copy:6.0f}"
+        f"{t_da:7.1f} | {mine:9.1f}{theirs:7.1f}{theirs / mine:6.2f}"
+    )
+
+
+def table_passes(tokens: Sequence[int], ranks: Sequence[int], copy: float) -> None:
+    """The three passes alone, beside torch's products, and the adapter's part of the backward as a whole."""
+    rate = f"{'GB/s':>6}{'%copy':>6}{'torch':>7}"
+    print(f"{'shape':<9}{'T':>6}{'R':>4} | {'x->h':>7}{rate} | {'dY->dh,dB':>9}{rate} | {'x->dA':>7}{rate} |", end="")
+    print(f" {'backward':>9}{'torch':>7}{'ratio':>6}")
+    for T in tokens:
+        for name, (out, width) in LLAMA_8B.items():
+            for rank in ranks:
+                print(line_of_passes(name, Case(T, out, width, rank, torch.bfloat16), copy), flush=True)
+
+
+def line_of_layer(name: str, c: Case) -> str:
+    before, ours = c.us(c.frozen), c.us(c.both)
+    dropped, separate = c.us(lambda i: c.both(i, 0.1)), c.us(c.torch_both)
+    frozen = (before + c.us(c.frozen)) / 2
+    flops = 4 * c.T * c.out * c.width + 6 * c.T * c.rank * (c.out + c.width)
+    return (
+        f"{name:<9}{c.T:>6}{c.rank:>4} | {frozen:8.1f}{ours:8.1f}{100 * (ours / frozen - 1):6.1f}{separate:8.1f}"
+        f"{100 * (separate / frozen - 1):6.1f} | {dropped:8.1f}{100 * (dropped / ours - 1):6.1f} |"
+        f" {flops / ours / 1e6:8.0f}"
+    )
+
+
+def table_layer(tokens: Sequence[int], ranks: Sequence[int]) -> None:
+    """Forward and backward of one adapted linear, beside the frozen products alone and torch's separate products."""
+    print(f"{'shape':<9}{'T':>6}{'R':>4} | {'frozen':>8}{'ours':>8}{'+%':>6}{'torch':>8}{'+%':>6} |", end="")
+    print(f" {'p=0.1':>8}{'+%':>6} | {'TFLOP/s':>8}")
+    for T in tokens:
+        for name, (out, width) in LLAMA_8B.items():
+            for rank in ranks:
+                print(line_of_layer(name, Case(T, out, width, rank, torch.bfloat16)), flush=True)
+
+
+def products(x: Tensor, dy: Tensor, down: Tensor, up: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """dX, dA, dB of the adapter alone, product by product."""
+    h, dh = x @ down.t() * scale, dy @ up * scale
+    return dh @ down, dh.t() @ x, dy.t() @ h
+
+
+def processor_us(c: Case) -> float:
+    tensors = [t.cpu() for t in (c.x[0], c.dy[0], c.down, c.up)]
+    laps = []
+    for _ in range(12):
+        begin = time.perf_counter()
+        products(*tensors, c.scale)
+        laps.append((time.perf_counter() - begin) * 1e6)
+    return statistics.median(laps[2:])
+
+
+def line_of_small(c: Case) -> str:
+    targets = c.dx, torch.empty_like(c.down), torch.empty_like(c.up)
+    run = torch.ops.zerolora.adapter_backward_
+    ours = c.us(lambda i: run(c.dy[i], c.x[i], c.down, c.up, c.scale, *targets, False))
+    theirs = c.us(lambda i: products(c.x[i], c.dy[i], c.down, c.up, c.scale))
+    cpu = processor_us(c)
+    return f"{ours:8.1f}{theirs:9.1f}{theirs / ours:6.2f} | {cpu:9.0f}{cpu / ours:7.1f}"
+
+
+def table_small() -> None:
+    """The plain adapter backward (dX, dA, dB) on small shapes against torch on the same card and on the processor."""
+    print(f"{'batch':>5}{'seq':>6}{'hidden':>7}{'R':>4}{'type':>10} | {'ours':>8}{'torch':>9}{'ratio':>6} |", end="")
+    print(f" {'cpu':>9}{'ratio':>7}")
+    for batch, seq, hidden, rank in SMALL:
+        for dtype in (torch.float32, torch.bfloat16):
+            line = line_of_small(Case(batch * seq, hidden, hidden, rank, dtype))
+            print(f"{batch:>5}{seq:>6}{hidden:>7}{rank:>4}{str(dtype)[6:]:>10} | {line}", flush=True)
+
+
+def line_of_nf4(name: str, out: int, width: int, copy: float) -> str:
+    from bitsandbytes import functional
+
+    sets = []
+    for _ in range(3):
+        weight = torch.randn(out, width, device="cuda", dtype=torch.bfloat16)
+        packed, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+        packed.quant_state = state
+        sets.append((ops.Nf4Weight.of(packed), packed, state))
+    block, nested = sets[0][0].block, sets[0][0].nested_block
+    run = torch.ops.zerolora.dequantize_nf4
+    mine = device_us(lambda i: run(sets[i][1], list(sets[i][0].state), out, width, block, nested, torch.bfloat16), 3)
+    theirs = device_us(lambda i: functional.dequantize_4bit(sets[i][1], sets[i][2]), 3)
+    rate = out * width * 2.516 / mine / 1e3  # 0.5 packed, 1/64 of a byte of block maxima, 2 written
+    return f"{name:<9}{mine:8.1f}{rate:6.0f}{100 * rate / copy:6.0f}{theirs:8.1f}{theirs / mine:6.2f}"
+
+
+def table_nf4(copy: float) -> None:
+    """Dequantisation of double-quantised NF4 weights to bf16, beside bitsandbytes."""
+    print(f"{'shape':<9}{'nf4':>8}{'GB/s':>6}{'%copy':>6}{'bnb':>8}{'ratio':>6}")
+    for name, (out, width) in LLAMA_8B.items():
+        print(line_of_nf4(name, out, width, copy), flush=True)
+
+
+def table_host() -> None:
+    """Time the processor spends on one call, forward and backward through autograd, at a size the card does at once."""
+    c = Case(16, 64, 64, 8, torch.bfloat16)
+    leaves = [t.requires_grad_() for t in (c.x[0], c.down, c.up)]
+
+    def ours() -> None:
+        ops.lora_linear(c.x[0], c.weight, None, c.down, c.up, 2.0).backward(c.dy[0])
+
+    def peft() -> None:
+        y = torch.nn.functional.linear(c.x[0], c.weight)
+        (y + (c.x[0] @ c.down.t() @ c.up.t()) * 2.0).backward(c.dy[0])
+
+    for name, function in (("ours", ours), ("separate products", peft)):
+        for _ in range(20):
+            function()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(200):
+            function()
+        torch.cuda.synchronize()
+        print(f"host, forward + backward, {name}: {(time.perf_counter() - begin) / 200 * 1e6:.0f} us")
+    del leaves
+
+
+def commit() -> str:
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser.add_argument("--table", default="all", choices=["passes", "layer", "small", "nf4", "host", "all"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64])
+    options = parser.parse_args()
+    ops.load("cuda")
+    copy = copy_gbps()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, commit {commit()},"
+          f" copy {copy:.0f} GB/s, bf16 unless said, microseconds")  # fmt: skip
+    wanted = options.table
+    if wanted in ("passes", "all"):
+        table_passes(options.tokens, options.ranks, copy)
+    if wanted in ("layer", "all"):
+        table_layer(options.tokens, options.ranks)
+    if wanted in ("small", "all"):
+        table_small()
+    if wanted in ("nf4", "all"):
+        table_nf4(copy)
+    if wanted in ("host", "all"):
+        table_host()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""The CUDA operators against float64, on a card: values, edges, determinism, dropout, NF4, streams, graphs."""
+
+import pytest
+import torch
+
+import ops
+from ops import reference
+from tests.numerics import cases
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: torch.cuda.is_available() is False"),
+]
+TYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    if torch.cuda.is_available():
+        assert ops.load("cuda").name == "cuda"
+    # Every torch.empty is filled with NaN: an element that a kernel does not write shows.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    # The frozen product is torch's; with 16-bit reductions inside it the budget of fp32 sums would not hold for it.
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def check(problem: cases.Problem) -> cases.Results:
+    results = cases.run_operator(problem)
+    truth, budget = cases.truth_and_budget(problem)
+    spent = cases.overspent(results, truth, budget)
+    assert not spent, f"error over budget: {spent}"
+    return results
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("rank", [1, 4, 8, 16, 24, 64, 128, 256])
+def test_ranks(rank, dtype):
+    check(cases.make(300, 512, 384, rank, dtype, "cuda", bias=rank % 16 == 0))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(
+    ("T", "width", "out"),
+    [(1, 128, 128), (127, 512, 256), (8191, 256, 384), (333, 1000, 264), (65, 77, 129), (2048, 4096, 1024), (40, 8, 8)],
+)
+def test_shapes(T, width, out, dtype):
+    check(cases.make(T, width, out, 16, dtype, "cuda"))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(("T", "width", "out", "rank"), [(513, 1024, 512, 16), (257, 520, 264, 64), (100, 77, 129, 5)])
+def test_dropout_uses_the_reference_mask_forward_and_backward(T, width, out, rank, dtype):
+    check(cases.make(T, width, out, rank, dtype, "cuda", p=0.1, bias=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_fp32_adapters_on_a_16_bit_base(dtype):
+    results = check(cases.make(1000, 512, 768, 16, dtype, "cuda", adapter_dtype=torch.float32))
+    assert results.grad_down.dtype == results.grad_up.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rank", [16, 64])
+def test_error_is_not_above_separate_products(rank, dtype):
+    problem = cases.make(4096, 2048, 2048, rank, dtype, "cuda")
+    ours, theirs = cases.run_operator(problem), cases.separate_products(problem)
+    truth, _ = cases.truth_and_budget(problem)
+    for name, value in ours.named().items():
+        mine, other = cases.rms(value, truth.named()[name]), cases.rms(theirs.named()[name], truth.named()[name])
+        assert mine <= 1.05 * other, f"{name}: rms error {mine:.3e}, separate products {other:.3e}"
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_no_tokens(dtype):
+    results = cases.run_operator(cases.make(0, 256, 128, 16, dtype, "cuda"))
+    assert results.y.shape == (0, 128) and results.grad_x.shape == (0, 256)
+    assert not results.grad_down.any() and not results.grad_up.any()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_zero_up_gives_exactly_zero_grad_down_and_zero_scale_no_adapter(dtype):
+    problem = cases.make(200, 512, 256, 16, dtype, "cuda")
+    problem.up.zero_()
+    results = check(problem)
+    assert not results.grad_down.any()
+    problem = cases.make(200, 512, 256, 16, dtype, "cuda", scale=0.0)
+    results = check(problem)
+    assert not results.grad_down.any() and not results.grad_up.any()
+    torch.testing.assert_close(results.y, problem.x @ problem.weight.t())
+
+
+@pytest.mark.parametrize("rank", [16, 64])
+def test_twenty_runs_give_the_same_bits(rank):
+    problem = cases.make(8192, 4096, 4096, rank, torch.bfloat16, "cuda", p=0.1)
+    first = cases.run_operator(problem)
+    for _ in range(19):
+        for name, value in cases.run_operator(problem).named().items():
+            assert torch.equal(value, first.named()[name]), name
+
+
+def test_offsets_beyond_32_bits():
+    T, out = 262_208, 8_200  # T * O = 2^31 + 2.5 million elements
+    z = torch.randn(T, out, device="cuda", dtype=torch.bfloat16)
+    up, h = torch.randn(out, 16, device="cuda").bfloat16(), torch.randn(T, 16, device="cuda").bfloat16()
+    u, g = torch.ops.zerolora.rank_pass(z, up, h, 0.0, None)
+    tail = slice(T - 100, T)
+    torch.testing.assert_close(u[tail].double(), z[tail].double() @ up.double(), rtol=2**-8, atol=1e-2)
+    whole = sum(z[i : i + 32768].t().float() @ h[i : i + 32768].float() for i in range(0, T, 32768))
+    torch.testing.assert_close(g.float(), whole, rtol=2**-8, atol=2e-1)
+    x, weight = torch.randn(T, 64, device="cuda").bfloat16(), torch.randn(out, 64, device="cuda").bfloat16()
+    down = torch.randn(16, 64, device="cuda").bfloat16()
+    y = ops.lora_linear(x, weight, None, down, up, 1.0)
+    problem = cases.Problem(x[tail], weight, None, down, up, z[tail], 1.0)
+    truth, budget = cases.truth_and_budget(problem)
+    assert bool(((y[tail].double() - truth.y).abs() <= budget.y).all())
+
+
+def test_keep_rate_and_mask_bits():
+    T, width, p = 4096, 1024, 0.1
+    z, eye = torch.ones(T, width, device="cuda").bfloat16(), torch.eye(width, device="cuda")[:64].bfloat16()
+    seed = torch.tensor([42], device="cuda")
+    u, _ = torch.ops.zerolora.rank_pass(z, eye, None, p, seed)
+    mask = reference.dropout_mask(seed, T, width, p, torch.float32)
+    assert torch.equal(u, mask[:, :64].bfloat16())
+    kept = float((mask > 0).double().mean())
+    assert abs(kept - (1 - p)) < 4 * (p * (1 - p) / mask.numel()) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_group_equals_its_members(dtype, p):
+    x = torch.randn(3, 100, 256, device="cuda", dtype=dtype)
+    parts = [
+        cases.make(1, 256, out, rank, dtype, "cuda", seed=i)
+        for i, (out, rank) in enumerate([(256, 16), (64, 4), (72, 40)])
+    ]
+    seed = torch.tensor([99], device="cuda") if p else None
+    grads = [torch.randn(3, 100, part.weight.shape[0], device="cuda", dtype=dtype) for part in parts]
+
+    def run(members, outer):
+        args = [[m.weight for m in members], [], [m.down for m in members], [m.up for m in members]]
+        ys, h = torch.ops.zerolora.lora_forward(x, *args, [m.scale for m in members], p, seed)
+        del args[1]
+        back = torch.ops.zerolora.lora_backward(
+            outer, x, *args, h, [m.scale for m in members], p, seed, True, True, True
+        )
+        return ys, back
+
+    ys, (grad_x, grad_downs, grad_ups) = run(parts, grads)
+    total = torch.zeros_like(x, dtype=torch.float64)
+    for i, part in enumerate(parts):
+        one_y, (one_x, one_down, one_up) = run([part], [grads[i]])
+        tolerance = {"rtol": 8 * cases.UNIT[dtype], "atol": 8 * cases.UNIT[dtype]}
+        torch.testing.assert_close(ys[i], one_y[0], **tolerance)
+        torch.testing.assert_close(grad_ups[i], one_up[0], rtol=0.05, atol=64 * cases.UNIT[dtype])
+        torch.testing.assert_close(grad_downs[i], one_down[0], rtol=0.05, atol=64 * cases.UNIT[dtype])
+        total += one_x.double()
+    torch.testing.assert_close(grad_x.double(), total, rtol=0.02, atol=64 * cases.UNIT[dtype])
+
+
+def test_non_contiguous_input_and_side_stream():
+    problem = cases.make(256, 512, 384, 16, torch.bfloat16, "cuda")
+    problem.x = torch.randn(512, 256, device="cuda").bfloat16().t()
+    problem.grad = torch.randn(256, 2, 384, device="cuda").bfloat16()[:, 0]
+    check(problem)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        results = cases.run_operator(problem)
+    stream.synchronize()
+    assert torch.equal(results.y, cases.run_operator(problem).y)
+
+
+def test_graph_replay_draws_a_new_mask_each_time():
+    problem = cases.make(256, 512, 384, 16, torch.bfloat16, "cuda")
+    args = problem.weight, None, problem.down, problem.up, 1.0, 0.5
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        ops.lora_linear(problem.x, *args)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ops.lora_linear(problem.x, *args)
+    graph.replay()
+    first = y.clone()
+    graph.replay()
+    assert not torch.equal(y, first)
+    assert bool(torch.isfinite(y).all())
+
+
+def test_checkpointing_recomputes_the_same_mask():
+    from torch.utils.checkpoint import checkpoint
+
+    problem = cases.make(256, 512, 384, 16, torch.bfloat16, "cuda")
+    leaves = [t.requires_grad_() for t in (problem.x, problem.down, problem.up)]
+
+    def layer(x, down, up):
+        return ops.lora_linear(x, problem.weight, None, down, up, 1.0, 0.3)
+
+    def grads(use_reentrant):
+        torch.manual_seed(5)
+        if use_reentrant is None:
+            y = layer(*leaves)
+        else:
+            y = checkpoint(layer, *leaves, use_reentrant=use_reentrant)
+        return torch.autograd.grad(y, leaves, problem.grad) if not use_reentrant else _backward(y, leaves, problem.grad)
+
+    plain = grads(None)
+    for kind in (False, True):
+        for one, other in zip(plain, grads(kind), strict=True):
+            assert torch.equal(one, other)
+
+
+def _backward(y, leaves, grad):
+    for leaf in leaves:
+        leaf.grad = None
+    y.backward(grad)
+    return [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_plain_call_and_its_accumulating_form(dtype):
+    problem = cases.make(300, 512, 384, 16, dtype, "cuda")
+    problem.weight = torch.zeros_like(problem.weight)
+    args = problem.grad.view(3, 100, -1), problem.x.view(3, 100, -1), problem.down, problem.up, problem.scale
+    got = ops.lora_backward(*args)
+    truth, budget = cases.truth_and_budget(problem)
+    spent = cases.overspent(cases.Results(truth.y, got[0].view(300, -1), got[1], got[2]), truth, budget)
+    assert not spent, spent
+    before = tuple(torch.randn_like(g) for g in got)
+    after = tuple(b.clone() for b in before)
+    ops.lora_backward(*args, accumulate=after)
+    for old, new, grad in zip(before, after, got, strict=True):
+        torch.testing.assert_close(
+            new, old + grad, rtol=4 * cases.UNIT[dtype], atol=1e-1 if dtype != torch.float32 else 1e-4
+        )
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_nf4(dtype, nested):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    problem = cases.make(300, 512, 384, 16, dtype, "cuda")
+    packed, state = functional.quantize_4bit(problem.weight, quant_type="nf4", compress_statistics=nested, blocksize=64)
+    packed.quant_state = state
+    weight = ops.Nf4Weight.of(packed)
+    expected = functional.dequantize_4bit(packed, state)
+    got = torch.ops.zerolora.dequantize_nf4(
+        packed, list(weight.state), 384, 512, weight.block, weight.nested_block, dtype
+    )
+    assert torch.equal(got, expected)
+    adapter = [None], [problem.down.requires_grad_()], [problem.up.requires_grad_()], [1.7]
+    (y,) = ops.nf4_group(problem.x, [weight], *adapter)
+    (other,) = ops.lora_group(problem.x, [expected], *adapter)
+    assert torch.equal(y, other)
+    for one, two in zip(
+        *(torch.autograd.grad(v, (problem.down, problem.up), problem.grad) for v in (y, other)), strict=True
+    ):
+        assert torch.equal(one, two)
+
+
+def test_opcheck_on_the_card():
+    problem = cases.make(64, 128, 64, 8, torch.float32, "cuda", p=0.1)
+    args = problem.x, [problem.weight], [], [problem.down], [problem.up], [1.0], 0.1, problem.seed
+    torch.library.opcheck(torch.ops.zerolora.lora_forward.default, args)
+    _, h = torch.ops.zerolora.lora_forward(*args)
+    back = [problem.grad], problem.x, [problem.weight], [problem.down], [problem.up], h, [1.0], 0.1, problem.seed
+    torch.library.opcheck(torch.ops.zerolora.lora_backward.default, (*back, True, True, True))
+
+
+def test_bad_input_names_the_values():
+    problem = cases.make(64, 128, 64, 8, torch.bfloat16, "cuda")
+    with pytest.raises(ValueError, match="cpu"):
+        ops.lora_linear(problem.x, problem.weight, None, problem.down.cpu(), problem.up, 1.0)
+    with pytest.raises(ValueError, match=r"reference.*loaded cuda already"):
+        ops.load("reference")

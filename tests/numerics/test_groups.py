@@ -1,0 +1,73 @@
+"""Groups are found by watching a forward: siblings together, everything else alone with its reason."""
+
+import pytest
+import torch
+from torch import nn
+
+from ops.groups import find_groups
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        return self.o(self.q(x) + self.k(x) + self.v(x))
+
+
+class Mixed(nn.Module):
+    """Shared layer, a copy of the input, an unused layer: none of these may be grouped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.twice, self.copy_a, self.copy_b, self.unused = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        x = self.attention(x)
+        x = self.twice(self.twice(x))
+        return self.copy_a(x) + self.copy_b(x.clone())
+
+
+def linears(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+def test_siblings_are_found_and_the_rest_has_a_reason():
+    model = Mixed()
+    groups, alone = find_groups(model, linears(model), lambda: model(torch.randn(2, 8)))
+    assert [group.names for group in groups] == [("attention.q", "attention.k", "attention.v")]
+    reasons = {one.name: one.reason for one in alone}
+    assert reasons["unused"] == "not called in the observed forward"
+    assert reasons["twice"] == "called 2 times in one forward"
+    assert reasons["copy_a"] == reasons["copy_b"] == reasons["attention.o"] == "no neighbour reads the same input"
+    assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def test_limit_and_unknown_names():
+    model = Attention()
+    groups, alone = find_groups(model, linears(model), lambda: model(torch.randn(2, 8)), limit=2)
+    assert [group.names for group in groups] == [("q", "k")]
+    assert {one.name for one in alone} == {"v", "o"}
+    with pytest.raises(ValueError, match="elsewhere"):
+        find_groups(model, {"elsewhere": model.q}, lambda: None)
+
+
+def test_hooks_go_when_the_forward_fails():
+    model = Attention()
+    with pytest.raises(RuntimeError):
+        find_groups(model, linears(model), lambda: model(torch.randn(2, 9)))
+    assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def test_llama_groups_come_from_the_forward():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64
+    )
+    model = transformers.LlamaForCausalLM(config)
+    modules = {name: m for name, m in linears(model).items() if name != "lm_head"}
+    groups, _ = find_groups(model, modules, lambda: model(torch.randint(0, 64, (1, 8))))
+    short = [tuple(name.rpartition(".")[2] for name in group.names) for group in groups]
+    assert short == [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")] * 2

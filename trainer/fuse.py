@@ -1,0 +1,274 @@
+"""Puts the fused operators in the place of PEFT's own forward, and says of each layer whether and why not.
+
+A layer is fused when its base is a plain or an NF4 linear layer with one ordinary LoRA adapter. At every call the
+swapped forward still looks whether that is so (adapters may be disabled, merged or switched later) and otherwise lets
+PEFT's own forward do the work. Siblings that read the same input are computed in one call by the first of them.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from bitsandbytes.functional import dequantize_4bit
+from torch import Tensor, nn
+
+import ops
+from ops.groups import find_groups
+from ops.lora import MAX_RANK
+from trainer.quantize import FrozenLinear4bit
+
+TEST_TOKENS = 128
+Reason = tuple[str, str]  # name of a layer, why it is not fused or not grouped
+
+
+@dataclass
+class FusionReport:
+    """What was fused, what was grouped, and the reasons for the rest."""
+
+    total: int
+    backend: str
+    groups: list[tuple[str, ...]] = field(default_factory=list)
+    refused: list[Reason] = field(default_factory=list)
+    alone: list[Reason] = field(default_factory=list)
+
+    @property
+    def fused(self) -> int:
+        """Layers whose forward is ours."""
+        return self.total - len(self.refused)
+
+    def lines(self) -> list[str]:
+        """For the console: one line, and one for each reason with the number of layers it holds for."""
+        grouped = sum(len(group) for group in self.groups if len(group) > 1)
+        lines = [f"fused {self.fused} of {self.total} adapted layers ({self.backend}), {grouped} of them with siblings"]
+        for title, reasons in (("not fused", self.refused), ("not grouped", self.alone)):
+            examples: dict[str, str] = {}
+            for name, reason in reasons:
+                examples.setdefault(reason, name)
+            counts = Counter(reason for _, reason in reasons)
+            lines += [f"  {title}: {count} layers ({examples[reason]}): {reason}" for reason, count in counts.items()]
+        return lines
+
+
+def fuse(
+    model: nn.Module,
+    backend: Literal["auto", "cuda", "reference"],
+    *,
+    forward: Callable[[], object] | None,
+    no_groups: str | None = None,
+) -> FusionReport:
+    """Swap the forward of every adapted layer that the operators can compute.
+
+    `forward` runs the model once on a few tokens: siblings are found by watching it. `no_groups` says why there are to
+    be none. Raises ValueError if `cuda` is asked for and cannot be had, or if the operators fail their self-test.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    chosen = ops.load(backend)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    report = FusionReport(len(layers), f"{chosen.name}: {chosen.reason}")
+    members: dict[str, _Member] = {}
+    for name, layer in layers.items():
+        reason = why_not(layer)
+        if reason is None:
+            members[name] = _Member(layer)
+        else:
+            report.refused.append((name, reason))
+    report.groups = [(name,) for name in members]
+    if forward is None or no_groups:
+        report.alone = [(name, no_groups or "no forward to watch") for name in members]
+    else:
+        found, alone = find_groups(model, {name: layers[name] for name in members}, forward)
+        report.alone = [(single.name, single.reason) for single in alone]
+        report.groups = [(single.name,) for single in alone]
+        for siblings in found:
+            if len({members[name].kind for name in siblings.names}) == 1:
+                report.groups.append(siblings.names)
+            else:
+                report.groups += [(name,) for name in siblings.names]
+                report.alone += [(name, "siblings differ in base or dropout") for name in siblings.names]
+    groups = [_Group([members[name] for name in names]) for names in report.groups]
+    if chosen.name == "cuda":
+        check_operators(groups)
+    for group in groups:
+        group.install()
+    return report
+
+
+def why_not(layer: Any) -> str | None:
+    """Why the operators cannot compute this adapted layer, or None if they can."""
+    base = layer.base_layer
+    names = layer.active_adapters
+    if type(base) not in (nn.Linear, FrozenLinear4bit):
+        return f"the base is {type(base).__name__}, not a linear layer"
+    if isinstance(base, FrozenLinear4bit) and base.quant_state.quant_type != "nf4":
+        return f"the base is quantised as {base.quant_state.quant_type}, not nf4"
+    if len(names) != 1 or names[0] not in layer.lora_A:
+        return f"{len(names)} active adapters, not one"
+    if layer.lora_variant.get(names[0]) is not None:
+        return "DoRA computes norms of the whole update, which the operator does not"
+    if layer.lora_bias.get(names[0]):
+        return "the adapter has a bias of its own"
+    if layer.r[names[0]] > MAX_RANK:
+        return f"r={layer.r[names[0]]} is above {MAX_RANK}"
+    if getattr(layer, "fan_in_fan_out", False):
+        return "the weight is stored transposed"
+    if type(layer.lora_dropout[names[0]]) not in (nn.Dropout, nn.Identity):
+        return f"dropout is {type(layer.lora_dropout[names[0]]).__name__}"
+    return None
+
+
+class _Member:
+    """One adapted layer and what the operator needs of it, read anew at every call."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.plain_forward = layer.forward
+        self.adapter: str = layer.active_adapters[0]
+
+    def applies_to(self, x: Tensor) -> bool:
+        """False while PEFT's own forward has to do the work."""
+        layer = self.layer
+        usual = not layer.disable_adapters and not layer.merged and list(layer.active_adapters) == [self.adapter]
+        return usual and x.dim() > 1 and x.dtype == self.down.dtype == self.compute_dtype
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What siblings must have in common."""
+        base = self.layer.base_layer
+        packing = ops.Nf4Weight.of(base.weight).layout() if isinstance(base, FrozenLinear4bit) else None
+        return type(base), packing, self.compute_dtype, self.down.dtype, getattr(self._dropout_module, "p", 0.0)
+
+    @property
+    def _dropout_module(self) -> nn.Module:
+        return self.layer.lora_dropout[self.adapter]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        base = self.layer.base_layer
+        return base.compute_dtype if isinstance(base, FrozenLinear4bit) else base.weight.dtype
+
+    @property
+    def down(self) -> Tensor:
+        return self.layer.lora_A[self.adapter].weight
+
+    @property
+    def up(self) -> Tensor:
+        return self.layer.lora_B[self.adapter].weight
+
+    @property
+    def dropout(self) -> float:
+        module = self._dropout_module
+        return float(module.p) if isinstance(module, nn.Dropout) and module.training else 0.0
+
+
+class _Group:
+    """Layers computed together; a layer without siblings is a group of one."""
+
+    def __init__(self, members: Sequence[_Member]) -> None:
+        self.members = list(members)
+        # What the first sibling computed for the others, until they fetch it in the same forward pass.
+        self._input: Tensor | None = None
+        self._waiting: dict[int, Tensor] = {}
+
+    def install(self) -> None:
+        """Replace the layers' forward."""
+        for index, member in enumerate(self.members):
+            member.layer.forward = self._forward_of(index, member)
+
+    def _forward_of(self, index: int, member: _Member) -> Callable[..., Tensor]:
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if args or kwargs or not member.applies_to(x):
+                return member.plain_forward(x, *args, **kwargs)
+            return self._output(index, x)
+
+        return forward
+
+    def _output(self, index: int, x: Tensor) -> Tensor:
+        if index == 0:
+            self._input, self._waiting = None, {}
+            together = [member for member in self.members if member.applies_to(x)]
+            if len(self.members) > 1 and len(together) == len(self.members):
+                first, *others = compute(self.members, x)
+                self._input, self._waiting = x, dict(enumerate(others, start=1))
+                return first
+        elif self._input is x and index in self._waiting:
+            output = self._waiting.pop(index)
+            if not self._waiting:
+                self._input = None
+            return output
+        return compute([self.members[index]], x)[0]
+
+
+def compute(
+    members: Sequence[_Member], x: Tensor, factors: tuple[list[Tensor], list[Tensor]] | None = None
+) -> list[Tensor]:
+    """y_i = x W_i^T + bias_i + s_i dropout(x) A_i^T B_i^T for all members; siblings share one dropout mask.
+
+    `factors` are used instead of the members' own A_i and B_i.
+    """
+    bases = [member.layer.base_layer for member in members]
+    downs, ups = factors or ([member.down for member in members], [member.up for member in members])
+    scales = [member.layer.scaling[member.adapter] for member in members]
+    arguments = ([base.bias for base in bases], downs, ups, scales, members[0].dropout if factors is None else 0.0)
+    if isinstance(bases[0], FrozenLinear4bit):
+        return ops.nf4_group(x, [ops.Nf4Weight.of(base.weight) for base in bases], *arguments)
+    return ops.lora_group(x, [base.weight for base in bases], *arguments)
+
+
+def check_operators(groups: Sequence[_Group]) -> None:
+    """Compare the operators with plain torch on this model's own weights, once per shape; ValueError on a mismatch.
+
+    A few random tokens go forward and backward; the error allowed is a few roundings of the compute type.
+    """
+    tested: set[tuple[Any, ...]] = set()
+    for group in groups:
+        members = group.members
+        shapes = tuple((tuple(member.down.shape), tuple(member.up.shape)) for member in members)
+        if (shapes, members[0].kind) not in tested:
+            tested.add((shapes, members[0].kind))
+            _check_group(members)
+
+
+def _check_group(members: Sequence[_Member]) -> None:
+    first = members[0]
+    device, dtype = first.down.device, first.compute_dtype
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype, generator=generator).requires_grad_()
+
+    x = draw(TEST_TOKENS, first.down.shape[1])
+    downs = [draw(*member.down.shape) for member in members]
+    ups = [draw(*member.up.shape) for member in members]
+    grads = [draw(TEST_TOKENS, up.shape[0]).detach() for up in ups]
+    inputs = [x, *downs, *ups]
+    ours = compute(members, x, (downs, ups))
+    our_grads = torch.autograd.grad(ours, inputs, grads)
+    exact = [tensor.detach().float().requires_grad_() for tensor in inputs]
+    truth = _in_plain_torch(members, exact[0], exact[1 : 1 + len(members)], exact[1 + len(members) :])
+    true_grads = torch.autograd.grad(truth, exact, [grad.float() for grad in grads])
+    allowed = 1e-3 if dtype == torch.float32 else 2e-2
+    for what, got, wanted in [("output", *pair) for pair in zip(ours, truth, strict=True)] + [
+        ("gradient", *pair) for pair in zip(our_grads, true_grads, strict=True)
+    ]:
+        error = float((got.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
+        if not error <= allowed:
+            raise ValueError(
+                f"ops.backend=cuda: self-test of layers {[tuple(up.shape) for up in ups]} in {dtype}: {what} is off by "
+                f"{error:.2g} (allowed {allowed}); use ops.backend: peft and report this card"
+            )
+
+
+def _in_plain_torch(members: Sequence[_Member], x: Tensor, downs: list[Tensor], ups: list[Tensor]) -> list[Tensor]:
+    outputs = []
+    for member, down, up in zip(members, downs, ups, strict=True):
+        base = member.layer.base_layer
+        weight = base.weight
+        if isinstance(base, FrozenLinear4bit):
+            weight = dequantize_4bit(weight.data, base.quant_state)
+        bias = None if base.bias is None else base.bias.float()
+        frozen = nn.functional.linear(x, weight.detach().float(), bias)
+        outputs.append(frozen + member.layer.scaling[member.adapter] * (x @ down.t()) @ up.t())
+    return outputs
