@@ -253,7 +253,8 @@ def _check_group(members: Sequence[_Member]) -> None:
     for what, got, wanted in [("output", *pair) for pair in zip(ours, truth, strict=True)] + [
         ("gradient", *pair) for pair in zip(our_grads, true_grads, strict=True)
     ]:
-        error = float((got.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
+        difference = (got.detach().float() - wanted.detach()).square().mean().sqrt()
+        error = float(difference / wanted.detach().square().mean().sqrt())
         if not error <= allowed:
             raise ValueError(
                 f"ops.backend=cuda: self-test of layers {[tuple(up.shape) for up in ups]} in {dtype}: {what} is off by "

@@ -1,0 +1,123 @@
+"""Adapters onto real layers: what is matched, what is said, and that every tensor must learn."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import make_model
+from trainer.adapt import GradientCheck, adapted_layers, apply_adapter, check_targets, count_parameters
+from trainer.config import LoraSection, ModelSection, QuantizationSection, UserError
+from trainer.model import empty_model, load_base_model, load_model_config, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("adapt"))
+
+
+def base(folder: Path, quantized: bool = False) -> Any:
+    return load_base_model(
+        str(folder),
+        ModelSection(),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        attention="sdpa",
+        quantization=QuantizationSection() if quantized else None,
+    )
+
+
+def test_targets_that_match_nothing_are_refused_with_what_there_is(folder: Path) -> None:
+    """On a model without weights."""
+    model = empty_model(load_model_config(str(folder), ModelSection()), ModelSection())
+    assert all(parameter.is_meta for parameter in model.parameters())
+    check_targets(model, LoraSection(target_modules=("q_proj", "mlp.down_proj")))
+    with pytest.raises(
+        UserError, match=r"\['query'\]: match no layer.*q_proj \(2\).*lm_head \(1\)|lm_head \(1\).*q_proj \(2\)"
+    ):
+        check_targets(model, LoraSection(target_modules=("q_proj", "query")))
+    with pytest.raises(UserError, match=r"modules_to_save=head: matches no module.*lm_head"):
+        check_targets(model, LoraSection(modules_to_save=("head",)))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_table_and_the_counts(folder: Path, quantized: bool) -> None:
+    """r=4 on all linear layers of two layers: 4 (in + out) each; 4-bit weights count as what they stand for."""
+    model = base(folder, quantized)
+    total = sum(parameter.numel() for parameter in base(folder).parameters())
+    adapted = apply_adapter(model, LoraSection(r=4, alpha=8), torch.float32)
+    table = {layer.name: (layer.shape, layer.count, layer.parameters) for layer in adapted_layers(adapted)}
+    assert table["q_proj"] == ("64 -> 64", 2, 2 * 4 * 128)
+    assert table["gate_proj"] == ("64 -> 128", 2, 2 * 4 * 192)
+    assert "lm_head" not in table
+    trainable = 2 * 4 * (128 + 96 + 96 + 128 + 192 + 192 + 192)
+    assert count_parameters(adapted) == (trainable, total + trainable)
+
+
+def test_the_adapter_starts_from_another(folder: Path, tmp_path: Path) -> None:
+    first = apply_adapter(base(folder), LoraSection(r=4), torch.float32)
+    with torch.no_grad():
+        for name, parameter in first.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.5)
+    first.save_pretrained(tmp_path)
+    second = apply_adapter(base(folder), LoraSection(r=99, adapter_path=str(tmp_path)), torch.float32)
+    values = [parameter for name, parameter in second.named_parameters() if "lora_B" in name]
+    assert len(values) == 14 and all(bool((value == 0.5).all()) and value.requires_grad for value in values)
+
+
+def test_every_tensor_must_get_a_finite_gradient(folder: Path) -> None:
+    model = apply_adapter(base(folder), LoraSection(r=4), torch.float32)
+    ids = torch.arange(3, 20)[None]
+    check = GradientCheck(model)
+    model(input_ids=ids).logits.sum().backward()
+    check.finish()
+
+    unreached = GradientCheck(model)
+    with pytest.raises(RuntimeError, match="28 of 28 trained tensors got no gradient"):
+        unreached.finish()
+
+    broken = GradientCheck(model)
+    (model(input_ids=ids).logits.sum() * float("inf")).backward()
+    with pytest.raises(RuntimeError, match="not finite"):
+        broken.finish()
+
+
+def test_a_missing_pad_token_is_found_or_named(folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(folder), ModelSection())
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path), ModelSection()).pad_token == "<|endoftext|>"
+    assert load_tokenizer(str(tmp_path), ModelSection(pad_token="<|im_start|>")).pad_token == "<|im_start|>"
+    with pytest.raises(UserError, match=r"model.pad_token=\[NO\]: not in the vocabulary"):
+        load_tokenizer(str(tmp_path), ModelSection(pad_token="[NO]"))
+
+
+def test_4bit_layers_compute_what_their_dequantised_weights_say(folder: Path) -> None:
+    """Forward and backward, against plain linear layers with the same weights; the head stays in full precision."""
+    import bitsandbytes as bnb
+    from bitsandbytes.functional import dequantize_4bit
+
+    quantized, plain = base(folder, quantized=True), base(folder)
+    layers = {name: module for name, module in quantized.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
+    assert len(layers) == 14 and "lm_head" not in layers
+    for name, module in layers.items():
+        plain.get_submodule(name).weight.data = dequantize_4bit(module.weight.data, module.quant_state).float()
+    ids = torch.arange(3, 40)[None]
+    results = []
+    for model in (quantized, plain):
+        embedded = model.get_input_embeddings()(ids).detach().requires_grad_()
+        logits = model(inputs_embeds=embedded).logits
+        logits.square().mean().backward()
+        results.append((logits.detach(), embedded.grad))
+    torch.testing.assert_close(results[0], results[1], atol=1e-5, rtol=1e-4)
+
+
+def test_a_model_without_safetensors_is_refused(folder: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(folder, tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"no \.safetensors file"):
+        base(tmp_path / "m", quantized=True)
