@@ -7,6 +7,7 @@ PEFT's own forward do the work. Siblings that read the same input are computed i
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -89,8 +90,7 @@ def fuse(
                 report.groups += [(name,) for name in siblings.names]
                 report.alone += [(name, "siblings differ in base or dropout") for name in siblings.names]
     groups = [_Group([members[name] for name in names]) for names in report.groups]
-    if chosen.name == "cuda":
-        check_operators(groups)
+    check_operators(groups)
     for group in groups:
         group.install()
     return report
@@ -228,7 +228,16 @@ def check_operators(groups: Sequence[_Group]) -> None:
         shapes = tuple((tuple(member.down.shape), tuple(member.up.shape)) for member in members)
         if (shapes, members[0].kind) not in tested:
             tested.add((shapes, members[0].kind))
-            _check_group(members)
+            with _gathered(members):
+                _check_group(members)
+
+
+def _gathered(members: Sequence[_Member]) -> AbstractContextManager[Any]:
+    """The members' weights whole, where stage 3 has partitioned them."""
+    import deepspeed
+
+    weights = [weight for member in members for weight in member.layer.parameters() if hasattr(weight, "ds_id")]
+    return deepspeed.zero.GatheredParameters(weights) if weights else nullcontext()
 
 
 def _check_group(members: Sequence[_Member]) -> None:
@@ -257,7 +266,7 @@ def _check_group(members: Sequence[_Member]) -> None:
         error = float(difference / wanted.detach().square().mean().sqrt())
         if not error <= allowed:
             raise ValueError(
-                f"ops.backend=cuda: self-test of layers {[tuple(up.shape) for up in ups]} in {dtype}: {what} is off by "
+                f"ops.backend={ops.load().name}: self-test of layers {[tuple(up.shape) for up in ups]} in {dtype}: {what} is off by "
                 f"{error:.2g} (allowed {allowed}); use ops.backend: peft and report this card"
             )
 

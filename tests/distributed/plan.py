@@ -115,15 +115,16 @@ ONE_RANK: list[dict[str, Any]] = [
         training__resume_from_checkpoint="cut/checkpoint-6",
         output_dir="longer",
     ),
-    # A learning rate at which the held-out loss soon rises.
+    # Learning rates at which the held-out loss soon rises.
     case(
         "early", training__learning_rate=0.3, training__max_steps=8, training__eval_steps=1, training__early_stopping=2
     ),
     case(
         "best",
-        training__learning_rate=0.5,
-        training__lr_scheduler="constant",
-        training__max_steps=6,
+        training__learning_rate=0.2,
+        training__lr_scheduler="constant_with_warmup",
+        training__warmup_steps=5,
+        training__max_steps=5,
         training__eval_steps=1,
         training__best_checkpoint=True,
         training__save_total_limit=1,
