@@ -1,0 +1,119 @@
+"""Losses of documents, their token-weighted mean and its bootstrap: against formulas and the trainer's own loss."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import write_chats
+from tests.unit.test_after_run import make_run
+from trainer import evaluate
+from trainer.data import Sample
+from trainer.data.batches import collate
+from trainer.evaluate import bootstrap, held_out_documents, row_losses
+from trainer.finished_run import find_run, load_trained, saved_tokenizer
+from trainer.step import TokenLoss
+
+
+def test_the_loss_weighs_tokens_and_not_documents() -> None:
+    found = bootstrap(np.array([10.0, 4.0]), np.array([5.0, 1.0]), np.array([10.0, 1.0]), resamples=500, seed=0)
+    assert found.base.loss == pytest.approx(14 / 11)
+    assert found.adapter.loss == pytest.approx(6 / 11)
+    assert found.difference.loss == pytest.approx(-8 / 11)
+    # With two documents the extremes are draws of one of them alone.
+    assert (found.base.low, found.base.high) == pytest.approx((1.0, 4.0))
+
+
+def test_the_interval_is_that_of_theory_where_theory_has_one() -> None:
+    draw = np.random.default_rng(3)
+    tokens = np.full(900, 20.0)
+    losses = tokens * draw.normal(2.0, 0.6, size=900)
+    found = bootstrap(losses, losses - 0.5 * tokens, tokens, resamples=2000, seed=1)
+    half = 1.96 * (losses / tokens).std() / math.sqrt(900)
+    assert (found.base.high - found.base.low) / 2 == pytest.approx(half, rel=0.08)
+    assert found.base.low < 2.0 < found.base.high
+    # A paired difference that is the same in every document is certain, however much the documents differ.
+    assert (found.difference.low, found.difference.high) == pytest.approx((-0.5, -0.5))
+
+
+def test_the_same_seed_gives_the_same_interval() -> None:
+    draw = np.random.default_rng(0)
+    losses, tokens = draw.exponential(5.0, size=40), draw.integers(1, 9, size=40).astype(float)
+    first, again, other = (bootstrap(losses, losses, tokens, resamples=300, seed=seed) for seed in (4, 4, 5))
+    assert first == again != other
+
+
+def test_the_measures_of_a_loss_agree() -> None:
+    found = bootstrap(np.array([20.0]), np.array([10.0]), np.array([10.0]), resamples=10, seed=0).to_dict()
+    assert found["base"]["bits_per_token"] == pytest.approx(2 / math.log(2))
+    assert found["base"]["perplexity"] == pytest.approx(math.exp(2))
+    assert found["difference"]["perplexity_ratio"] == pytest.approx(math.exp(1) / math.exp(2))
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("run"))
+
+
+def test_losses_of_rows_are_those_of_the_rows_alone_and_add_up_to_the_trainers(run_dir: Path) -> None:
+    run = find_run(run_dir)
+    tokenizer = saved_tokenizer(run)
+    model = load_trained(run, tokenizer, torch.device("cpu"))
+    documents = held_out_documents(run, tokenizer, None, None)
+    assert len({len(document.input_ids) for document in documents}) > 2
+    sums = row_losses(model, collate(documents, 0, packed=False, flat=False))
+    alone = [row_losses(model, collate([document], 0, packed=False, flat=False)).item() for document in documents]
+    np.testing.assert_allclose(sums.numpy(), alone, rtol=1e-5)
+    with torch.no_grad():
+        # As the trainer measures a pack: one row, positions restarting, no mask.
+        whole = Sample(
+            [token for document in documents for token in document.input_ids],
+            [trained for document in documents for trained in document.trained],
+            [len(document.input_ids) for document in documents],
+        )
+        packed = TokenLoss(model)(model, collate([whole], 0, packed=True, flat=False), torch.device("cpu"))
+    assert packed.item() == pytest.approx(sum(alone), rel=1e-5)
+
+
+def test_packs_are_taken_apart_into_the_documents_that_were_packed(tmp_path: Path) -> None:
+    held = str(write_chats(tmp_path / "all.jsonl", 30, seed=2))
+    data = {"path": held, "val_split": 0.4, "max_length": 96, "cache_dir": str(tmp_path / "cache")}
+    found = []
+    for packing in (False, True):
+        folder = tmp_path / str(packing)
+        folder.mkdir()
+        run = find_run(make_run(folder, dataset=data | {"packing": packing}))
+        documents = held_out_documents(run, saved_tokenizer(run), None, None)
+        found.append(sorted((document.input_ids, document.trained) for document in documents))
+    assert len(found[0]) == 12
+    assert found[0] == found[1]
+
+
+def test_the_table_the_file_and_another_data_set(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = {}
+    for batch_size, data in (("1", None), ("4", None), ("4", write_chats(tmp_path / "other.jsonl", 40, seed=9))):
+        file = tmp_path / f"{batch_size}-{data is None}.json"
+        arguments = [str(run_dir), "--batch-size", batch_size, "--samples", "200", "--json", str(file)]
+        assert evaluate.main(arguments + (["--data", str(data)] if data else [])) == 0
+        records[batch_size, data is None] = json.loads(file.read_text())
+    one, four, other = records["1", True], records["4", True], records["4", False]
+    assert one["documents"] == 9 and other["documents"] == 40
+    assert four["adapter"]["loss"] == pytest.approx(one["adapter"]["loss"], rel=1e-5)
+    assert four["base"]["loss_interval"][0] < four["base"]["loss"] < four["base"]["loss_interval"][1]
+    assert four["adapter"]["loss"] != pytest.approx(four["base"]["loss"], rel=1e-3)
+    assert other["base"]["loss"] != pytest.approx(one["base"]["loss"], rel=1e-6)
+    shown = capsys.readouterr().out
+    assert f"{four['adapter']['loss']:.4f}" in shown and f"{four['base']['perplexity']:,.2f}" in shown
+    assert shown.count("only 9 documents: the intervals are rough") == 2
+    assert max(len(line) for line in shown.splitlines() if "target tokens" not in line) <= 80
+
+
+def test_a_run_whose_training_data_is_gone_is_still_evaluated(run_dir: Path) -> None:
+    run = find_run(run_dir)
+    assert run.config.dataset.path is not None and not Path(run.config.dataset.path).exists()
+    assert len(held_out_documents(run, saved_tokenizer(run), None, None)) == 9

@@ -1,0 +1,120 @@
+"""Answers: the model's own words through the chat template, ended where training ended them, base and adapter apart."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from tests.unit.test_after_run import make_run
+from trainer import generate
+from trainer.config import UserError
+from trainer.finished_run import find_run, load_trained, saved_tokenizer
+from trainer.generate import Sampling, answer, prompt_ids, show, stop_tokens
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def trained(run_dir: Path) -> tuple[Any, Any]:
+    run = find_run(run_dir)
+    tokenizer = saved_tokenizer(run)
+    return load_trained(run, tokenizer, torch.device("cpu")), tokenizer
+
+
+def by_hand(model: Any, tokenizer: Any, ids: torch.Tensor, count: int) -> str:
+    """Greedy decoding without a cache: the likeliest token, over and over."""
+    length = ids.shape[1]
+    with torch.no_grad():
+        while ids.shape[1] < length + count:
+            token = model(ids, use_cache=False).logits[0, -1].argmax()
+            ids = torch.cat([ids, token.reshape(1, 1)], dim=1)
+            if token in stop_tokens(model, tokenizer):
+                break
+    return str(tokenizer.decode(ids[0, length:], skip_special_tokens=True)).strip()
+
+
+@pytest.mark.parametrize("prompt", ["seven green cats", "over under", "a"])
+def test_a_greedy_answer_is_the_likeliest_token_over_and_over(trained: tuple[Any, Any], prompt: str) -> None:
+    model, tokenizer = trained
+    ids = prompt_ids(tokenizer, prompt, None)
+    found = answer(model, tokenizer, prompt, Sampling(max_new_tokens=12))
+    assert found == by_hand(model, tokenizer, ids, 12)
+    with model.disable_adapter():
+        base = by_hand(model, tokenizer, ids, 12)
+    assert answer(model, tokenizer, prompt, Sampling(max_new_tokens=12), with_adapter=False) == base
+    assert found != base
+
+
+def test_a_prompt_ends_where_the_assistant_takes_over(trained: tuple[Any, Any]) -> None:
+    _, tokenizer = trained
+    text = tokenizer.decode(prompt_ids(tokenizer, "red cat", "be brief")[0])
+    expected = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nred cat<|im_end|>\n<|im_start|>assistant\n"
+    assert text == expected
+
+
+def test_a_template_without_system_turns_says_so(run_dir: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(run_dir)
+    tokenizer.chat_template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns here') }}{% endif %}"
+    )
+    with pytest.raises(UserError, match=r"chat template refuses the conversation .*no system turns here"):
+        prompt_ids(tokenizer, "x", "be brief")
+
+
+def test_an_answer_ends_with_the_turn_even_if_the_base_knows_another_end(trained: tuple[Any, Any]) -> None:
+    model, _ = trained
+    tokenizer = AutoTokenizer.from_pretrained(model.peft_config["default"].base_model_name_or_path)
+    tokenizer.eos_token = "<|endoftext|>"
+    ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    model.generation_config.eos_token_id = ends[0]
+    try:
+        assert stop_tokens(model, tokenizer) == sorted(ends)
+    finally:
+        model.generation_config.eos_token_id = ends[1]
+
+
+def test_the_answer_never_runs_past_the_models_context(trained: tuple[Any, Any]) -> None:
+    model, tokenizer = trained
+    prompt = "cat " * 230
+    room = 256 - prompt_ids(tokenizer, prompt, None).shape[1]
+    assert 0 < room < 20
+    longest = answer(model, tokenizer, prompt, Sampling(max_new_tokens=1000))
+    assert longest == answer(model, tokenizer, prompt, Sampling(max_new_tokens=room))
+    assert longest != answer(model, tokenizer, prompt, Sampling(max_new_tokens=room - 1)), "it did not end by itself"
+
+
+def test_low_top_p_is_greedy_and_a_high_temperature_is_not(trained: tuple[Any, Any]) -> None:
+    model, tokenizer = trained
+    greedy = answer(model, tokenizer, "red cat", Sampling(12))
+    assert answer(model, tokenizer, "red cat", Sampling(12, temperature=1.0, top_p=1e-6)) == greedy
+    torch.manual_seed(0)
+    drawn = {answer(model, tokenizer, "red cat", Sampling(12, temperature=5.0)) for _ in range(4)}
+    assert len(drawn) > 1
+
+
+def test_one_answer_is_printed_as_it_is() -> None:
+    console = Console(file=io.StringIO(), width=20)
+    show({"adapter": "[bold]a list[0] of words that is longer than the line[/bold]"}, console)
+    assert console.file.getvalue() == "[bold]a list[0] of words that is longer than the line[/bold]\n"  # type: ignore[attr-defined]
+
+
+def test_prompts_come_from_the_command_line_or_line_by_line(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = ["--max-new-tokens", "6"]
+    assert generate.main([str(run_dir), "seven cats", *few]) == 0
+    single = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO("seven cats\n\n  blue dog \n"))
+    assert generate.main([str(run_dir), *few]) == 0
+    piped = capsys.readouterr().out
+    assert piped.startswith(single) and len(piped) > len(single)
+    assert generate.main([str(run_dir), "seven cats", "--base", *few]) == 0
+    beside = capsys.readouterr().out
+    assert "base" in beside and "base + adapter" in beside

@@ -1,0 +1,99 @@
+"""The merged model gives the adapter's logits, whatever the adapter is on; and its files are read back."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.unit.test_after_run import make_run
+from trainer.finished_run import FinishedRun, find_run, load_trained, saved_tokenizer
+from trainer.merge import check_saved, main, merge
+
+CPU = torch.device("cpu")
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("plain", {}, {}),
+    ("qlora", {}, {"adapter": "qlora"}),
+    ("tied", {"tie_word_embeddings": True}, {}),
+    ("tied head", {"tie_word_embeddings": True}, {"lora": {"target_modules": ["q_proj", "lm_head"]}}),
+    ("tied embedding", {"tie_word_embeddings": True}, {"lora": {"target_modules": ["q_proj", "embed_tokens"]}}),
+    ("grown", {"vocab_size": 327}, {"model": {"added_tokens": ["<tool>"]}}),
+]
+
+
+@pytest.mark.parametrize(("name", "model", "settings"), CASES, ids=[case[0] for case in CASES])
+def test_merged_logits_are_the_adapters(
+    name: str, model: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    run = find_run(make_run(tmp_path, llama=model, **settings))
+    tokenizer = saved_tokenizer(run)
+    output = merge(run, tmp_path / "merged")
+    # In full precision, whatever the run was trained on: a 4-bit base is not what an adapter is merged into.
+    full = run.config.model_copy(update={"adapter": "lora"})
+    adapted = load_trained(FinishedRun(run.folder, run.run_dir, full), tokenizer, CPU)
+    merged = AutoModelForCausalLM.from_pretrained(output)
+    tokens = torch.randint(len(tokenizer), (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits, expected = merged(tokens).logits, adapted(tokens).logits
+        with adapted.disable_adapter():
+            base = adapted(tokens).logits
+    assert (logits - expected).abs().max() < 1e-5
+    assert (expected - base).abs().max() > 1e-2, "the adapter does something"
+    assert merged.config.use_cache and not list(output.glob("adapter_*"))
+    assert len(AutoTokenizer.from_pretrained(output)) == len(tokenizer) <= merged.config.vocab_size
+
+
+def test_a_16_bit_sum_is_rounded_once(tmp_path: Path) -> None:
+    run = find_run(make_run(tmp_path))
+    output = merge(run, tmp_path / "merged", dtype="bf16")
+    name = "model.layers.1.mlp.up_proj"
+    base = load_file(tmp_path / "model" / "model.safetensors")[f"{name}.weight"].bfloat16()
+    adapter = load_file(run.folder / "adapter_model.safetensors")
+    a, b = (adapter[f"base_model.model.{name}.lora_{factor}.weight"] for factor in "AB")
+    scale = 8 / 4  # PEFT's alpha over the run's r
+    expected = (base.float() + scale * b @ a).bfloat16()
+    assert torch.equal(load_file(output / "model.safetensors")[f"{name}.weight"], expected)
+
+
+def test_auto_keeps_the_number_format_of_the_base(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    output = merge(find_run(folder), tmp_path / "merged")
+    assert {value.dtype for value in load_file(output / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_weights_beyond_the_format_are_an_error_and_leave_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path)
+    file = folder / "adapter_model.safetensors"
+    save_file({name: value * 1e4 for name, value in load_file(file).items()}, file, metadata={"format": "pt"})
+    assert main([str(folder), "--dtype", "fp16"]) == 1
+    assert "is not finite in torch.float16; merge with --dtype bf16 or fp32" in capsys.readouterr().err
+    assert not (folder / "merged").exists() and not list(folder.glob(".writing-*"))
+    assert main([str(folder), "--dtype", "bf16"]) == 0
+
+
+def test_what_the_disk_spoils_is_found(tmp_path: Path) -> None:
+    run = find_run(make_run(tmp_path))
+    output = merge(run, tmp_path / "merged")
+    model = AutoModelForCausalLM.from_pretrained(output)
+    check_saved(model, output)
+    file = output / "model.safetensors"
+    whole = load_file(file)
+    spoiled = {name: value + (name == "model.norm.weight") for name, value in whole.items()}
+    save_file(spoiled, file, metadata={"format": "pt"})
+    with pytest.raises(RuntimeError, match=r"model\.norm\.weight read back differs"):
+        check_saved(model, output)
+    save_file({name: value for name, value in whole.items() if "norm" in name}, file, metadata={"format": "pt"})
+    with pytest.raises(RuntimeError, match="weights of the model's"):
+        check_saved(model, output)
+
+
+def test_an_empty_folder_is_free_for_output(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert main([str(folder), "--output", str(tmp_path / "empty")]) == 0
+    assert (tmp_path / "empty" / "config.json").is_file()

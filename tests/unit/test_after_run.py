@@ -1,0 +1,185 @@
+"""A run's folder found again: what is read from it, and one line for every folder that is not one. Makes runs, too."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import make_model, write_chats
+from trainer import evaluate, generate, merge, push
+from trainer.config import RunConfig, UserError
+from trainer.finished_run import find_run, load_trained, saved_tokenizer
+from trainer.model import load_tokenizer
+
+
+def make_run(folder: Path, *, llama: dict[str, Any] | None = None, **settings: Any) -> Path:
+    """A run as training leaves it, without the training: the adapter's B is drawn and not learned."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base_model = make_model(folder / "model", **(llama or {}))
+    write_chats(folder / "held.jsonl", 9, seed=1)
+    dataset = {"path": str(folder / "gone.jsonl"), "max_length": 96, "cache_dir": str(folder / "cache")}
+    dataset["evaluation"] = {"path": str(folder / "held.jsonl")}
+    run_dir = folder / "run"
+    values: dict[str, Any] = {"base_model": str(base_model), "output_dir": str(run_dir), "dataset": dataset}
+    values["training"] = {"precision": "fp32"}
+    config = RunConfig.model_validate(values | settings)
+    run_dir.mkdir()
+    (run_dir / "training_config.json").write_text(config.model_dump_json())
+    torch.manual_seed(1)
+    names = list(config.lora.target_modules)
+    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear" if names == ["all-linear"] else names)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base_model), lora)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name or "lora_embedding_A" in name:  # what starts at zero
+            torch.nn.init.normal_(parameter, std=0.05)
+    adapted.save_pretrained(run_dir)
+    load_tokenizer(str(base_model), config.model).save_pretrained(run_dir)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("run"))
+
+
+def test_a_checkpoint_is_a_run_with_the_configuration_of_its_parent(run_dir: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-3"
+    checkpoint.mkdir()
+    (tmp_path / "training_config.json").write_text((run_dir / "training_config.json").read_text())
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (checkpoint / name).write_bytes((run_dir / name).read_bytes())
+    run = find_run(checkpoint)
+    assert (run.folder, run.run_dir) == (checkpoint, tmp_path)
+    assert run.config == find_run(run_dir).config
+
+
+def test_the_tokenizer_has_the_chat_template_of_the_run(tmp_path: Path) -> None:
+    template = "{% for message in messages %}({{ message['content'] }}){% endfor %}"
+    folder = make_run(tmp_path)
+    run = find_run(folder)
+    data = run.config.dataset.model_copy(update={"chat_template": template})
+    config = run.config.model_copy(update={"dataset": data})
+    (folder / "training_config.json").write_text(config.model_dump_json())
+    assert saved_tokenizer(find_run(folder)).chat_template == template
+
+
+def test_another_base_model_takes_the_place_of_the_runs(run_dir: Path, tmp_path: Path) -> None:
+    other = make_model(tmp_path / "other", seed=7)
+    device = torch.device("cpu")
+    tokens = torch.arange(3, 20)[None]
+    logits = []
+    for base_model in (None, str(other)):
+        run = find_run(run_dir, base_model)
+        with torch.no_grad():
+            logits.append(load_trained(run, saved_tokenizer(run), device)(tokens).logits)
+    assert not torch.allclose(*logits, atol=0.1)
+
+
+def test_an_adapter_that_does_not_fit_the_base_is_an_error_of_one_line(run_dir: Path, tmp_path: Path) -> None:
+    run = find_run(run_dir, str(make_model(tmp_path / "wide", hidden=128)))
+    with pytest.raises(UserError, match=r"does not fit base_model=.*size mismatch"):
+        load_trained(run, saved_tokenizer(run), torch.device("cpu"))
+
+
+def _broken(run_dir: Path, folder: Path, case: str) -> Path:
+    """A folder that is wrong in the way that `case` names."""
+    config = find_run(run_dir).config
+    changes: dict[str, Any] = {}
+    if case == "full":
+        changes["adapter"] = "none"
+    elif case == "no data":
+        changes["dataset"] = config.dataset.model_copy(update={"evaluation": None})
+    elif case == "base gone":
+        changes["base_model"] = str(folder / "gone")
+    folder.mkdir()
+    for path in run_dir.iterdir():
+        if path.is_file() and not (case == "no adapter" and path.name.startswith("adapter_")):
+            (folder / path.name).write_bytes(path.read_bytes())
+    text = config.model_copy(update=changes).model_dump_json()
+    (folder / "training_config.json").write_text("{}" if case == "broken config" else text)
+    if case == "not a run":
+        (folder / "training_config.json").unlink()
+    if case == "occupied":
+        (folder / "merged").mkdir()
+        (folder / "merged" / "model.safetensors").write_text("mine")
+    return folder
+
+
+ALL = (evaluate, generate, merge, push)
+BAD_FOLDERS = [
+    *[(module, "not a run", "not the folder of a run") for module in ALL],
+    *[(module, "no adapter", "no adapter_model.safetensors.*train it first") for module in ALL],
+    *[(module, "full", "adapter: none.*whole model") for module in ALL],
+    *[(module, "broken config", "training_config.json: base_model: Field required") for module in ALL],
+    (evaluate, "base gone", "base_model=.*gone: the folder of the base model is gone; --base-model"),
+    (generate, "base gone", "base_model=.*gone: the folder of the base model is gone; --base-model"),
+    (merge, "base gone", "base_model=.*gone: the folder of the base model is gone; --base-model"),
+    (evaluate, "no data", "held no data out; name some with --data"),
+    (merge, "occupied", "merged: exists and would be overwritten"),
+]
+
+
+@pytest.mark.parametrize(("module", "case", "message"), BAD_FOLDERS, ids=lambda value: getattr(value, "__name__", None))
+def test_a_wrong_folder_is_one_line_and_exit_code_2(
+    module: Any, case: str, message: str, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _broken(run_dir, tmp_path / "broken", case)
+    before = sorted(folder.rglob("*"))
+    arguments = [str(folder), *(["me/tiny", "--dry-run"] if module is push else ())]
+    arguments += ["hello"] if module is generate else []
+    _is_one_line(module.main(arguments), capsys, message)
+    assert sorted(folder.rglob("*")) == before, "nothing is written"
+
+
+BAD_ARGUMENTS = [
+    (evaluate, ["RUN", "--split", "test"], "--split=test: chooses among the splits of --data"),
+    (evaluate, ["RUN", "--json", "TMP/none/x.json"], "--json=.*folder does not exist"),
+    (evaluate, ["RUN", "--data", "TMP/none.jsonl"], "none.jsonl"),
+    (generate, ["RUN", "x", "--temperature", "-1"], "--temperature=-1.0: must be 0 or more"),
+    (generate, ["RUN", "x", "--top-p", "0"], "--top-p=0.0: must be above 0"),
+    (generate, ["RUN", "x", "--max-new-tokens", "0"], "--max-new-tokens=0: must be 1 or more"),
+    (generate, ["RUN", "cat " * 300], "the prompt has [0-9]+ tokens, and the model was made for 256"),
+    (generate, ["TMP/none", "x"], "no such folder"),
+    (merge, ["RUN", "--output", "TMP/file"], "exists and would be overwritten"),
+    (merge, ["RUN", "--output", "TMP/file/below"], "cannot be written in"),
+    (push, ["RUN", "not a name"], "not a name for the hub"),
+    (push, ["RUN", "a/b/c"], "not a name for the hub"),
+    (push, ["RUN", "me/tiny"], "not logged in to the hub; run `hf auth login`"),
+]
+
+
+@pytest.mark.parametrize(("module", "arguments", "message"), BAD_ARGUMENTS, ids=lambda value: str(value)[-40:])
+def test_a_wrong_argument_is_one_line_and_exit_code_2(
+    module: Any,
+    arguments: list[str],
+    message: str,
+    run_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(push, "get_token", lambda: None)
+    (tmp_path / "file").write_text("mine")
+    filled = [text.replace("RUN", str(run_dir)).replace("TMP", str(tmp_path)) for text in arguments]
+    _is_one_line(module.main(filled), capsys, message)
+
+
+def test_a_base_that_is_stored_quantised_is_not_merged_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_run(tmp_path)
+    config = tmp_path / "model" / "config.json"
+    stored = '"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": true},'
+    config.write_text(config.read_text().replace("{", "{" + stored, 1))
+    _is_one_line(merge.main([str(folder)]), capsys, "is stored quantised.*--base-model")
+
+
+def _is_one_line(code: int, capsys: pytest.CaptureFixture[str], message: str) -> None:
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.out == ""
+    lines = [line for line in captured.err.splitlines() if not line.startswith("note:")]
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+    assert re.search(message, lines[0]), lines[0]
