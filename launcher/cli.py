@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from launcher.command import free_port, local_command, visible_gpus
+from launcher.scu_train import run as run_scu_train
 from launcher.supervise import EXIT_FAILED, EXIT_USAGE, Supervisor, run_child
 from launcher.terminal import ConsolePipe, say
 from trainer.config import UserError, dump_yaml, load_config
@@ -22,6 +23,7 @@ MODULES = {
     "eval": ("trainer.evaluate", "Loss, bits per token and perplexity of base and adapter on held-out data."),
     "generate": ("trainer.generate", "Answer prompts with a trained adapter."),
     "merge": ("trainer.merge", "Merge an adapter into its base model and save it as safetensors."),
+    "compare": ("trainer.compare", "Controllers of the SCU side by side: held-out bits per token with intervals."),
     "report": ("trainer.report", "Plots and an HTML page of a run."),
     "push": ("trainer.push", "Upload adapter, tokenizer and model card to the Hugging Face hub."),
     "ops": ("ops.builder", "Build the fused operators, or report on them."),
@@ -88,13 +90,21 @@ def show_config(
         typer.echo(dump_yaml(loaded.config), nl=False)
 
 
+AS_TYPED = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+@app.command("scu-train", add_help_option=False, context_settings=AS_TYPED)
+def scu_train(context: typer.Context) -> None:
+    """Train under the SCU with the flags of its published guide."""
+    raise typer.Exit(run_scu_train(context.args))
+
+
 def _add_passed_on(name: str, module: str, text: str) -> None:
     def passed_on(context: typer.Context) -> None:
         # The process becomes the other one: its exit code, signals and terminal are then right without any help.
         os.execv(sys.executable, [sys.executable, "-m", module, *context.args])
 
-    settings = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-    app.command(name, help=text, add_help_option=False, context_settings=settings)(passed_on)
+    app.command(name, help=text, add_help_option=False, context_settings=AS_TYPED)(passed_on)
 
 
 for _name, (_module, _text) in MODULES.items():

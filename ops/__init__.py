@@ -1,8 +1,19 @@
 """Fused LoRA operators for torch: CUDA kernels built by DeepSpeed's op builder, and the same in plain torch."""
 
+from ops import groups
 from ops.backend import Backend, load, loaded
 from ops.lora import lora_group, lora_linear
 from ops.nf4 import Nf4Weight, nf4_group
 from ops.plain import lora_backward
 
-__all__ = ["Backend", "Nf4Weight", "load", "loaded", "lora_backward", "lora_group", "lora_linear", "nf4_group"]
+__all__ = [
+    "Backend",
+    "Nf4Weight",
+    "groups",
+    "load",
+    "loaded",
+    "lora_backward",
+    "lora_group",
+    "lora_linear",
+    "nf4_group",
+]

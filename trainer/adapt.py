@@ -199,5 +199,5 @@ class GradientCheck:
         if broken and self._check_finite:
             raise RuntimeError(
                 f"{len(broken)} of {len(self._names)} trained tensors got a gradient that is not finite, first "
-                f"{broken[0]}; lower training.learning_rate, use precision: bf16, or look at the data (`zerolora inspect`)"
+                f"{broken[0]}; lower training.learning_rate, use precision: bf16, or look at the data"
             )

@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+_PROBE = "Sentinel"
+
 
 @torch.no_grad()
 def answer_prompt(engine: Any, tokenizer: Any, prompt: str, max_new_tokens: int) -> str:
@@ -28,9 +30,25 @@ def answer_prompt(engine: Any, tokenizer: Any, prompt: str, max_new_tokens: int)
         top_p=None,
         top_k=None,
         use_cache=True,
+        eos_token_id=stop_tokens(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         # Under ZeRO-3 every forward pass gathers: no rank may stop generating before the others.
         synced_gpus=engine.zero_optimization_stage() == 3,
     )
     model.train(was_training)
     return str(tokenizer.decode(generated[0, input_ids.shape[1] :], skip_special_tokens=True))
+
+
+def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
+    """Tokens that end an answer: those of the model, the tokenizer's, and the one the chat template puts after a turn.
+
+    A base model's end-of-text token is not what an adapter trained on conversations ends its turns with.
+    """
+    own = model.generation_config.eos_token_id
+    stops = set(own if isinstance(own, list) else [own]) | {tokenizer.eos_token_id}
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
+        tail = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(_PROBE)[2].strip()
+        after = tokenizer(tail, add_special_tokens=False)["input_ids"]
+        stops |= {token for token in after[:1] if token in tokenizer.added_tokens_decoder}
+    return sorted(token for token in stops if token is not None)

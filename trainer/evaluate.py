@@ -7,7 +7,6 @@ same draws, so the interval of their difference is that of a paired comparison.
 """
 
 import argparse
-import inspect
 import json
 import math
 import sys
@@ -18,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
@@ -26,9 +24,10 @@ from rich.table import Table
 
 from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.data import Sample, Samples, prepare_data
-from trainer.data.batches import IGNORED, collate
+from trainer.data.batches import collate
 from trainer.finished_run import FinishedRun, find_run, load_trained, quiet_libraries, run_device, saved_tokenizer
 from trainer.model import context_length, load_model_config
+from trainer.step import TokenLoss
 from trainer.zero import resolve_precision
 
 CONFIDENCE = 0.95
@@ -184,19 +183,8 @@ def _document_losses(
 
 @torch.no_grad()
 def row_losses(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Sum of token losses of each row of a micro-batch, nats, fp64 [B]; TokenLoss gives the sum of them."""
-    device, targets = model.device, batch["targets"]
-    inputs = {name: batch[name].to(device) for name in ("input_ids", "attention_mask")}
-    if "logits_to_keep" in inspect.signature(model.get_base_model().forward).parameters:
-        answered = (targets != IGNORED).any(0).nonzero().squeeze(1)
-        targets, inputs["logits_to_keep"] = targets[:, answered], answered.to(device)
-    logits, targets = model(**inputs, use_cache=False).logits, targets.to(device)
-    # A row at a time: logits of the whole batch in 32 bits would double the peak.
-    rows = [
-        F.cross_entropy(row[kept].float(), target[kept], reduction="sum")
-        for row, target, kept in zip(logits, targets, targets != IGNORED, strict=True)
-    ]
-    return torch.stack(rows).double()
+    """Sum of token losses of each row of a micro-batch, nats, fp64 [B]."""
+    return TokenLoss(model).by_row(model, batch, model.device)
 
 
 def show(evaluation: Evaluation, heading: str, console: Console) -> None:

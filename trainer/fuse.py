@@ -266,8 +266,8 @@ def _check_group(members: Sequence[_Member]) -> None:
         error = float(difference / wanted.detach().square().mean().sqrt())
         if not error <= allowed:
             raise ValueError(
-                f"ops.backend={ops.load().name}: self-test of layers {[tuple(up.shape) for up in ups]} in {dtype}: {what} is off by "
-                f"{error:.2g} (allowed {allowed}); use ops.backend: peft and report this card"
+                f"ops.backend={ops.load().name}: self-test of layers {[tuple(up.shape) for up in ups]} in {dtype}: "
+                f"{what} is off by {error:.2g} (allowed {allowed}); use ops.backend: peft and report this card"
             )
 
 

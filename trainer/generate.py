@@ -14,11 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from trainer.answers import stop_tokens
 from trainer.config import UserError
 from trainer.finished_run import find_run, load_trained, quiet_libraries, run_device, saved_tokenizer
 from trainer.model import context_length
-
-_PROBE = "Sentinel"
 
 
 @dataclass(frozen=True)
@@ -78,21 +77,6 @@ def prompt_ids(tokenizer: Any, prompt: str, system: str | None) -> torch.Tensor:
     except TemplateError as error:
         raise UserError(f"the run's chat template refuses the conversation ({error})") from None
     return torch.as_tensor(encoded["input_ids"])
-
-
-def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens that end an answer: those of the model, the tokenizer's, and the one the chat template puts after a turn.
-
-    A base model's end-of-text token is not what an adapter trained on conversations ends its turns with.
-    """
-    own = model.generation_config.eos_token_id
-    stops = set(own if isinstance(own, list) else [own]) | {tokenizer.eos_token_id}
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
-        tail = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(_PROBE)[2].strip()
-        after = tokenizer(tail, add_special_tokens=False)["input_ids"]
-        stops |= {token for token in after[:1] if token in tokenizer.added_tokens_decoder}
-    return sorted(token for token in stops if token is not None)
 
 
 def show(answers: dict[str, str], console: Console) -> None:

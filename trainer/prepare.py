@@ -16,6 +16,7 @@ import torch
 
 from trainer.config import RunConfig, UserError, load_config
 from trainer.data import PreparedData, prepare_data
+from trainer.data.chat import chat_template_of
 
 FREE_GIB_NEEDED = 1.0
 
@@ -50,6 +51,9 @@ def prepare(config: RunConfig) -> Prepared:
             f"use {longest} or less"
         )
     tokenizer = load_tokenizer(config.base_model, config.model)
+    if config.dataset.chat_template:
+        # Saved with the tokenizer, so that whoever loads the adapter writes prompts as it was trained on.
+        tokenizer.chat_template = chat_template_of(tokenizer, config.dataset.chat_template)
     if config.adapter != "none":
         check_targets(empty_model(model_config, config.model), config.lora)
     if config.dataset.packing:

@@ -17,6 +17,7 @@ OF_EARLIER_RUN = (
     "checkpoint-*",
     ".writing-*",
     "initial_adapter",
+    "merged",
     "adapter_*",
     "model*.safetensors*",
     "metrics.jsonl",

@@ -52,7 +52,22 @@ class TokenLoss:
         self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """sum_t -log p(target_t) over the targets of the batch, nats, fp32.
+        """sum_t -log p(target_t) over the targets of the batch, nats, fp32."""
+        logits, targets = self._logits(model, batch, device)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+    def by_row(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
+        """The same for each row of the batch alone, nats, fp64 [B]."""
+        logits, targets = self._logits(model, batch, device)
+        # A row at a time: logits of the whole batch in 32 bits would double the peak.
+        rows = [
+            F.cross_entropy(row.float(), target, ignore_index=IGNORED, reduction="sum")
+            for row, target in zip(logits, targets, strict=True)
+        ]
+        return torch.stack(rows).double()
+
+    def _logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [B, K, V] and targets [B, K] on the device.
 
         Positions without a target in any row are left out of the output head, which for small models and short answers
         is most of its work.
@@ -65,10 +80,7 @@ class TokenLoss:
             kept = kept if kept.numel() else torch.zeros(1, dtype=torch.long)
             targets = targets[:, kept]
             inputs["logits_to_keep"] = kept.to(device)
-        logits = model(**inputs, use_cache=False).logits
-        return F.cross_entropy(
-            logits.float().flatten(0, 1), _to(targets, device).flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        return model(**inputs, use_cache=False).logits, _to(targets, device)
 
 
 def count_targets(batches: list[MicroBatch]) -> int:

@@ -30,8 +30,15 @@ std::tuple<Tensors, Tensor> forward(const Tensor& x, const Weight& weight, const
     Tensor y = at::empty({rows.size(0), up.size(0)}, rows.options());
     const std::optional<Tensor> bias =
         biases.empty() ? std::nullopt : std::optional<Tensor>(biases[i].to(rows.scalar_type()).contiguous());
-    expand(h.narrow(1, layout.begin[i], layout.padded[i]), up, true, bias, y, false, {}, stream);
-    y.addmm_(rows, weight(i).t());
+    const Tensor columns = h.narrow(1, layout.begin[i], layout.padded[i]);
+    if (rows.size(0) < kFewTokens) {
+      if (bias.has_value()) at::addmm_out(y, *bias, rows, weight(i).t());
+      else at::mm_out(y, rows, weight(i).t());
+      expand(columns, up, true, std::nullopt, y, true, {}, stream);
+    } else {
+      expand(columns, up, true, bias, y, false, {}, stream);
+      y.addmm_(rows, weight(i).t());
+    }
     ys.push_back(y.view(shape));
   }
   return {ys, h};
@@ -57,8 +64,14 @@ std::tuple<Tensor, Tensors, Tensors> backward(const Tensors& grads, const Tensor
   }
   Tensor grad_x = at::empty(need_x ? rows.sizes().vec() : std::vector<int64_t>{0}, rows.options());
   if (need_x) {
-    expand(dh, pack_downs(downs, layout, rows), false, std::nullopt, grad_x, false, dropout, stream);
-    for (size_t i = 0; i < downs.size(); ++i) grad_x.addmm_(grad_rows[i], weight(i));
+    const bool product_first = rows.size(0) < kFewTokens;
+    if (!product_first)
+      expand(dh, pack_downs(downs, layout, rows), false, std::nullopt, grad_x, false, dropout, stream);
+    for (size_t i = 0; i < downs.size(); ++i) {
+      if (product_first && i == 0) at::mm_out(grad_x, grad_rows[i], weight(i));
+      else grad_x.addmm_(grad_rows[i], weight(i));
+    }
+    if (product_first) expand(dh, pack_downs(downs, layout, rows), false, std::nullopt, grad_x, true, dropout, stream);
     grad_x = grad_x.view(x.sizes());
   }
   if (need_down) {

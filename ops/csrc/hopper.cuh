@@ -117,7 +117,7 @@ inline Encode find_encode() {
 }
 
 inline cudaError_t make_map(CUtensorMap* map, DType dtype, const void* data, int64_t ld, int64_t rows, int64_t cols,
-                     int box_rows, int box_cols) {
+                            int box_rows, int box_cols) {
   static const Encode encode = find_encode();
   if (encode == nullptr) return cudaErrorNotSupported;
   const cuuint64_t size[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)};

@@ -172,8 +172,8 @@ inline void expand(const Tensor& h, const Tensor& q, bool q_by_column, const std
   job.y = y.mutable_data_ptr(), job.ldy = row_stride(y), job.T = y.size(0), job.D = y.size(1);
   job.R = static_cast<int>(h.size(1));
   job.accumulate = accumulate, job.dropout = dropout;
-  // Above rank 16 without a mask cuBLAS writes the product faster (docs/ops.md).
-  const bool ours = job.R <= 16 || dropout.seed != nullptr || accumulate;
+  // Without a mask cuBLAS is faster above rank 16, and where it adds (docs/ops.md).
+  const bool ours = dropout.seed != nullptr || (job.R <= 16 && !accumulate);
   if (ours && expand_supported(job, card_of(y))) {
     check(launch_expand(job, card_of(y), stream), "launching the expansion");
     return;
@@ -212,9 +212,24 @@ inline Tensor project(const Tensor& x, const Tensors& downs, const Layout& layou
   return h;
 }
 
+// Below this many tokens everything stays in the L2: there a second read costs little, and adding the adapter after the
+// frozen product costs less than accumulating the product into a prefilled output (docs/ops.md).
+constexpr int64_t kFewTokens = 4096;
+
+// Two products of cuBLAS instead of one pass of ours: few tokens at a high rank, or fp32, which is bound by arithmetic.
+inline bool products_win(const Tensor& rows, int64_t rank, const Tensor& result) {
+  if (rows.size(0) == 0 || result.scalar_type() != rows.scalar_type()) return false;
+  return rows.scalar_type() == at::kFloat ? rank > 16 : rank > 32 && rows.size(0) < kFewTokens;
+}
+
 // One pass over dY: dh = s dY B into its columns of `dh`, dB = dY^T h into `grad_up` (h carries s already).
 inline void backward_outer(const Tensor& grad, const Tensor& up, const Tensor& h, Tensor& dh, Tensor& grad_up,
                            double scale, bool accumulate, cudaStream_t stream) {
+  if (products_win(grad, h.size(1), grad_up) && up.size(1) == h.size(1)) {
+    at::addmm_out(dh, dh, grad, up, 0.0, scale);
+    at::addmm_out(grad_up, grad_up, grad.t(), h, accumulate ? 1.0 : 0.0);
+    return;
+  }
   RankPass pass = pass_over(grad);
   const Tensor packed = pack_up(up, static_cast<int>(h.size(1)), grad);
   pass.p = packed.const_data_ptr(), pass.ldp = packed.size(1), pass.R = static_cast<int>(h.size(1));
@@ -230,6 +245,11 @@ inline void backward_outer(const Tensor& grad, const Tensor& up, const Tensor& h
 // One pass over x: dA = dh^T (m*x) for all siblings.
 inline void backward_inner(const Tensor& x, const Tensor& dh, const Layout& layout, Tensors& grad_downs,
                            const Dropout& dropout, bool accumulate, cudaStream_t stream) {
+  if (dropout.seed == nullptr && layout.size() == 1 && layout.rank[0] == layout.total &&
+      products_win(x, layout.total, grad_downs[0])) {
+    at::addmm_out(grad_downs[0], grad_downs[0], dh.t(), x, accumulate ? 1.0 : 0.0);
+    return;
+  }
   RankPass pass = pass_over(x);
   pass.v = dh.const_data_ptr(), pass.ldv = row_stride(dh), pass.R = layout.total;
   pass.g_by_rank = true, pass.dropout = dropout;

@@ -21,6 +21,7 @@ import ops
 LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate+up": (28672, 4096), "down": (4096, 14336)}  # O, I
 SMALL = [(4, 512, 768, 16), (8, 256, 1024, 32), (2, 1024, 2048, 16)]  # batch, sequence, hidden, rank
 REPEATS = 9
+FEW_TOKENS = 4096  # kFewTokens of ops/csrc/passes.h
 
 
 def device_us(function: Callable[[int], object], sets: int, loops: int = 4) -> float:
@@ -102,6 +103,12 @@ class Case:
         dx.addmm_(dh, self.down)
         _ = self.scale * (self.dy[i].t() @ h), dh.t() @ self.x[i]
 
+    def torch_backward(self, i: int) -> None:
+        dh = self.dy[i] @ self.up
+        dx = self.dy[i] @ self.weight
+        dx.addmm_(dh, self.down)
+        _ = self.dy[i].t() @ self.h, dh.t() @ self.x[i]
+
     def frozen(self, i: int) -> None:
         torch.mm(self.x[i], self.weight.t(), out=self.y)
         torch.mm(self.dy[i], self.weight, out=self.dx)
@@ -119,6 +126,9 @@ def line_of_passes(name: str, c: Case, copy: float) -> str:
     t_share = c.us(lambda i: c.dx.addmm_(c.dh, c.down))
     # Accumulating into the prefilled output costs the frozen product nothing (beta = 1; see the layer table).
     mine, theirs = dy + da + prefill, t_dy + t_da + t_share
+    if c.T < FEW_TOKENS:  # other products are chosen there: the whole backward less the frozen product
+        frozen = c.us(lambda i: torch.mm(c.dy[i], c.weight, out=c.dx))
+        mine, theirs = c.us(lambda i: c.backward(i, c.h)) - frozen, c.us(c.torch_backward) - frozen
     gb = [c.T * d * 2 / us / 1e3 for d, us in ((c.width, h), (c.out, dy), (c.width, da))]
     return (
         f"{name:<9}{c.T:>6}{c.rank:>4} | {h:7.1f}{gb[0]:6.0f}{100 * gb[0] / copy:6.0f}{t_h:7.1f} |"

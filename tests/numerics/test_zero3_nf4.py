@@ -1,4 +1,4 @@
-"""The operators under DeepSpeed on two CPU ranks: the same losses at every ZeRO stage, base type and checkpointing."""
+"""The operators under DeepSpeed on two CPU ranks: the same losses for every ZeRO stage, base type, checkpointing."""
 
 import json
 import os
@@ -37,5 +37,10 @@ def test_losses_agree_over_stages_and_checkpointing(base, tmp_path):
     assert set(losses) == {f"{stage} {kind}" for stage in STAGES for kind in KINDS}
     expected = losses["0 none"]
     assert expected[-1] < expected[0]
-    for name, found in losses.items():
-        assert found == pytest.approx(expected, rel=2e-3), name
+    for kind in KINDS:
+        assert losses[f"0 {kind}"] == expected, kind
+        for stage in STAGES[1:]:
+            assert losses[f"{stage} {kind}"] == losses["1 none"], (stage, kind)
+    # Stage 0 in bf16 is another optimizer in DeepSpeed (no fp32 copy of the parameters): equal until the first step.
+    assert losses["1 none"][0] == expected[0]
+    assert losses["1 none"] == pytest.approx(expected, rel=0.03)

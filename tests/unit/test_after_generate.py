@@ -11,9 +11,10 @@ from transformers import AutoTokenizer
 
 from tests.unit.test_after_run import make_run
 from trainer import generate
+from trainer.answers import stop_tokens
 from trainer.config import UserError
 from trainer.finished_run import find_run, load_trained, saved_tokenizer
-from trainer.generate import Sampling, answer, prompt_ids, show, stop_tokens
+from trainer.generate import Sampling, answer, prompt_ids, show
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def test_nothing_heavy_is_imported() -> None:
 
 def test_help_lists_every_subcommand(folder: Path) -> None:
     shown = zerolora("--help", cwd=folder).stdout
-    for name in "train config prepare inspect eval generate merge report push ops".split():
+    for name in "train config prepare inspect eval generate merge report push ops compare scu-train".split():
         assert name in shown
 
 

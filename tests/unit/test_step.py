@@ -64,7 +64,9 @@ def test_padding_carries_no_loss_and_no_token(folder: Path) -> None:
     batch = collate([sample(DOCUMENTS[0]), sample(DOCUMENTS[1])], 0, packed=False, flat=False)
     alone = [collate([sample(doc)], 0, packed=False, flat=False) for doc in DOCUMENTS[:2]]
     device = torch.device("cpu")
-    assert float(loss(model, batch, device)) == pytest.approx(sum(float(loss(model, b, device)) for b in alone), rel=1e-5)
+    assert float(loss(model, batch, device)) == pytest.approx(
+        sum(float(loss(model, b, device)) for b in alone), rel=1e-5
+    )
     assert count_targets([batch]) == 4 + 6
     assert count_tokens([batch]) == 5 + 7
 

@@ -1,0 +1,288 @@
+"""`zerolora compare`: which trials there are, which are done, how they are run, and what is said of them."""
+
+import json
+import math
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from trainer import compare, compare_trials
+from trainer.compare_report import result_tables, statements, write_results
+from trainer.compare_results import Comparison, Result, read_results
+from trainer.compare_run import DOCUMENTS_FILE
+from trainer.compare_trials import Setting, Trial
+from trainer.config import UserError, load_config
+
+CONFIG = """
+base_model: some/model
+output_dir: runs/x
+seed: 5
+dataset: {path: data.jsonl, evaluation: {path: eval.jsonl}}
+training: {max_steps: 10, eval_steps: 5, best_checkpoint: true, save_steps: 5}
+scu: {target: 0.2, sigma: 0.3, lambda_min: 0.001, lambda_max: 2.0}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def planned(config: Path, *arguments: str) -> list[Trial]:
+    options = compare.parse([str(config), *arguments])
+    options.output = config.parent / "out"
+    return compare_trials.plan(config, options.overrides, load_config(config, options.overrides).config, options)
+
+
+def test_every_setting_and_seed_is_one_trial(config: Path) -> None:
+    trials = planned(config, "--seeds", "2", "--lambdas", "0.1,5,0.01", "--ramps", "1")
+    names = [trial.folder.name for trial in trials]
+    settings = ["none", "delta-fixed-0.01", "delta-fixed-0.1", "delta-fixed-5"]
+    settings += ["delta-linear-1", "delta-cosine-1", "delta-pi"]
+    assert names == [f"{setting}-seed{seed}" for seed in (5, 6) for setting in settings]
+    by_name = {trial.folder.name: trial.config for trial in trials}
+    for name, trial_config in by_name.items():
+        assert trial_config.output_dir == str(config.parent / "out" / name)
+        assert not trial_config.training.best_checkpoint and trial_config.training.save_steps == 0
+        assert trial_config.logging.report_to == ()
+        assert trial_config.scu.enabled and trial_config.scu.sigma == 0.3
+    assert by_name["none-seed6"].seed == 6
+    assert by_name["none-seed6"].scu.controller == "none"
+    assert by_name["delta-fixed-5-seed5"].scu.lambda_start == 5.0
+    assert by_name["delta-linear-1-seed5"].scu.lambda_start == 0.01
+    assert by_name["delta-linear-1-seed5"].scu.lambda_max == 1.0
+    pi = by_name["delta-pi-seed5"].scu
+    assert (pi.target, pi.lambda_start, pi.lambda_min, pi.lambda_max) == (0.2, 1.0, 0.001, 2.0)
+
+
+def test_two_measures_share_the_run_without_a_regulariser(config: Path) -> None:
+    trials = planned(
+        config, "--seeds", "1", "--measures", "delta,factors", "--targets", "0.1,0.4", "--controllers", "pi,none"
+    )
+    assert [trial.folder.name for trial in trials] == ["none-seed5", "delta-pi-seed5", "factors-pi-seed5"]
+    assert [(trial.config.scu.measure, trial.config.scu.target) for trial in trials[1:]] == [
+        ("delta", 0.1),
+        ("factors", 0.4),
+    ]
+
+
+def test_what_the_user_reports_to_is_kept(config: Path) -> None:
+    trial = planned(config, "logging.report_to=tensorboard", "--seeds", "1", "--controllers", "pi")[0]
+    assert trial.config.logging.report_to == ("tensorboard",)
+
+
+def finish(trial: Trial) -> None:
+    trial.folder.mkdir(parents=True)
+    (trial.folder / "training_config.json").write_text(trial.config.model_dump_json())
+    (trial.folder / DOCUMENTS_FILE).write_text("{}")
+
+
+def test_a_finished_trial_is_known_by_its_settings(config: Path) -> None:
+    for trial in planned(config, "--seeds", "1"):
+        assert not trial.is_finished()
+        finish(trial)
+    assert all(trial.is_finished() for trial in planned(config, "--seeds", "1", "logging.progress=off"))
+    # What steers PI alone makes no other run of the others.
+    fixed, pi = planned(config, "--seeds", "1", "--controllers", "fixed,pi", "--lambdas", "0.1", "scu.ki=0.5")
+    assert fixed.is_finished()
+    with pytest.raises(UserError, match=r"scu\.ki was 0\.15 and is 0\.5"):
+        pi.is_finished()
+    trial = planned(config, "--seeds", "1", "--controllers", "none", "training.learning_rate=1e-3")[0]
+    with pytest.raises(UserError, match=r"training\.learning_rate was 0\.0002 and is 0\.001"):
+        trial.is_finished()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (
+            ["dataset.evaluation=null", "training.eval_steps=0", "training.best_checkpoint=false"],
+            "dataset.evaluation: nothing is held out",
+        ),
+        (["dataset.evaluation=null", "dataset.val_split=0.1"], "each of 3 seeds would hold out other documents"),
+        (["dataset.packing=true"], "dataset.packing=true"),
+        (["training.eval_steps=0", "training.best_checkpoint=false"], "training.eval_steps=0"),
+        (["--targets", "0.1,0.2"], "--targets: 2 for 1 measures"),
+        (["training.weight_decay=0.1"], "training.weight_decay=0.1: two regularisers"),
+        (["scu.target=auto"], "scu.target=auto"),
+        (["scu.sigmma=1"], "did you mean scu.sigma"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_one_line(
+    config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+) -> None:
+    assert compare.main([str(config), *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert complaint in shown and shown.count("\n") == 1
+    assert not (config.parent / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--lambdas", "0"], ["--lambdas", "x"], ["--seeds", "0"], ["--controllers", "pid"], ["--measures", ","]],
+)
+def test_bad_options_are_usage_errors(config: Path, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        compare.parse([str(config), *arguments])
+    assert ended.value.code == 2
+
+
+CHILD = """
+import os, sys, time
+from pathlib import Path
+folder = Path(next(a for a in sys.argv if a.startswith("output_dir=")).partition("=")[2])
+started = time.time()
+time.sleep(0.5)
+print("gpu", os.environ["CUDA_VISIBLE_DEVICES"])
+(folder / "times").write_text(f"{started} {time.time()}")
+sys.exit(7 if "none" in folder.name else 0)
+"""
+
+
+def test_trials_run_side_by_side_and_a_failure_stops_no_other(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (config.parent / "compare_child.py").write_text(CHILD)
+    monkeypatch.setenv("PYTHONPATH", str(config.parent))
+    monkeypatch.setattr(compare_trials, "CHILD", "compare_child")
+    trials = planned(config, "--seeds", "2", "--controllers", "none,fixed", "--lambdas", "0.1,1")
+    failed = compare_trials.run_trials(trials, config, ["0", "GPU-1"], Console(width=300))
+    assert [trial.folder.name for trial in failed] == ["none-seed5", "none-seed6"]
+    spans = [tuple(map(float, (trial.folder / "times").read_text().split())) for trial in trials]
+    moments = [moment for span in spans for moment in span]
+    assert max(sum(start <= moment < end for start, end in spans) for moment in moments) == 2
+    logs = "".join((trial.folder / "logs" / "console.log").read_text() for trial in trials)
+    assert logs.count("gpu 0\n") == logs.count("gpu GPU-1\n") == 3
+    shown = capsys.readouterr().out
+    assert shown.count("FAILED with exit code 7: none-seed") == 2 and shown.count("/6  delta-fixed-") == 4
+
+
+def test_a_stop_leaves_no_process_behind(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (config.parent / "compare_child.py").write_text("import time; time.sleep(300)")
+    monkeypatch.setenv("PYTHONPATH", str(config.parent))
+    monkeypatch.setattr(compare_trials, "CHILD", "compare_child")
+    started: list[compare_trials.Process] = []
+    start = compare_trials._start
+
+    def remembered(*arguments: object) -> compare_trials.Process:
+        started.append(start(*arguments))  # type: ignore[arg-type]
+        return started[-1]
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare_trials, "_start", remembered)
+    monkeypatch.setattr(compare_trials.time, "sleep", interrupted)
+    trials = planned(config, "--seeds", "1", "--controllers", "fixed", "--lambdas", "0.1,1")
+    with pytest.raises(KeyboardInterrupt):
+        compare_trials.run_trials(trials, config, ["0", "0"], Console())
+    ends = [process.poll() for process in started]
+    assert len(ends) == 2 and set(ends) <= {-signal.SIGTERM, -signal.SIGKILL}
+
+
+def result(trial: Trial, losses_ED: np.ndarray, tokens_D: np.ndarray, errors: list[float]) -> Result:
+    records = [
+        {"step": step, "data_bpt": 1.0, "param_bpt": 0.5, "reg_loss": 0.1, "s_smoothed": 0.2 + error, "error": error}
+        | {"lambda": 0.3}
+        for step, error in enumerate(errors, start=1)
+    ]
+    return Result(trial, [0, 5, 10], losses_ED, tokens_D, records)
+
+
+@pytest.fixture
+def comparison(config: Path) -> Comparison:
+    """Three seeds of none, two fixed lambdas and PI over 200 documents; PI is 0.05 nats below none."""
+    generator = np.random.default_rng(3)
+    tokens_D = generator.integers(5, 60, size=200).astype(float)
+    hardness_D = 2.0 + generator.normal(size=200) * 0.5
+    level = {"none": 0.0, "delta-fixed-0.1": -0.05, "delta-fixed-1": 0.2, "delta-pi": -0.05}
+    results = []
+    for trial in planned(config, "--controllers", "none,fixed,pi", "--lambdas", "0.1,1"):
+        final_D = hardness_D + level[trial.setting.label] + generator.normal(size=200) * 0.05
+        losses_ED = np.stack([hardness_D + 1, final_D - 0.1, final_D]) * tokens_D
+        results.append(result(trial, losses_ED, tokens_D, [-0.1, 0.001, 0.01, 0.0015, -0.001]))
+    return Comparison(results, draws=1000)
+
+
+def test_bits_per_token_are_weighted_by_tokens_and_their_interval_is_that_of_documents(comparison: Comparison) -> None:
+    setting = comparison.find("none")[0]
+    runs, tokens_D = comparison.by_setting[setting], comparison.tokens_D
+    mean_D = np.mean([run.losses_ED[-1] for run in runs], axis=0)
+    interval = comparison.bpt(setting, "final")
+    assert interval.value == pytest.approx(mean_D.sum() / tokens_D.sum() / math.log(2), rel=1e-12)
+    # The delta method's standard error of a ratio of sums.
+    residual_D = mean_D - mean_D.sum() / tokens_D.sum() * tokens_D
+    error = math.sqrt((residual_D**2).sum()) / tokens_D.sum() / math.log(2)
+    assert interval.high - interval.low == pytest.approx(2 * 1.96 * error, rel=0.1)
+    assert interval.low < interval.value < interval.high
+    best = comparison.bpt(setting, "best")
+    assert best.value == pytest.approx(interval.value - 0.1 / math.log(2), rel=1e-9)
+
+
+def test_differences_are_paired(comparison: Comparison) -> None:
+    nothing, pi = comparison.find("none")[0], comparison.find("pi")[0]
+    difference = comparison.difference(pi, nothing, "final")
+    alone = comparison.bpt(pi, "final")
+    assert difference is not None
+    assert difference.low < -0.05 / math.log(2) < difference.high < 0.0
+    assert difference.high - difference.low < 0.3 * (alone.high - alone.low)
+    itself = comparison.difference(pi, pi, "final")
+    assert itself is not None and itself.low == itself.value == itself.high == 0.0
+
+
+def test_an_interval_of_a_difference_covers_the_seeds_too(config: Path) -> None:
+    """Seeds that differ by more than the documents: an interval over documents alone would be far too narrow."""
+    tokens_D = np.full(50, 10.0)
+    results = []
+    for trial in planned(config, "--controllers", "none,pi"):
+        shift = {5: -0.3, 6: 0.0, 7: 0.3}[trial.seed] if trial.setting.controller == "pi" else 0.0
+        losses_ED = np.stack([(2.0 + shift) * tokens_D] * 3)
+        results.append(result(trial, losses_ED, tokens_D, [0.0]))
+    many = Comparison(results, draws=1000)
+    difference = many.difference(many.find("pi")[0], many.find("none")[0], "final")
+    assert difference is not None and difference.low < -0.19 / math.log(2) and difference.high > 0.19 / math.log(2)
+
+
+def test_what_is_said_has_its_interval(comparison: Comparison) -> None:
+    assert comparison.best_fixed("delta", "final") == Setting("delta", "fixed", 0.1, 0.2)
+    lines = statements(comparison)
+    assert any(line.startswith("final BPT, delta-pi - none: -0.0") and "delta-pi is lower" in line for line in lines)
+    assert any("delta-pi - delta-fixed-0.1" in line and line.endswith("no difference shown") for line in lines)
+    assert not any("fixed-1:" in line for line in lines)
+    assert "3 of 3 runs, at step 2, 2, 2, and was inside it for 75%, 75%, 75%" in lines[-1]
+    assert all("[" in line for line in lines[:-1])
+
+
+def test_files_hold_every_run(comparison: Comparison, tmp_path: Path) -> None:
+    markdown, table, figures = write_results(comparison, tmp_path)
+    assert len(table.read_text().splitlines()) == 1 + 12
+    assert [line.split(" | ")[0] for line in markdown.read_text().splitlines()[2:6]] == [
+        "| none",
+        "| delta-fixed-0.1",
+        "| delta-fixed-1",
+        "| delta-pi",
+    ]
+    record = json.loads(figures.read_text())
+    assert record["settings"][3]["share_in_deadband"] == 0.75 and record["documents"] == 200
+    assert len(record["runs"][0]["heldout_bpt"]) == 3
+    console = Console(width=132, record=True, file=open("/dev/null", "w"))
+    for shown in result_tables(comparison):
+        console.print(shown)
+    assert "…" not in console.export_text()
+
+
+def test_results_of_other_data_are_refused(config: Path) -> None:
+    trials = planned(config, "--seeds", "1", "--controllers", "none,pi")
+    for trial in trials:
+        trial.folder.mkdir(parents=True)
+        written = {"data": trial.folder.name, "target_tokens": [3], "evaluations": [{"step": 0, "loss_sums": [1.0]}]}
+        (trial.folder / DOCUMENTS_FILE).write_text(json.dumps(written))
+        (trial.folder / "scu_metrics.json").write_text("[]")
+    with pytest.raises(UserError, match="trained on other data"):
+        read_results(trials)
+    assert len(read_results(trials[:1])) == 1

@@ -1,0 +1,245 @@
+"""`zerolora scu-train`: the flags of the published guide, what they mean here, and one short run of a tiny model."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launcher import scu_train
+from launcher.requirements import check_requirements
+from tests.tiny import make_model, write_chats
+from trainer.config import RunConfig, UserError, load_config
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+def config_of(folder: Path, *flags: str) -> RunConfig:
+    options = scu_train.parse(flags)
+    path = folder / "c.yaml"
+    path.write_text(yaml.safe_dump(scu_train.settings(options, options.data or "text.jsonl", None)))
+    return load_config(path, options.overrides).config
+
+
+def value(config: RunConfig, name: str) -> Any:
+    found: Any = config
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def test_the_defaults_are_those_of_the_guide(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    assert {name: value(config, name) for name in DEFAULTS} == DEFAULTS
+
+
+DEFAULTS: dict[str, Any] = {
+    "base_model": "ibm-granite/granite-4.0-h-1b",
+    "adapter": "lora",
+    "output_dir": "./granite_1b_cuda_output",
+    "training.batch_size": 8,
+    "training.gradient_accumulation_steps": 4,
+    "training.learning_rate": 1e-4,
+    "training.max_steps": 1000,
+    "training.save_steps": 200,
+    "training.precision": "auto",
+    "training.gradient_checkpointing": "none",
+    "training.torch_compile": False,
+    "training.memory_fraction": None,
+    "training.resume_from_checkpoint": None,
+    "training.weight_decay": 0.0,
+    "dataset.max_length": 1024,
+    "lora.r": 16,
+    "lora.alpha": 32.0,
+    "scu.enabled": True,
+    "scu.controller": "pi",
+    "scu.measure": "delta",
+    "scu.target": 0.02,
+    "scu.kp": 0.6,
+    "scu.ki": 0.1,
+    "scu.every": 5,
+    "scu.deadband": 0.001,
+    "scu.lambda_start": 0.1,
+    "scu.lambda_min": 1e-4,
+    "scu.lambda_max": 2.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "expected"),
+    [
+        ("--fp16", "training.precision", "fp16"),
+        ("--bf16", "training.precision", "bf16"),
+        ("--batch-size 3", "training.batch_size", 3),
+        ("--gradient-accumulation-steps 7", "training.gradient_accumulation_steps", 7),
+        ("--learning-rate 3e-5", "training.learning_rate", 3e-5),
+        ("--max-steps 12", "training.max_steps", 12),
+        ("--block-size 99", "dataset.max_length", 99),
+        ("--lora-r 4", "lora.r", 4),
+        ("--lora-r 4", "lora.alpha", 8.0),
+        ("--torch-compile", "training.torch_compile", True),
+        ("--4bit-quantization", "adapter", "qlora"),
+        ("--resume-from-checkpoint runs/x/checkpoint-5", "training.resume_from_checkpoint", "runs/x/checkpoint-5"),
+        ("--resume-from-checkpoint", "training.resume_from_checkpoint", "latest"),
+        ("--output-dir elsewhere", "output_dir", "elsewhere"),
+        ("--save-steps 33", "training.save_steps", 33),
+        ("--target-s 0.05", "scu.target", 0.05),
+        ("--kp 0.9", "scu.kp", 0.9),
+        ("--ki 0.2", "scu.ki", 0.2),
+        ("--control-frequency 2", "scu.every", 2),
+        ("--memory-fraction 0.8", "training.memory_fraction", 0.8),
+        ("--gradient-checkpointing", "training.gradient_checkpointing", "non_reentrant"),
+        ("--model my/model", "base_model", "my/model"),
+        ("--data my.txt", "dataset.path", "my.txt"),
+        ("--measure factors", "scu.measure", "factors"),
+        ("--kp 0.6 scu.sigma=0.5", "scu.sigma", 0.5),
+        ("--test-run", "training.max_steps", 10),
+        ("--test-run --max-steps 3", "training.max_steps", 3),
+        ("--test-run", "dataset.max_length", 128),
+    ],
+)
+def test_a_flag_sets_what_it_names_and_nothing_else(tmp_path: Path, flags: str, name: str, expected: Any) -> None:
+    assert value(config_of(tmp_path), name) != expected
+    config = config_of(tmp_path, *flags.split())
+    assert value(config, name) == expected
+    if not {"--test-run", "--lora-r"} & set(flags.split()):
+        changed = {other for other in DEFAULTS if value(config, other) != DEFAULTS[other]}
+        assert changed <= {name}
+
+
+def test_every_documented_flag_is_there() -> None:
+    documented = (
+        "--fp16 --bf16 --batch-size --gradient-accumulation-steps --learning-rate --max-steps --block-size --lora-r "
+        "--multi-gpu --torch-compile --4bit-quantization --test-run --check-requirements --resume-from-checkpoint "
+        "--output-dir --save-steps --target-s --kp --ki --control-frequency --memory-fraction --gradient-checkpointing"
+    )
+    shown = zerolora("scu-train", "--help").stdout
+    assert [flag for flag in documented.split() if flag not in shown] == []
+
+
+@pytest.mark.parametrize(("flags", "gpus"), [([], ["--num-gpus", "1"]), (["--multi-gpu"], [])])
+def test_dry_run_prints_the_yaml_and_the_train_command(tmp_path: Path, flags: list[str], gpus: list[str]) -> None:
+    result = zerolora("scu-train", "--dry-run", "--data", "x.jsonl", "--output-dir", "out", *flags, cwd=tmp_path)
+    assert result.returncode == 0 and result.stderr == ""
+    assert result.stdout.splitlines()[0] == " ".join(["# zerolora train out/logs/scu-train.yaml", *gpus])
+    assert yaml.safe_load(result.stdout)["scu"]["target"] == 0.02
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--batchsize", "8"], "unrecognized arguments: --batchsize"),
+        (["--batch", "8"], "unrecognized arguments: --batch"),
+        (["--batch-size", "many"], "argument --batch-size: invalid int value: 'many'"),
+        (["--batch-size", "0"], "training.batch_size=0: must be 1 or more"),
+        (["--fp16", "--bf16"], "argument --bf16: not allowed with argument --fp16"),
+        (["--target-s", "2"], "scu.target"),
+        (["--memory-fraction", "1.5"], "training.memory_fraction=1.5"),
+        (["scu.kpp=1"], "did you mean scu.kp"),
+    ],
+)
+def test_a_bad_flag_is_one_line_and_2(tmp_path: Path, flags: list[str], complaint: str) -> None:
+    result = zerolora("scu-train", "--data", "x.jsonl", *flags, cwd=tmp_path)
+    assert result.returncode == 2 and result.stdout == ""
+    assert complaint in result.stderr and result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_flag_raises() -> None:
+    with pytest.raises(UserError, match="--help lists the flags"):
+        scu_train.parse(["--nothing"])
+
+
+def executable(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def test_requirements_with_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The driver's own tool answers as it does on a machine with two GPUs."""
+    row = "NVIDIA H200, 143771 MiB, 143000 MiB, 580.95.05"
+    executable(tmp_path / "nvidia-smi", f"echo '{row}'\necho '{row}'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("launcher.requirements.FREE_GIB", 0.001)
+    assert check_requirements(str(tmp_path / "out"), "some/model") == 0
+    shown = capsys.readouterr().out
+    assert "GPU 1                  NVIDIA H200, 143000 MiB of 143771 MiB free, driver 580.95.05" in shown
+    assert "ok       torch" in shown and "ok       deepspeed" in shown
+    assert shown.endswith("everything that is needed is there\n")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("missing", "line"),
+    [
+        ("driver", "MISSING  NVIDIA GPU             nvidia-smi: NVIDIA-SMI has failed"),
+        ("disk", "MISSING  disk"),
+        ("model", "MISSING  model"),
+        ("package", "MISSING  no-such-package        pip install 'no-such-package>=1'"),
+        ("version", "MISSING  pyyaml"),
+    ],
+)
+def test_what_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str, line: str
+) -> None:
+    failing = "echo NVIDIA-SMI has failed; exit 9"
+    executable(tmp_path / "nvidia-smi", failing if missing == "driver" else "echo 'H200, 9 MiB, 9 MiB, 580'")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("launcher.requirements.FREE_GIB", 1e9 if missing == "disk" else 0.001)
+    if missing in ("package", "version"):
+        wanted = "no-such-package>=1" if missing == "package" else "pyyaml>=99"
+        project = tmp_path / "pyproject.toml"
+        project.write_text(f"[project]\ndependencies = ['{wanted}']\n[project.optional-dependencies]\ngpu = []\n")
+        monkeypatch.setattr("launcher.requirements.PROJECT", project)
+    assert check_requirements(str(tmp_path), str(tmp_path) if missing == "model" else "some/model") == 1
+    shown = capsys.readouterr().out
+    assert line in shown and shown.endswith("1 needed and missing\n")
+
+
+def test_the_check_imports_no_torch() -> None:
+    program = (
+        "import sys; from launcher.scu_train import run; run(['--check-requirements'])\n"
+        "print({'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules))"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, check=True)
+    assert shown.stdout.splitlines()[-1] == "set()"
+
+
+def test_a_test_run_trains_and_leaves_its_log(tmp_path: Path) -> None:
+    model, data = make_model(tmp_path / "model"), write_chats(tmp_path / "text.jsonl", 60)
+    flags = [
+        "--test-run",
+        "--model",
+        str(model),
+        "--data",
+        str(data),
+        "--control-frequency",
+        "2",
+        "--output-dir",
+        "out",
+    ]
+    result = zerolora("scu-train", *flags, f"dataset.cache_dir={tmp_path}/cache", cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    out = tmp_path / "out"
+    log = (out / "logs" / "cuda_optimized_training.log").read_text()
+    assert "step 10/10" in log and log in result.stdout
+    assert f"the same as: zerolora train out/logs/scu-train.yaml dataset.cache_dir={tmp_path}/cache" in result.stdout
+    steps = [record["step"] for record in json.loads((out / "scu_metrics.json").read_text())]
+    assert steps == [2, 4, 6, 8, 10]
+    names = {path.name for path in out.iterdir()}
+    assert {"adapter_model.safetensors", "training_config.json", "scu_config.json", "scu_history.json"} <= names
+    assert {"checkpoint-5", "checkpoint-10"} <= names
+
+
+def zerolora(*arguments: str, cwd: Path = CHECKOUT) -> "subprocess.CompletedProcess[str]":
+    environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "DS_ACCELERATOR": "cpu", "COLUMNS": "120"}
+    command = [sys.executable, "-m", "launcher.cli", *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
