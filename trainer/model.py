@@ -18,6 +18,8 @@ def load_model_config(base_model: str, section: ModelSection) -> Any:
     folder = Path(base_model)
     if folder.is_dir() and not (folder / "config.json").exists():
         raise UserError(f"base_model={base_model}: the folder has no config.json; name the folder of a saved model")
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        raise UserError(f"base_model={base_model}: no .safetensors file; only safetensors are loaded, convert it first")
     return _loaded(
         "base_model",
         base_model,

@@ -116,6 +116,8 @@ def _check_adapter_folder(config: RunConfig) -> None:
         and not (Path(path) / "adapter_config.json").exists()
     ):
         raise UserError(f"lora.adapter_path={path}: no adapter_config.json there; name the folder of a PEFT adapter")
+    if path and Path(path).is_dir() and not (Path(path) / "adapter_model.safetensors").exists():
+        raise UserError(f"lora.adapter_path={path}: no adapter_model.safetensors; only safetensors are loaded")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -74,6 +74,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "biased": {"base_model": "biased"},
     "some-targets": {"lora__target_modules": "q_proj,v_proj"},
     "adam8": {"training__optimizer": "adamw_8bit"},
+    "fp4": {
+        "adapter": "qlora",
+        "quantization__quant_type": "fp4",
+        "quantization__double_quant": False,
+        "quantization__block_size": 128,
+    },
+    "nf4-fused": {
+        "adapter": "qlora",
+        "quantization__double_quant": False,
+        "quantization__block_size": 128,
+        "ops__backend": "reference",
+    },
+    "clipped": {"training__max_grad_norm": 0.05},
 }
 
 TWO_RANKS: list[dict[str, Any]] = [
@@ -131,6 +144,7 @@ ONE_RANK: list[dict[str, Any]] = [
     ),
     case("in-order", dataset__shuffle=False),
     case("streamed", dataset__shuffle=False, dataset__streaming=True),
+    case("grown-vocabulary", model__added_tokens=",".join(f"<extra-{index}>" for index in range(80))),
     case("added-tokens", model__added_tokens="<note>,<end-note>"),
     case("two-epochs", training__max_steps=None, training__epochs=2, training__gradient_accumulation_steps=3),
 ]

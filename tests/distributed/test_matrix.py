@@ -200,3 +200,18 @@ def test_the_last_batch_of_an_epoch_may_be_short(matrix: Matrix) -> None:
     assert case.records("train/epoch")[-1] == 2.0
     tokens = case.records("train/target_tokens")
     assert tokens[13] == 2 * tokens[6]
+
+
+def test_a_grown_vocabulary_is_trained_and_saved(matrix: Matrix) -> None:
+    """80 tokens more than the model has rows for: the embedding grows, and the adapter brings its rows along."""
+    adapter = matrix["grown-vocabulary"].adapter()
+    assert any(value.shape == (448, 64) for value in adapter.values())
+
+
+def test_clipping_changes_the_steps_but_not_the_reported_norm(matrix: Matrix) -> None:
+    clipped, free = matrix["clipped-2"], matrix["lora-2-none"]
+    assert clipped.records("train/grad_norm")[0] == pytest.approx(free.records("train/grad_norm")[0], rel=1e-5)
+    assert clipped.records("train/grad_norm")[0] > 0.05
+    # AdamW undoes the scale of a gradient but for its epsilon: the losses stay near, and are not the same.
+    assert clipped.losses[-1] != free.losses[-1]
+    assert clipped.losses == pytest.approx(free.losses, abs=1e-3)

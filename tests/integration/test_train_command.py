@@ -149,3 +149,25 @@ def _wait_for_step(metrics: Path, process: subprocess.Popen[str]) -> None:
             return
         time.sleep(0.05)
     raise AssertionError("no step was made")
+
+
+def test_torchrun_does_the_same(workplace: Path) -> None:
+    """The losses of two ranks under torchrun are those under the deepspeed command."""
+    common = [str(workplace / "config.yaml"), "training.max_steps=4"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "trainer.train"]
+    torchrun, ours = workplace / "torchrun", workplace / "ours"
+    for command, folder in ((launcher, torchrun), (COMMAND, ours)):
+        done = subprocess.run(
+            [*command, *common, f"output_dir={folder}"],
+            env=environment(),
+            cwd=workplace,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    losses = [
+        [json.loads(line).get("train/loss") for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (torchrun, ours)
+    ]
+    assert losses[0] == losses[1]
