@@ -1,4 +1,4 @@
-"""ZEROLORA_BUILD_OPS=1 pip install --no-build-isolation -e .     also builds the CUDA operators, ahead of their first use.
+"""ZEROLORA_BUILD_OPS=1 pip install --no-build-isolation -e .   builds the CUDA operators too, ahead of their first use.
 
 Everything else about the package is in pyproject.toml.
 """
