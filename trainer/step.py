@@ -103,6 +103,7 @@ def train_step(
     ranks: Ranks,
     *,
     step: int,
+    max_grad_norm: float,
     steering: Steering | None = None,
     stop: bool = False,
 ) -> StepResult:
@@ -131,7 +132,7 @@ def train_step(
         engine.backward(total)
         if is_last:
             sum_over_ranks(sums)
-            plain_norm = _guard_plain_optimizer(engine)
+            plain_norm = _guard_plain_optimizer(engine, max_grad_norm)
         engine.step()
     if plain_norm is None:
         grad_norm = float(engine.get_global_grad_norm() or 0.0)
@@ -143,18 +144,20 @@ def train_step(
     return StepResult(sums[0], target_tokens, tokens, grad_norm, applied, stops > 0)
 
 
-def _guard_plain_optimizer(engine: Any) -> float | None:
-    """Stage 0 in 32 bits has no wrapper that measures gradients and skips bad ones: do both here; None for the others.
+def _guard_plain_optimizer(engine: Any, max_grad_norm: float) -> float | None:
+    """Stage 0 in 32 bits has no wrapper that measures, clips and skips: do it here; None for the other engines.
 
     torch's AdamW leaves parameters without a gradient alone, so dropping the gradients skips the step.
     """
     if engine.optimizer is not engine.basic_optimizer:
         return None
-    gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
-    norm = float(torch.nn.utils.get_total_norm(gradients))
+    parameters = [parameter for parameter in engine.module.parameters() if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
     if not math.isfinite(norm):
         engine.optimizer.zero_grad(set_to_none=True)
-    return norm
+    elif max_grad_norm:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
+    return float(norm)
 
 
 @torch.no_grad()

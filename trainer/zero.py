@@ -6,18 +6,27 @@ from typing import Any
 
 import torch
 
-from trainer.config import TrainingSection, ZeroSection
+from trainer.config import TrainingSection, UserError, ZeroSection
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def resolve_precision(precision: str, device: torch.device) -> str:
-    """`auto` is bf16 on cards of compute capability 8.0 and up, fp16 on older ones, fp32 on a CPU."""
-    if precision != "auto":
-        return precision
+    """`auto` is bf16 on cards of compute capability 8.0 and up, fp16 on older ones, fp32 on a CPU.
+
+    Raises UserError for a format that the device does not compute in.
+    """
     if device.type != "cuda":
-        return "fp32"
-    return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+        if precision == "fp16":
+            raise UserError("training.precision=fp16: needs a GPU, and there is none; use auto, bf16 or fp32")
+        return "fp32" if precision == "auto" else precision
+    has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+    if precision == "bf16" and not has_bf16:
+        card = torch.cuda.get_device_name(device)
+        raise UserError(f"training.precision=bf16: {card} has none (it needs compute capability 8.0); use auto or fp16")
+    if precision == "auto":
+        return "bf16" if has_bf16 else "fp16"
+    return precision
 
 
 def deepspeed_config(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> dict[str, Any]:
@@ -43,8 +52,8 @@ def deepspeed_config(training: TrainingSection, zero: ZeroSection, precision: st
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
-        # Left out, DeepSpeed 0.19.8 would clip at 1.0 of its own accord.
-        "gradient_clipping": training.max_grad_norm,
+        # Left out, DeepSpeed 0.19.8 would clip at 1.0 of its own accord. Stage 0 in 32 bits is clipped by step.py.
+        "gradient_clipping": 0.0 if zero.stage == 0 and precision == "fp32" else training.max_grad_norm,
         "zero_optimization": partition,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

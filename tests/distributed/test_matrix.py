@@ -177,6 +177,8 @@ def test_the_best_checkpoint_is_the_result(matrix: Matrix) -> None:
     expected = load_file(case.folder / f"checkpoint-{best}" / "adapter_model.safetensors")
     for name, value in expected.items():
         assert torch.equal(case.adapter()[name], value)
+    kept = {path.name for path in case.folder.glob("checkpoint-*")}
+    assert kept == {f"checkpoint-{best}", "checkpoint-5"}  # save_total_limit=1, and the best besides
 
 
 def test_a_stream_trains_as_the_same_data_in_memory(matrix: Matrix) -> None:
@@ -215,3 +217,37 @@ def test_clipping_changes_the_steps_but_not_the_reported_norm(matrix: Matrix) ->
     # AdamW undoes the scale of a gradient but for its epsilon: the losses stay near, and are not the same.
     assert clipped.losses[-1] != free.losses[-1]
     assert clipped.losses == pytest.approx(free.losses, abs=1e-3)
+    assert clipped.losses == pytest.approx(matrix["clipped-0"].losses, abs=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_loss_that_is_not_finite_stops_the_run(matrix: Matrix, stage: int) -> None:
+    """The step that would have destroyed the weights is named and was not applied."""
+    folder = matrix["lora-2-none"].folder.parent
+    assert "the loss or a gradient is not finite" in (folder / f"nonfinite-stop-{stage}-failed-0.txt").read_text()
+    records = (folder / f"nonfinite-stop-{stage}" / "metrics.jsonl").read_text()
+    assert '"step": 1' in records and '"step": 8' not in records
+    assert not (folder / f"nonfinite-stop-{stage}" / "adapter_model.safetensors").exists()
+
+
+def test_steps_that_are_not_finite_are_skipped_ten_times_at_most(matrix: Matrix) -> None:
+    folder = matrix["lora-2-none"].folder.parent
+    assert "not finite" in (folder / "nonfinite-skip-2-failed-0.txt").read_text()
+    lines = [json.loads(line) for line in (folder / "nonfinite-skip-2" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "train/loss" in line]
+    finite = [line for line in steps if line["train/loss"] is not None]
+    assert len(steps) - len(finite) == 10
+    skipped = steps[len(finite) :]
+    assert len({line["train/learning_rate"] for line in skipped}) == 1  # the schedule waits too
+
+
+def test_sample_prompts_are_answered_alike_at_every_stage(matrix: Matrix) -> None:
+    """Before training, greedily: partitioned weights give the answer that whole ones give."""
+
+    def answers(name: str) -> list[str]:
+        text = matrix[name].console
+        assert text.count("before training") == text.count("after training") > 0
+        return [line for line in text.splitlines() if line.startswith("  -> ")]
+
+    assert answers("answers-3") == answers("answers-2")
+    assert len(answers("answers-qlora-3")) >= 2

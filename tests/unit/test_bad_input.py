@@ -205,6 +205,8 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "base_model=no-data": ("base_model=no-data: the folder has no config.json",),
     "base_model=pickled": ("base_model=pickled: no .safetensors file", "convert it first"),
     "lora.adapter_path=./pickled": ("lora.adapter_path=./pickled: no adapter_model.safetensors",),
+    "training.precision=fp16": ("training.precision=fp16: needs a GPU", "use auto, bf16 or fp32"),
+    "model.attn_implementation=flash_attention_2": ("flash_attention_2: the package flash-attn is not installed",),
     "adapter=qlora ; lora.init=loftq": ("lora.init=loftq: PEFT computes it on a GPU", "lora.init: default"),
     "model.tokenizer=no-data": ("model.tokenizer=no-data: ",),
     "model.pad_token=<none-such>": ("model.pad_token=<none-such>: not in the vocabulary", "model.added_tokens"),
@@ -241,7 +243,7 @@ def test_content_that_cannot_be_trained_on(
 
     from trainer.prepare import main as prepare
 
-    if "loftq" in overrides and torch.cuda.is_available():
+    if ("loftq" in overrides or "fp16" in overrides) and torch.cuda.is_available():
         pytest.skip("with a GPU this setting is fine")
     monkeypatch.chdir(ground)
     line = refused_line(lambda: prepare(["config.yaml", *overrides.split(" ; ")]), ground, capsys)
