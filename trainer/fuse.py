@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from bitsandbytes.functional import dequantize_4bit
 from torch import Tensor, nn
 
 import ops
 from ops.groups import find_groups
 from ops.lora import MAX_RANK
-from trainer.quantize import FrozenLinear4bit
+from trainer.quantize import FrozenLinear4bit, dequantized
 
 TEST_TOKENS = 128
 Reason = tuple[str, str]  # name of a layer, why it is not fused or not grouped
@@ -277,7 +276,7 @@ def _in_plain_torch(members: Sequence[_Member], x: Tensor, downs: list[Tensor], 
         base = member.layer.base_layer
         weight = base.weight
         if isinstance(base, FrozenLinear4bit):
-            weight = dequantize_4bit(weight.data, base.quant_state)
+            weight = dequantized(weight, base.quant_state, torch.float32)
         bias = None if base.bias is None else base.bias.float()
         frozen = nn.functional.linear(x, weight.detach().float(), bias)
         outputs.append(frozen + member.layer.scaling[member.adapter] * (x @ down.t()) @ up.t())

@@ -17,14 +17,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("adapt"))
 
 
-def base(folder: Path, quantized: bool = False) -> Any:
+def base(folder: Path, quantization: QuantizationSection | None = None) -> Any:
     return load_base_model(
         str(folder),
         ModelSection(),
         dtype=torch.float32,
         device=torch.device("cpu"),
         attention="sdpa",
-        quantization=QuantizationSection() if quantized else None,
+        quantization=quantization,
     )
 
 
@@ -44,7 +44,7 @@ def test_targets_that_match_nothing_are_refused_with_what_there_is(folder: Path)
 @pytest.mark.parametrize("quantized", [False, True])
 def test_the_table_and_the_counts(folder: Path, quantized: bool) -> None:
     """r=4 on all linear layers of two layers: 4 (in + out) each; 4-bit weights count as what they stand for."""
-    model = base(folder, quantized)
+    model = base(folder, QuantizationSection() if quantized else None)
     total = sum(parameter.numel() for parameter in base(folder).parameters())
     adapted = apply_adapter(model, LoraSection(r=4, alpha=8), torch.float32)
     table = {layer.name: (layer.shape, layer.count, layer.parameters) for layer in adapted_layers(adapted)}
@@ -94,16 +94,31 @@ def test_a_missing_pad_token_is_found_or_named(folder: Path, tmp_path: Path) -> 
         load_tokenizer(str(tmp_path), ModelSection(pad_token="[NO]"))
 
 
-def test_4bit_layers_compute_what_their_dequantised_weights_say(folder: Path) -> None:
-    """Forward and backward, against plain linear layers with the same weights; the head stays in full precision."""
-    import bitsandbytes as bnb
-    from bitsandbytes.functional import dequantize_4bit
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("block_size", [32, 64, 128, 256])
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_4bit_layers_compute_what_their_bits_say(
+    folder: Path, quant_type: Any, block_size: Any, double_quant: bool
+) -> None:
+    """Forward and backward against plain layers whose weights are read off code book and scales; the head stays whole.
 
-    quantized, plain = base(folder, quantized=True), base(folder)
+    Rows of 64 and 128 weights: some blocks are longer than a row.
+    """
+    import bitsandbytes as bnb
+    from bitsandbytes.functional import dequantize_blockwise
+
+    section = QuantizationSection(quant_type=quant_type, block_size=block_size, double_quant=double_quant)
+    quantized, plain = base(folder, section), base(folder)
     layers = {name: module for name, module in quantized.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
     assert len(layers) == 14 and "lm_head" not in layers
     for name, module in layers.items():
-        plain.get_submodule(name).weight.data = dequantize_4bit(module.weight.data, module.quant_state).float()
+        state = module.quant_state
+        scales = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+        pairs = [state.code[half.long()] for half in (module.weight.data >> 4, module.weight.data & 15)]
+        values = torch.cat(pairs, dim=1).view(-1, block_size) * scales[:, None]
+        truth = plain.get_submodule(name).weight
+        assert 0 < (values.view(truth.shape) - truth).norm() < 0.2 * truth.norm()
+        truth.data = values.view(truth.shape)
     ids = torch.arange(3, 40)[None]
     results = []
     for model in (quantized, plain):
@@ -120,4 +135,4 @@ def test_a_model_without_safetensors_is_refused(folder: Path, tmp_path: Path) ->
     shutil.copytree(folder, tmp_path / "m")
     (tmp_path / "m" / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"no \.safetensors file"):
-        base(tmp_path / "m", quantized=True)
+        base(tmp_path / "m", QuantizationSection())
