@@ -18,8 +18,6 @@ def load_model_config(base_model: str, section: ModelSection) -> Any:
     folder = Path(base_model)
     if folder.is_dir() and not (folder / "config.json").exists():
         raise UserError(f"base_model={base_model}: the folder has no config.json; name the folder of a saved model")
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        raise UserError(f"base_model={base_model}: no .safetensors file; only safetensors are loaded, convert it first")
     return _loaded(
         "base_model",
         base_model,
@@ -27,6 +25,13 @@ def load_model_config(base_model: str, section: ModelSection) -> Any:
             base_model, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
         ),
     )
+
+
+def check_weight_files(base_model: str) -> None:
+    """Raise UserError if a local model has no safetensors; pickled weights could run code and are not loaded."""
+    folder = Path(base_model)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        raise UserError(f"base_model={base_model}: no .safetensors file; only safetensors are loaded, convert it first")
 
 
 def load_tokenizer(base_model: str, section: ModelSection) -> Any:

@@ -36,7 +36,7 @@ def prepare(config: RunConfig) -> Prepared:
     from trainer.adapt import check_targets
     from trainer.checkpoint import find_checkpoint
     from trainer.metrics import check_reporters
-    from trainer.model import context_length, empty_model, load_model_config, load_tokenizer
+    from trainer.model import check_weight_files, context_length, empty_model, load_model_config, load_tokenizer
     from trainer.zero import resolve_precision
 
     check_reporters(config.logging)
@@ -50,6 +50,7 @@ def prepare(config: RunConfig) -> Prepared:
     if config.lora.init == "loftq" and not torch.cuda.is_available():
         raise UserError("lora.init=loftq: PEFT computes it on a GPU, and this machine has none; use lora.init: default")
     model_config = load_model_config(config.base_model, config.model)
+    check_weight_files(config.base_model)
     longest = context_length(model_config)
     if longest and config.dataset.max_length > longest:
         raise UserError(
