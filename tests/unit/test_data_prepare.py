@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import time
 from itertools import islice
 from pathlib import Path
@@ -150,10 +151,12 @@ def test_repeated_records_are_not_held_out_and_trained(tokenizer: PreTrainedToke
 
 def test_workers_change_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
     write_chats(Path("chats.jsonl"), 40)
+    environment = os.environ
     one, two = prepared(tokenizer, workers=1), prepared(tokenizer, workers=2)
     assert one.fingerprint == two.fingerprint
     assert one.fingerprint != prepared(tokenizer, max_length=63).fingerprint
     (Path("cache") / one.fingerprint).rename("elsewhere")
+    assert os.environ is environment  # datasets replaces it
     again = prepared(tokenizer, workers=2)
     assert list(Path("cache", again.fingerprint).glob("source-000_*.arrow"))  # two processes wrote a file each
     assert samples_of(again) == samples_of(one) and again.stats == one.stats

@@ -1,5 +1,6 @@
 """Records to tokenised documents: a source's shape is found once, then batches are read, templated, masked and cut."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -102,19 +103,24 @@ def encode_source(
     records = read_source(source, label)
     assert isinstance(records, Dataset)
     shape = find_shape(source, records.column_names, records[0], label, has_chat_template=encoder.chat is not None)
-    documents = records.map(
-        _encode_batch,
-        batched=True,
-        batch_size=ROWS_AT_ONCE,
-        with_indices=True,
-        remove_columns=records.column_names,
-        features=COLUMNS,
-        fn_kwargs={"encoder": encoder, "shape": shape, "label": where_from(source, label)},
-        num_proc=min(workers, len(records)) if workers > 1 else None,
-        cache_file_name=str(file),
-        new_fingerprint=file.stem,
-        desc=f"tokenising {source.path}",
-    )
+    environment = os.environ
+    try:
+        documents = records.map(
+            _encode_batch,
+            batched=True,
+            batch_size=ROWS_AT_ONCE,
+            with_indices=True,
+            remove_columns=records.column_names,
+            features=COLUMNS,
+            fn_kwargs={"encoder": encoder, "shape": shape, "label": where_from(source, label)},
+            num_proc=min(workers, len(records)) if workers > 1 else None,
+            cache_file_name=str(file),
+            new_fingerprint=file.stem,
+            desc=f"tokenising {source.path}",
+        )
+    finally:
+        # With several workers datasets puts a copy in the place of os.environ: others would keep reading the old one.
+        os.environ = environment  # noqa: B003 (the very object, not its contents)
     return documents, shape.note
 
 
