@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
         if ranks.is_main:
             console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         return error.exit_code
-    except Exception as error:
+    except Exception as error:  # not swallowed: traceback in the log, one line shown, exit code 1
         traceback.print_exc()  # into this rank's log
         run.close()
         if ranks.is_main:
