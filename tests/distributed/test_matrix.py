@@ -140,7 +140,7 @@ def test_the_adapter_loads_in_peft_with_the_logits_it_was_trained_to(matrix: Mat
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from trainer.config import SourceSection
-    from trainer.config.sections import DatasetSection
+    from trainer.config.data_sections import DatasetSection
     from trainer.data import evaluation_batches, prepare_data
 
     case = matrix["lora-3-none"]

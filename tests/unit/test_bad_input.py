@@ -85,7 +85,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "training.best_checkpoint=true ; dataset.val_split=0.1 ; training.eval_steps=3": (
         "training.save_steps=500", "multiple of eval_steps=3",
     ),
-    "zero.stage=4": ("zero.stage=4: must be 0, 1, 2 or 3",),
+    "zero.stage=4": ("zero.stage=4: must be auto, 0, 1, 2 or 3",),
     "zero.offload_optimizer=true ; zero.stage=0": ("zero.offload_optimizer=true: stage 0", "use zero.stage: 1, 2 or 3"),
     "zero.offload_parameters=true": ("zero.offload_parameters=true: only stage 3", "zero.stage=2", "use 3"),
     "zero.offload_parameters=true ; zero.stage=3 ; adapter=qlora": ("4-bit weights cannot be", "adapter: lora"),

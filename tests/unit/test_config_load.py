@@ -7,8 +7,8 @@ import yaml
 
 from trainer.config import RunConfig, dump_yaml, load_config
 from trainer.config.aliases import ALIASES, ELSEWHERE, SOURCE_ALIASES
+from trainer.config.data_sections import SourceSection
 from trainer.config.messages import setting_names
-from trainer.config.sections import SourceSection
 
 AXOLOTL = """
 base_model: NousResearch/Llama-3.2-1B

@@ -31,7 +31,7 @@ def test_lines_fit_the_terminal(width: int) -> None:
         "dataset.fields: map of text to text (default {})",
         "dataset.mix: list of source section (default [])",
         "scu.target: number > 0.0, < 1.0 | auto (default auto)",
-        "zero.stage: 0 | 1 | 2 | 3 (default 2)",
+        "zero.stage: auto | 0 | 1 | 2 | 3 (default 2)",
     ],
 )
 def test_entries_carry_type_range_and_default(entry: str) -> None:

@@ -1,23 +1,15 @@
 """The configuration of a run: one YAML file, frozen pydantic models, one clear line per mistake."""
 
+from trainer.config.data_sections import DatasetSection, SourceSection
 from trainer.config.errors import UserError
 from trainer.config.load import LoadedConfig, dump_yaml, load_config
-from trainer.config.sections import (
-    DatasetSection,
-    LoggingSection,
-    LoraSection,
-    ModelSection,
-    OpsSection,
-    OutputSection,
-    QuantizationSection,
-    RunConfig,
-    ScuSection,
-    SourceSection,
-    TrainingSection,
-    ZeroSection,
-)
+from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
+from trainer.config.sections import LoggingSection, OutputSection, RunConfig, ScuSection
+from trainer.config.training_sections import OpsSection, TrainingSection, ZeroSection
+from trainer.config.types import AUTO
 
 __all__ = [
+    "AUTO",
     "DatasetSection",
     "LoadedConfig",
     "LoggingSection",

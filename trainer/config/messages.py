@@ -9,6 +9,7 @@ from pydantic_core import ErrorDetails
 from trainer.config.aliases import ALIASES, ELSEWHERE
 from trainer.config.errors import nearest, shown
 from trainer.config.sections import RunConfig
+from trainer.config.types import AUTO
 
 # pydantic's own words are for programmers; these are for the types of error that a YAML file can cause.
 WORDS = {
@@ -109,6 +110,6 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 def _allowed(found: ErrorDetails) -> str:
     words = WORDS.get(found["type"])
     if words:
-        return words.format(**found.get("ctx", {}))
+        return words.format(**found.get("ctx", {})).replace(f"be {AUTO}, ", "be auto, ")
     message = found["msg"].removeprefix("Value error, ")
     return message[:1].lower() + message[1:]

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 from trainer.config.aliases import ALIASES
 from trainer.config.errors import shown
 from trainer.config.sections import RunConfig
+from trainer.config.types import AUTO
 
 NAMES = {str: "text", int: "integer", float: "number", bool: "true | false", NoneType: "none", Any: "anything"}
 
@@ -57,7 +58,7 @@ def _type_text(annotation: Any, metadata: list[Any] | tuple[Any, ...] = ()) -> s
     if origin is Annotated:
         return _type_text(arguments[0], arguments[1:])
     if origin is Literal:
-        return " | ".join(shown(value) for value in arguments)
+        return " | ".join("auto" if value == AUTO else shown(value) for value in arguments)
     if origin in (Union, UnionType):
         return " | ".join(_type_text(argument) for argument in arguments)
     if origin is tuple:

@@ -1,0 +1,57 @@
+"""The settings of the text that is learnt and held out; the text under a field is its documentation."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from trainer.config.types import Positive, PositiveInt, Section, Words
+
+
+class SourceSection(Section):
+    """One source of examples."""
+
+    path: str | None = None
+    """A .jsonl, .json, .parquet, .csv, .txt file, a folder of them, or the name of a data set on the hub."""
+    name: str | None = None
+    """Configuration (subset) of a hub data set."""
+    split: str = "train"
+    """Split of a hub data set or of a folder that has splits."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "completion", "custom"] = "auto"
+    """Shape of a record; `auto` reads it off the field names and says what it found."""
+    fields: dict[str, str] = Field(default_factory=dict)
+    """Your names for a format's fields, such as {prompt: question, completion: answer}."""
+    template: str | None = None
+    """For `custom`: a prompt with {field} in it; the completion is the field `fields.completion` names."""
+    weight: Positive = 1.0
+    """Share of this source in a mix: 2.0 draws twice as many of its examples per example as 1.0."""
+    max_samples: PositiveInt | None = None
+    """Use no more than this many records of the source."""
+
+
+class DatasetSection(SourceSection):
+    """The text to learn, and the text held out to measure with."""
+
+    mix: tuple[SourceSection, ...] = ()
+    """Several sources instead of `path`, each with its weight."""
+    evaluation: SourceSection | None = None
+    """A held-out source of its own, instead of `val_split`."""
+    val_split: Annotated[float, Field(ge=0.0, le=0.5)] = 0.0
+    """Share of the records held out for evaluation."""
+    max_length: PositiveInt = 2048
+    """Longest sequence in tokens; longer ones are cut at the end and counted. With packing, the length of a pack."""
+    packing: bool = False
+    """Put several documents into one sequence, each blind to the others, positions restarting."""
+    train_on: Words = ("assistant",)
+    """Roles whose turns carry loss: assistant, user, system, tool, or `all`."""
+    system_prompt: str | None = None
+    """System turn put before conversations that have none."""
+    chat_template: str | None = None
+    """A Jinja chat template, or the path of a file with one, instead of the tokenizer's own."""
+    streaming: bool = False
+    """Read and tokenise on the fly, for sets larger than memory; needs training.max_steps."""
+    shuffle: bool = True
+    """A new order every epoch, drawn from `seed`."""
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that tokenise before training."""
+    cache_dir: str = "~/.cache/zerolora/datasets"
+    """Folder for tokenised data, found again by content."""

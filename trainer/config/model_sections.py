@@ -1,0 +1,66 @@
+"""The settings of the base model, its adapter and its quantisation; the text under a field is its documentation."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from trainer.config.types import Fraction, Positive, PositiveInt, Section, Words
+
+
+class ModelSection(Section):
+    """How the base model and its tokenizer are loaded."""
+
+    revision: str | None = None
+    """Branch, tag or commit of the model on the hub."""
+    tokenizer: str | None = None
+    """Folder or hub name of another tokenizer than the model's own."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model; off unless you have read that code."""
+    attn_implementation: Literal[
+        "auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"
+    ] = "auto"
+    """Attention kernel. `auto`: variable-length flash attention for packed sequences on a GPU, else sdpa."""
+    added_tokens: Words = ()
+    """Tokens to add to the vocabulary; their embeddings are trained and saved with the adapter."""
+    pad_token: str | None = None
+    """Padding token for a tokenizer that has none; by default an unused one is found, else the end-of-text token."""
+
+
+class LoraSection(Section):
+    """The adapter."""
+
+    r: PositiveInt = 16
+    """Rank R of the update s B A."""
+    alpha: Positive = 32.0
+    """Scale of the update: s = alpha / r, or alpha / sqrt(r) with `rslora`."""
+    dropout: Fraction = 0.0
+    """Probability with which an input element of the adapter is dropped in training."""
+    target_modules: Words = ("all-linear",)
+    """`all-linear` (every linear layer but the output head), or the last parts of module names, such as q_proj."""
+    exclude_modules: Words = ()
+    """Names that `target_modules` would match but that stay without an adapter."""
+    rslora: bool = False
+    """Rank-stabilised scale alpha / sqrt(r)."""
+    dora: bool = False
+    """Weight-decomposed adapter (DoRA): direction by LoRA, magnitude trained apart."""
+    loraplus_lr_ratio: Annotated[float, Field(ge=1.0)] | None = None
+    """LoRA+: the learning rate of B is this many times that of A (16 is usual)."""
+    init: Literal["default", "gaussian", "orthogonal", "pissa", "pissa_niter_16", "olora", "loftq"] = "default"
+    """Start of A and B. `default`: Kaiming for A, zero for B. pissa, olora and loftq read the base and change it."""
+    modules_to_save: Words = ()
+    """Modules that are trained in full and saved beside the adapter, such as lm_head."""
+    adapter_path: str | None = None
+    """Folder or hub name of an existing adapter to start from; its own r, alpha and targets are then used."""
+
+
+class QuantizationSection(Section):
+    """The 4-bit base of `adapter: qlora` (bitsandbytes)."""
+
+    bits: Literal[4] = 4
+    """Bits a weight."""
+    quant_type: Literal["nf4", "fp4"] = "nf4"
+    """Code book of the 4-bit values."""
+    double_quant: bool = True
+    """Quantise the block scales as well (0.4 bits a weight less)."""
+    block_size: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = 64
+    """Weights that share one scale. transformers and bitsandbytes load 64 from the hub; others are made at load."""

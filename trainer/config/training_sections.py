@@ -1,0 +1,142 @@
+"""The settings of the loop, of ZeRO and of the operators; the text under a field is its documentation."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from trainer.config.types import BatchSize, Fraction, NonNegative, Positive, PositiveInt, Section, Stage
+
+_CHECKPOINTING_SCHEMA = {"enum": ["none", "non_reentrant", "reentrant", "selective", True, False, None]}
+
+
+def _checkpointing_word(value: Any) -> Any:
+    """`true` and `false` are what users of other trainers type here."""
+    if value in ("on", "yes", "off", "no"):
+        value = value in ("on", "yes")
+    if value is None or isinstance(value, bool):
+        return "non_reentrant" if value else "none"
+    return value
+
+
+class TrainingSection(Section):
+    """The loop: how long, how fast, when to look and when to save."""
+
+    epochs: Positive = 1.0
+    """Passes over the data, unless `max_steps` says otherwise; fractions are allowed."""
+    max_steps: PositiveInt | None = None
+    """Optimizer steps."""
+    batch_size: BatchSize = 1
+    """Sequences per GPU and micro-step; `auto` takes the most that fit by the memory estimate."""
+    eval_batch_size: PositiveInt | None = None
+    """Sequences per GPU in evaluation; batch_size if not given."""
+    gradient_accumulation_steps: PositiveInt = 1
+    """Micro-steps per optimizer step. Global batch = batch_size x this x GPUs."""
+    learning_rate: Positive = 2e-4
+    """Peak learning rate."""
+    lr_scheduler: Literal[
+        "linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
+    ] = "cosine"
+    """Course of the learning rate (transformers' schedules)."""
+    min_lr_ratio: Fraction = 0.0
+    """Last learning rate over the peak, for cosine_with_min_lr."""
+    warmup_ratio: Fraction = 0.03
+    """Share of the steps in which the learning rate rises from zero."""
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Steps of warm-up, instead of `warmup_ratio`."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's decoupled decay; biases and norms are left out."""
+    max_grad_norm: NonNegative = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """AdamW of torch, or of bitsandbytes with 8-bit state."""
+    adam_beta1: Fraction = 0.9
+    """AdamW's decay of the first moment."""
+    adam_beta2: Fraction = 0.999
+    """AdamW's decay of the second moment."""
+    adam_epsilon: Positive = 1e-8
+    """AdamW's epsilon."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Number format of weights and activations. `auto`: bf16 if the card has it, fp16 on older cards, fp32 on a CPU."""
+    gradient_checkpointing: Annotated[
+        Literal["none", "non_reentrant", "reentrant", "selective"],
+        BeforeValidator(_checkpointing_word),
+        WithJsonSchema(_CHECKPOINTING_SCHEMA),
+    ] = "none"
+    """Recompute activations in the backward pass instead of keeping them; `true` means non_reentrant.
+    `selective` keeps the attention and the frozen products' cheap neighbours and recomputes the rest."""
+    offload_activations: bool = False
+    """Keep what gradient checkpointing saves, one tensor a layer, in host memory."""
+    on_oom: Literal["stop", "halve"] = "stop"
+    """`halve`: a GPU out of memory halves batch_size and doubles the accumulation, up to three times, and goes on."""
+    ignore_memory_check: bool = False
+    """Start although the memory estimate says that it does not fit."""
+    save_steps: Annotated[int, Field(ge=0)] = 500
+    """Steps between checkpoints; 0 saves only at the end."""
+    save_total_limit: PositiveInt | None = 3
+    """Newest checkpoints that are kept (the best one besides)."""
+    eval_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps between evaluations; 0 evaluates before and after training only."""
+    logging_steps: PositiveInt = 1
+    """Steps between lines of metrics."""
+    resume_from_checkpoint: str | None = None
+    """`latest`, the folder of a checkpoint, or `auto`: latest if there is one, else from the start."""
+    early_stopping: PositiveInt | None = None
+    """Stop after this many evaluations in a row without a lower held-out loss."""
+    early_stopping_threshold: NonNegative = 0.0
+    """By how much the held-out loss must fall to count as lower."""
+    best_checkpoint: bool = False
+    """Keep the checkpoint with the lowest held-out loss and end with its adapter."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is not finite stops the run, or skips that step (at most 10 in a row)."""
+    torch_compile: bool = False
+    """Compile the model with torch.compile."""
+    cudnn_benchmark: bool = False
+    """Let cuDNN try its kernels at the start."""
+    deterministic: bool = False
+    """Only kernels that give the same bits every time."""
+    memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Share of the GPU's memory that this run may take."""
+    timeout_minutes: Positive = 30.0
+    """How long a collective waits for a rank before the run fails."""
+    hang_timeout: NonNegative = 10.0
+    """Minutes without progress of a rank after which the run is ended and the rank named; 0 turns the watchdog off."""
+
+
+class ZeroSection(Section):
+    """DeepSpeed's ZeRO: what is partitioned over the GPUs, what is kept in host memory."""
+
+    stage: Stage = 2
+    """`auto`: the lowest that fits by the memory estimate.
+    0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters (the base model too)."""
+    offload_optimizer: bool = False
+    """Optimizer state in host memory (stages 1 to 3)."""
+    offload_parameters: bool = False
+    """Partitioned parameters in host memory (stage 3)."""
+    pin_memory: bool = True
+    """Page-locked host memory for what is offloaded."""
+    overlap_comm: bool = True
+    """Reduce gradients while the backward pass still runs (GPU only)."""
+    reduce_bucket_size: PositiveInt = 200_000_000
+    """Elements per gradient reduction."""
+    allgather_bucket_size: PositiveInt = 200_000_000
+    """Elements per parameter gather (stages 1 and 2)."""
+    prefetch_bucket_size: Annotated[int, Field(ge=0)] = 50_000_000
+    """Elements that stage 3 gathers ahead of their use."""
+    persistence_threshold: Annotated[int, Field(ge=0)] = 100_000
+    """Stage 3 keeps parameters of fewer elements than this whole on every GPU."""
+    max_live_parameters: PositiveInt = 1_000_000_000
+    """Elements that stage 3 keeps gathered at most."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Keys of DeepSpeed's own configuration, merged in last, for what has no setting here."""
+
+
+class OpsSection(Section):
+    """The arithmetic of the adapters."""
+
+    backend: Literal["auto", "cuda", "reference", "peft"] = "auto"
+    """`cuda` fused operators, `reference` the same in plain torch, `peft` PEFT's own; `auto` says what it chose."""
+    flat: bool = True
+    """Keep all adapter parameters of one learning rate in one buffer, so that the engine sees one tensor."""
+    liger: Literal["auto", "on", "off"] = "auto"
+    """Liger's kernels for norms, SwiGLU, rotary embedding and the loss; `auto`: where there is a GPU and it knows
+    the architecture."""

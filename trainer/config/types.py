@@ -1,0 +1,49 @@
+"""What the sections are made of: number types, lists of words, and the frozen model that refuses unknown keys."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+
+AUTO = -1  # how `auto` is kept in a number until the memory estimate has put a real one in its place
+PositiveInt = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+
+
+def _list_of_words(value: Any) -> Any:
+    """A single word, a comma-separated line and a list all mean a list; `none` and nothing mean an empty one."""
+    if value is None or value == "none":
+        return []
+    return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+
+
+def _auto_number(value: Any) -> Any:
+    return AUTO if value == "auto" else value
+
+
+def _auto_word(value: int) -> int | str:
+    return "auto" if value == AUTO else value
+
+
+# What editors are told (the JSON schema) is what is accepted, not what it becomes.
+_WORDS_SCHEMA = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}, {"type": "null"}]}
+
+_STAGE_SCHEMA = {"enum": ["auto", 0, 1, 2, 3]}
+_BATCH_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}
+
+Words = Annotated[tuple[str, ...], BeforeValidator(_list_of_words), WithJsonSchema(_WORDS_SCHEMA)]
+BatchSize = Annotated[
+    PositiveInt | Literal[-1], BeforeValidator(_auto_number), PlainSerializer(_auto_word), WithJsonSchema(_BATCH_SCHEMA)
+]
+Stage = Annotated[
+    Literal[-1, 0, 1, 2, 3], BeforeValidator(_auto_number), PlainSerializer(_auto_word), WithJsonSchema(_STAGE_SCHEMA)
+]
+
+
+class Section(BaseModel):
+    """A frozen group of settings that refuses keys it does not know."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
+    )
