@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainer.config import LoraSection, UserError
+from trainer.flat import FLAT, flat_adapter_of, trained_parameters
 
 
 @dataclass(frozen=True)
@@ -131,12 +132,15 @@ def _embedding_name(model: Any) -> str:
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Trainable and total parameters; a 4-bit weight counts as the weights it stands for."""
     trainable = total = 0
-    for parameter in model.parameters():
+    trained = {id(parameter) for _, parameter in trained_parameters(model)}
+    for name, parameter in model.named_parameters():
+        if name.startswith(FLAT):
+            continue  # PEFT's own parameters are views of it
         state = getattr(parameter, "quant_state", None)
         shape = state.shape if state is not None else getattr(parameter, "ds_shape", parameter.shape)
         size = int(torch.Size(shape).numel())
         total += size
-        trainable += size if parameter.requires_grad else 0
+        trainable += size if id(parameter) in trained else 0
     return trainable, total
 
 
@@ -153,7 +157,11 @@ def adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
                 for parameter in module.parameters()
                 if parameter.requires_grad
             )
-            groups.setdefault((path.rsplit(".", 1)[-1], shape), []).append(size)
+            # An adapter on a parameter, such as fused experts, is named by it; PEFT nests several of one module.
+            *_, name = (part for part in path.split(".") if part != "base_layer")
+            parameter = getattr(module, "parameter_name", "weight")
+            name += f".{parameter}" if parameter != "weight" else ""
+            groups.setdefault((name, shape), []).append(size)
     layers = [AdaptedLayers(name, shape, len(sizes), sum(sizes)) for (name, shape), sizes in groups.items()]
     return sorted(layers, key=lambda layer: -layer.parameters)
 
@@ -169,12 +177,13 @@ class GradientCheck:
         self._check_finite = finite
         self._experts = any("experts" in name for name, _ in model.named_modules())
         self._finite: dict[str, torch.Tensor] = {}
-        self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self._handles = [
-            parameter.register_hook(self._watch(name))
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        ]
+        trained = trained_parameters(model)
+        self._names = [name for name, _ in trained]
+        self._flat = flat_adapter_of(model)
+        # A factor in a flat buffer is no leaf: its gradient passes through the views of the coming forward passes.
+        self._handles = [p.register_hook(self._watch(name)) for name, p in trained if p.requires_grad]
+        if self._flat is not None:
+            self._flat.watch(lambda name, view: self._handles.append(view.register_hook(self._watch(name))))
 
     def _watch(self, name: str) -> Any:
         def hook(grad: torch.Tensor) -> None:
@@ -188,6 +197,8 @@ class GradientCheck:
 
         An expert that the router never chose gets none, and that is no fault.
         """
+        if self._flat is not None:
+            self._flat.watch(None)
         for handle in self._handles:
             handle.remove()
         missing = [name for name in self._names if name not in self._finite]

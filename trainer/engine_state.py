@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from trainer.flat import flat_adapter_of, trained_parameters
 from trainer.ranks import sum_over_ranks
 
 QUANTITIES = ("master", "exp_avg", "exp_avg_sq")
@@ -41,7 +42,7 @@ class EngineState:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._optimizer = engine.basic_optimizer
-        self._trained: list[Named] = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
+        self._trained: list[Named] = trained_parameters(engine.module)
         self._shards = list(_shards(engine, self._trained))
         self._holders = list({id(holder): holder for holder in _holders(engine)}.values())
 
@@ -159,6 +160,27 @@ class EngineState:
 
 
 def _shards(engine: Any, trained: list[Named]) -> Iterator[Shard]:
+    """Where the trained tensors lie; those of a flat adapter where their part of its buffer lies."""
+    flat = flat_adapter_of(engine.module)
+    if flat is None:
+        yield from _shards_of_parameters(engine, trained)
+        return
+    spans = flat.spans()
+    buffers = [(f"{index}", buffer) for index, buffer in enumerate(flat.buffers)]
+    of_buffers = {int(shard.name): shard for shard in _shards_of_parameters(engine, buffers)}
+    for name, (buffer, start, length) in spans.items():
+        shard = of_buffers.get(buffer)
+        if shard is None:
+            continue
+        first = max(start, shard.param_start)
+        end = min(start + length, shard.param_start + shard.length)
+        if first < end:
+            holder_start = shard.holder_start + first - shard.param_start
+            yield Shard(name, shard.holder, holder_start, first - start, end - first)
+    yield from _shards_of_parameters(engine, [(name, parameter) for name, parameter in trained if name not in spans])
+
+
+def _shards_of_parameters(engine: Any, trained: list[Named]) -> Iterator[Shard]:
     stage = engine.zero_optimization_stage()
     optimizer = engine.optimizer
     if stage == 0:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.config import UserError
+from trainer.flat import FlatAdapter
 
 Measure = Literal["delta", "factors"]
 # An nn.Parameter to which ZeRO-3 may have added ds_shape, ds_tensor (this rank's shard), ds_status, ds_process_group.
@@ -75,15 +76,23 @@ class AdapterInformation:
     `sigma` is the standard deviation of the prior N(0, sigma^2), `tokens` the target tokens N of one epoch.
     """
 
-    def __init__(self, pairs: list[AdapterPair], measure: Measure, *, sigma: float, tokens: int) -> None:
+    def __init__(
+        self,
+        pairs: list[AdapterPair],
+        measure: Measure,
+        *,
+        sigma: float,
+        tokens: int,
+        flat: FlatAdapter | None = None,
+    ) -> None:
+        """`flat` holds the pairs in one buffer, whose blocks are then read and differentiated without a copy."""
         if sigma <= 0.0:
             raise UserError(f"scu.sigma={sigma}: the prior needs a positive standard deviation, such as 0.01")
         if tokens < 1:
             raise UserError(f"scu.tokens={tokens}: information is spread over at least one target token")
         self.measure = measure
         self.nats_per_square = 1.0 / (2.0 * sigma**2 * tokens)
-        self.chunks = list(_chunks(pairs))
-        self.parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters]
+        self.chunks = list(_chunks(pairs, flat))
 
     def squares(self) -> Tensor:
         """Q of this rank, a differentiable scalar: its mean over the ranks, and its gradient's, are the adapter's.
@@ -97,7 +106,11 @@ class AdapterInformation:
             results = [compute(chunk) for chunk in self.chunks]
             value = torch.stack([value for value, *_ in results]).sum()
         gradients = [gradient for _, *pair in results for gradient in pair]
-        return cast(Tensor, _WithGradient.apply(value, gradients, *self.parameters))
+        leaves = [chunk.leaves() for chunk in self.chunks]
+        flat = [chunk.flat is not None for chunk in self.chunks]
+        counts = [(whole, len(side)) for whole, sides in zip(flat, leaves, strict=True) for side in sides]
+        tensors = [tensor for sides in leaves for side in sides for tensor in side]
+        return cast(Tensor, _WithGradient.apply(value, gradients, counts, *tensors))
 
     def bits(self, squares: float) -> float:
         """ParamBPT in bits per token for a value of Q."""
@@ -136,22 +149,33 @@ class _Chunk:
     a: list[nn.Parameter]
     b: list[nn.Parameter]
     scale_N11: Tensor
+    flat: FlatAdapter | None = None
+    rows: slice | None = None
+    """Of the two blocks of `flat` that hold A and B."""
+    blocks: tuple[int, int] = (0, 0)
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return self.a + self.b
+    def leaves(self) -> list[list[Tensor]]:
+        """What the gradient goes to, A's side and B's: the parameters, or the stacks of the forward pass under way."""
+        if self.flat is None:
+            return [list[Tensor](self.a), list[Tensor](self.b)]
+        stacks = self.flat.stacks
+        return [[stacks[number][self.rows or slice(None)]] if number in stacks else [] for number in self.blocks]
 
     def stacked(self, read: Any) -> tuple[Tensor, Tensor]:
         """A [N, R, I] and B [N, O, R] in at least fp32; bf16 would lose an update of 1 part in 256 of the sum."""
-        tensors: list[Tensor] = read(self.parameters)
-        dtype, split = torch.promote_types(tensors[0].dtype, torch.float32), len(self.a)
+        dtype = torch.promote_types(self.a[0].dtype, torch.float32)
+        if self.flat is not None:
+            down, up = (self.flat.block(number)[self.rows or slice(None)] for number in self.blocks)
+            return down.to(dtype), up.to(dtype)
+        tensors: list[Tensor] = read(self.a + self.b)
+        split = len(self.a)
         # cat and view: stack would make a view of each tensor first, which is dear for hundreds of small ones.
         a_NRI = torch.cat(tensors[:split]).view(split, *_shape(self.a[0]))
         b_NOR = torch.cat(tensors[split:]).view(split, *_shape(self.b[0]))
         return a_NRI.to(dtype), b_NOR.to(dtype)
 
 
-def _chunks(pairs: list[AdapterPair]) -> Iterator[_Chunk]:
+def _chunks(pairs: list[AdapterPair], flat: FlatAdapter | None) -> Iterator[_Chunk]:
     groups: dict[tuple[Any, ...], list[AdapterPair]] = {}
     for pair in pairs:
         groups.setdefault((_shape(pair.a), _shape(pair.b), pair.a.dtype, pair.b.dtype, pair.a.device), []).append(pair)
@@ -161,25 +185,41 @@ def _chunks(pairs: list[AdapterPair]) -> Iterator[_Chunk]:
         for start in range(0, len(group), size):
             part = group[start : start + size]
             scale_N11 = torch.tensor([pair.scale for pair in part], dtype=wide, device=device).view(-1, 1, 1)
-            yield _Chunk([pair.a for pair in part], [pair.b for pair in part], scale_N11)
+            place = _place(flat, part) if flat is not None else {}
+            yield _Chunk([pair.a for pair in part], [pair.b for pair in part], scale_N11, **place)
+
+
+def _place(flat: FlatAdapter, part: list[AdapterPair]) -> dict[str, Any]:
+    """Where consecutive pairs lie in a flat adapter; nothing if they do not lie together there."""
+    numbers = [flat.rows_of([getattr(pair, side) for pair in part]) for side in ("a", "b")]
+    if None in numbers:
+        return {}
+    (block_a, rows_a), (block_b, rows_b) = cast(list[tuple[int, slice]], numbers)
+    return {"flat": flat, "rows": rows_a, "blocks": (block_a, block_b)} if rows_a == rows_b else {}
 
 
 class _WithGradient(torch.autograd.Function):
     """A value whose gradients are known already: after it, ZeRO-3 may partition A and B again at any time."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, value: Tensor, gradients: list[Tensor], counts: list[tuple[bool, int]], *tensors: Tensor
+    ) -> Tensor:
+        """`counts`: for every gradient the tensors it belongs to: one that is all of it, or one for each row."""
         ctx.save_for_backward(*gradients)
-        ctx.dtypes = [parameter.dtype for parameter in parameters]
+        ctx.counts = counts
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
         return value.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        outputs: list[Tensor | None] = [None, None]
-        for stacked in ctx.saved_tensors:
-            # A loss scale of fp16 is inside grad_output: multiply before narrowing, or small gradients vanish.
-            outputs.extend((stacked * grad_output).to(ctx.dtypes[len(outputs) - 2]).unbind())
+        outputs: list[Tensor | None] = [None, None, None]
+        for stacked, (whole, count) in zip(ctx.saved_tensors, ctx.counts, strict=True):
+            if count:
+                # A loss scale of fp16 is inside grad_output: multiply before narrowing, or small gradients vanish.
+                gradient = (stacked * grad_output).to(ctx.dtypes[len(outputs) - 3])
+                outputs.extend([gradient] if whole else gradient.unbind())
         return tuple(outputs)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from trainer.config import LoraSection, TrainingSection
+from trainer.flat import FLAT, UP
 
 
 def build_optimizer(
@@ -20,9 +21,10 @@ def build_optimizer(
     groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            # Under ZeRO-3 a partitioned parameter is flat; DeepSpeed keeps its true shape.
-            dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
-            rate = training.learning_rate * (ratio if "lora_B" in name or "lora_embedding_B" in name else 1.0)
+            # Under ZeRO-3 a partitioned parameter is flat; DeepSpeed keeps its true shape. A flat adapter is matrices.
+            dimensions = 2 if name.startswith(FLAT) else len(getattr(parameter, "ds_shape", parameter.shape))
+            is_up = "lora_B" in name or "lora_embedding_B" in name or name == f"{FLAT}{UP}"
+            rate = training.learning_rate * (ratio if is_up else 1.0)
             decay = training.weight_decay if dimensions > 1 else 0.0
             groups.setdefault((rate, decay), []).append(parameter)
     param_groups = [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in groups.items()]

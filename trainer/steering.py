@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from trainer import scu
 from trainer.config import ScuSection, UserError
+from trainer.flat import flat_adapter_of
 from trainer.information import AdapterInformation, data_bpt, find_pairs
 from trainer.ranks import sum_over_ranks
 
@@ -36,19 +37,18 @@ class ScuFault(RuntimeError):
 
 @dataclass(frozen=True)
 class _Pending:
-    """A measurement on its way to the host: (loss sum in nats, target tokens, Q) in fp64."""
+    """A measurement on its way to the host: (loss sum in nats, target tokens, Q, whether the step counts) in fp64."""
 
     step: int
     sums: Tensor
     arrived: torch.cuda.Event | None
     memory_mb: float
 
-    def wait(self) -> tuple[float, float, float]:
-        """The three numbers; the copy was started a step ago, so that this seldom waits."""
+    def wait(self) -> list[float]:
+        """The numbers; the copy was started a step ago, so that this seldom waits."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        loss_sum, tokens, squares = self.sums.tolist()
-        return loss_sum, tokens, squares
+        return [float(number) for number in self.sums.tolist()]
 
 
 class Steering:
@@ -74,7 +74,9 @@ class Steering:
         if section.target == "auto" and section.measure == "delta" and section.controller == "pi":
             raise UserError("scu.target=auto: published targets are for measure: factors; give a number, such as 0.01")
         self.section = section
-        self.information = AdapterInformation(find_pairs(model), section.measure, sigma=section.sigma, tokens=tokens)
+        self.information = AdapterInformation(
+            find_pairs(model), section.measure, sigma=section.sigma, tokens=tokens, flat=flat_adapter_of(model)
+        )
         try:
             self.law = _law(section, total_steps, base_parameters)
         except ValueError as error:
@@ -140,26 +142,33 @@ class Steering:
         return self._mean_share(self._squares)
 
     def observe(
-        self, step: int, loss_sum_global: Tensor, target_tokens_global: Tensor | int, squares_global: Tensor
+        self,
+        step: int,
+        loss_sum_global: Tensor,
+        target_tokens_global: Tensor | int,
+        squares_global: Tensor,
+        applied: Tensor | bool = True,
     ) -> None:
         """Take in the sums of step `step` over all ranks and micro-steps, without waiting for the device.
 
-        Call it on every rank, best before `engine.step()`, whose own synchronisation then covers the copy. Leave it out
-        for a step that is skipped.
+        Call it on every rank. A step that was not `applied` leaves the controller as it is.
         """
         if step % self.section.check_every == 0:
             self._check_ranks_agree(step)
-        if step % self.section.every or (isinstance(target_tokens_global, int) and target_tokens_global == 0):
-            return  # no control step, or one without a token to measure on
+        if step % self.section.every:
+            return  # no control step
         device = squares_global.device
         squares = squares_global.detach().double()
         tokens = target_tokens_global
         # A number becomes a tensor by a fill on the device; a copy from the host would wait for it.
-        count = tokens.to(device, torch.float64) if isinstance(tokens, Tensor) else squares.new_full((), float(tokens))
-        sums = torch.stack([loss_sum_global.detach().to(device, torch.float64), count, squares])
+        count, done = (
+            value.to(device, torch.float64) if isinstance(value, Tensor) else squares.new_full((), float(value))
+            for value in (tokens, applied)
+        )
+        sums = torch.stack([loss_sum_global.detach().to(device, torch.float64), count, squares, done])
         arrived = None
         if device.type == "cuda":
-            host = torch.empty(3, dtype=torch.float64, pin_memory=True)
+            host = torch.empty(4, dtype=torch.float64, pin_memory=True)
             sums = host.copy_(sums, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
@@ -171,8 +180,10 @@ class Steering:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        loss_sum, tokens, squares = pending.wait()
-        if not math.isfinite(loss_sum) or not math.isfinite(squares) or tokens <= 0 or loss_sum < 0:
+        loss_sum, tokens, squares, counts = pending.wait()
+        if not counts or tokens == 0:
+            return  # a step that was skipped, or one without a token to measure on
+        if not math.isfinite(loss_sum) or not math.isfinite(squares) or loss_sum < 0:
             raise ScuFault(
                 f"scu: step {pending.step} measured a loss sum of {loss_sum} nats over {tokens:g} target tokens and "
                 f"{squares} for the adapter; look at the loss of that step, or lower training.learning_rate"
@@ -217,7 +228,7 @@ class Steering:
         if self._pending is not None:
             pending = {
                 "step": self._pending.step,
-                "sums": list(self._pending.wait()),
+                "sums": self._pending.wait(),
                 "memory_mb": self._pending.memory_mb,
             }
         return {"controller": self.state.to_dict(), "pending": pending}

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from trainer.flat import trained_parameters
+
 
 def save_adapter(
     model: Any, tokenizer: Any, folder: Path, *, is_main: bool, must_have_moved: bool, initial: Path | None = None
@@ -71,9 +73,7 @@ def _gathered(model: nn.Module, *, only_trained: bool = True) -> dict[str, torch
 
     is_main = not dist.is_initialized() or dist.get_rank() == 0
     gathered: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if only_trained and not parameter.requires_grad:
-            continue
+    for name, parameter in trained_parameters(model) if only_trained else model.named_parameters():
         partitioned = [parameter] if hasattr(parameter, "ds_id") else []
         with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
             if is_main:

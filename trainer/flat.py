@@ -1,0 +1,217 @@
+"""All LoRA factors in one Parameter, so that the engine, its reductions and the optimizer handle one tensor, not 448.
+
+PEFT keeps its own Parameters, under their names and as views of the buffer: saving, merging and loading see what they
+always saw. In a forward pass with gradients each adapter module reads its weight through autograd's views of the
+buffer, so that the gradient arrives as one tensor, already concatenated.
+
+Layout: the layers of one pair of shapes lie together, all A [N, R, I], then all B [N, O, R] (legend: N layers, R rank,
+I in, O out), so that a batched product over the layers needs no copy. Each factor starts at a multiple of 16 bytes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.config import engine_zero
+
+ALIGNMENT_BYTES = 16
+FLAT = "flat_adapter_"  # how the names of the buffers begin
+DOWN, UP = "down", "up"
+Watcher = Callable[[str, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One factor: its name in the model, the module that reads it, and PEFT's Parameter."""
+
+    name: str
+    module: nn.Module
+    parameter: nn.Parameter
+
+
+@dataclass(frozen=True)
+class Block:
+    """Factors of one shape that lie together: row n is member n."""
+
+    members: tuple[Member, ...]
+    buffer: int
+    start: int
+    stride: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of one factor."""
+        return self.members[0].parameter.shape
+
+    @property
+    def elements(self) -> int:
+        """Of the buffer that the block takes."""
+        return len(self.members) * self.stride
+
+    def stacked(self, piece: Tensor) -> Tensor:
+        """The block's piece of the buffer as [N, *shape], without the padding."""
+        rows = piece.view(len(self.members), self.stride)
+        numel = self.shape.numel()
+        if numel != self.stride:
+            rows = rows[:, :numel]
+        return rows.view(len(self.members), *self.shape)
+
+
+class FlatAdapter:
+    """The buffers, their blocks, and the views that the current forward pass reads."""
+
+    def __init__(self, pairs: Sequence[tuple[Member, Member]], *, separate_up: bool) -> None:
+        """`separate_up` puts the factors B into a buffer of their own, for a learning rate of their own (LoRA+)."""
+        self.blocks: list[Block] = []
+        ends = [0, 0] if separate_up else [0]
+        groups: dict[tuple[torch.Size, torch.Size], list[tuple[Member, Member]]] = {}
+        for down, up in pairs:
+            groups.setdefault((down.parameter.shape, up.parameter.shape), []).append((down, up))
+        sample = pairs[0][0].parameter
+        alignment = max(1, ALIGNMENT_BYTES // sample.element_size())
+        for group in groups.values():
+            for side, members in enumerate(zip(*group, strict=True)):
+                buffer = side if separate_up else 0
+                numel = members[0].parameter.numel()
+                stride = (numel + alignment - 1) // alignment * alignment
+                self.blocks.append(Block(members, buffer, ends[buffer], stride))
+                ends[buffer] += self.blocks[-1].elements
+        self.buffers = [nn.Parameter(torch.zeros(end, dtype=sample.dtype, device=sample.device)) for end in ends]
+        self.stacks: dict[int, Tensor] = {}
+        """Block number -> [N, *shape] in the graph of the latest forward pass with gradients."""
+        self._watcher: Watcher | None = None
+        with torch.no_grad():
+            for member, view in self._rows():
+                view.copy_(member.parameter)
+        self.repoint()
+
+    @property
+    def members(self) -> list[Member]:
+        """All factors."""
+        return [member for block in self.blocks for member in block.members]
+
+    def spans(self) -> dict[str, tuple[int, int, int]]:
+        """Name of each factor -> (buffer, start, elements) of where it lies."""
+        return {
+            member.name: (block.buffer, block.start + row * block.stride, block.shape.numel())
+            for block in self.blocks
+            for row, member in enumerate(block.members)
+        }
+
+    def block(self, number: int) -> Tensor:
+        """A block's values as [N, *shape], outside of any graph."""
+        block = self.blocks[number]
+        return block.stacked(self.buffers[block.buffer].data.narrow(0, block.start, block.elements))
+
+    def rows_of(self, parameters: Sequence[nn.Parameter]) -> tuple[int, slice] | None:
+        """The block and the rows that hold these of PEFT's Parameters, if they are neighbours in one block."""
+        for number, block in enumerate(self.blocks):
+            ids = [id(member.parameter) for member in block.members]
+            if id(parameters[0]) in ids:
+                start = ids.index(id(parameters[0]))
+                rows = slice(start, start + len(parameters))
+                return (number, rows) if ids[rows] == [id(parameter) for parameter in parameters] else None
+        return None
+
+    def repoint(self) -> None:
+        """Make PEFT's Parameters views of the buffers, whose memory an engine moves when it starts."""
+        for member, view in self._rows():
+            member.parameter.data = view
+            member.parameter.requires_grad_(False)
+
+    def is_whole(self) -> bool:
+        """True while every Parameter of PEFT's is still the memory that the engine trains."""
+        return all(member.parameter.data_ptr() == view.data_ptr() for member, view in self._rows())
+
+    def read_through_views(self, *_: Any) -> None:
+        """Forward pre-hook: fresh views in the graph of the pass to come, none where nothing is differentiated."""
+        self.stacks = {}
+        if not torch.is_grad_enabled():
+            for member in self.members:
+                member.module.__dict__.pop("weight", None)
+            return
+        for index, buffer in enumerate(self.buffers):
+            blocks = [(number, block) for number, block in enumerate(self.blocks) if block.buffer == index]
+            pieces = buffer.split([block.elements for _, block in blocks])
+            for (number, block), piece in zip(blocks, pieces, strict=True):
+                stack = block.stacked(piece)
+                self.stacks[number] = stack
+                for member, view in zip(block.members, stack.unbind(0), strict=True):
+                    # An instance's own attribute is found before the registered Parameter, which stays what it is.
+                    member.module.__dict__["weight"] = view
+                    if self._watcher is not None:
+                        self._watcher(member.name, view)
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Show every new view to `watcher(name, view)`; None ends it."""
+        self._watcher = watcher
+
+    def _rows(self) -> list[tuple[Member, Tensor]]:
+        return [
+            (member, view)
+            for number, block in enumerate(self.blocks)
+            for member, view in zip(block.members, self.block(number).unbind(0), strict=True)
+        ]
+
+
+def flatten_adapter(model: Any, *, separate_up: bool) -> FlatAdapter | None:
+    """Put the LoRA factors of a PEFT model into flat buffers, registered with the model; None if it has none."""
+    from peft.tuners.lora import LoraLayer
+
+    pairs: list[tuple[Member, Member]] = []
+    for path, layer in model.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        for adapter in layer.active_adapters:
+            if adapter in layer.lora_A and layer.lora_A[adapter].weight.requires_grad:
+                down, up = layer.lora_A[adapter], layer.lora_B[adapter]
+                pairs.append(
+                    (
+                        Member(f"{path}.lora_A.{adapter}.weight", down, down.weight),
+                        Member(f"{path}.lora_B.{adapter}.weight", up, up.weight),
+                    )
+                )
+    if not pairs:
+        return None
+    flat = FlatAdapter(pairs, separate_up=separate_up)
+    sides = (DOWN, UP) if separate_up else ("both",)
+    for side, buffer in zip(sides, flat.buffers, strict=True):
+        model.register_parameter(f"{FLAT}{side}", buffer)
+    model.flat_adapter = flat
+    model.register_forward_pre_hook(flat.read_through_views)
+    return flat
+
+
+def flat_adapter_of(model: Any) -> FlatAdapter | None:
+    """The model's flat adapter, if it has one."""
+    return getattr(model, "flat_adapter", None)
+
+
+def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """What is trained, by PEFT's names: factors in a flat buffer count, the buffer itself does not."""
+    flat = flat_adapter_of(model)
+    inside = {id(member.parameter) for member in flat.members} if flat else set()
+    buffers = {id(buffer) for buffer in flat.buffers} if flat else set()
+    return [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if id(parameter) in inside or (parameter.requires_grad and id(parameter) not in buffers)
+    ]
+
+
+def why_not_flat(config: Any) -> str | None:
+    """Why the adapter of this run cannot be one buffer, or None if it can."""
+    if config.adapter == "none":
+        return "no adapter"
+    if not config.ops.flat:
+        return "ops.flat: false"
+    if engine_zero(config).stage == 3:
+        return "DeepSpeed's stage 3 partitions every parameter by itself"
+    if config.training.gradient_checkpointing == "reentrant":
+        return "reentrant checkpointing runs a backward pass of its own for every layer"
+    if config.training.torch_compile:
+        return "torch.compile traces each layer's own weights"
+    return None
