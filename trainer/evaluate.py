@@ -27,7 +27,7 @@ from trainer.data import Sample, Samples, prepare_data
 from trainer.data.batches import collate
 from trainer.finished_run import FinishedRun, find_run, load_trained, quiet_libraries, run_device, saved_tokenizer
 from trainer.model import context_length, load_model_config
-from trainer.step import TokenLoss
+from trainer.token_loss import TokenLoss
 from trainer.zero import resolve_precision
 
 CONFIDENCE = 0.95

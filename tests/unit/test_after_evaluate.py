@@ -15,7 +15,7 @@ from trainer.data import Sample
 from trainer.data.batches import collate
 from trainer.evaluate import bootstrap, held_out_documents, row_losses
 from trainer.finished_run import find_run, load_trained, saved_tokenizer
-from trainer.step import TokenLoss
+from trainer.token_loss import TokenLoss
 
 
 def test_the_loss_weighs_tokens_and_not_documents() -> None:

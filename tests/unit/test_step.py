@@ -11,7 +11,8 @@ from trainer.config import LoraSection, TrainingSection
 from trainer.data.batches import collate
 from trainer.data.samples import Sample
 from trainer.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
-from trainer.step import TokenLoss, count_targets, count_tokens
+from trainer.step import count_targets, count_tokens
+from trainer.token_loss import TokenLoss
 
 DOCUMENTS = [[5, 9, 31, 77, 12], [200, 41, 6, 7, 8, 9, 10], [99, 3, 120]]
 

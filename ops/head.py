@@ -1,0 +1,77 @@
+"""The output head and its loss in one: sum over tokens of -log softmax(h W^T)[target], without all logits at once.
+
+Legend: K tokens with a target, H hidden size, V vocabulary, C tokens of a chunk. The head is frozen, so that its only
+gradient is dh = (softmax(h W^T) - onehot(target)) W, which is computed in the forward pass, chunk by chunk, while the
+logits of the chunk are there (the idea of Liger's fused linear cross-entropy; unlike it, nothing here waits for the
+device). Peak memory beyond h and dh: C V elements, in place of K V in 32 bits.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOGITS_AT_ONCE = 2**27
+"""Elements of a chunk's logits: 256 MiB in 16 bits, and 1,024 tokens of a vocabulary of 128,256."""
+
+
+def token_loss_sum(hidden: Tensor, weight: Tensor, targets: Tensor, *, factor: float = 1.0) -> Tensor:
+    """-sum_k log softmax(factor h_k W^T)[targets_k], nats, fp32, differentiable in `hidden`.
+
+    hidden [K, H], weight [V, H] frozen, targets [K] (every one counts). Raises ValueError for shapes that do not fit
+    and for a weight that wants a gradient.
+    """
+    two_d = hidden.dim() == 2 and weight.dim() == 2
+    if not two_d or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}: "
+            "expected [K, H], [V, H] and [K]"
+        )
+    if weight.requires_grad:
+        raise ValueError("weight.requires_grad=True: this loss has no gradient of the head; freeze it")
+    if factor != 1.0:
+        hidden = hidden * factor
+    loss: Tensor = _TokenLossSum.apply(hidden, weight, targets, hidden.requires_grad and torch.is_grad_enabled())
+    return loss
+
+
+class _TokenLossSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, with_gradient: bool) -> Tensor:
+        tokens, vocabulary = hidden.shape[0], weight.shape[0]
+        losses = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+        grad_KH = torch.empty_like(hidden) if with_gradient else None
+        size = max(1, min(tokens, LOGITS_AT_ONCE // vocabulary))
+        storage = hidden.new_empty(size, vocabulary)
+        on_gpu = hidden.device.type == "cuda"
+        for start in range(0, tokens, size):
+            end = min(start + size, tokens)
+            logits_CV = torch.mm(hidden[start:end], weight.t(), out=storage[: end - start])
+            rows = _rows_on_gpu if on_gpu else _rows_in_torch
+            rows(logits_CV, targets[start:end], losses[start:end], with_gradient)
+            if grad_KH is not None:
+                torch.mm(logits_CV, weight, out=grad_KH[start:end])
+        ctx.save_for_backward(*([grad_KH] if grad_KH is not None else []))
+        return losses.sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_KH,) = ctx.saved_tensors
+        return grad_KH * grad_output.to(grad_KH.dtype), None, None, None
+
+
+def _rows_in_torch(logits_CV: Tensor, targets: Tensor, losses: Tensor, with_gradient: bool) -> None:
+    """Losses of the rows, and in place of the logits their gradient."""
+    log_probabilities = torch.log_softmax(logits_CV.float(), dim=1)
+    losses.copy_(-log_probabilities.gather(1, targets[:, None]).squeeze(1))
+    if with_gradient:
+        gradient = log_probabilities.exp_()
+        gradient.scatter_add_(1, targets[:, None], gradient.new_full((len(targets), 1), -1.0))
+        logits_CV.copy_(gradient)
+
+
+def _rows_on_gpu(logits_CV: Tensor, targets: Tensor, losses: Tensor, with_gradient: bool) -> None:
+    from ops.head_kernel import cross_entropy_rows  # triton comes with torch's CUDA builds only
+
+    cross_entropy_rows(logits_CV, targets, losses, with_gradient)
