@@ -10,10 +10,15 @@ import torch
 
 from trainer.adapt import GradientCheck
 from trainer.config import TrainingSection
+from trainer.mfu import MfuMeter
+from trainer.oom import Recovery
+from trainer.profiling import StepProfiler
+from trainer.progress import PROGRESS, phase
 from trainer.ranks import Ranks
 from trainer.signals import StopRequest
 from trainer.steering import Steering
-from trainer.step import StepResult, TokenLoss, train_step
+from trainer.step import StepInFlight, StepResult, train_step
+from trainer.token_loss import TokenLoss
 
 NONFINITE_IN_A_ROW = 10
 
@@ -71,8 +76,11 @@ class Parts:
     stop: StopRequest
     evaluate: Callable[[], tuple[float, int]] | None
     save: Callable[[Position], None]
+    recovery: Recovery
     gradient_check: GradientCheck | None = None
     steering: Steering | None = None
+    mfu: MfuMeter | None = None
+    profiler: StepProfiler | None = None
 
 
 class Loop:
@@ -86,25 +94,54 @@ class Loop:
         self._saved_at = position.step
         self._stopped_early = False
         self._gradient_check = parts.gradient_check
-        self._learning_rate = 0.0
+        self._in_flight: tuple[int, StepInFlight, float] | None = None  # step, its numbers, its learning rate
+        self._before: StepInFlight | None = None
+        self._started = 0.0
+        self._stop = False
 
     def run(self) -> None:
-        """Train until the steps are done, a signal arrives, or the held-out loss stops falling; then save."""
+        """Train until the steps are done, a signal arrives, or the held-out loss stops falling; then save.
+
+        On a GPU the numbers of a step are read while the next one runs, so that the card never waits for the host.
+        """
         self._parts.stop.training = True
-        while self.position.step < self._total_steps and not self._stopped_early:
-            result, seconds = self._step()
-            self._report(result, seconds)
-            if result.stop:
-                break
+        while self.position.step < self._total_steps and not self._stopped_early and not self._stop:
+            self._step()
             self._evaluate_if_due()
             self._save_if_due()
+        self._settle()
+        if self._parts.profiler is not None:
+            self._parts.profiler.finish()
         self._save()
+        self._parts.stop.agree()
 
-    def _step(self) -> tuple[StepResult, float]:
-        started = time.perf_counter()
+    def _step(self) -> None:
+        if self._before is None:
+            self._started = time.perf_counter()
         parts, position = self._parts, self.position
-        batches, consumed = parts.batches.step(position.epoch, position.offset)
-        result = train_step(
+        PROGRESS.at_step(position.step + 1)
+        if parts.profiler is not None:
+            parts.profiler.before_step(position.step + 1)
+        launched, consumed = parts.recovery.attempt(position.step + 1, self._saved_at, self._launch)
+        if self._gradient_check is not None:
+            self._gradient_check.finish()
+            self._gradient_check = None
+        position.step += 1
+        position.offset += consumed
+        if parts.samples_per_epoch and position.offset >= parts.samples_per_epoch:
+            position.epoch, position.offset = position.epoch + 1, 0
+        self._in_flight = position.step, launched, float(parts.schedule.get_last_lr()[0])
+        if not launched.on_device:
+            self._settle()
+
+    def _launch(self) -> tuple[StepInFlight, int]:
+        """Fetch and run the step at this position; how many samples all ranks took for it."""
+        parts, position = self._parts, self.position
+        with phase("data"):
+            batches, consumed = parts.batches.step(position.epoch, position.offset)
+        if parts.mfu is not None:
+            parts.mfu.count(position.step + 1, batches)
+        launched = train_step(
             parts.engine,
             parts.token_loss,
             batches,
@@ -113,27 +150,36 @@ class Loop:
             max_grad_norm=self._training.max_grad_norm,
             steering=parts.steering,
             stop=bool(parts.stop),
+            before_update=self._settle,
+            recovery=parts.recovery,
         )
-        if self._gradient_check is not None:
-            self._gradient_check.finish()
-            self._gradient_check = None
-        self._check_finite(result)
-        self._learning_rate = float(parts.schedule.get_last_lr()[0])
+        return launched, consumed
+
+    def _settle(self) -> None:
+        """Take in the numbers of the step under way, if there is one: before the next update, or where they matter."""
+        if self._in_flight is None:
+            return
+        (step, launched, learning_rate), self._in_flight = self._in_flight, None
+        parts, position = self._parts, self.position
+        result = launched.result()
+        self._check_finite(step, result)
         if result.applied:
             parts.schedule.step()
-        position.step += 1
-        position.offset += consumed
         position.tokens += result.tokens
         position.target_tokens += result.target_tokens
-        if parts.samples_per_epoch and position.offset >= parts.samples_per_epoch:
-            position.epoch, position.offset = position.epoch + 1, 0
-        return result, time.perf_counter() - started
+        self._stop = result.stop
+        if self._before is None:
+            seconds = time.perf_counter() - self._started
+        else:
+            seconds = launched.seconds_since(self._before)
+        self._before = launched
+        self._report(step, result, learning_rate, seconds)
 
-    def _check_finite(self, result: StepResult) -> None:
+    def _check_finite(self, step: int, result: StepResult) -> None:
         """A step that was not applied changed no weight: stop, or go on to the next one."""
         position = self.position
         position.nonfinite_in_a_row = 0 if result.applied else position.nonfinite_in_a_row + 1
-        if result.applied and math.isfinite(result.loss_sum.item()):
+        if result.applied and math.isfinite(result.loss_sum):
             return
         # fp16 looks for its loss scale by trial: a few skipped steps are its normal beginning.
         searching = self._parts.engine.fp16_enabled() and not result.applied
@@ -141,19 +187,19 @@ class Loop:
         if (self._training.on_nonfinite == "skip" or searching) and position.nonfinite_in_a_row <= patience:
             return
         raise FloatingPointError(
-            f"step {position.step + 1}: the loss or a gradient is not finite; no weight was changed by it. Lower "
+            f"step {step}: the loss or a gradient is not finite; no weight was changed by it. Lower "
             "training.learning_rate, use precision: bf16, set training.on_nonfinite: skip, or look at the data with "
             "`zerolora inspect`"
         )
 
-    def _report(self, result: StepResult, seconds: float) -> None:
+    def _report(self, step: int, result: StepResult, learning_rate: float, seconds: float) -> None:
         parts, position = self._parts, self.position
         if parts.reporter is None:
             return
         values = {
-            "train/loss": result.loss_sum.item() / max(result.target_tokens, 1),
+            "train/loss": result.loss_sum / max(result.target_tokens, 1),
             "train/grad_norm": result.grad_norm,
-            "train/learning_rate": self._learning_rate,
+            "train/learning_rate": learning_rate,
             "train/epoch": position.epoch + position.offset / (parts.samples_per_epoch or math.inf),
             "train/tokens": float(position.tokens),
             "train/target_tokens": float(position.target_tokens),
@@ -162,17 +208,21 @@ class Loop:
             "perf/tokens_per_second_per_gpu": result.tokens / seconds / parts.ranks.world_size,
             "memory/peak_gib": peak_memory_gib(),
         }
+        if parts.mfu is not None:
+            values |= parts.mfu.values(step, seconds)
         if parts.steering is not None:
             values |= parts.steering.metrics()
-        parts.reporter.progress(position.step, values)
-        if position.step % self._training.logging_steps == 0 or position.step == self._total_steps:
-            parts.reporter.log(position.step, values)
+        parts.reporter.progress(step, values)
+        if step % self._training.logging_steps == 0 or step == self._total_steps:
+            parts.reporter.log(step, values)
 
     def _evaluate_if_due(self) -> None:
         """Evaluate every `eval_steps`; remember the best, and whether to go on."""
         training, position, parts = self._training, self.position, self._parts
         if parts.evaluate is None or not training.eval_steps or position.step % training.eval_steps:
             return
+        self._settle()
+        self._before = None  # what comes between two steps is not the next one's time
         loss, _ = parts.evaluate()
         position.last_evaluation, position.evaluated_at = loss, position.step
         report_evaluation(parts.reporter, position.step, loss)
@@ -192,6 +242,8 @@ class Loop:
 
     def _save(self) -> None:
         if self._saved_at != self.position.step:
+            self._settle()
+            self._before = None
             self._parts.save(self.position)
             self._saved_at = self.position.step
 

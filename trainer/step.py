@@ -6,28 +6,27 @@ divides by the accumulation steps and averages over ranks; each micro-step there
 sum_local * world * accumulation / N.
 """
 
-import inspect
 import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from trainer.attention import VARLEN
+from trainer.oom import Recovery
+from trainer.progress import phase
 from trainer.ranks import Ranks, sum_over_ranks
 from trainer.steering import Steering
-
-MicroBatch = dict[str, Any]
-IGNORED = -100
+from trainer.token_loss import IGNORED, MicroBatch, TokenLoss, to_device
 
 
 @dataclass(frozen=True)
 class StepResult:
     """What one optimizer step did: sums over all ranks and micro-steps."""
 
-    loss_sum: torch.Tensor
-    """Sum of token losses, nats; on the device."""
+    loss_sum: float
+    """Sum of token losses, nats."""
     target_tokens: int
     """Tokens with loss."""
     tokens: int
@@ -40,47 +39,37 @@ class StepResult:
     """True on every rank if any rank asked to stop."""
 
 
-class TokenLoss:
-    """The sum of token losses of a micro-batch, with logits only where there are targets."""
+class StepInFlight:
+    """A step whose numbers are on their way from the device; the host goes on with the next one meanwhile."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        base: Any = module
-        if hasattr(module, "get_base_model"):
-            base = base.get_base_model()
-        # Only our own variable-length attention takes document bounds; transformers' reads them off position_ids.
-        self._takes_bounds = base.config._attn_implementation == VARLEN
-        self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
+    def __init__(self, numbers: torch.Tensor) -> None:
+        """`numbers`: target tokens, tokens, stops, loss sum, gradient norm, applied; fp64 on the device."""
+        self._ended: torch.cuda.Event | None = None
+        self._host = numbers
+        if numbers.device.type == "cuda":
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._ended = torch.cuda.Event(enable_timing=True)
+            self._ended.record()
+        self.launched_at = time.perf_counter()
 
-    def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """sum_t -log p(target_t) over the targets of the batch, nats, fp32."""
-        logits, targets = self._logits(model, batch, device)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    @property
+    def on_device(self) -> bool:
+        """True if `result` may have to wait for a GPU."""
+        return self._ended is not None
 
-    def by_row(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """The same for each row of the batch alone, nats, fp64 [B]."""
-        logits, targets = self._logits(model, batch, device)
-        # A row at a time: logits of the whole batch in 32 bits would double the peak.
-        rows = [
-            F.cross_entropy(row.float(), target, ignore_index=IGNORED, reduction="sum")
-            for row, target in zip(logits, targets, strict=True)
-        ]
-        return torch.stack(rows).double()
+    def result(self) -> StepResult:
+        """The numbers, waited for."""
+        if self._ended is not None:
+            self._ended.synchronize()
+        targets, tokens, stops, loss_sum, grad_norm, applied = self._host.tolist()
+        return StepResult(loss_sum, int(targets), int(tokens), grad_norm, applied > 0, stops > 0)
 
-    def _logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [B, K, V] and targets [B, K] on the device.
-
-        Positions without a target in any row are left out of the output head, which for small models and short answers
-        is most of its work.
-        """
-        left_out = ("targets",) if self._takes_bounds else ("targets", "cu_seqlens", "max_seqlen")
-        inputs = {key: _to(value, device) for key, value in batch.items() if key not in left_out}
-        targets = batch["targets"]
-        if self._picks_logits:
-            kept = (targets != IGNORED).any(0).nonzero().squeeze(1)
-            kept = kept if kept.numel() else torch.zeros(1, dtype=torch.long)
-            targets = targets[:, kept]
-            inputs["logits_to_keep"] = kept.to(device)
-        return model(**inputs, use_cache=False).logits, _to(targets, device)
+    def seconds_since(self, earlier: "StepInFlight") -> float:
+        """Time from the end of an earlier step to the end of this one, both over."""
+        if self._ended is None or earlier._ended is None:
+            return self.launched_at - earlier.launched_at
+        return float(earlier._ended.elapsed_time(self._ended)) / 1e3
 
 
 def count_targets(batches: list[MicroBatch]) -> int:
@@ -106,20 +95,25 @@ def train_step(
     max_grad_norm: float,
     steering: Steering | None = None,
     stop: bool = False,
-) -> StepResult:
+    before_update: Callable[[], None] | None = None,
+    recovery: Recovery | None = None,
+) -> StepInFlight:
     """Forward, backward and optimizer over all micro-batches of step `step` (from 1); every rank must call it.
 
     `steering` adds its term, nats per token, once per step. `stop` says that this rank wants to end after the step; the
-    result says whether any rank does.
+    result says whether any rank does. `before_update` runs between the last backward and the optimizer: what it learns
+    of the step before can still keep this one from changing a weight. `recovery` has the ranks agree, before gradients
+    are reduced, that none ran out of memory.
     """
     device = engine.device
-    counts = torch.tensor([count_targets(batches), count_tokens(batches), stop], device=device, dtype=torch.float64)
-    target_tokens, tokens, stops = (int(count) for count in sum_over_ranks(counts).tolist())
-    # What undoes the engine's division by accumulation steps and ranks.
-    to_engine = ranks.world_size * len(batches) / max(target_tokens, 1)
+    counts = _global_counts(batches, stop, ranks, device)
+    # What undoes the engine's division by accumulation steps and ranks; on the device where the ranks are several.
+    to_engine = (ranks.world_size * len(batches) / counts[0].clamp(min=1)).float()
     sums = torch.zeros(2, device=device, dtype=torch.float64)
     plain_norm = None
     skipped_before = engine.skipped_steps
+    if recovery is not None:
+        recovery.hold_reduction()
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
         loss_local = token_loss(engine, batch, device)
@@ -129,22 +123,36 @@ def train_step(
             # Every rank adds the whole term and the engine averages over ranks: only the accumulation is undone.
             total = total + steering.term(step) * len(batches)
             sums[1] = steering.squares_local()
-        engine.backward(total)
+        with phase("backward"):
+            engine.backward(total)
         if is_last:
+            if recovery is not None:
+                recovery.agree_and_reduce()
             sum_over_ranks(sums)
+            if before_update is not None:
+                before_update()
             plain_norm = _guard_plain_optimizer(engine, max_grad_norm)
-        engine.step()
-    if plain_norm is None:
-        grad_norm = float(engine.get_global_grad_norm() or 0.0)
-        applied = engine.skipped_steps == skipped_before
-    else:
-        grad_norm, applied = plain_norm, math.isfinite(plain_norm)
-    if steering is not None and applied:
-        steering.observe(step, sums[0], target_tokens, sums[1])
-    return StepResult(sums[0], target_tokens, tokens, grad_norm, applied, stops > 0)
+        with phase("optimizer step"):
+            engine.step()
+    norm = engine.get_global_grad_norm() if plain_norm is None else plain_norm
+    grad_norm = torch.as_tensor(0.0 if norm is None else norm).double()
+    if grad_norm.device != device:
+        grad_norm = sums.new_zeros(()).fill_(float(grad_norm))
+    # What DeepSpeed skips it counts; what the optimizer itself skips has a norm that is not finite.
+    applied = torch.isfinite(grad_norm) & (engine.skipped_steps == skipped_before)
+    if steering is not None:
+        steering.observe(step, sums[0], counts[0], sums[1], applied)
+    return StepInFlight(torch.cat([counts, torch.stack([sums[0], grad_norm, applied.double()])]))
 
 
-def _guard_plain_optimizer(engine: Any, max_grad_norm: float) -> float | None:
+def _global_counts(batches: list[MicroBatch], stop: bool, ranks: Ranks, device: torch.device) -> torch.Tensor:
+    """Target tokens, tokens, and ranks that want to stop, over all ranks; fp64 [3] on the device."""
+    counts = torch.tensor([count_targets(batches), count_tokens(batches), stop], dtype=torch.float64)
+    counts = to_device(counts, device)
+    return sum_over_ranks(counts) if ranks.world_size > 1 else counts
+
+
+def _guard_plain_optimizer(engine: Any, max_grad_norm: float) -> torch.Tensor | None:
     """Stage 0 in 32 bits has no wrapper that measures, clips and skips: do it here; None for the other engines.
 
     torch's AdamW leaves parameters without a gradient alone, so dropping the gradients skips the step.
@@ -157,7 +165,7 @@ def _guard_plain_optimizer(engine: Any, max_grad_norm: float) -> float | None:
         engine.optimizer.zero_grad(set_to_none=True)
     elif max_grad_norm:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
-    return float(norm)
+    return norm
 
 
 @torch.no_grad()
@@ -171,7 +179,3 @@ def evaluate_loss(engine: Any, token_loss: TokenLoss, batches: Any) -> tuple[flo
     engine.train()
     loss_sum, target_tokens = sum_over_ranks(sums).tolist()
     return loss_sum / max(target_tokens, 1.0), int(target_tokens)
-
-
-def _to(value: Any, device: torch.device) -> Any:
-    return value.to(device, non_blocking=True) if isinstance(value, torch.Tensor) else value

@@ -24,37 +24,65 @@ from trainer.answers import answer_prompt
 from trainer.attention import FLAT_ATTENTION
 from trainer.build import build_model, make_batches
 from trainer.checkpoint import find_checkpoint, restore_checkpoint, save_checkpoint
-from trainer.config import LoadedConfig, UserError, load_config
-from trainer.console import open_console
+from trainer.config import LoadedConfig, UserError, engine_zero, load_config
+from trainer.console import open_console, tell_torchrun
 from trainer.data import Batches, evaluation_batches
+from trainer.flat import flatten_adapter, why_not_flat
 from trainer.loop import Loop, Parts, Position, report_evaluation
+from trainer.memory_check import peak_over_ranks, plan_memory, record_memory
 from trainer.metrics import Metrics
+from trainer.mfu import MfuMeter
+from trainer.oom import Recovery
 from trainer.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
 from trainer.prepare import Prepared, prepare
+from trainer.profiling import StepProfiler
+from trainer.progress import phase
+from trainer.rank_variables import host_name
 from trainer.ranks import Ranks, form_process_group, leave_process_group
 from trainer.run_record import remove_earlier_run, write_run_record
 from trainer.signals import StopRequest
 from trainer.steering import Steering
-from trainer.step import TokenLoss, evaluate_loss
+from trainer.step import evaluate_loss
 from trainer.summary import end_summary, start_summary
+from trainer.token_loss import TokenLoss
+from trainer.watchdog import Watchdog
 from trainer.weights import save_adapter, save_full_model
-from trainer.zero import deepspeed_config, resolve_precision, start_engine
+from trainer.world import meet
+from trainer.zero import (
+    deepspeed_config,
+    guard_on_device,
+    guards_on_device,
+    resolve_precision,
+    start_engine,
+)
 
 INITIAL_ADAPTER = "initial_adapter"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train; exit code 0 done, 1 failed, 2 usage, 128+signal after a signal and a save."""
+    """Train; exit code 0 done, 1 failed or hung, 2 usage, 75 preempted and saved, 128+signal after a save."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
-    ranks = Ranks.from_environment()
+    stop = StopRequest()
+    try:
+        ranks = Ranks.from_environment(expected=arguments.world_size)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     try:
         loaded = load_config(arguments.config, arguments.overrides)
-        prepared = prepare(loaded.config)
     except UserError as error:
-        if ranks.is_main:
-            print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    stop = StopRequest()
+        return _refuse(error, ranks)
+    watchdog = Watchdog(ranks, Path(loaded.config.output_dir) / "logs", loaded.config.training.hang_timeout)
+    return watchdog.end(_train(loaded, arguments, ranks, stop))
+
+
+def _train(loaded: LoadedConfig, arguments: argparse.Namespace, ranks: Ranks, stop: StopRequest) -> int:
+    """Prepare, train, and say what went wrong; the exit code."""
+    try:
+        with phase("tokenise"):
+            prepared = prepare(loaded.config)
+    except UserError as error:
+        return _refuse(error, ranks)
     console = open_console(
         Path(loaded.config.output_dir),
         ranks.rank,
@@ -72,6 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
     except Exception as error:  # not swallowed: traceback in the log, one line shown, exit code 1
         traceback.print_exc()  # into this rank's log
+        tell_torchrun(error)
         run.close()
         if ranks.is_main:
             console.print(f"[red]failed:[/red] {escape(f'{type(error).__name__}: {error}')}", soft_wrap=True)
@@ -81,11 +110,20 @@ def main(argv: list[str] | None = None) -> int:
     return stop.exit_code if stop else 0
 
 
+def _refuse(error: UserError, ranks: Ranks) -> int:
+    """One line on stderr from one rank of each host, for a file may be missing on some; the exit code."""
+    if ranks.local_rank == 0:
+        where = "" if ranks.is_main else f"{host_name()}: "
+        print(f"error: {where}{error}", file=sys.stderr)
+    return error.exit_code
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="trainer.train", description="Train as CONFIG says; one process per GPU.")
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", help="key=value")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed command")
+    parser.add_argument("--world-size", type=int, help="how many ranks there must be")
     parser.add_argument("--console", help="where rank 0 writes what the user sees, if not its stdout")
     parser.add_argument("--console-width", type=int)
     parser.add_argument("--console-tty", action="store_true")
@@ -113,7 +151,7 @@ class Run:
         self.steering = self._steer(engine, position, total_steps)
         self._open_records(model, position, total_steps)
         before = self._look(engine, position, "before training") if position.step == 0 else None
-        Loop(self._parts(engine), self.config.training, position, total_steps).run()
+        Loop(self._parts(engine, total_steps), self.config.training, position, total_steps).run()
         after = None
         if not self.stop:
             self._return_to_best(engine, position)
@@ -123,14 +161,18 @@ class Run:
         if self.steering is not None and self.ranks.is_main:
             self.steering.settle()
             self.steering.write_files(self.run_dir)
+        self.peak = peak_over_ranks(self.device)
         engine.destroy()
         self._end(position, before, after)
         return position
 
+    @phase("join")
     def _begin(self) -> None:
         """Join the other ranks."""
         training = self.config.training
+        world = meet(self.ranks, self.config)
         form_process_group(self.ranks, training.timeout_minutes)
+        self.say(world.summary)
         self.device = self.ranks.device()
         self.precision = resolve_precision(training.precision, self.device)
         for note in self.notes:
@@ -140,11 +182,16 @@ class Run:
             torch.backends.cudnn.benchmark = training.cudnn_benchmark
             if training.memory_fraction:
                 torch.cuda.set_per_process_memory_fraction(training.memory_fraction, self.device)
+        self.memory = plan_memory(self.config, self.prepared, self.ranks, self.device, self.precision)
+        self.config = self.memory.config  # without `auto`
+        for note in self.memory.notes:
+            self.say(note)
 
+    @phase("load")
     def _build_model(self) -> Any:
         config = self.config
         self.deepspeed_config = deepspeed_config(
-            config.training, config.zero, self.precision, on_gpu=self.device.type == "cuda"
+            config.training, engine_zero(config), self.precision, on_gpu=self.device.type == "cuda"
         )
         model, fusion = build_model(
             config, self.prepared.tokenizer, self.ranks, self.device, self.precision, self.deepspeed_config
@@ -156,17 +203,26 @@ class Run:
             self.say(line)
         return model
 
+    @phase("start engine")
     def _start_engine(self, model: Any) -> Any:
         config = self.config
         if config.training.torch_compile:
             model.compile()
         offloads = config.zero.offload_optimizer or self.device.type != "cuda"
+        flat = None
+        if why_not_flat(config) is None:
+            flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio))
         optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads)
         self.token_loss = TokenLoss(model)
         engine = start_engine(model, optimizer, self.deepspeed_config)
+        if flat is not None:
+            flat.repoint()
+        if guards_on_device(config.training, engine_zero(config), self.precision, self.device.type == "cuda"):
+            guard_on_device(engine, config.training.max_grad_norm)
         self.optimizer = optimizer
         return engine
 
+    @phase("restore")
     def _restore(self, engine: Any) -> tuple[Position, int]:
         """Batches, schedule and position: from the start, or from a checkpoint."""
         training, ranks = self.config.training, self.ranks
@@ -186,6 +242,7 @@ class Run:
         self.say(f"resumed from {checkpoint} at step {position.step}")
         return position, total_steps
 
+    @phase("steer")
     def _steer(self, engine: Any, position: Position, total_steps: int) -> Steering | None:
         """The Shannon Control Unit, its target found reachable, or as it was in the checkpoint."""
         section = self.config.scu
@@ -223,7 +280,8 @@ class Run:
                 self.run_dir, self.config.logging, self.console, first_step=position.step, total_steps=total_steps
             )
 
-    def _parts(self, engine: Any) -> Parts:
+    def _parts(self, engine: Any, total_steps: int) -> Parts:
+        self.recovery = Recovery(self.config, self.ranks, engine, self.batches, self.say)
         return Parts(
             engine=engine,
             schedule=self.schedule,
@@ -235,10 +293,14 @@ class Run:
             stop=self.stop,
             evaluate=(lambda: self._evaluate(engine)) if self.prepared.data.evaluation is not None else None,
             save=lambda position: self._save_checkpoint(engine, position),
+            recovery=self.recovery,
             steering=self.steering,
             gradient_check=GradientCheck(engine.module, finite=self.precision != "fp16"),
+            mfu=MfuMeter.of(engine.module, self.device, self.precision),
+            profiler=StepProfiler.of_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
         )
 
+    @phase("evaluate")
     def _evaluate(self, engine: Any) -> tuple[float, int]:
         training, samples = self.config.training, self.prepared.data.evaluation
         assert samples is not None
@@ -263,6 +325,7 @@ class Run:
             self.say(f"[bold]{when}[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}")
         return loss
 
+    @phase("save")
     def _save_checkpoint(self, engine: Any, position: Position) -> None:
         training = self.config.training
         state = position.to_dict() | {"schedule_steps": self.schedule.last_epoch}
@@ -280,6 +343,7 @@ class Run:
             protect=(position.best_step,) if training.best_checkpoint else (),
         )
 
+    @phase("save")
     def _save_weights(self, engine: Any, folder: Path) -> None:
         model, tokenizer, is_main = engine.module, self.prepared.tokenizer, self.ranks.is_main
         if self.config.adapter == "none":
@@ -296,10 +360,12 @@ class Run:
             position.last_evaluation, position.evaluated_at = position.best_loss, position.step
             self.say(f"the weights of step {position.best_step} have the lowest held-out loss and are kept")
 
+    @phase("report")
     def _end(self, position: Position, before: float | None, after: float | None) -> None:
         if self.metrics is None:
             return
         self.metrics.close()
+        self.say(record_memory(self.run_dir, self.memory.found, self.peak, self.device, self.recovery.halvings))
         if self.stop:
             self.say(f"stopped at step {position.step}, saved; go on with training.resume_from_checkpoint=latest")
             return

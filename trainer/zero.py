@@ -34,7 +34,8 @@ def deepspeed_config(training: TrainingSection, zero: ZeroSection, precision: st
     partition: dict[str, Any] = {
         "stage": zero.stage,
         "contiguous_gradients": True,
-        "overlap_comm": zero.overlap_comm and on_gpu,
+        # Stage 1 would reduce within the backward pass, before the ranks agree that none ran out of memory.
+        "overlap_comm": zero.overlap_comm and on_gpu and not (zero.stage == 1 and training.on_oom == "halve"),
         "reduce_bucket_size": zero.reduce_bucket_size,
         "allgather_bucket_size": zero.allgather_bucket_size,
     }
@@ -49,11 +50,12 @@ def deepspeed_config(training: TrainingSection, zero: ZeroSection, precision: st
         }
         if zero.offload_parameters:
             partition["offload_param"] = {"device": "cpu", "pin_memory": pin_memory}
+    clips = (zero.stage == 0 and precision == "fp32") or guards_on_device(training, zero, precision, on_gpu)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
-        # Left out, DeepSpeed 0.19.8 would clip at 1.0 of its own accord. Stage 0 in 32 bits is clipped by step.py.
-        "gradient_clipping": 0.0 if zero.stage == 0 and precision == "fp32" else training.max_grad_norm,
+        # Left out, DeepSpeed 0.19.8 would clip at 1.0 of its own accord.
+        "gradient_clipping": 0.0 if clips else training.max_grad_norm,
         "zero_optimization": partition,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -62,10 +64,31 @@ def deepspeed_config(training: TrainingSection, zero: ZeroSection, precision: st
     }
     if precision == "bf16":
         # A step with a gradient that is not finite is then skipped, as with fp16, instead of destroying the weights.
-        config["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        config["bf16"] = {"enabled": True, "check_grad_overflow": not clips}
     elif precision == "fp16":
         config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000}
     return _merged(config, zero.extra)
+
+
+def guards_on_device(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> bool:
+    """True where the optimizer itself clips, and skips a step that is not finite, without telling the host.
+
+    DeepSpeed's own checks wait for the device three times a step. torch's fused AdamW takes the two numbers as tensors.
+    """
+    in_one_piece = zero.stage in (1, 2) and not zero.offload_optimizer
+    return on_gpu and precision == "bf16" and in_one_piece and training.optimizer == "adamw"
+
+
+def guard_on_device(engine: Any, max_grad_norm: float) -> None:
+    """Before each update, hand the optimizer the gradient norm that DeepSpeed has measured, as two tensors."""
+
+    def prepare(optimizer: Any, *_: Any) -> None:
+        norm = engine.optimizer._global_grad_norm
+        # The names by which torch's fused optimizers take them: gradients are divided by the one, the other skips.
+        optimizer.grad_scale = (norm / max_grad_norm).clamp(min=1.0).float() if max_grad_norm else None
+        optimizer.found_inf = (~torch.isfinite(norm)).float()
+
+    engine.basic_optimizer.register_step_pre_hook(prepare)
 
 
 @contextmanager
@@ -86,6 +109,10 @@ def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, confi
     import deepspeed
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # DeepSpeed allocates its buckets whole: no larger than all the gradients that they can ever hold.
+    elements = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in trainable)
+    partition = config["zero_optimization"]
+    partition["reduce_bucket_size"] = max(1, min(partition["reduce_bucket_size"], elements))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trainable, config=config)
     if config["zero_optimization"]["stage"] == 3:
         _gather_with_the_adapted_layer(model)
