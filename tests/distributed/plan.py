@@ -9,7 +9,7 @@ def case(name: str, **overrides: Any) -> dict[str, Any]:
 
 
 STAGES = (0, 1, 2, 3)
-CHECKPOINTING = ("none", "reentrant", "non_reentrant")
+CHECKPOINTING = ("none", "reentrant", "non_reentrant", "selective")
 # What a resumed run must continue to the bit.
 RESUMES: dict[str, dict[str, Any]] = {
     "lora-stage0-fp32": {"zero__stage": 0},

@@ -2,6 +2,7 @@
 
 from trainer.config.data_sections import DatasetSection, SourceSection
 from trainer.config.errors import UserError
+from trainer.config.gather import engine_stage, engine_zero, gathers_by_layer, trained_in_full, why_not_by_layer
 from trainer.config.load import LoadedConfig, dump_yaml, load_config
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
 from trainer.config.sections import LoggingSection, OutputSection, RunConfig, ScuSection
@@ -25,5 +26,10 @@ __all__ = [
     "UserError",
     "ZeroSection",
     "dump_yaml",
+    "engine_stage",
+    "engine_zero",
+    "gathers_by_layer",
     "load_config",
+    "trained_in_full",
+    "why_not_by_layer",
 ]

@@ -1,6 +1,7 @@
 """What single settings cannot say of themselves: combinations that cannot work, refused before anything is loaded."""
 
 from trainer.config.errors import UserError, shown
+from trainer.config.gather import gathers_by_layer, why_not_by_layer
 from trainer.config.sections import RunConfig
 
 
@@ -38,7 +39,9 @@ def _check_adapter(config: RunConfig) -> None:
         )
     if config.adapter == "lora" and lora.init == "loftq":
         raise UserError("lora.init=loftq: prepares an adapter for a 4-bit base; set adapter: qlora, or use pissa")
-    if config.zero.stage == 3 and lora.init in ("pissa", "pissa_niter_16", "olora", "loftq", "orthogonal"):
+    reads_base = lora.init in ("pissa", "pissa_niter_16", "olora", "loftq")
+    reads_factors = lora.init == "orthogonal" and not gathers_by_layer(config)
+    if config.zero.stage == 3 and (reads_base or reads_factors):
         raise UserError(
             f"lora.init={lora.init}: needs each weight whole, which zero.stage=3 never has; use zero.stage: 2"
         )
@@ -60,11 +63,19 @@ def _check_zero(config: RunConfig) -> None:
         raise UserError(
             "training.optimizer=adamw_8bit: cannot be with zero.stage=0 in 16 bits; use zero.stage: 1, 2 or 3"
         )
-    if config.adapter == "qlora" and zero.offload_parameters:
+    why_not = why_not_by_layer(config)
+    if zero.gather == "layer" and zero.stage in (0, 1, 2):
         raise UserError(
-            "zero.offload_parameters=true: 4-bit weights cannot be offloaded; use adapter: lora or turn it off"
+            f"zero.gather=layer: only stage 3 partitions the base, and zero.stage={zero.stage}; use stage 3, or auto"
         )
-    if zero.stage == 3 and config.model.added_tokens:
+    if zero.gather == "layer" and why_not:
+        raise UserError(f"zero.gather=layer: {why_not}; use module, or auto")
+    if config.adapter == "qlora" and zero.offload_parameters and not gathers_by_layer(config):
+        raise UserError(
+            "zero.offload_parameters=true: zero.gather=module cannot offload 4-bit weights; use zero.gather: layer, "
+            "adapter: lora, or turn it off"
+        )
+    if zero.stage == 3 and not gathers_by_layer(config) and config.model.added_tokens:
         raise UserError("model.added_tokens: the embedding cannot be resized when partitioned; use zero.stage 0 to 2")
     if config.training.torch_compile and zero.stage == 3:
         raise UserError(
@@ -103,6 +114,13 @@ def _check_data(config: RunConfig) -> None:
 
 def _check_training(config: RunConfig) -> None:
     training = config.training
+    if training.offload_activations and training.gradient_checkpointing not in ("non_reentrant", "selective"):
+        raise UserError(
+            f"training.offload_activations=true: moves what gradient checkpointing keeps, and "
+            f"training.gradient_checkpointing={training.gradient_checkpointing}; use non_reentrant or selective"
+        )
+    if training.gradient_checkpointing == "selective" and config.adapter == "none":
+        raise UserError("training.gradient_checkpointing=selective: needs an adapter; use non_reentrant")
     evaluates = bool(config.dataset.val_split or config.dataset.evaluation)
     for name, wanted in (
         ("early_stopping", training.early_stopping),

@@ -64,6 +64,8 @@ class LoggingSection(Section):
     """Longest answer to a sample prompt."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """A live bar on a terminal, a line every `logging_steps` elsewhere."""
+    profile_steps: Annotated[int, Field(ge=0)] = 0
+    """Record the last so many steps with torch.profiler: a trace of each rank in profile/, for Perfetto."""
 
 
 class OutputSection(Section):

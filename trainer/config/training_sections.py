@@ -108,6 +108,9 @@ class ZeroSection(Section):
     stage: Stage = 2
     """`auto`: the lowest that fits by the memory estimate.
     0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters (the base model too)."""
+    gather: Literal["auto", "layer", "module"] = "auto"
+    """How stage 3 gathers the base. `layer`: one gather a decoder layer, a layer ahead, with the adapter whole on every
+    GPU (frozen bases only). `module`: DeepSpeed's own, parameter by parameter. `auto`: layer where it can be."""
     offload_optimizer: bool = False
     """Optimizer state in host memory (stages 1 to 3)."""
     offload_parameters: bool = False

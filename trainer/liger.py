@@ -1,0 +1,47 @@
+"""Liger's kernels in the place of the model's own norms, SwiGLU and rotary embedding, for every architecture it knows.
+
+Of Liger's loss nothing is used: ops/head.py computes head and loss together without waiting for the device.
+"""
+
+import importlib.util
+import inspect
+from typing import Any, Literal
+
+import torch
+
+from trainer.config import UserError
+
+
+def apply_liger(model: Any, setting: Literal["auto", "on", "off"], device: torch.device, *, compiled: bool) -> str:
+    """Patch the model in place; returns a line for the console.
+
+    `compiled`: torch.compile fuses these operations itself. Raises UserError if `on` cannot be.
+    """
+    reason = _why_not(model, device, compiled=compiled) if setting != "off" else "ops.liger: off"
+    if reason is not None:
+        if setting == "on":
+            raise UserError(f"ops.liger=on: {reason}; use ops.liger: auto")
+        return f"norms, activation and rotary embedding: the model's own ({reason})"
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    patch = MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type]
+    known = inspect.signature(patch).parameters
+    wanted: dict[str, Any] = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+    if any("experts" in name for name, _ in model.named_modules()):
+        wanted |= {"swiglu": False, "geglu": False}  # its experts are computed in another way, past the adapters
+    patch(model=model, **{name: value for name, value in wanted.items() if name in known})
+    return "norms, activation and rotary embedding: Liger's kernels"
+
+
+def _why_not(model: Any, device: torch.device, *, compiled: bool) -> str | None:
+    if device.type != "cuda":
+        return "there is no GPU"
+    if compiled:
+        return "torch.compile fuses them"
+    if importlib.util.find_spec("liger_kernel") is None:
+        return "liger-kernel is not installed; pip install liger-kernel"
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        return f"liger-kernel does not know {model.config.model_type}"
+    return None
