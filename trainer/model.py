@@ -7,14 +7,22 @@ from typing import Any
 import torch
 
 from trainer.config import ModelSection, QuantizationSection, UserError
+from trainer.layer_shards import LayerShards
+from trainer.random_model import byte_tokenizer, random_config
+from trainer.shapes import is_random
 
 PAD_CANDIDATES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|endoftext|>", "<unk>")
 
 
 def load_model_config(base_model: str, section: ModelSection) -> Any:
-    """The model's configuration, from a folder, the hub's cache or the hub; UserError if it is in none of them."""
+    """The model's configuration, from a folder, the hub's cache or the hub; UserError if it is in none of them.
+
+    `random:SHAPE` is one of trainer/shapes.py, its weights drawn when they are loaded.
+    """
     from transformers import AutoConfig
 
+    if is_random(base_model):
+        return random_config(base_model)
     folder = Path(base_model)
     if folder.is_dir() and not (folder / "config.json").exists():
         raise UserError(f"base_model={base_model}: the folder has no config.json; name the folder of a saved model")
@@ -39,13 +47,16 @@ def load_tokenizer(base_model: str, section: ModelSection) -> Any:
     from transformers import AutoTokenizer
 
     name = section.tokenizer or base_model
-    tokenizer = _loaded(
-        "model.tokenizer",
-        name,
-        lambda: AutoTokenizer.from_pretrained(
-            name, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
-        ),
-    )
+    if is_random(name):
+        tokenizer = byte_tokenizer()
+    else:
+        tokenizer = _loaded(
+            "model.tokenizer",
+            name,
+            lambda: AutoTokenizer.from_pretrained(
+                name, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
+            ),
+        )
     if section.added_tokens:
         tokenizer.add_tokens(list(section.added_tokens))
     _ensure_pad_token(tokenizer, section)
@@ -99,17 +110,20 @@ def load_base_model(
     attention: str,
     quantization: QuantizationSection | None = None,
     deepspeed_config: dict[str, Any] | None = None,
+    shards: LayerShards | None = None,
 ) -> Any:
-    """The base model in `dtype` on `device`; 4-bit if `quantization`, partitioned if a stage-3 `deepspeed_config`.
+    """The base model in `dtype` on `device`; 4-bit if `quantization`.
 
-    Whole models in 16 or 32 bits come through transformers. Quantised or partitioned ones are built empty and filled
-    module by module, so that no rank ever holds more than its share and one module.
+    Partitioned by DeepSpeed if a stage-3 `deepspeed_config` is given, by layers if `shards` are.
+
+    Whole models in 16 or 32 bits come through transformers. Quantised, partitioned and random ones are built empty and
+    filled module by module, so that no rank ever holds more than its share and one module.
     """
     from transformers import AutoModelForCausalLM
 
     config = load_model_config(base_model, section)
     config.use_cache = False
-    if quantization is not None or deepspeed_config is not None:
+    if quantization is not None or deepspeed_config is not None or shards is not None or is_random(base_model):
         from trainer.sharded_load import load_streamed  # bitsandbytes has things to say when imported
 
         return load_streamed(
@@ -121,6 +135,7 @@ def load_base_model(
             attention=attention,
             quantization=quantization,
             deepspeed_config=deepspeed_config,
+            shards=shards,
         )
     model = AutoModelForCausalLM.from_pretrained(
         base_model,
@@ -132,6 +147,12 @@ def load_base_model(
         use_safetensors=True,
     )
     return model.to(device)
+
+
+def grows_vocabulary(base_model: str, section: ModelSection, tokenizer: Any) -> bool:
+    """True if the tokenizer has more tokens than the model has rows."""
+    rows: int = load_model_config(base_model, section).get_text_config().vocab_size
+    return len(tokenizer) > rows
 
 
 def match_vocabulary(model: Any, tokenizer: Any) -> None:

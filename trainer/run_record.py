@@ -23,6 +23,7 @@ OF_EARLIER_RUN = (
     "metrics.jsonl",
     "tensorboard",
     "plots",
+    "profile",
     "report.html",
     "scu_*.json",
     "wandb",
@@ -43,7 +44,7 @@ def write_run_record(run_dir: Path, config: RunConfig, world_size: int, device: 
         "device_name": _device_name(device),
         "python": platform.python_version(),
         "packages": package_versions(),
-        "commit": _commit(),
+        "commit": commit(),
         "config_sha256": hashlib.sha256(resolved.encode()).hexdigest(),
     }
     (run_dir / "run.json").write_text(json.dumps(record, indent=1))
@@ -75,7 +76,7 @@ def _device_name(device: str) -> str:
     return platform.processor() or platform.machine()
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The commit of the checkout, marked when files differ from it."""
     folder = Path(__file__).parent.parent
     try:

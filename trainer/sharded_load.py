@@ -15,7 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.config import ModelSection, QuantizationSection, UserError
+from trainer.layer_shards import LayerShards
 from trainer.quantize import quantized_linear, should_quantize
+from trainer.random_model import RandomTensors
+from trainer.shapes import is_random
 
 
 class SafetensorsFiles:
@@ -51,6 +54,9 @@ class SafetensorsFiles:
             return torch.as_tensor(handle.get_tensor(name))
 
 
+Tensors = SafetensorsFiles | RandomTensors
+
+
 def load_streamed(
     base_model: str,
     section: ModelSection,
@@ -61,8 +67,12 @@ def load_streamed(
     attention: str,
     quantization: QuantizationSection | None,
     deepspeed_config: dict[str, Any] | None,
+    shards: LayerShards | None = None,
 ) -> Any:
-    """Build the model without memory, then fill, quantise and partition it one module at a time."""
+    """Build the model without memory, then fill, quantise and partition it one module at a time.
+
+    With `deepspeed_config` DeepSpeed partitions each module, with `shards` each layer is cut when it is whole.
+    """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
@@ -71,9 +81,12 @@ def load_streamed(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=section.trust_remote_code
         )
     model.tie_weights()
-    files = SafetensorsFiles(base_model, section)
+    files: Tensors
+    files = RandomTensors(base_model, model, device) if is_random(base_model) else SafetensorsFiles(base_model, section)
     names = _names_in_checkpoint(model, files, base_model)
     output_head = model.get_output_embeddings()
+    if shards is not None:
+        shards.plan(model)
     filled: dict[int, nn.Parameter] = {}  # tied weights are one parameter under several names
     for path, module in list(model.named_modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -87,6 +100,8 @@ def load_streamed(
             _replace(model, path, module)
         if deepspeed_config is not None:
             _partition(module, deepspeed_config)
+        if shards is not None:
+            shards.cut_if_whole(model, path)
     model.eval()
     model.is_loaded_in_4bit = quantization is not None
     if quantization is not None:
@@ -106,7 +121,7 @@ def _partition(module: nn.Module, deepspeed_config: dict[str, Any]) -> None:
         deepspeed.zero.Init(module=own, config_dict_or_path=deepspeed_config)
 
 
-def _broadcast(files: SafetensorsFiles, name: str, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+def _broadcast(files: Tensors, name: str, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
     """The tensor on every rank; one rank per run reads the disk."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return _checked(files.read(name), name, parameter).to(device)
@@ -124,7 +139,7 @@ def _checked(value: torch.Tensor, name: str, parameter: nn.Parameter) -> torch.T
     return value
 
 
-def _load_buffers(module: nn.Module, path: str, files: SafetensorsFiles, device: torch.device) -> None:
+def _load_buffers(module: nn.Module, path: str, files: Tensors, device: torch.device) -> None:
     known = files.names()
     for name, buffer in list(module.named_buffers(recurse=False)):
         stored = _join(path, name)
@@ -132,7 +147,7 @@ def _load_buffers(module: nn.Module, path: str, files: SafetensorsFiles, device:
         module._buffers[name] = value.to(device)
 
 
-def _names_in_checkpoint(model: Any, files: SafetensorsFiles, base_model: str) -> dict[str, str]:
+def _names_in_checkpoint(model: Any, files: Tensors, base_model: str) -> dict[str, str]:
     """For every parameter its name in the files, which may lack or add the prefix of the inner model."""
     stored = files.names()
     prefix = f"{model.base_model_prefix}."

@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# The figures of docs/performance.md on the GPUs of this machine; one short table comes last.
+#   tests/bench/gpu_performance.sh figures    1 GPU: bf16 and NF4, without and with recomputation, beside the others
+#   tests/bench/gpu_performance.sh scaling    2 or 4 GPUs: ZeRO-2 against 1 GPU, ZeRO-3 against ZeRO-2
+#   tests/bench/gpu_performance.sh profile    1 GPU: the time of a step by category, and the gap to the floor
+#   tests/bench/gpu_performance.sh curve      1 GPU: no, selective and full recomputation; AdamW in 32 and 8 bits
+# More arguments go to every `zerolora bench`: --steps 10, zero.stage=0, --peer unsloth, ...
+# PYTHON (default python3), OUT (results, default runs/performance), SECONDS_LIMIT (default 500) and SHAPE may be set.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+mode=${1:?figures, scaling, profile or curve}
+shift
+python=${PYTHON:-python3}
+out=${OUT:-runs/performance}
+limit=${SECONDS_LIMIT:-500}
+scratch=$(mktemp -d)
+mkdir -p "$out"
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
+# Compiled operators and kernels are shared by all runs of this script.
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$scratch/triton}
+started=$SECONDS
+
+finish() {
+  # What the runs logged, small enough to be kept: traces and checkpoints of zeros are not.
+  (cd "$scratch" && find . -name '*.log' -size -4096k -print0 | tar czf - --null -T -) > "$out/$mode-logs.tgz" || true
+  rm -rf "$scratch"
+  "$python" -m tests.bench.performance_table "$mode" "$out" || true
+  echo "took $((SECONDS - started)) s"
+}
+trap finish EXIT
+
+# bench NAME ARGUMENTS...: one `zerolora bench`; a failure is shown in its table, and the next one still runs.
+bench() {
+  local name=$1 left=$((limit - (SECONDS - started)))
+  shift
+  if ((left < 30)); then
+    echo "$name: no time left"
+    return
+  fi
+  echo "== $name"
+  timeout --signal=INT --kill-after=20 "$left" "$python" -m trainer.bench --shape "${SHAPE:-llama3.1-8b}" \
+    --warmup 4 --steps 12 --json "$out/$mode-$name.json" --keep "$scratch/$name" "$@" || echo "$name: exit code $?"
+}
+
+case $mode in
+  figures)
+    bench all --case bf16 --case bf16-recompute --case nf4 --case nf4-recompute-offload \
+      --peer unsloth --peer deepspeed --peer peft-liger "$@"
+    ;;
+  scaling)
+    count=$("$python" -c "import torch; print(torch.cuda.device_count())")
+    if ((count < 2)); then
+      echo "scaling: this machine has $count GPU, and 2 are needed at least" >&2
+      exit 2
+    fi
+    bench 1-zero2 --num-gpus 1 --case bf16 --case nf4 "$@"
+    if ((count > 2)); then
+      bench 2-zero2 --num-gpus 2 --case bf16 "$@"
+    fi
+    bench "$count-zero2" --num-gpus "$count" --case bf16 --case nf4 "$@"
+    bench "$count-zero3" --num-gpus "$count" --case bf16 --case nf4 "$@" zero.stage=3
+    bench "$count-deepspeed-zero2" --num-gpus "$count" --no-product --peer deepspeed --case bf16 "$@"
+    bench "$count-deepspeed-zero3" --num-gpus "$count" --no-product --peer deepspeed --case bf16 "$@" zero.stage=3
+    ;;
+  profile)
+    bench all --case bf16 --case bf16-recompute --case nf4 --case nf4-recompute-offload --profile "$@"
+    ;;
+  curve)
+    bench recomputation --case bf16 --case bf16-selective --case bf16-recompute "$@"
+    bench adamw-8bit --case bf16 "$@" training.optimizer=adamw_8bit
+    ;;
+  *)
+    echo "unknown mode $mode: figures, scaling, profile or curve" >&2
+    exit 2
+    ;;
+esac

@@ -1,0 +1,65 @@
+"""Speed changes nothing: 50 steps of every stage, packed or not, give the losses of plain PEFT and AdamW."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.conftest import Matrix, environment, launch
+from tests.distributed.plan import case
+from tests.plain_peft import plain_losses
+from trainer.config import RunConfig, load_config
+
+pytestmark = pytest.mark.distributed
+
+STEPS, RANKS, STAGES = 50, 2, (0, 1, 2, 3)
+RELATIVE = 1e-4
+
+
+def plan() -> list[dict[str, Any]]:
+    common = {"training__max_steps": STEPS, "ops__backend": "reference"}
+    cases = [case(f"fp32-{stage}", zero__stage=stage, **common) for stage in STAGES]
+    cases += [case(f"packed-{stage}", zero__stage=stage, dataset__packing=True, **common) for stage in (2, 3)]
+    return [*cases, case("bf16", training__precision="bf16", **common)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    folder = tmp_path_factory.mktemp("same-losses")
+    launch(folder, RANKS, plan(), environment())
+    return Matrix(folder, plan())
+
+
+def plain(folder: Path, *overrides: str, attention: str = "sdpa") -> list[float]:
+    """Plain PEFT on the configuration of the launched runs."""
+    config: RunConfig = load_config(folder / "base.yaml", [f"training.max_steps={STEPS}", *overrides]).config
+    return plain_losses(config, ranks=RANKS, attention=attention, device=torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def plain_fp32(runs: Matrix) -> list[float]:
+    return plain(runs["fp32-0"].folder.parent)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp32_losses_are_those_of_plain_peft(runs: Matrix, plain_fp32: list[float], stage: int) -> None:
+    assert len(plain_fp32) == STEPS
+    assert plain_fp32[-1] < plain_fp32[0] - 0.1, "nothing was learned that could differ"
+    assert runs[f"fp32-{stage}"].losses == pytest.approx(plain_fp32, rel=RELATIVE)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_packed_losses_are_those_of_the_documents_one_by_one(runs: Matrix, stage: int) -> None:
+    alone = plain(runs["fp32-0"].folder.parent, "dataset.packing=true")
+    assert runs[f"packed-{stage}"].losses == pytest.approx(alone, rel=RELATIVE)
+
+
+def test_bf16_losses_are_as_near_as_two_kernels_of_attention_are(runs: Matrix) -> None:
+    """A distance beyond both runs of plain PEFT may not exceed what lies between those two."""
+    folder = runs["fp32-0"].folder.parent
+    first, second = (plain(folder, "training.precision=bf16", attention=kernel) for kernel in ("sdpa", "eager"))
+    spread = max(abs(a - b) for a, b in zip(first, second, strict=True))
+    assert spread > 0.0
+    for ours, one, other in zip(runs["bf16"].losses, first, second, strict=True):
+        assert min(one, other) - spread <= ours <= max(one, other) + spread

@@ -1,0 +1,99 @@
+"""The plain way to train the same adapter: PEFT, torch's AdamW, and a loop of a dozen lines. What ours is held to."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from trainer.adapt import lora_config
+from trainer.config import RunConfig
+from trainer.data import Batches
+from trainer.data.batches import collate
+from trainer.data.samples import Sample
+from trainer.model import load_base_model
+from trainer.optimizer import build_schedule
+from trainer.prepare import prepare
+from trainer.ranks import set_seed
+
+
+def plain_losses(config: RunConfig, *, ranks: int, attention: str = "sdpa", device: torch.device) -> list[float]:
+    """Nats per target token at each step of `config`, trained as PEFT's documentation does it.
+
+    The global batches are those that `ranks` ranks of zerolora train on, document by document: packs are taken apart,
+    so that each document is a row of its own behind a mask. The adapter stays in 32 bits, as PEFT makes it; in bf16 the
+    base is in 16 bits and the products are autocast, as transformers' Trainer does it.
+    """
+    training = config.training
+    dtype = torch.bfloat16 if training.precision == "bf16" else torch.float32
+    prepared = prepare(config)
+    model = load_base_model(config.base_model, config.model, dtype=dtype, device=device, attention=attention)
+    set_seed(config.seed)
+    model = _with_adapter(model, config)
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=training.learning_rate, weight_decay=training.weight_decay)
+    schedule = build_schedule(optimizer, training, training.max_steps)
+    batches = Batches(
+        prepared.data.train,
+        batch_size=training.batch_size,
+        accumulation=training.gradient_accumulation_steps * ranks,
+        rank=0,
+        world_size=1,
+        seed=config.seed,
+        shuffle=config.dataset.shuffle,
+        pad_token_id=prepared.tokenizer.pad_token_id,
+        flat=False,
+    )
+    losses: list[float] = []
+    epoch = offset = 0
+    for _ in range(training.max_steps):
+        indices = batches.order(epoch)[offset : offset + batches.global_batch_size]
+        documents = [document for index in indices.tolist() for document in _documents(prepared.data.train[index])]
+        losses.append(_step(model, documents, training.batch_size, prepared.tokenizer.pad_token_id, device))
+        torch.nn.utils.clip_grad_norm_(trained, training.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        offset += len(indices)
+        if offset >= len(prepared.data.train):
+            epoch, offset = epoch + 1, 0
+    return losses
+
+
+def _with_adapter(model: Any, config: RunConfig) -> Any:
+    from peft import get_peft_model
+
+    # In the precision of the base first and widened afterwards: the same first values as in training in 16 bits.
+    adapted = get_peft_model(model, lora_config(config.lora), autocast_adapter_dtype=False)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(model.dtype).float()
+    return adapted
+
+
+def _documents(sample: Sample) -> list[Sample]:
+    """A pack's documents, each alone."""
+    documents, begin = [], 0
+    for length in sample.document_lengths:
+        rows = slice(begin, begin + length)
+        documents.append(Sample(sample.input_ids[rows], sample.trained[rows], [length]))
+        begin += length
+    return documents
+
+
+def _step(model: Any, documents: list[Sample], rows: int, pad_token_id: int, device: torch.device) -> float:
+    """Forward and backward over a global batch, some rows at a time; the mean over its targets."""
+    parts = [
+        collate(documents[begin : begin + rows], pad_token_id, packed=False, flat=False)
+        for begin in range(0, len(documents), rows)
+    ]
+    targets = sum(int((part["targets"] != -100).sum()) for part in parts)
+    total = 0.0
+    for part in parts:
+        part = {name: value.to(device) for name, value in part.items()}
+        with torch.autocast(device.type, torch.bfloat16, enabled=model.dtype == torch.bfloat16):
+            logits = model(input_ids=part["input_ids"], attention_mask=part["attention_mask"], use_cache=False).logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), part["targets"].flatten(), reduction="sum")
+        (loss / targets).backward()
+        total += loss.item()
+    return total / targets

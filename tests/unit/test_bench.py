@@ -1,0 +1,195 @@
+"""`zerolora bench` without training: cases, the run they become, tokens of the others, tables, and mistakes."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from trainer.bench import main
+from trainer.bench_cases import AS_CONFIGURED, CASES, peer_case, prepared, resolve, text_count, write_texts
+from trainer.bench_floor import measure_floor
+from trainer.bench_peers import Task, missing_package
+from trainer.bench_report import (
+    PRODUCT,
+    Measurement,
+    add_peers_mfu,
+    not_measured,
+    profile_table,
+    result_table,
+)
+from trainer.bench_trace import ADAPTER, ATTENTION, CATEGORIES, FROZEN, HEAD, IDLE, NORMS
+from trainer.bench_unsloth import write_hollow_checkpoint
+from trainer.config import load_config
+
+SETTINGS = ["dataset.max_length=64", "training.batch_size=3"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_case_is_a_short_run_of_the_product_as_it_is(tmp_path: Path, case: str) -> None:
+    run, base_model = resolve(None, case, "tiny", SETTINGS, tmp_path)
+    texts = write_texts(tmp_path / "texts.jsonl", 64, 12)
+    config = load_config(prepared(run, base_model, texts, tmp_path, steps=7, profile=False)).config
+    assert config.base_model == "random:tiny"
+    assert (config.adapter == "qlora") == case.startswith("nf4")
+    assert (config.training.gradient_checkpointing != "none") == ("recompute" in case or "selective" in case)
+    assert config.training.offload_activations == ("offload" in case)
+    assert config.training.max_steps == 7
+    assert config.scu.enabled and config.scu.controller == "pi"
+    assert config.dataset.packing and "tensorboard" in config.logging.report_to
+    assert config.zero == run.zero and config.ops == run.ops and config.lora == run.lora
+
+
+def test_a_configuration_keeps_its_settings_and_loses_its_data(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "base_model: meta-llama/Llama-2-7b-chat-hf\noutput_dir: runs/x\nlora_r: 8\n"
+        "dataset: {path: nowhere.jsonl, val_split: 0.1, max_length: 96}\n"
+        "training: {batch_size: 2, eval_steps: 10, best_checkpoint: true, early_stopping: 3, optimizer: adamw_8bit}\n"
+        "logging: {sample_prompts: [hello]}\n"
+    )
+    run, base_model = resolve(own, AS_CONFIGURED, None, ["zero.stage=1"], tmp_path)
+    texts = write_texts(tmp_path / "texts.jsonl", 96, 12)
+    config = load_config(prepared(run, base_model, texts, tmp_path, steps=5, profile=True)).config
+    assert base_model == "random:llama2-7b"
+    assert (config.lora.r, config.zero.stage, config.training.optimizer) == (8, 1, "adamw_8bit")
+    assert config.training.eval_steps == 0 and config.training.early_stopping is None
+    assert config.dataset.val_split == 0 and config.logging.sample_prompts == ()
+    assert config.logging.profile_steps > 1
+    assert config.training.max_steps == 5 + config.logging.profile_steps
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--case", "bf17"], "--case bf17: there is no such case; there are bf16"),
+        (["--shape", "llama9"], "--shape llama9: there is no such shape; there are tiny"),
+        (["base_model=runs/own"], "base_model=runs/own: its shape is not known; say it with --shape"),
+        (["adapter=none", "scu.enabled=false"], "adapter=none: bench measures adapters"),
+        (["training.batch=3"], "training.batch"),
+        (["missing.yaml"], "missing.yaml: no such file"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_runs(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert problem in captured.err
+    assert captured.out == ""
+
+
+def test_the_others_get_the_tokens_that_the_product_trains_on(tmp_path: Path) -> None:
+    from trainer.model import load_tokenizer
+    from trainer.prepare import prepare_data
+
+    run, base_model = resolve(None, AS_CONFIGURED, "tiny", SETTINGS, tmp_path)
+    texts = write_texts(tmp_path / "texts.jsonl", 64, 12)
+    config = load_config(prepared(run, base_model, texts, tmp_path, steps=2, profile=False)).config
+    tokenizer = load_tokenizer(base_model, config.model)
+    data = prepare_data(config.dataset, tokenizer, seed=0, cache_dir=tmp_path / "cache", max_length_of_model=2048)
+    case = peer_case("x", run, base_model, on_gpu=False, batch_size=3)
+    batches = Task([case], str(texts), warmup=1, steps=1, folder=str(tmp_path)).batches(case)
+    assert batches.shape == (2, 3, 64)
+    assert [sample.input_ids for sample in list(data.train)[:6]] == batches.flatten(0, 1).tolist()
+    assert data.stats.packing_efficiency == 1.0
+    assert data.stats.samples == data.stats.documents
+
+
+def test_a_checkpoint_of_holes_loads_and_takes_no_room(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    write_hollow_checkpoint("random:tiny,hidden_size=512", tmp_path)
+    file = tmp_path / "model.safetensors"
+    assert file.stat().st_size > 2_000_000
+    assert file.stat().st_blocks * 512 < 100_000
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.hidden_size == 512
+    assert not any(parameter.any() for parameter in model.parameters())
+    assert AutoTokenizer.from_pretrained(tmp_path).eos_token == "</s>"
+
+
+def test_no_step_is_the_short_last_one_of_an_epoch(tmp_path: Path) -> None:
+    run, _ = resolve(None, AS_CONFIGURED, "tiny", ["training.gradient_accumulation_steps=2", *SETTINGS], tmp_path)
+    assert text_count(run, steps=10, ranks=4) >= 10 * 3 * 2 * 4
+    run, _ = resolve(None, AS_CONFIGURED, "tiny", ["training.batch_size=auto"], tmp_path)
+    assert text_count(run, steps=10, ranks=1) >= 10
+
+
+def test_what_is_not_installed_is_named_by_its_package() -> None:
+    assert missing_package("peft") is None
+    assert missing_package("unsloth") in (None, "unsloth")
+    assert missing_package("peft-liger") in (None, "liger-kernel")
+
+
+def records(*step_ms: float) -> list[dict[str, Any]]:
+    return [
+        {"perf/step_ms": ms, "perf/tokens_per_second_per_gpu": 8192e3 / ms, "perf/mfu": 0.5, "memory/peak_gib": 40.0}
+        for ms in step_ms
+    ]
+
+
+def text_of(table: Any) -> str:
+    console = Console(width=160, file=io.StringIO(), record=True)
+    console.print(table)
+    return console.export_text()
+
+
+def test_the_table_compares_medians_within_a_case() -> None:
+    results = [
+        Measurement.of_product("bf16", records(500.0, 400.0, 900.0), {}),
+        Measurement.of_product("nf4", records(600.0), {}),
+        Measurement("bf16", "unsloth", step_ms=[1000.0, 1000.0], tokens=8192, peak_gib=46.0),
+        Measurement("bf16", "peft", note="not installed: pip install peft"),
+        Measurement("nf4", "peft", note="not installed: pip install peft"),
+        Measurement("nf4", "unsloth", error="OutOfMemoryError: of 3 GiB"),
+    ]
+    add_peers_mfu(results)
+    product, unsloth = results[0], results[2]
+    assert (product.median_ms, product.rate) == (500.0, pytest.approx(16384.0))
+    assert unsloth.mfu == pytest.approx(0.25)
+    rows = [line.split() for line in text_of(result_table(results)).splitlines()]
+    assert rows[1] == ["bf16", "zerolora", "16,384", "500.0", "400.0", "to", "900.0", "50.0%", "40.0", "1.00"]
+    assert rows[2] == ["bf16", "Unsloth", "8,192", "1,000.0", "1,000.0", "to", "1,000.0", "25.0%", "46.0", "2.00"]
+    assert rows[3][:2] == ["nf4", "zerolora"]
+    assert not_measured(results) == [
+        "PEFT: not installed: pip install peft",
+        "nf4: Unsloth OutOfMemoryError: of 3 GiB",
+    ]
+    assert json.loads(json.dumps(product.as_json()))["tokens_per_second_per_gpu"] == pytest.approx(16384.0)
+
+
+def test_a_run_without_measured_steps_is_an_error() -> None:
+    assert Measurement.of_product("bf16", [], {}).error
+    assert Measurement("bf16", PRODUCT).rate is None
+
+
+def test_the_profile_shows_the_gap_to_the_floor() -> None:
+    by_category = dict.fromkeys(CATEGORIES, 0.0) | {FROZEN: 90.0, IDLE: 10.0}
+    profile = {"step_ms": 100.0, "by_category_ms": by_category, "floor_ms": {FROZEN: 80.0}}
+    lines = [line.split() for line in text_of(profile_table(profile)).splitlines()]
+    assert ["frozen", "products", "90.0", "90.0%", "80.0", "+10.0"] in lines
+    assert ["idle", "10.0", "10.0%", "+10.0"] in lines
+    assert lines[-1] == ["step", "100.0", "80.0", "+20.0"]
+
+
+def test_the_floor_is_measured_on_this_machine() -> None:
+    floor = measure_floor("random:tiny", batch_size=2, length=64, rank=4, recompute=False, device=torch.device("cpu"))
+    assert set(floor) < set(CATEGORIES)
+    assert all(value > 0 for value in floor.values())
+
+
+def test_the_floor_counts_every_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a millisecond for each: q, k, v together, o, gate and up together, down, in two layers, both ways."""
+    monkeypatch.setattr("trainer.bench_floor._median", lambda *_: 1.0)
+    settings: dict[str, Any] = {"batch_size": 2, "length": 64, "rank": 4, "device": torch.device("cpu")}
+    plain, again = (measure_floor("random:tiny", recompute=value, **settings) for value in (False, True))
+    assert (plain[FROZEN], again[FROZEN]) == (2 * 4 * 2, 2 * 4 * 3)
+    assert (plain[ATTENTION], again[ATTENTION]) == (2 * 1.0, 2 * 2.0)
+    assert plain[HEAD] == again[HEAD] > 2.0
+    assert plain[ADAPTER] == again[ADAPTER] > 0
+    assert plain[NORMS] < again[NORMS] < 2 * plain[NORMS]

@@ -1,0 +1,141 @@
+"""Where the time of a step goes: categories of kernels, time counted once, and a real trace of a CPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.bench_trace import (
+    ADAPTER,
+    ATTENTION,
+    CATEGORIES,
+    COMMUNICATION,
+    COPIES,
+    DEQUANTISATION,
+    ELEMENTWISE,
+    ENGINE,
+    FROZEN,
+    HEAD,
+    IDLE,
+    INFORMATION,
+    NORMS,
+    Shape,
+    Work,
+    breakdown,
+    categorise,
+    longest,
+    read_trace,
+    work_of,
+)
+from trainer.profiling import StepProfiler
+
+SHAPE = Shape(vocabulary=128256, rank=16)
+
+
+@pytest.mark.parametrize(
+    ("name", "context", "sizes", "category"),
+    [
+        ("nvjet_sm90_tst_128x256", ("aten::linear", "aten::mm"), {8192, 4096, 14336}, FROZEN),
+        ("sm90_xmma_gemm_bf16", ("zerolora::lora_forward",), set(), FROZEN),
+        ("nvjet_sm90_tst_64x16", ("aten::linear", "aten::mm"), {8192, 4096, 16}, ADAPTER),
+        ("void zerolora::(anonymous namespace)::rank_kernel<16>", ("zerolora::lora_backward",), set(), ADAPTER),
+        ("void zerolora::(anonymous namespace)::nf4_kernel<bf16>", ("zerolora::nf4_forward",), set(), DEQUANTISATION),
+        ("void kDequantizeBlockwise<bf16>", ("bitsandbytes::dequantize_4bit",), set(), DEQUANTISATION),
+        ("nvjet_sm90_tst_128x256", ("_TokenLossSum", "aten::mm"), {8192, 4096, 128256}, HEAD),
+        ("_cross_entropy_row", ("_TokenLossSum",), set(), HEAD),
+        ("cudnn_generated_fort_native_sdpa_sm90", ("aten::_scaled_dot_product_cudnn_attention",), set(), ATTENTION),
+        ("void flash::flash_bwd_kernel", ("torch_attn::_varlen_attn_backward",), set(), ATTENTION),
+        ("_rms_norm_forward_kernel", ("LigerRMSNormFunction",), set(), NORMS),
+        ("_swiglu_backward_kernel", ("LigerSiLUMulFunctionBackward",), set(), NORMS),
+        ("_triton_rope", ("LigerRopeFunction",), set(), NORMS),
+        ("void at::native::vectorized_elementwise_kernel<8, add>", ("aten::add",), {8192, 4096}, ELEMENTWISE),
+        ("void at::native::multi_tensor_apply_kernel", ("zerolora: optimizer", "aten::_fused_adamw_"), set(), ENGINE),
+        ("void at::native::vectorized_elementwise_kernel", ("torch::autograd::AccumulateGrad", "x"), set(), ENGINE),
+        ("void cutlass::gemm", ("zerolora: scu", "aten::bmm"), {32, 4096, 16}, INFORMATION),
+        ("ncclDevKernel_AllReduce_Sum_f32", ("zerolora: optimizer", "nccl:all_reduce"), set(), COMMUNICATION),
+    ],
+)
+def test_a_kernel_has_one_category(name: str, context: tuple[str, ...], sizes: set[int], category: str) -> None:
+    assert categorise(name, context, frozenset(sizes), SHAPE) == category
+
+
+def test_copies_over_the_bus_are_apart_from_those_on_the_card() -> None:
+    arguments = ((), frozenset[int](), SHAPE)
+    assert categorise("Memcpy HtoD (Pinned -> Device)", *arguments, memcpy=True) == COPIES
+    assert categorise("Memcpy DtoD (Device -> Device)", *arguments, memcpy=True) == ELEMENTWISE
+
+
+def test_time_is_counted_once_and_adds_up() -> None:
+    """From the end of the first step: what hides behind computing is free, gaps are idle."""
+    works = [
+        Work("gemm", FROZEN, 0, 1000, step=0),
+        Work("gemm", FROZEN, 1000, 4000, step=1),
+        Work("reduce", COMMUNICATION, 3000, 6000, step=1),
+        Work("add", ELEMENTWISE, 7000, 8000, step=1),
+        Work("gemm", FROZEN, 8000, 11000, step=2),
+    ]
+    by_category, step_ms, steps = breakdown(works)
+    assert (step_ms, steps) == (5.0, 2)
+    assert {name: value for name, value in by_category.items() if value} == {
+        FROZEN: 3.0,
+        COMMUNICATION: 1.0,
+        ELEMENTWISE: 0.5,
+        IDLE: 0.5,
+    }
+    assert longest(works, FROZEN) == [("gemm", 3, 7.0)]
+
+
+def test_one_step_is_too_few() -> None:
+    with pytest.raises(ValueError, match="1 recorded steps"):
+        breakdown([Work("gemm", FROZEN, 0, 1, step=0)])
+
+
+class Engine:
+    """Three layers of what a step is made of."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.frozen = torch.randn(512, 512)
+        self.down, self.up = torch.randn(4, 512, requires_grad=True), torch.zeros(512, 4, requires_grad=True)
+        self.head = torch.randn(1000, 512)
+        self.optimizer = torch.optim.AdamW([self.down, self.up])
+
+    def loss(self) -> torch.Tensor:
+        x = torch.randn(256, 512)
+        y = x @ self.frozen.t() + (x @ self.down.t()) @ self.up.t()
+        return torch.nn.functional.cross_entropy(torch.nn.functional.silu(y) @ self.head.t(), torch.zeros(256).long())
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def test_a_real_trace(tmp_path: Path) -> None:
+    """Recorded by the trainer's own profiler, which leaves the engine as it was."""
+    engine = Engine()
+    profiler = StepProfiler(tmp_path, rank=0, first_step=2, engine=engine, steering=None)
+    for step in range(1, 6):
+        profiler.before_step(step)
+        engine.backward(engine.loss())
+        engine.step()
+    profiler.finish()
+    assert "backward" not in vars(engine)
+    works = work_of(read_trace(tmp_path / "profile" / "rank-0.json.gz"), Shape(vocabulary=1000, rank=4))
+    by_category, step_ms, steps = breakdown(works)
+    assert steps == 3
+    assert sum(by_category.values()) == pytest.approx(step_ms)
+    assert set(by_category) == set(CATEGORIES)
+    for category in (FROZEN, ADAPTER, HEAD, NORMS, ENGINE):
+        assert by_category[category] > 0, category
+    assert by_category[HEAD] > by_category[ADAPTER]
+    assert by_category[ATTENTION] == by_category[COMMUNICATION] == 0
+
+
+def test_a_run_that_ends_before_its_profile_writes_none(tmp_path: Path) -> None:
+    profiler = StepProfiler(tmp_path, rank=0, first_step=10, engine=Engine(), steering=None)
+    profiler.before_step(1)
+    profiler.finish()
+    assert not (tmp_path / "profile").exists()

@@ -1,0 +1,119 @@
+"""`base_model: random:SHAPE`: true shapes without a download, the same weights every time, a byte-level tokenizer."""
+
+import pytest
+import torch
+
+from trainer.config import ModelSection, QuantizationSection, UserError
+from trainer.model import context_length, empty_model, load_base_model, load_model_config, load_tokenizer
+from trainer.shapes import SHAPES, shape_of
+
+CPU = torch.device("cpu")
+# Parameters of the published models, from the sizes of their weights.
+PARAMETERS = {
+    "smollm2-135m": 134_515_008,
+    "tinyllama-1.1b": 1_100_048_384,
+    "llama2-7b": 6_738_415_616,
+    "llama3.1-8b": 8_030_261_248,
+    "mistral-7b": 7_248_023_552,
+    "qwen2.5-7b": 7_615_616_512,
+    "phi3-mini": 3_821_079_552,
+}
+
+
+def load(name: str, **settings: object) -> torch.nn.Module:
+    return load_base_model(name, ModelSection(), dtype=torch.float32, device=CPU, attention="sdpa", **settings)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_has_the_parameters_of_the_published_model(shape: str) -> None:
+    config = load_model_config(f"random:{shape}", ModelSection())
+    model = empty_model(config, ModelSection())
+    model.tie_weights()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if shape in PARAMETERS:
+        assert count == PARAMETERS[shape]
+    elif shape == "granite-4.0-h-1b":
+        assert 1.4e9 < count < 1.5e9
+        mamba = [name for name, _ in model.named_modules() if name.endswith(".mamba")]
+        assert len(mamba) == 36
+    assert context_length(config) >= 2048
+
+
+def test_the_same_name_gives_the_same_weights_and_another_name_others() -> None:
+    first, again, other = load("random:tiny"), load("random:tiny"), load("random:tiny,num_hidden_layers=3")
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    assert len(other.model.layers) == 3
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+
+
+def test_matrices_are_drawn_and_norms_are_one() -> None:
+    model = load("random:tiny,hidden_size=256,attention_bias=true")
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert abs(weight.mean().item()) < 1e-3
+    assert bool((model.model.norm.weight == 1).all())
+    assert not model.model.layers[0].self_attn.q_proj.bias.any()
+    assert not any(value.is_meta for value in model.state_dict().values())
+
+
+def test_tied_weights_stay_one_parameter() -> None:
+    model = load("random:tiny,tie_word_embeddings=true")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_a_quantised_one_is_that_of_full_precision_in_4_bits() -> None:
+    from trainer.quantize import FrozenLinear4bit, dequantized
+
+    whole, packed = load("random:tiny"), load("random:tiny", quantization=QuantizationSection())
+    layer = packed.model.layers[1].mlp.down_proj
+    assert isinstance(layer, FrozenLinear4bit)
+    expected = whole.model.layers[1].mlp.down_proj.weight
+    torch.testing.assert_close(dequantized(layer.weight, layer.quant_state, torch.float32), expected, atol=0.02, rtol=0)
+    assert torch.equal(packed.lm_head.weight, whole.lm_head.weight)
+
+
+def test_the_tokenizer_takes_any_text_and_chats() -> None:
+    tokenizer = load_tokenizer("random:tiny", ModelSection())
+    assert len(tokenizer) == 259
+    text = "naïve\n\tçà 漢字 🙂"
+    ids = tokenizer(text)["input_ids"]
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert tokenizer(chat)["input_ids"][0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("random:llama9", "no shape of that name; there are tiny, smollm2-135m"),
+        ("random:", "no shape of that name"),
+        ("random:tiny,layers", "'layers' is not key=value"),
+        ("random:tiny,layers=3", "layers is no setting of a llama configuration"),
+    ],
+)
+def test_a_mistake_is_one_line(name: str, problem: str) -> None:
+    with pytest.raises(UserError, match="base_model=random:") as caught:
+        load_model_config(name, ModelSection())
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama3.1-8b"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama2-7b"),
+        ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "tinyllama-1.1b"),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m"),
+        ("ibm-granite/granite-4.0-h-1b", "granite-4.0-h-1b"),
+        ("microsoft/Phi-3-mini-4k-instruct", "phi3-mini"),
+        ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("random:tiny", "tiny"),
+        ("runs/merged", None),
+    ],
+)
+def test_a_model_is_known_by_its_name(name: str, shape: str | None) -> None:
+    assert shape_of(name) == shape

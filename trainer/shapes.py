@@ -1,0 +1,178 @@
+"""Published shapes of models, for `base_model: random:SHAPE`: the true architecture, weights drawn instead of read.
+
+Sources: the config.json of each model (and of Granite its model card). `random:SHAPE,key=value,...` changes settings of
+the configuration: `random:llama3.1-8b,num_hidden_layers=4`.
+"""
+
+from typing import Any
+
+from trainer.config import UserError
+
+PREFIX = "random:"
+_LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+_GRANITE_ATTENTION_LAYERS = (5, 15, 25, 35)
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": _LLAMA
+    | {
+        "vocab_size": 384,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+    },
+    "smollm2-135m": _LLAMA
+    | {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "rope_theta": 1e5,
+        "tie_word_embeddings": True,
+    },
+    "tinyllama-1.1b": _LLAMA
+    | {
+        "vocab_size": 32000,
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+    },
+    "llama2-7b": _LLAMA
+    | {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 4096,
+    },
+    "llama3.1-8b": _LLAMA
+    | {
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_theta": 5e5,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "mistral-7b": {
+        "model_type": "mistral",
+        "vocab_size": 32768,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+    "qwen2.5-7b": {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    },
+    "phi3-mini": {
+        "model_type": "phi3",
+        "vocab_size": 32064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 4096,
+        "sliding_window": 2047,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "pad_token_id": None,
+    },
+    "granite-4.0-h-1b": {
+        "model_type": "granitemoehybrid",
+        "vocab_size": 100352,
+        "hidden_size": 1536,
+        "intermediate_size": 4096,
+        "shared_intermediate_size": 4096,
+        "num_hidden_layers": 40,
+        "layer_types": ["attention" if layer in _GRANITE_ATTENTION_LAYERS else "mamba" for layer in range(40)],
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "mamba_n_heads": 48,
+        "mamba_d_head": 64,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_chunk_size": 256,
+        "position_embedding_type": "nope",
+        "attention_multiplier": 0.0078125,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 6.0,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def is_random(base_model: str) -> bool:
+    """True for `random:SHAPE`."""
+    return base_model.startswith(PREFIX)
+
+
+def shape_settings(base_model: str) -> dict[str, Any]:
+    """The settings of the configuration that `random:SHAPE[,key=value...]` names; UserError for an unknown shape."""
+    import yaml
+
+    name, *changes = base_model.removeprefix(PREFIX).split(",")
+    if name not in SHAPES:
+        raise UserError(f"base_model={base_model}: no shape of that name; there are {', '.join(SHAPES)}")
+    settings = dict(SHAPES[name])
+    for change in changes:
+        key, equals, value = change.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"base_model={base_model}: {change!r} is not key=value, such as num_hidden_layers=4")
+        settings[key.strip()] = yaml.safe_load(value)
+    return settings
+
+
+def shape_of(base_model: str) -> str | None:
+    """The shape that a model's name begins with, in whatever way it is spelt: `meta-llama/Llama-3.1-8B-Instruct`."""
+    if is_random(base_model):
+        return base_model.removeprefix(PREFIX)
+    name = _letters(base_model.rstrip("/").rpartition("/")[2])
+    return next((shape for shape in SHAPES if shape != "tiny" and name.startswith(_letters(shape))), None)
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
