@@ -4,9 +4,13 @@ from typing import Any
 
 import torch
 
+from trainer.layer_shards import layer_shards_of
+from trainer.progress import phase
+
 _PROBE = "Sentinel"
 
 
+@phase("generate")
 @torch.no_grad()
 def answer_prompt(engine: Any, tokenizer: Any, prompt: str, max_new_tokens: int) -> str:
     """The greedy answer to a user message (or the continuation, without a chat template); every rank must call it."""
@@ -33,7 +37,7 @@ def answer_prompt(engine: Any, tokenizer: Any, prompt: str, max_new_tokens: int)
         eos_token_id=stop_tokens(model, tokenizer),
         pad_token_id=tokenizer.pad_token_id,
         # Under ZeRO-3 every forward pass gathers: no rank may stop generating before the others.
-        synced_gpus=engine.zero_optimization_stage() == 3,
+        synced_gpus=engine.zero_optimization_stage() == 3 or layer_shards_of(model) is not None,
     )
     model.train(was_training)
     return str(tokenizer.decode(generated[0, input_ids.shape[1] :], skip_special_tokens=True))

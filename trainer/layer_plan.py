@@ -1,0 +1,61 @@
+"""Which tensors of a model are gathered together: found from the module tree, before there are weights."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+SMALL = 100_000
+"""Parameters of fewer elements than this stay whole outside of blocks, such as the last norm."""
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """The parameters of one module that will be gathered together."""
+
+    path: str
+    last_module: str
+    """The last module below `path` in the order in which loading fills them."""
+    parameters: tuple[str, ...]
+
+
+def plan_units(model: Any, keep_whole: Sequence[str] = (), *, keep_embeddings: bool = False) -> list[UnitPlan]:
+    """Every block of the outermost lists of modules, and every module with large weights elsewhere.
+
+    Stay whole: the modules whose names end in one of `keep_whole`, the embeddings if asked for, weights shared with
+    those or between blocks, and what is small outside of blocks. A weight under two names (a tied head) belongs to the
+    first module that has it.
+    """
+    modules = dict(model.named_modules())
+    lists = [path for path, module in modules.items() if isinstance(module, nn.ModuleList)]
+    outermost = [path for path in lists if not path.startswith(tuple(f"{other}." for other in lists))]
+    blocks = [path for path in modules if path.rpartition(".")[0] in outermost]
+    kept = _kept(model, keep_whole, keep_embeddings)
+    in_blocks = Counter(id(parameter) for block in blocks for parameter in modules[block].parameters())
+    kept |= {identity for identity, times in in_blocks.items() if times > 1}
+    units = []
+    for block in blocks:
+        own = modules[block].named_parameters(prefix=block)
+        names = [name for name, parameter in own if id(parameter) not in kept]
+        # Of all modules: one that blocks share is filled with the first of them.
+        last = [path for path in modules if f"{path}.".startswith(f"{block}.")][-1]
+        units.append(UnitPlan(block, last, tuple(names)))
+    kept |= set(in_blocks)
+    for path, module in modules.items():
+        large = {
+            name: id(parameter)
+            for name, parameter in module.named_parameters(prefix=path, recurse=False)
+            if id(parameter) not in kept and parameter.numel() >= SMALL
+        }
+        units.append(UnitPlan(path, path, tuple(large)))
+        kept |= set(large.values())
+    return [unit for unit in units if unit.parameters]
+
+
+def _kept(model: Any, keep_whole: Sequence[str], keep_embeddings: bool) -> set[int]:
+    modules = [module for path, module in model.named_modules() if path.endswith(tuple(keep_whole))]
+    if keep_embeddings:
+        modules += [module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
+    return {id(parameter) for module in modules for parameter in module.parameters()}
