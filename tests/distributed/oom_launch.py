@@ -1,0 +1,29 @@
+"""`zerolora train` around oom_rank in place of the trainer. Arguments: SHORTAGE.json, output folder, CONFIG, key=value.
+
+Both sides of a restart are the product's own: the note, and launcher/halving.py that reads it.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.command import free_port, local_command
+from launcher.halving import run_with_halvings
+from launcher.supervise import Supervisor
+from launcher.terminal import ConsolePipe
+
+if __name__ == "__main__":
+    shortage, folder, *arguments = sys.argv[1:]
+
+    def start(more: Sequence[str]) -> int:
+        with ConsolePipe() as pipe:
+            command = local_command(
+                [shortage, *arguments, f"output_dir={folder}", *more, *pipe.arguments()],
+                gpus=[],
+                num_gpus=2,
+                port=free_port(),
+                module="tests.distributed.oom_rank",
+            )
+            return Supervisor(command, Path(folder) / "logs").run()
+
+    sys.exit(run_with_halvings(start, Path(folder) / "logs"))

@@ -1,0 +1,68 @@
+"""Ranks of which one runs out of memory in the middle of backward passes; see test_oom.py.
+
+deepspeed --module tests.distributed.oom_rank SHORTAGE.json CONFIG [key=value ...]     a whole run, as trainer.train
+deepspeed --module tests.distributed.oom_rank SHORTAGE.json PLAN.json                  several, one after the other
+SHORTAGE.json: {"rank", "above": largest micro-batch that it can hold, "after": optimizer steps that go well before}
+PLAN.json: {"folder", "cases": [{"name", "overrides"}, ...]}, as matrix.py takes them
+"""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trainer.oom
+import trainer.train
+from tests.distributed.matrix import run_case
+from trainer.ranks import Ranks, leave_process_group
+from trainer.signals import StopRequest
+from trainer.token_loss import TokenLoss
+
+
+def inject(shortage: dict[str, int]) -> None:
+    """Every TokenLoss of a run raises torch's own error in the backward pass of the first layer, with too many rows."""
+
+    class Short(TokenLoss):
+        def __call__(self, model: Any, batch: dict[str, Any], device: torch.device) -> torch.Tensor:
+            rows = len(batch["input_ids"])
+            fits = rows <= shortage["above"] or model.global_steps < shortage["after"] or not torch.is_grad_enabled()
+            if fits or int(os.environ["RANK"]) != shortage["rank"]:
+                return super().__call__(model, batch, device)
+
+            def fail(*_: Any) -> None:  # the last layer has its gradients by now, the first has none
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to hold {rows} rows.")
+
+            first = next(module for name, module in model.module.named_modules() if name.endswith("layers.0"))
+            handle = first.register_full_backward_pre_hook(fail)
+            loss = super().__call__(model, batch, device)
+            handle.remove()  # the hook stays in the graph that was built under it
+            return loss
+
+    trainer.train.TokenLoss = Short  # type: ignore[misc]
+
+
+def run_plan(path: Path) -> int:
+    plan = json.loads(path.read_text())
+    folder, ranks, stop = Path(plan["folder"]), Ranks.from_environment(), StopRequest()
+    for case in plan["cases"]:
+        try:
+            run_case(folder, case, ranks, stop)
+        except trainer.oom.OutOfMemory as error:  # on every rank, so that the next case can follow
+            (folder / f"{case['name']}-failed-{ranks.rank}.txt").write_text(str(error))
+        except Exception:
+            traceback.print_exc()
+            return 1
+    leave_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
+    inject(json.loads(Path(arguments[0]).read_text()))
+    if arguments[1].endswith(".json"):
+        sys.exit(run_plan(Path(arguments[1])))
+    sys.exit(trainer.train.main(arguments[1:]))

@@ -1,0 +1,272 @@
+"""`zerolora estimate`, `auto`, and what is advised when nothing fits."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launcher.halving import run_with_halvings
+from tests.tiny import write_chats
+from trainer.config import AUTO, LoraSection, ModelSection, RunConfig, UserError, load_config
+from trainer.config.restart_note import EXIT_RESTART, RestartNote
+from trainer.estimate import main, parse_memory
+from trainer.memory_advice import does_not_fit, smaller_batch, three_changes
+from trainer.memory_check import plan_on
+from trainer.memory_model import GIB
+from trainer.memory_plan import Lengths, Machine, Planner, gib, with_changes
+from trainer.memory_shapes import Shapes, read_shapes
+from trainer.model import load_model_config
+from trainer.prepare import Prepared, prepare
+
+ROOT = Path(__file__).parent.parent.parent
+BF16_GPU = Machine(4, on_gpu=True, precision="bf16", liger_installed=True, own_kernels=False)
+
+
+@pytest.fixture(scope="module")
+def shapes() -> Shapes:
+    return read_shapes(load_model_config("random:llama3.1-8b", ModelSection()), ModelSection(), LoraSection())
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    file = tmp_path_factory.mktemp("plan") / "run.yaml"
+    tree = {
+        "base_model": "random:llama3.1-8b",
+        "output_dir": "unset",
+        "dataset": {"path": "absent.jsonl", "packing": True},
+        "training": {"batch_size": 4, "gradient_accumulation_steps": 2},
+    }
+    file.write_text(yaml.safe_dump(tree))
+    return load_config(file).config
+
+
+@pytest.fixture(scope="module")
+def planner(shapes: Shapes, config: RunConfig) -> Planner:
+    return Planner(shapes, Lengths.assumed(config), BF16_GPU)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GiB", 80 * GIB), ("80", 80 * GIB), ("24GB", 24 * 10**9), ("40960MiB", 40 * GIB), (" 1.5 GiB ", 3 * GIB // 2)],
+)
+def test_amounts_of_memory(text: str, size: int) -> None:
+    assert parse_memory(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "-80GiB", "0", "0.5GiB", "80 parsecs", "1e3", "9999999999TiB"])
+def test_impossible_amounts(text: str) -> None:
+    with pytest.raises(UserError, match="--gpu-memory"):
+        parse_memory(text)
+
+
+def test_the_lowest_stage_that_fits(planner: Planner, config: RunConfig) -> None:
+    needs = [planner.of(with_changes(config, {"zero.stage": stage})).needed for stage in range(4)]
+    assert needs == sorted(needs, reverse=True)
+    for stage, need in enumerate(needs):
+        assert planner.lowest_stage(config, need) == needs.index(need)
+        assert planner.lowest_stage(config, need - 1) == (None if stage == 3 else stage + 1)
+
+
+def test_the_largest_batch_is_the_last_that_fits(planner: Planner, config: RunConfig) -> None:
+    memory = 80 * GIB
+    batch = planner.largest_batch(config, memory)
+    sizes = [planner.of(with_changes(config, {"training.batch_size": size})).needed for size in (batch, batch + 1)]
+    assert sizes[0] <= memory < sizes[1]
+    assert planner.largest_batch(config, GIB) == 0
+
+
+def test_no_more_rows_than_there_are(shapes: Shapes, config: RunConfig) -> None:
+    few = Planner(shapes, Lengths(16, 16, samples=24), BF16_GPU)
+    assert few.largest_batch(config, 80 * GIB) == 3  # 24 samples, 4 GPUs, 2 micro-steps
+
+
+def test_auto_fills_the_card_at_the_lowest_stage(planner: Planner, config: RunConfig) -> None:
+    is_open = with_changes(config, {"zero.stage": AUTO, "training.batch_size": AUTO})
+    for memory, stage in ((80 * GIB, 0), (17 * GIB, 3)):
+        resolved = planner.resolve(is_open, memory)
+        assert resolved.zero.stage == stage
+        assert planner.of(resolved).needed <= memory
+        assert resolved.training.batch_size == planner.largest_batch(resolved, memory) >= 1
+
+
+def test_auto_skips_a_stage_that_other_settings_forbid(planner: Planner, config: RunConfig) -> None:
+    asked = {"zero.stage": AUTO, "training.optimizer": "adamw_8bit", "training.precision": "bf16"}
+    assert planner.resolve(with_changes(config, asked), 200 * GIB).zero.stage == 1
+
+
+def test_auto_without_a_gpu(planner: Planner, config: RunConfig) -> None:
+    resolved = planner.resolve(with_changes(config, {"zero.stage": AUTO, "training.batch_size": AUTO}), None)
+    assert (resolved.zero.stage, resolved.training.batch_size) == (2, 1)
+    assert planner.resolve(config, None) == config
+
+
+def test_three_changes_that_fit_come_first(planner: Planner, config: RunConfig) -> None:
+    memory = 40 * GIB
+    assert planner.of(config).needed > memory
+    advice = three_changes(planner, config, memory)
+    assert len(advice) == 3 and all(option.found.needed <= memory for option in advice)
+    for option in advice:
+        assert planner.of(with_changes(config, option.changes)).needed == option.found.needed
+    line = does_not_fit(planner, config, memory, "has free")
+    assert line.startswith("memory: each GPU needs ") and line.count("GiB)") == 3 and "set training.batch_size=" in line
+
+
+def test_changes_are_put_together_where_none_is_enough(planner: Planner, config: RunConfig) -> None:
+    memory = 9 * GIB
+    advice = three_changes(planner, config, memory)
+    assert advice[0].found.needed <= memory and len(advice[0].changes) > 2
+    assert "no change is enough" in does_not_fit(planner, config, 2 * GIB, "has")
+
+
+def test_longer_sequences_and_higher_ranks_need_more(planner: Planner, config: RunConfig) -> None:
+    shorter = with_changes(config, {"dataset.max_length": 512})
+    assert planner.of(shorter).needed < planner.of(config).needed
+    offloaded = with_changes(config, {"zero.offload_optimizer": True})
+    assert planner.of(offloaded).needed < planner.of(config).needed
+    assert planner.of(offloaded).host > planner.of(config).host - planner.of(config).terms["base model"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulation", "most", "result"),
+    [(4, 1, 2, (2, 2)), (3, 1, 1, (1, 3)), (5, 2, 2, (2, 5)), (6, 1, 3, (3, 2)), (7, 3, 3, (3, 7)), (16, 4, 8, (8, 8))],
+)
+def test_a_smaller_micro_batch_keeps_the_global_batch(
+    batch: int, accumulation: int, most: int, result: tuple[int, int]
+) -> None:
+    changes = smaller_batch(batch, accumulation, most)
+    assert (changes["training.batch_size"], changes["training.gradient_accumulation_steps"]) == result
+    assert result[0] * result[1] == batch * accumulation
+
+
+def test_sizes_as_people_read_them() -> None:
+    assert [gib(size) for size in (GIB // 16, GIB // 2, 3 * GIB, 40 * GIB)] == [
+        "64.0 MiB", "0.50 GiB", "3.00 GiB", "40.0 GiB",
+    ]  # fmt: skip
+
+
+def estimate(tmp_path: Path, *arguments: str, **tree: Any) -> tuple[int, str, str]:
+    file = tmp_path / "run.yaml"
+    base = {"base_model": "random:tinyllama-1.1b", "output_dir": "unset", "dataset": {"path": "absent.jsonl"}}
+    file.write_text(yaml.safe_dump(base | tree))
+    command = [sys.executable, "-m", "launcher.cli", "estimate", str(file), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command_says_everything_as_json(tmp_path: Path) -> None:
+    code, out, err = estimate(tmp_path, "--gpus", "2", "--gpu-memory", "24GiB", "--json", "zero.stage=auto")
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["gpus"] == 2 and found["gpu_memory_bytes"] == 24 * GIB and found["fits"]
+    assert found["stage"] == found["recommended"]["zero.stage"] == 0
+    assert found["recommended"]["training.batch_size"] == found["largest_batch_size"] > 1
+    assert {(row["stage"], row["offload_optimizer"], row["offload_parameters"]) for row in found["stages"]} == {
+        (0, False, False), (1, False, False), (1, True, False), (2, False, False), (2, True, False),
+        (3, False, False), (3, True, False), (3, True, True),
+    }  # fmt: skip
+    assert all(row["peak_bytes"] > GIB and row["disk_bytes"] > 0 for row in found["stages"])
+    assert any("2,048 tokens" in note for note in found["notes"])  # there is no data to look at
+
+
+def test_nothing_fits_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    code, out, err = estimate(tmp_path, "--gpu-memory", "1GiB")
+    lines = [line for line in err.splitlines() if line.startswith("error:")]
+    assert code == 2 and len(lines) == 1 and "take a smaller model or a larger GPU" in lines[0]
+    assert "too large" in out
+
+
+@pytest.mark.parametrize("arguments", [["--gpu-memory", "none"], ["--gpus", "0"], ["zero.stag=2"]])
+def test_mistakes_are_one_line_and_exit_code_2(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("base_model: random:tiny\noutput_dir: x\ndataset: {path: absent.jsonl}\n")
+    assert main([str(file), *arguments]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_every_preset_has_an_estimate() -> None:
+    """The hub is not asked: published shapes stand in for names that cannot be read."""
+    for file in sorted((ROOT / "configs").glob("*b.yaml")):
+        from trainer.estimate import model_config_of
+
+        model_config, _ = model_config_of(load_config(file).config)
+        assert model_config.num_hidden_layers > 1
+
+
+def test_the_launcher_starts_again_at_most_three_times(tmp_path: Path) -> None:
+    started: list[list[str]] = []
+
+    def start(more: Any) -> int:
+        started.append(list(more))
+        RestartNote(7, 8 >> len(started), 2 ** len(started), 3, str(tmp_path / "checkpoint-5")).write(tmp_path)
+        return EXIT_RESTART
+
+    assert run_with_halvings(start, tmp_path) == 1
+    assert [len(more) for more in started] == [0, 4, 4, 4]
+    assert started[2][:2] == ["training.batch_size=2", "training.gradient_accumulation_steps=4"]
+    assert RestartNote.take(tmp_path) is None
+
+
+def test_the_launcher_takes_an_exit_code_as_it_comes(tmp_path: Path) -> None:
+    RestartNote(1, 1, 1, 2, None).write(tmp_path)  # of a run without a launcher
+    codes = iter([0, 1, EXIT_RESTART])
+    assert [run_with_halvings(lambda _: next(codes), tmp_path) for _ in range(3)] == [0, 1, 1]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Prepared]:
+    """20 chats for a model of a published shape, of which no weight is needed."""
+    folder = tmp_path_factory.mktemp("prepared")
+    tree = {
+        "base_model": "random:tinyllama-1.1b",
+        "output_dir": str(folder / "run"),
+        "dataset": {"path": str(write_chats(folder / "chats.jsonl", 20)), "cache_dir": str(folder / "cache")},
+        "training": {"batch_size": 4, "precision": "bf16"},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    config = load_config(folder / "run.yaml").config
+    return config, prepare(config)
+
+
+def test_lengths_are_those_of_the_data(prepared: tuple[RunConfig, Prepared]) -> None:
+    config, found = prepared
+    lengths = Lengths.of(config, found.data.train)
+    samples = [found.data.train[index] for index in range(20)]  # type: ignore[index]
+    assert lengths.longest == max(len(sample.input_ids) for sample in samples) < config.dataset.max_length
+    assert lengths.targets == max(sum(sample.trained[1:]) for sample in samples) > 0
+    assert lengths.samples == 20
+
+
+def test_a_card_with_too_little_memory_is_refused_before_weights_are_loaded(
+    prepared: tuple[RunConfig, Prepared],
+) -> None:
+    config, found = prepared
+    with pytest.raises(UserError) as refusal:
+        plan_on(BF16_GPU, config, found, 3 * GIB)
+    line = str(refusal.value)
+    assert "has free 3.00 GiB; set " in line and line.count("GiB)") == 3
+    assert line.endswith("or training.ignore_memory_check=true")
+    ignored = plan_on(BF16_GPU, with_changes(config, {"training.ignore_memory_check": True}), found, 3 * GIB)
+    assert ignored.found is not None and "warning" in ignored.notes[0]
+    assert plan_on(BF16_GPU, config, found, 80 * GIB).notes == ()
+
+
+def test_auto_is_resolved_before_the_run(prepared: tuple[RunConfig, Prepared]) -> None:
+    config, found = prepared
+    plan = plan_on(BF16_GPU, with_changes(config, {"zero.stage": AUTO, "training.batch_size": AUTO}), found, 80 * GIB)
+    assert (plan.config.zero.stage, plan.config.training.batch_size) == (0, 5)  # 20 chats on 4 GPUs
+    assert plan.notes[0].startswith("auto: ZeRO stage 0, batch_size 5, ")
+
+
+def test_a_model_that_the_estimate_cannot_read_still_trains(prepared: tuple[RunConfig, Prepared]) -> None:
+    config, found = prepared
+    unknown = replace(found, model_config=object())
+    assert plan_on(BF16_GPU, config, unknown, 80 * GIB).found is None
+    with pytest.raises(UserError, match="this model has no estimate"):
+        plan_on(BF16_GPU, with_changes(config, {"zero.stage": AUTO}), unknown, 80 * GIB)
