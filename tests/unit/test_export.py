@@ -1,0 +1,161 @@
+"""Adapters for other programs: the merged weights, one file or a folder each, and one line for every mistake."""
+
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from gguf import GGUFReader
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny import CHATML
+from tests.unit.test_after_run import make_run
+from tests.unit.test_gguf import logits_of
+from trainer.export import main
+from trainer.finished_run import find_run, saved_tokenizer
+from trainer.merge import merge
+from trainer.ollama import chat_parts, modelfile
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("run"))
+
+
+def test_a_run_becomes_a_gguf_file_with_the_merged_weights(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "sub" / "tiny.gguf"
+    assert main([str(run_dir), "--format", "gguf", "--output", str(output)]) == 0
+    assert "in f32, written by the gguf package" in capsys.readouterr().out
+    assert [path.name for path in output.parent.iterdir()] == ["tiny.gguf"], "nothing is left beside it"
+    merged = merge(find_run(run_dir), tmp_path / "merged")
+    weights = load_file(merged / "model.safetensors")
+    read = {tensor.name: torch.from_numpy(numpy.array(tensor.data)) for tensor in GGUFReader(output).tensors}
+    assert len(read) == len(weights)
+    names = {"token_embd.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
+    for number in (0, 1):
+        layer = f"model.layers.{number}"
+        names |= {
+            f"blk.{number}.attn_v.weight": f"{layer}.self_attn.v_proj.weight",
+            f"blk.{number}.attn_output.weight": f"{layer}.self_attn.o_proj.weight",
+            f"blk.{number}.ffn_gate.weight": f"{layer}.mlp.gate_proj.weight",
+            f"blk.{number}.ffn_up.weight": f"{layer}.mlp.up_proj.weight",
+            f"blk.{number}.ffn_down.weight": f"{layer}.mlp.down_proj.weight",
+            f"blk.{number}.attn_norm.weight": f"{layer}.input_layernorm.weight",
+        }
+    for name, original in names.items():
+        assert torch.equal(read[name], weights[original]), name
+    # Row 2 i + j of a head is row i + j n / 2 of transformers': 4 heads of 16 rows.
+    order = [head * 16 + j * 8 + i for head in range(4) for i in range(8) for j in range(2)]
+    assert torch.equal(read["blk.0.attn_q.weight"], weights["model.layers.0.self_attn.q_proj.weight"][order])
+    torch.testing.assert_close(logits_of(output.parent, gguf_file=output.name), logits_of(merged), atol=1e-5, rtol=1e-5)
+
+
+def test_peft_reads_what_is_exported_for_it(run_dir: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    assert main([str(run_dir), "--format", "peft", "--output", str(tmp_path / "out")]) == 0
+    base = run_dir.parent / "model"
+    tokens = torch.arange(3, 30)[None]
+    logits = []
+    for folder in (run_dir, tmp_path / "out"):
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+        with torch.no_grad():
+            logits.append(model(tokens).logits)
+    assert torch.equal(*logits)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == CHATML
+
+
+def test_hf_is_the_merged_model(run_dir: Path, tmp_path: Path) -> None:
+    assert main([str(run_dir), "--format", "hf", "--output", str(tmp_path / "out")]) == 0
+    merged = merge(find_run(run_dir), tmp_path / "merged")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (merged / "model.safetensors").read_bytes()
+
+
+def test_ollama_gets_the_file_and_a_template(run_dir: Path, tmp_path: Path) -> None:
+    assert main([str(run_dir), "--format", "ollama", "--output", str(tmp_path / "out")]) == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["Modelfile", "model.gguf"]
+    text = (tmp_path / "out" / "Modelfile").read_text()
+    assert text.startswith('FROM ./model.gguf\nTEMPLATE """{{ range .Messages }}{{ if eq .Role "system" }}')
+    assert "<|im_start|>user\n{{ .Content }}<|im_end|>\n" in text
+    assert text.endswith('<|im_start|>assistant\n"""\nPARAMETER stop "<|im_end|>"\n')
+
+
+DEFAULT_SYSTEM = "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}" + CHATML
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+COUNTS = "{% for m in messages %}{{ loop.index }} {{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [(CHATML, ""), (DEFAULT_SYSTEM, "<|im_start|>system\nBe kind.<|im_end|>\n"), (NO_SYSTEM, ""), (COUNTS, None)],
+    ids=["chatml", "default system", "no system", "more than turns"],
+)
+def test_a_chat_template_becomes_one_of_turns_only_if_it_is_one(
+    template: str, expected: str | None, run_dir: Path
+) -> None:
+    tokenizer = saved_tokenizer(find_run(run_dir))
+    tokenizer.chat_template = template
+    parts = chat_parts(tokenizer)
+    assert (parts.without_system if parts else None) == expected
+    text = modelfile("m.gguf", tokenizer, system_prompt="Short.")
+    assert ('TEMPLATE """' in text) is (expected is not None) and 'SYSTEM """Short."""' in text
+
+
+def test_a_first_token_is_left_to_llama_cpp_only_if_encoding_puts_it(run_dir: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = saved_tokenizer(find_run(run_dir))
+    tokenizer.bos_token = "<|im_start|>"
+    parts = chat_parts(tokenizer)
+    assert parts is not None and parts.around["system"][0] == "<|im_start|>system\n"
+    tokenizer.bos_token = "<|endoftext|>"
+    tokenizer.chat_template = "<|endoftext|>" + CHATML
+    backend = tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    parts = chat_parts(tokenizer)
+    assert parts is not None and parts.around["system"][0] == "<|im_start|>system\n"
+
+
+def test_a_converter_of_the_users_is_run(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "convert_hf_to_gguf.py"
+    script.write_text(
+        "import pathlib, sys\n"
+        "model, options = pathlib.Path(sys.argv[1]), dict(zip(sys.argv[2::2], sys.argv[3::2]))\n"
+        "assert (model / 'config.json').is_file(), model\n"
+        "pathlib.Path(options['--outfile']).write_text(options['--outtype'])\n"
+    )
+    command = [str(run_dir), "--format", "gguf", "--converter", str(script)]
+    assert main([*command, "--output", str(tmp_path / "a.gguf")]) == 0
+    assert (tmp_path / "a.gguf").read_text() == "auto"
+    assert f"written by {script}" in capsys.readouterr().out
+    script.write_text("raise SystemExit('no such architecture')")
+    assert main([*command, "--output", str(tmp_path / "b.gguf")]) == 1
+    assert "convert_hf_to_gguf.py ended with exit code 1: no such architecture" in capsys.readouterr().err
+    assert not (tmp_path / "b.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--format", "gguf", "--converter", "none.py"], "--converter none.py: no such file"),
+        (["--format", "hf", "--converter", "none.py"], "makes GGUF files, and --format is hf"),
+        (["--format", "peft", "--dtype", "q8_0"], "--dtype q8_0: a format of GGUF files"),
+        (["--format", "gguf", "--output", "."], "exists and would be overwritten"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], complaint: str, run_dir: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    assert main([str(run_dir), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert complaint in captured.err

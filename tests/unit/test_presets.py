@@ -1,0 +1,70 @@
+"""`zerolora init`: a file that is valid, says what its settings mean, and is never written over another."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launcher.presets import PRESETS, preset_text
+from trainer.config import RunConfig, UserError, load_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def init(*arguments: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "launcher.cli", "init", *arguments]
+    return subprocess.run(command, cwd=cwd, env={"PYTHONPATH": str(ROOT), "PATH": ""}, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_the_file_in_configs_with_comments(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(preset_text(name, path))
+    loaded = load_config(path)
+    assert loaded.config == load_config(ROOT / "configs" / f"{PRESETS[name]}.yaml").config
+    assert path.read_text().splitlines()[0] == f"# zerolora train {path}"
+
+
+def test_every_setting_has_its_meaning_above_it_or_beside_it() -> None:
+    lines = preset_text("llama2-7b", Path("mine.yaml")).splitlines()
+    settings = [index for index, line in enumerate(lines) if line and not line.lstrip().startswith("#")]
+    for index in settings:
+        assert "#" in lines[index] or lines[index - 1].lstrip().startswith("# "), lines[index]
+    at = lines.index("  r: 32")
+    assert lines[at - 1] == f"  # {RunConfig.model_fields['lora'].annotation.model_fields['r'].description}"  # type: ignore[union-attr]
+    assert max(map(len, lines)) <= 120
+
+
+def test_init_writes_where_it_is_told(tmp_path: Path) -> None:
+    result = init("--preset", "smollm2", "--output", "new/a.yaml", cwd=tmp_path)
+    assert result.returncode == 0 and result.stderr == ""
+    assert "zerolora validate new/a.yaml" in result.stdout
+    assert yaml.safe_load((tmp_path / "new" / "a.yaml").read_text())["base_model"].endswith("SmolLM2-135M-Instruct")
+    assert init("--preset", "granite-4.0-h-1b", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "granite-4.0-h-1b.yaml").is_file()
+
+
+def test_a_file_is_replaced_only_by_force(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("mine")
+    refused = init("--preset", "smollm2", "--output", "a.yaml", cwd=tmp_path)
+    assert refused.returncode == 2 and refused.stdout == ""
+    assert refused.stderr == "error: --output a.yaml: is there already; name another file, or add --force\n"
+    assert (tmp_path / "a.yaml").read_text() == "mine"
+    assert init("--preset", "smollm2", "--output", "a.yaml", "--force", cwd=tmp_path).returncode == 0
+    assert load_config(tmp_path / "a.yaml").config.output_dir == "runs/smollm2-135m"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("llama2_7b", "did you mean llama2-7b?"), ("bert", "there are llama2-7b, llama3.1-8b")]
+)
+def test_an_unknown_preset_is_one_line(name: str, hint: str) -> None:
+    with pytest.raises(UserError, match=rf"--preset {name}: no such preset; .*{hint.replace('?', '.')}"):
+        preset_text(name, Path("a.yaml"))
+
+
+def test_a_folder_in_the_way_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = init("--preset", "smollm2", "--output", "file/a.yaml", cwd=tmp_path)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "cannot be written" in result.stderr

@@ -1,0 +1,256 @@
+"""Tiers: every assertion of the table holds and breaks where it must; no GPU, unknown names, verdicts, exit codes."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from trainer import tier_checks as checks
+from trainer import tiers
+from trainer.config import UserError, load_config
+from trainer.tier_checks import Check, Checker, TierRun
+from trainer.tier_machine import Machine, Weights, cpu_time, find_weights, this_machine
+from trainer.tiers import TIERS, Outcome, Runner, main
+
+CPU = Machine("CPU", on_gpu=False)
+
+
+def run(
+    losses: list[float | None], folder: Path = Path("none"), *, steps: int | None = None, seconds: float = 60.0,
+    on_gpu: bool = True, real: bool = True, held_out: tuple[float, ...] = (), resumed: dict[int, float] | None = None,
+    **series: list[float],
+) -> TierRun:  # fmt: skip
+    """A run with these training losses; `series` are other metrics, `__` standing for the slash."""
+    records: list[dict[str, float | None]] = []
+    for index, loss in enumerate(losses):
+        values = {name.replace("__", "/"): value[index] for name, value in series.items()}
+        records.append({"step": index + 1, "train/loss": loss, "train/grad_norm": 1.0, **values})
+    records += [{"step": 0, "eval/loss": loss} for loss in held_out]
+    again = [{"step": float(step), "train/loss": loss} for step, loss in (resumed or {}).items()]
+    total = len(losses) if steps is None else steps
+    return TierRun(folder, records, total, seconds, on_gpu=on_gpu, real_weights=real, resumed=again)
+
+
+FLAT = [1.0] * 500
+FALLING = [4.0 - 0.005 * step + (-1) ** step for step in range(500)]
+CASES: list[tuple[str, Checker, TierRun, bool | None, str]] = [
+    ("in time", checks.finished_within(120), run(FLAT, seconds=119.6), True, "120 s, under 120 s"),
+    ("too slow", checks.finished_within(120), run(FLAT, seconds=120.0), False, "120 s"),
+    ("time of a CPU", checks.finished_within(120), run(FLAT, on_gpu=False), None, "the limit is for a GPU"),
+    ("finite", checks.finite, run([1.0, 2.0]), True, "2 of 2 steps, 0 losses"),
+    ("not finite", checks.finite, run([1.0, None]), False, "1 losses or gradient norms not finite"),
+    ("a step missing", checks.finite, run([1.0], steps=2), False, "1 of 2 steps"),
+    ("peak", checks.peak_memory(0.5), run([1.0, 1.0], memory__peak_gib=[0.1, 0.5]), True, "512 MiB, at most 512 MiB"),
+    ("peak too high", checks.peak_memory(0.5), run([1.0, 1.0], memory__peak_gib=[0.51, 0.1]), False, "522 MiB"),
+    ("peak unknown", checks.peak_memory(0.5), run([1.0]), False, "nan"),
+    ("peak of a CPU", checks.peak_memory(0.5), run([1.0], on_gpu=False, memory__peak_gib=[9.0]), None, "on the CPU"),
+    ("flat", checks.memory_is_flat, run(FLAT, memory__peak_gib=[1.0] * 20 + [2.0] * 480), True, "by 0.00%"),
+    ("grows", checks.memory_is_flat, run(FLAT, memory__peak_gib=[2.0] * 30 + [2.02] * 470), False, "by 1.00%"),
+    ("too short to tell", checks.memory_is_flat, run([1.0], memory__peak_gib=[1.0]), False, "nan"),
+    (
+        "holds",
+        checks.throughput_holds,
+        run(FLAT, perf__tokens_per_second=[1.0] * 20 + [100.0] * 380 + [95.5] * 100),
+        True,
+        "100 tokens/s at first, 96 at last (-4.5%)",
+    ),
+    (
+        "slows down",
+        checks.throughput_holds,
+        run(FLAT, perf__tokens_per_second=[100.0] * 400 + [94.0] * 100),
+        False,
+        "(-6.0%)",
+    ),
+    ("smoothed falls", checks.smoothed_loss_falls, run(FALLING), True, "3.877"),
+    ("smoothed rises", checks.smoothed_loss_falls, run(FALLING[::-1]), False, "means of 50 steps"),
+    ("smoothed stays", checks.smoothed_loss_falls, run(FLAT), False, "1.000"),
+    ("fell", checks.loss_fell(0.30), run([2.0] * 10 + [9.0] * 5 + [1.4] * 10), True, "2.000 -> 1.400 (-30.0%)"),
+    ("fell too little", checks.loss_fell(0.30), run([2.0] * 10 + [1.41] * 10), False, "(-29.5%)"),
+    ("fell, random", checks.loss_fell(0.30), run([2.0] * 10 + [0.1] * 10, real=False), None, "random weights"),
+    ("held out fell", checks.held_out_loss_fell, run([1.0], held_out=(2.0, 1.9)), True, "2.000 -> 1.900"),
+    ("held out rose", checks.held_out_loss_fell, run([1.0], held_out=(2.0, 2.1)), False, "2.000 -> 2.100"),
+    ("not held out", checks.held_out_loss_fell, run([1.0], held_out=(2.0,)), False, "2.000"),
+    ("resumes", checks.resumes, run([1.0, 2.0, 3.0], resumed={2: 2.01, 3: 3.0}), True, "steps 2 to 3 again"),
+    ("resumes elsewhere", checks.resumes, run([1.0, 2.0, 3.0], resumed={2: 2.1, 3: 3.0}), False, "within 5.00%"),
+    ("resumes and stops", checks.resumes, run([1.0, 2.0, 3.0], resumed={2: 2.0}), False, "steps 2 to 2"),
+    ("never resumed", checks.resumes, run([1.0, 2.0, 3.0]), False, "no step again"),
+]
+
+
+@pytest.mark.parametrize(
+    ("checker", "finished", "passed", "words"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
+)
+def test_an_assertion_holds_breaks_or_cannot_be_made(
+    checker: Checker, finished: TierRun, passed: bool | None, words: str
+) -> None:
+    check = checker(finished)
+    assert check.passed is passed and words in check.text, check.text
+
+
+@pytest.mark.parametrize(
+    ("values", "passed"), [((1.0, -1.0), True), ((1.0, 0.0), False), ((1.0, math.nan), False), ((), False)]
+)
+def test_every_adapter_must_have_moved(values: tuple[float, ...], passed: bool, tmp_path: Path) -> None:
+    tensors = {f"layer{index}.lora_B.weight": torch.full((2, 2), value) for index, value in enumerate(values)}
+    save_file(tensors | {"layer0.lora_A.weight": torch.ones(2, 2)}, tmp_path / "adapter_model.safetensors")
+    assert checks.adapters_moved(run([1.0], tmp_path)).passed is passed
+
+
+def checkpoints(folder: Path, *steps: int, result: float = 1.0) -> None:
+    save_file({"w": torch.tensor([result])}, folder / "adapter_model.safetensors")
+    for step in steps:
+        (folder / f"checkpoint-{step}").mkdir()
+        (folder / f"checkpoint-{step}" / "COMPLETE").touch()
+        save_file({"w": torch.tensor([1.0])}, folder / f"checkpoint-{step}" / "adapter_model.safetensors")
+
+
+def test_whole_checkpoints_hold(tmp_path: Path) -> None:
+    checkpoints(tmp_path, 5, 10)
+    check = checks.checkpoints_are_whole(5, 10)(run([1.0], tmp_path))
+    assert check == Check("checkpoints", True, "checkpoint-5, checkpoint-10 read back")
+
+
+@pytest.mark.parametrize(("case", "words"), [
+    ("missing", "none at step 15"), ("unfinished", "none at step 10"),
+    ("not finite", "checkpoint-5/adapter_model.safetensors is not finite"),
+    ("another adapter", "the adapter of checkpoint-10 is not the result"),
+])  # fmt: skip
+def test_checkpoints_that_are_not_whole_are_named(case: str, words: str, tmp_path: Path) -> None:
+    checkpoints(tmp_path, 5, 10, result=2.0 if case == "another adapter" else 1.0)
+    if case == "unfinished":
+        (tmp_path / "checkpoint-10" / "COMPLETE").unlink()
+    if case == "not finite":
+        save_file({"w": torch.tensor([math.inf])}, tmp_path / "checkpoint-5" / "adapter_model.safetensors")
+    steps = (5, 10, 15) if case == "missing" else (5, 10)
+    check = checks.checkpoints_are_whole(*steps)(run([1.0], tmp_path))
+    assert check.passed is False and words in check.text
+
+
+def test_the_table_of_the_tiers_is_complete() -> None:
+    """Model, steps, batch and assertions of docs/tiers.md."""
+    expected = {
+        "quick": ("SmolLM2-135M", 10, ["time", "finite", "adapters", "peak memory"]),
+        "convergence": ("SmolLM2-135M", 100, ["training loss", "held-out loss"]),
+        "memory": ("TinyLlama-1.1B", 50, ["peak memory"]),
+        "extended": ("TinyLlama-1.1B", 500, ["memory is flat", "throughput", "smoothed loss falls"]),
+        "full": ("Llama-2-7b", 1000, ["peak memory", "checkpoints", "resumes", "training loss"]),
+    }
+    assert list(expected) == list(TIERS)
+    for name, (model, steps, asserted) in expected.items():
+        config = load_config(TIERS[name].config).config
+        assert model in config.base_model and config.training.max_steps == steps
+        # A run that measured nothing breaks or cannot answer every check, and none of them falls over.
+        empty = run([], Path("none"), steps=steps, seconds=999.0)
+        names = [check(empty).name for check in TIERS[name].checks if check is not checks.adapters_moved]
+        assert set(asserted) - {"adapters"} <= set(names)
+    full = load_config(TIERS["full"].config).config
+    assert (full.lora.r, full.lora.target_modules) == (8, ("q_proj", "k_proj", "v_proj", "o_proj"))
+    assert load_config(TIERS["memory"].config).config.training.batch_size == 1
+    assert full.training.max_steps is not None and full.training.max_steps - full.training.max_steps // 2 > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["quik", "--cpu"], "quik: no such tier; there are quick, convergence, memory, extended, full, and all"),
+        (["all", "--cpu", "--base-model", "x"], "the tiers have models of their own; name one tier"),
+        (["quick", "--cpu", "--models", "nowhere"], "--models nowhere: no such folder"),
+        (["quick", "--cpu", "--base-model", "random:bert"], "no shape of that name"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and complaint in error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_it_runs_only_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quick"]) == 2
+    assert "no NVIDIA GPU here; --cpu runs it on the CPU and says how long" in capsys.readouterr().err
+    assert not this_machine(cpu=True).on_gpu
+
+
+def test_weights_are_real_where_they_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    config = TIERS["memory"].config
+    (tmp_path / "models" / "TinyLlama-1.1B-Chat-v1.0").mkdir(parents=True)
+    told = find_weights(config, "tinyllama-1.1b", None, tmp_path / "models")
+    assert told.real and told.model == str(tmp_path / "models" / "TinyLlama-1.1B-Chat-v1.0")
+    random = find_weights(config, "tinyllama-1.1b", None, None)
+    assert (random.model, random.real) == ("random:tinyllama-1.1b", False)
+    assert "`zerolora download TinyLlama/TinyLlama-1.1B-Chat-v1.0` gets it" in random.text
+    assert find_weights(config, "tinyllama-1.1b", "random:tiny", None).real is False
+
+
+def test_the_time_on_a_cpu_grows_with_the_model() -> None:
+    small, large = (cpu_time(TIERS["quick"].config, f"random:{shape}") for shape in ("tiny", "smollm2-135m"))
+    assert 30 < small < large < 3600
+
+
+def runner(tmp_path: Path, machine: Machine, *options: str) -> Runner:
+    from rich.console import Console
+
+    return Runner(tiers._parse(["quick", "--output", str(tmp_path), *options]), machine, Console(quiet=True))
+
+
+def test_a_card_without_room_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "find_weights", lambda *arguments: Weights("random:tiny", False, "drawn"))
+    full = Machine("a card", on_gpu=True, free_gib=2.6, context_gib=1.0)
+    outcome = runner(tmp_path, full, "--check-vram").run(TIERS["memory"])
+    assert not outcome.passed and outcome.problem == "not run: needs 3.0 GiB free on the card, which has 2.6"
+
+
+def outcomes(monkeypatch: pytest.MonkeyPatch, verdicts: dict[str, bool]) -> list[str]:
+    """Runs that end as told; returns the names of those that were made."""
+    made: list[str] = []
+
+    def end(self: Runner, tier: tiers.Tier) -> Outcome:
+        made.append(tier.name)
+        asserted = (Check("finite", verdicts[tier.name], "3 of 3"), Check("time", None, "on the CPU"))
+        return self._conclude(Outcome(tier.name, "random:tiny", verdicts[tier.name], 1.0, asserted))
+
+    monkeypatch.setattr(Runner, "run", end)
+    return made
+
+
+def test_a_failure_is_gone_on_from_and_is_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = outcomes(monkeypatch, dict.fromkeys(TIERS, True) | {"memory": False})
+    assert main(["all", "--cpu", "--json"]) == 1
+    assert made == list(TIERS)
+    captured = capsys.readouterr()
+    document: dict[str, Any] = json.loads(captured.out)
+    assert document["passed"] is False and [tier["passed"] for tier in document["tiers"]] == [
+        True,
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert document["tiers"][0]["checks"][1] == {"name": "time", "passed": None, "text": "on the CPU"}
+    assert "4 of 5 tiers passed, 5 assertions could not be made in 5 s: failed memory" in captured.err
+    assert "BROKEN" in captured.err and "not made" in captured.err
+
+
+def test_stop_on_failure_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = outcomes(monkeypatch, dict.fromkeys(TIERS, True) | {"convergence": False})
+    assert main(["all", "--cpu", "--stop-on-failure"]) == 1
+    assert made == ["quick", "convergence"]
+
+
+def test_all_held_is_exit_code_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes(monkeypatch, dict.fromkeys(TIERS, True))
+    assert main(["all", "--cpu"]) == 0
+
+
+def test_a_folder_that_is_no_folder_of_models_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder; name the folder that holds the models"):
+        find_weights(TIERS["quick"].config, "smollm2-135m", None, tmp_path / "none")

@@ -1,0 +1,107 @@
+"""`zerolora validate` says what a configuration means without training; `zerolora download` names the hub's command."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.tiny import make_model, write_chats
+from trainer import download, validate
+from trainer.config import UserError
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    make_model(tmp_path / "model", tie_word_embeddings=True)
+    write_chats(tmp_path / "chats.jsonl", 20)
+    settings = {
+        "base_model": "model",
+        "adapter": "qlora",
+        "output_dir": "run",
+        "lora": {"r": 4},
+        "dataset": {"path": "chats.jsonl", "max_length": 64, "val_split": 0.1, "cache_dir": "cache"},
+        "training": {"epochs": 2, "batch_size": 3, "gradient_accumulation_steps": 2},
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def test_it_says_what_it_found_and_leaves_no_run(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert validate.main([str(config), "lora_r=8"]) == 0
+    lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    model = 384 * 64 + 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64) + 64
+    assert lines["note"] == "lora_r is read as lora.r"
+    assert lines["model"] == f"model: LlamaForCausalLM, {model:,} parameters, 2 layers, context 256"
+    adapter = 2 * 8 * (128 + 96 + 96 + 128 + 192 * 3)
+    assert lines["adapter"].startswith(f"r=8 on a 4-bit base, {adapter:,} parameters ({adapter / model:.2%}): ")
+    assert "gate_proj (2)" in lines["adapter"]
+    assert lines["steps"] == "6 on one GPU, batch_size 3 x accumulation 2 sequences in each; fewer on more GPUs"
+    assert lines["OK"] == f"zerolora train {config} lora_r=8"
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("training.max_steps=7", "steps: 7, batch_size 3 x accumulation 2 x GPUs sequences in each"),
+        ("adapter=none", "adapter: none, all weights are trained"),
+        ("lora.init=pissa", "adapter: r=4 on the base as it is"),
+    ],
+)
+def test_it_says_what_the_settings_mean(
+    override: str, line: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert validate.main([str(config), "adapter=lora", override]) == 0
+    assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("dataset.path=chat.jsonl", "dataset.path=chat.jsonl: no such file or folder"),
+        ("lora.target_modules=query", "match no layer of this model"),
+        ("base_model=nobody/nothing", "base_model=nobody/nothing: not a local folder"),
+        ("dataset.max_length=512", "the model was made for 256 tokens"),
+    ],
+)
+def test_a_mistake_is_one_line(override: str, complaint: str, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert validate.main([str(config), override]) == 2
+    captured = capsys.readouterr()
+    assert "OK" not in captured.out and captured.err.count("\n") == 1 and complaint in captured.err
+
+
+def test_without_a_network_the_hubs_own_command_is_named(tmp_path: Path) -> None:
+    """In a process of its own: the hub's library reads HF_HUB_OFFLINE when it is imported."""
+    command = [sys.executable, "-m", "trainer.download", "owner/name", "--revision", "v2", "--output", "here"]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    named = shlex.split(result.stderr.split("`")[1])
+    assert named[:7] == ["hf", "download", "owner/name", "--local-dir", "here", "--revision", "v2"]
+    hub = subprocess.run([Path(sys.executable).parent / "hf", *named[1:]], env=env, capture_output=True, text=True)
+    said = " ".join((hub.stdout + hub.stderr).split())
+    assert "No such option" not in said and "Usage:" not in said and "offline" in said.lower()
+
+
+def test_the_patterns_take_what_training_reads_and_nothing_else() -> None:
+    from huggingface_hub.utils import filter_repo_objects
+
+    files = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.model"]
+    files += ["chat_template.jinja", "merges.txt"]
+    others = ["pytorch_model.bin", "original/consolidated.safetensors", "onnx/model.json", "README.md", "model.gguf"]
+    kept = filter_repo_objects(
+        files + others, allow_patterns=list(download.PATTERNS), ignore_patterns=list(download.LEFT_OUT)
+    )
+    assert list(kept) == files
+
+
+@pytest.mark.parametrize(("name", "complaint"), [("a b", "not a name on the hub"), ("model", "is a folder")])
+def test_names_that_cannot_be(name: str, complaint: str, config: Path) -> None:
+    with pytest.raises(UserError, match=complaint):
+        download.download(name)

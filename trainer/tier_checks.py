@@ -1,0 +1,198 @@
+"""What each tier asserts of its run, read from the files that the run left; pure functions of a `TierRun`."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+from trainer.metrics import Record
+
+# Steps in which kernels are compiled, caches filled and the allocator grows.
+WARM_UP = 20
+WINDOW = 100
+SMOOTHED = 50
+
+
+@dataclass(frozen=True)
+class TierRun:
+    """A finished run and what is known of it besides."""
+
+    folder: Path
+    records: Sequence[Record]
+    steps: int
+    seconds: float
+    """From the start of the command to its end, loading and saving included."""
+    on_gpu: bool
+    real_weights: bool
+    resumed: Sequence[Record] = ()
+    """Records of the run that went on from one of the checkpoints."""
+
+    def values(self, name: str) -> list[float]:
+        """A metric at every step that has it; a value that was not finite is NaN."""
+        found = (record[name] for record in self.records if name in record)
+        return [math.nan if value is None else value for value in found]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One assertion: held, broken, or, with `passed` None, not possible here."""
+
+    name: str
+    passed: bool | None
+    text: str
+
+
+Checker = Callable[[TierRun], Check]
+
+
+def finished_within(limit_s: float) -> Checker:
+    """The whole command took less than so many seconds."""
+
+    def check(run: TierRun) -> Check:
+        text = f"{run.seconds:.0f} s, under {limit_s:.0f} s"
+        return _on_gpu(run, "time", lambda: Check("time", run.seconds < limit_s, text))
+
+    return check
+
+
+def finite(run: TierRun) -> Check:
+    """Every step is there, its loss and gradient norm finite."""
+    losses, norms = run.values("train/loss"), run.values("train/grad_norm")
+    broken = sum(not math.isfinite(value) for value in (*losses, *norms))
+    text = f"{len(losses)} of {run.steps} steps, {broken} losses or gradient norms not finite"
+    return Check("finite", len(losses) == len(norms) == run.steps and not broken, text)
+
+
+def adapters_moved(run: TierRun) -> Check:
+    """No B of the saved adapter is still zero, where all of them began, and every value is finite."""
+    import torch
+    from safetensors.torch import load_file
+
+    adapter = load_file(run.folder / "adapter_model.safetensors")
+    factors = [value for name, value in adapter.items() if "lora_B" in name]
+    moved = sum(bool(value.any()) for value in factors)
+    sound = all(bool(torch.isfinite(value).all()) for value in adapter.values())
+    text = f"{moved} of {len(factors)} adapters moved{'' if sound else ', and values are not finite'}"
+    return Check("adapters", sound and 0 < len(factors) == moved, text)
+
+
+def peak_memory(limit_gib: float) -> Checker:
+    """torch's largest allocation on the card, loading included, is at most so many GiB."""
+
+    def check(run: TierRun) -> Check:
+        def compare() -> Check:
+            peak = max(run.values("memory/peak_gib"), default=math.nan)
+            text = f"{peak * 1024:,.0f} MiB, at most {limit_gib * 1024:,.0f} MiB"
+            return Check("peak memory", peak <= limit_gib, text)
+
+        return _on_gpu(run, "peak memory", compare)
+
+    return check
+
+
+def memory_is_flat(run: TierRun) -> Check:
+    """The peak grows by less than 1 % after the warm-up."""
+
+    def compare() -> Check:
+        peaks = run.values("memory/peak_gib")
+        growth = peaks[-1] / peaks[WARM_UP] - 1 if len(peaks) > WARM_UP else math.nan
+        text = f"the peak grows by {growth:.2%} after step {WARM_UP}, under 1 %"
+        return Check("memory is flat", growth < 0.01, text)
+
+    return _on_gpu(run, "memory is flat", compare)
+
+
+def throughput_holds(run: TierRun) -> Check:
+    """The median tokens a second of the last 100 steps is within 5 % of that of the first 100 after the warm-up."""
+
+    def compare() -> Check:
+        rates = run.values("perf/tokens_per_second")[WARM_UP:]
+        first, last = median(rates[:WINDOW] or [math.nan]), median(rates[-WINDOW:] or [math.nan])
+        text = f"{first:,.0f} tokens/s at first, {last:,.0f} at last ({last / first - 1:+.1%}), within 5 %"
+        return Check("throughput", len(rates) >= 2 * WINDOW and abs(last / first - 1) <= 0.05, text)
+
+    return _on_gpu(run, "throughput", compare)
+
+
+def smoothed_loss_falls(run: TierRun) -> Check:
+    """The mean loss of 50 steps falls: a line through these means slopes down, and the last lies below the first."""
+    losses = run.values("train/loss")
+    means = [fmean(losses[end - SMOOTHED : end]) for end in range(SMOOTHED, len(losses) + 1, SMOOTHED)]
+    centre = (len(means) - 1) / 2
+    slope = sum((index - centre) * mean for index, mean in enumerate(means))
+    text = f"means of {SMOOTHED} steps: " + " ".join(f"{mean:.3f}" for mean in means)
+    return Check("smoothed loss falls", len(means) > 2 and slope < 0 and means[-1] < means[0], text)
+
+
+def loss_fell(share: float) -> Checker:
+    """The mean of the last 10 training losses is at least this share under that of the first 10."""
+
+    def check(run: TierRun) -> Check:
+        def compare() -> Check:
+            losses = run.values("train/loss")
+            first, last = (fmean(part or [math.nan]) for part in (losses[:10], losses[-10:]))
+            text = f"mean of 10 steps {first:.3f} -> {last:.3f} ({last / first - 1:+.1%}), at least -{share:.0%}"
+            return Check("training loss", len(losses) >= 20 and last <= (1 - share) * first, text)
+
+        return _on_real_weights(run, "training loss", compare)
+
+    return check
+
+
+def held_out_loss_fell(run: TierRun) -> Check:
+    """The held-out loss after training is below that before."""
+
+    def compare() -> Check:
+        losses = run.values("eval/loss")
+        text = " -> ".join(f"{loss:.3f}" for loss in losses) or "not measured"
+        return Check("held-out loss", len(losses) > 1 and losses[-1] < losses[0], text)
+
+    return _on_real_weights(run, "held-out loss", compare)
+
+
+def checkpoints_are_whole(*steps: int) -> Checker:
+    """A checkpoint at each of the steps was written to the end, is finite, and the last one's adapter is the result."""
+
+    def check(run: TierRun) -> Check:
+        import torch
+        from safetensors.torch import load_file
+
+        from trainer.checkpoint import step_of, whole_checkpoints
+
+        found = whole_checkpoints(run.folder)
+        problems = [f"none at step {step}" for step in steps if step not in map(step_of, found)]
+        for file in (file for folder in found for file in sorted(folder.glob("*.safetensors"))):
+            if not all(bool(torch.isfinite(value).all()) for value in load_file(file).values()):
+                problems.append(f"{file.parent.name}/{file.name} is not finite")
+        if found and not problems:
+            kept, result = (load_file(at / "adapter_model.safetensors") for at in (found[-1], run.folder))
+            if kept.keys() != result.keys() or not all(torch.equal(kept[name], result[name]) for name in kept):
+                problems.append(f"the adapter of {found[-1].name} is not the result")
+        text = "; ".join(problems) or f"{', '.join(folder.name for folder in found)} read back"
+        return Check("checkpoints", not problems, text)
+
+    return check
+
+
+def resumes(run: TierRun) -> Check:
+    """A run that went on from a checkpoint has the losses of the one that never stopped, within 1 %."""
+    first = {record["step"]: record["train/loss"] for record in run.records if "train/loss" in record}
+    again = {record["step"]: record["train/loss"] for record in run.resumed if "train/loss" in record}
+    shared = sorted(step for step in first.keys() & again.keys() if step is not None)
+    off = [_difference(first[step], again[step]) for step in shared]
+    span = f"steps {shared[0]:.0f} to {shared[-1]:.0f} again: " if shared else "no step again: "
+    text = f"{span}losses within {max(off, default=math.nan):.2%}, at most 1 %"
+    return Check("resumes", bool(shared) and shared[-1] == run.steps and max(off) <= 0.01, text)
+
+
+def _difference(first: float | None, again: float | None) -> float:
+    return abs(again / first - 1) if first and again else math.inf
+
+
+def _on_gpu(run: TierRun, name: str, compare: Callable[[], Check]) -> Check:
+    return compare() if run.on_gpu else Check(name, None, "the limit is for a GPU, and this ran on the CPU")
+
+
+def _on_real_weights(run: TierRun, name: str, compare: Callable[[], Check]) -> Check:
+    return compare() if run.real_weights else Check(name, None, "says nothing on random weights")
