@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainer.config import ModelSection
+from trainer.config import ModelSection, UserError
 
 VARLEN = "zerolora_varlen"
 FLAT_ATTENTION = (VARLEN, "flash_attention_2", "flash_attention_3")
@@ -34,23 +34,32 @@ def varlen_attention(
     scaling: float | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
+    sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each document; query, key, value [1, heads, T, head_dim] -> [1, T, heads, head_dim].
 
     Documents are the runs [cu_seqlens[i], cu_seqlens[i+1]). Without them (text generation) it is transformers' sdpa.
+    With a `sliding_window` of W tokens a query sees itself and the W - 1 tokens before it.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if cu_seqlens is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0], None
     assert max_seqlen is not None
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise UserError(
+                f"model.attn_implementation=auto: this model's attention scores take {name}, which the variable-length "
+                "kernels do not know; use eager, or dataset.packing: false"
+            )
     documents, tokens = len(cu_seqlens) - 1, query.shape[2]
-    if documents * max_seqlen == tokens:
+    window = sliding_window if sliding_window is not None and sliding_window < max_seqlen else None
+    if documents * max_seqlen == tokens and window is None:
         return _of_equal_lengths(query, key, value, documents, scaling).unsqueeze(0), None
     # The operator below varlen_attn: in torch 2.11 that one knows no shared key heads, and copies them.
     out, *_ = torch.ops.aten._flash_attention_forward(
-        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
+        *(tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)),
         cu_seqlens,
         cu_seqlens,
         max_seqlen,
@@ -59,6 +68,8 @@ def varlen_attention(
         True,  # causal
         False,  # no debug mask
         scale=scaling,
+        window_size_left=None if window is None else window - 1,
+        window_size_right=None if window is None else 0,
     )
     return out.unsqueeze(0), None
 
@@ -70,7 +81,8 @@ def _of_equal_lengths(
 
     Measured on one H200, 4 x 2048 tokens, 32 heads of 128 with 8 key heads, forward and backward: 1.13 against 1.97 ms.
     """
-    q, k, v = (tensor[0].unflatten(1, (documents, -1)).transpose(0, 1) for tensor in (query, key, value))
+    # squeeze, not [0]: the derivative of an index is a copy into zeros
+    q, k, v = (tensor.squeeze(0).unflatten(1, (documents, -1)).transpose(0, 1) for tensor in (query, key, value))
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
