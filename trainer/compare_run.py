@@ -24,8 +24,8 @@ from trainer.loop import Position
 from trainer.metrics import read_metrics
 from trainer.prepare import Prepared, prepare
 from trainer.ranks import Ranks, leave_process_group
+from trainer.run import Run
 from trainer.signals import StopRequest
-from trainer.train import Run
 
 DOCUMENTS_FILE = "heldout_documents.json"
 

@@ -15,8 +15,8 @@ from rich.console import Console
 from trainer.config import load_config
 from trainer.prepare import prepare
 from trainer.ranks import Ranks, leave_process_group
+from trainer.run import Run
 from trainer.signals import StopRequest
-from trainer.train import Run
 
 
 def run_case(folder: Path, case: dict[str, object], ranks: Ranks, stop: StopRequest) -> None:

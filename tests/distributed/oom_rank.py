@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import trainer.oom
+import trainer.run
 import trainer.train
 from tests.distributed.matrix import run_case
 from trainer.ranks import Ranks, leave_process_group
@@ -42,7 +43,7 @@ def inject(shortage: dict[str, int]) -> None:
             handle.remove()  # the hook stays in the graph that was built under it
             return loss
 
-    trainer.train.TokenLoss = Short  # type: ignore[misc]
+    trainer.run.TokenLoss = Short  # type: ignore[misc]
 
 
 def run_plan(path: Path) -> int:

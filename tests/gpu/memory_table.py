@@ -124,8 +124,8 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, An
     from trainer.config import load_config
     from trainer.prepare import prepare
     from trainer.ranks import Ranks
+    from trainer.run import Run
     from trainer.signals import StopRequest
-    from trainer.train import Run
 
     class Measured(Run):
         """Without the files at the end, which cost time and no memory on the card."""

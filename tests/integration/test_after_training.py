@@ -27,9 +27,10 @@ LOGITS = "logits-in-memory.safetensors"
 
 def train_and_keep_logits() -> None:
     """`trainer.train` as it is, but for a look at the model after its last evaluation."""
+    import trainer.run
     import trainer.train
 
-    save_adapter = trainer.train.save_adapter
+    save_adapter = trainer.run.save_adapter
 
     def saving(model: Any, tokenizer: Any, folder: Path, **settings: Any) -> None:
         save_adapter(model, tokenizer, folder, **settings)
@@ -39,7 +40,7 @@ def train_and_keep_logits() -> None:
         model.train(was_training)
         save_file({"logits": logits.float().cpu().contiguous()}, folder / LOGITS)
 
-    trainer.train.save_adapter = saving
+    trainer.run.save_adapter = saving
     sys.exit(trainer.train.main(sys.argv[1:]))
 
 

@@ -1,0 +1,309 @@
+"""One run on one rank, read from top to bottom: join, load, adapt, start the engine, restore, loop, save."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from trainer.adapt import (
+    GradientCheck,
+    changes_base_weights,
+    count_parameters,
+    save_initial_adapter,
+)
+from trainer.answers import answer_prompt
+from trainer.attention import FLAT_ATTENTION
+from trainer.build import build_model, make_batches
+from trainer.checkpoint import find_checkpoint, restore_checkpoint, save_checkpoint
+from trainer.config import LoadedConfig, engine_zero
+from trainer.data import Batches, evaluation_batches
+from trainer.flat import flatten_adapter, why_not_flat
+from trainer.loop import Loop, Parts, Position, report_evaluation
+from trainer.memory_check import peak_over_ranks, plan_memory, record_memory
+from trainer.metrics import Metrics
+from trainer.mfu import MfuMeter
+from trainer.oom import Recovery
+from trainer.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
+from trainer.prepare import Prepared
+from trainer.profiling import StepProfiler
+from trainer.progress import phase
+from trainer.ranks import Ranks, form_process_group
+from trainer.run_record import remove_earlier_run, write_run_record
+from trainer.signals import StopRequest
+from trainer.steering import Steering
+from trainer.step import evaluate_loss
+from trainer.summary import end_summary, start_summary
+from trainer.token_loss import TokenLoss
+from trainer.weights import save_adapter, save_full_model
+from trainer.world import meet
+from trainer.zero import (
+    deepspeed_config,
+    guard_on_device,
+    guards_on_device,
+    resolve_precision,
+    start_engine,
+)
+
+INITIAL_ADAPTER = "initial_adapter"
+
+
+class Run:
+    """One run on one rank, built in the order in which its parts need each other."""
+
+    def __init__(
+        self, loaded: LoadedConfig, prepared: Prepared, ranks: Ranks, console: Console, stop: StopRequest
+    ) -> None:
+        self.config, self.notes = loaded.config, loaded.notes
+        self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
+        self.run_dir = Path(self.config.output_dir)
+        self.metrics: Metrics | None = None
+        self.restored_scu: dict[str, Any] | None = None
+
+    def train(self) -> Position:
+        """Everything from joining the other ranks to the saved weights; every rank must call it."""
+        self._begin()
+        model = self._build_model()
+        engine = self._start_engine(model)
+        position, total_steps = self._restore(engine)
+        self.steering = self._steer(engine, position, total_steps)
+        self._open_records(model, position, total_steps)
+        before = self._look(engine, position, "before training") if position.step == 0 else None
+        Loop(self._parts(engine, total_steps), self.config.training, position, total_steps).run()
+        after = None
+        if not self.stop:
+            self._return_to_best(engine, position)
+            after = self._look(engine, position, "after training")
+            self._save_weights(engine, self.run_dir)
+        self.stop.saved = True
+        if self.steering is not None and self.ranks.is_main:
+            self.steering.settle()
+            self.steering.write_files(self.run_dir)
+        self.peak = peak_over_ranks(self.device)
+        engine.destroy()
+        self._end(position, before, after)
+        return position
+
+    @phase("join")
+    def _begin(self) -> None:
+        """Join the other ranks."""
+        training = self.config.training
+        world = meet(self.ranks, self.config)
+        form_process_group(self.ranks, training.timeout_minutes)
+        self.say(world.summary)
+        self.device = self.ranks.device()
+        self.precision = resolve_precision(training.precision, self.device)
+        for note in self.notes:
+            self.say(f"note: {escape(note)}")
+        torch.use_deterministic_algorithms(training.deterministic, warn_only=True)
+        if self.device.type == "cuda":
+            torch.backends.cudnn.benchmark = training.cudnn_benchmark
+            if training.memory_fraction:
+                torch.cuda.set_per_process_memory_fraction(training.memory_fraction, self.device)
+        self.memory = plan_memory(self.config, self.prepared, self.ranks, self.device, self.precision)
+        self.config = self.memory.config  # without `auto`
+        for note in self.memory.notes:
+            self.say(note)
+
+    @phase("load")
+    def _build_model(self) -> Any:
+        config = self.config
+        self.deepspeed_config = deepspeed_config(
+            config.training,
+            engine_zero(config),
+            self.precision,
+            on_gpu=self.device.type == "cuda",
+            one_gradient=why_not_flat(config) is None,
+        )
+        model, fusion = build_model(
+            config, self.prepared.tokenizer, self.ranks, self.device, self.precision, self.deepspeed_config
+        )
+        self.flat_packs = config.dataset.packing and model.config._attn_implementation in FLAT_ATTENTION
+        devices = f"{self.ranks.world_size} x {self.device.type}"
+        summary = start_summary(model, config, self.precision, devices)
+        for line in (*summary, *fusion, *self.prepared.data.stats.lines()):
+            self.say(line)
+        return model
+
+    @phase("start engine")
+    def _start_engine(self, model: Any) -> Any:
+        config = self.config
+        if config.training.torch_compile:
+            model.compile()
+        offloads = config.zero.offload_optimizer or self.device.type != "cuda"
+        flat = None
+        if why_not_flat(config) is None:
+            flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio))
+        optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads)
+        self.token_loss = TokenLoss(model)
+        engine = start_engine(model, optimizer, self.deepspeed_config)
+        if flat is not None:
+            flat.repoint()
+        if guards_on_device(config.training, engine_zero(config), self.precision, self.device.type == "cuda"):
+            guard_on_device(engine, config.training.max_grad_norm)
+        self.optimizer = optimizer
+        return engine
+
+    @phase("restore")
+    def _restore(self, engine: Any) -> tuple[Position, int]:
+        """Batches, schedule and position: from the start, or from a checkpoint."""
+        training, ranks = self.config.training, self.ranks
+        self.batches = make_batches(self.config, self.prepared, ranks, flat=self.flat_packs)
+        total_steps = training.max_steps
+        if total_steps is None:
+            assert isinstance(self.batches, Batches)  # a stream without max_steps was refused
+            total_steps = math.ceil(training.epochs * self.batches.steps_per_epoch)
+        self.schedule = build_schedule(self.optimizer, training, total_steps)
+        checkpoint = find_checkpoint(training.resume_from_checkpoint, self.run_dir)
+        if checkpoint is None:
+            return Position(), total_steps
+        state = restore_checkpoint(checkpoint, engine, ranks)
+        position = Position.from_dict(state)
+        restore_schedule(self.schedule, int(state["schedule_steps"]))
+        self.restored_scu = state.get("scu")
+        self.say(f"resumed from {checkpoint} at step {position.step}")
+        return position, total_steps
+
+    @phase("steer")
+    def _steer(self, engine: Any, position: Position, total_steps: int) -> Steering | None:
+        """The Shannon Control Unit, its target found reachable, or as it was in the checkpoint."""
+        section = self.config.scu
+        if not section.enabled:
+            return None
+        steering = Steering(
+            section,
+            engine.module,
+            target_tokens=self.prepared.data.stats.target_tokens,
+            total_steps=total_steps,
+            base_parameters=count_parameters(engine.module)[1],
+        )
+        if position.step == 0:
+            batches, _ = self.batches.step(0, 0)
+            loss, _ = evaluate_loss(engine, self.token_loss, batches)
+            rates = planned_rates(self.schedule, total_steps)
+            ratio = self.config.lora.loraplus_lr_ratio or 1.0
+            for warning in steering.check_target(loss / math.log(2), rates, b_ratio=ratio):
+                self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
+        elif self.restored_scu:
+            steering.load_state_dict(self.restored_scu, step=position.step, run_dir=self.run_dir)
+        return steering
+
+    def _open_records(self, model: Any, position: Position, total_steps: int) -> None:
+        """Write to the run's folder for the first time: every check has passed."""
+        config = self.config
+        if self.ranks.is_main:
+            if config.output.overwrite and position.step == 0:
+                remove_earlier_run(self.run_dir)
+            write_run_record(self.run_dir, config, self.ranks.world_size, str(self.device.type))
+        if position.step == 0 and changes_base_weights(config.lora) and config.adapter == "lora":
+            save_initial_adapter(model, self.run_dir / INITIAL_ADAPTER, is_main=self.ranks.is_main)
+        if self.ranks.is_main:
+            self.metrics = Metrics(
+                self.run_dir, self.config.logging, self.console, first_step=position.step, total_steps=total_steps
+            )
+
+    def _parts(self, engine: Any, total_steps: int) -> Parts:
+        self.recovery = Recovery(self.config, self.ranks, engine, self.batches, self.say)
+        return Parts(
+            engine=engine,
+            schedule=self.schedule,
+            token_loss=self.token_loss,
+            batches=self.batches,
+            samples_per_epoch=len(self.batches.samples) if isinstance(self.batches, Batches) else None,
+            ranks=self.ranks,
+            reporter=self.metrics,
+            stop=self.stop,
+            evaluate=(lambda: self._evaluate(engine)) if self.prepared.data.evaluation is not None else None,
+            save=lambda position: self._save_checkpoint(engine, position),
+            recovery=self.recovery,
+            steering=self.steering,
+            gradient_check=GradientCheck(engine.module, finite=self.precision != "fp16"),
+            mfu=MfuMeter.of(engine.module, self.device, self.precision),
+            profiler=StepProfiler.of_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
+        )
+
+    @phase("evaluate")
+    def _evaluate(self, engine: Any) -> tuple[float, int]:
+        training, samples = self.config.training, self.prepared.data.evaluation
+        assert samples is not None
+        batches = evaluation_batches(
+            samples,
+            batch_size=training.eval_batch_size or training.batch_size,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            pad_token_id=self.prepared.tokenizer.pad_token_id,
+            flat=self.flat_packs,
+        )
+        return evaluate_loss(engine, self.token_loss, batches)
+
+    def _look(self, engine: Any, position: Position, when: str) -> float | None:
+        """Held-out loss, and answers to the sample prompts."""
+        loss = position.last_evaluation if position.evaluated_at == position.step else None
+        if self.prepared.data.evaluation is not None and loss is None:
+            loss, _ = self._evaluate(engine)
+            report_evaluation(self.metrics, position.step, loss)
+        for prompt in self.config.logging.sample_prompts:
+            answer = answer_prompt(engine, self.prepared.tokenizer, prompt, self.config.logging.sample_tokens)
+            self.say(f"[bold]{when}[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}")
+        return loss
+
+    @phase("save")
+    def _save_checkpoint(self, engine: Any, position: Position) -> None:
+        training = self.config.training
+        state = position.to_dict() | {"schedule_steps": self.schedule.last_epoch}
+        if self.steering is not None:
+            state["scu"] = self.steering.state_dict()
+            if self.ranks.is_main:
+                self.steering.write_files(self.run_dir)
+        save_checkpoint(
+            self.run_dir,
+            engine,
+            self.ranks,
+            state,
+            lambda folder: self._save_weights(engine, folder),
+            keep=training.save_total_limit,
+            protect=(position.best_step,) if training.best_checkpoint else (),
+        )
+
+    @phase("save")
+    def _save_weights(self, engine: Any, folder: Path) -> None:
+        model, tokenizer, is_main = engine.module, self.prepared.tokenizer, self.ranks.is_main
+        if self.config.adapter == "none":
+            save_full_model(model, tokenizer, folder, is_main=is_main)
+            return
+        initial = self.run_dir / INITIAL_ADAPTER if changes_base_weights(self.config.lora) else None
+        # The first steps of a warm-up have a learning rate of zero.
+        moved = sum(planned_rates(self.schedule, self.schedule.last_epoch)) > 0
+        save_adapter(model, tokenizer, folder, is_main=is_main, must_have_moved=moved, initial=initial)
+
+    def _return_to_best(self, engine: Any, position: Position) -> None:
+        if self.config.training.best_checkpoint and position.best_step not in (0, position.step):
+            restore_checkpoint(self.run_dir / f"checkpoint-{position.best_step}", engine, self.ranks)
+            position.last_evaluation, position.evaluated_at = position.best_loss, position.step
+            self.say(f"the weights of step {position.best_step} have the lowest held-out loss and are kept")
+
+    @phase("report")
+    def _end(self, position: Position, before: float | None, after: float | None) -> None:
+        if self.metrics is None:
+            return
+        self.metrics.close()
+        self.say(record_memory(self.run_dir, self.memory.found, self.peak, self.device, self.recovery.halvings))
+        if self.stop:
+            self.say(f"stopped at step {position.step}, saved; go on with training.resume_from_checkpoint=latest")
+            return
+        from trainer.report import write_report  # matplotlib, which the other ranks never need
+
+        for line in end_summary(self.run_dir, self.config, write_report(self.run_dir), before, after):
+            self.say(line)
+
+    def close(self) -> None:
+        """Finish the files and the bar of a run that ends early."""
+        if self.metrics is not None:
+            self.metrics.close()
+
+    def say(self, line: Any) -> None:
+        """One of zerolora's own lines; only rank 0 speaks."""
+        if self.ranks.is_main:
+            self.console.print(line, soft_wrap=True)
