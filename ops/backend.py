@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ops import lora, nf4, plain
+from ops import elementwise, lora, nf4, plain
 
 _logger = logging.getLogger(__name__)
 _REFERENCE = {
@@ -17,6 +17,7 @@ _REFERENCE = {
     "adapter_backward_": plain.reference_adapter_backward_,
     "rank_pass": plain.reference_rank_pass,
     "rank_expand": plain.reference_rank_expand,
+    **elementwise.REFERENCE,
 }
 
 

@@ -143,7 +143,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return f"ops.built.{self.NAME}"
 
     def sources(self) -> list[str]:
-        return [str(CSRC / "binding.cpp"), *sorted(str(path) for path in CSRC.glob("*.cu"))]
+        return sorted(str(path) for pattern in ("*.cpp", "*.cu") for path in CSRC.glob(pattern))
 
     def include_paths(self) -> list[str]:
         return [str(CSRC)]

@@ -173,6 +173,10 @@ def grads_of_biases(grads: Sequence[Tensor], needed: Sequence[bool]) -> list[Ten
     return [g.reshape(-1, g.shape[-1]).sum(0) if need else None for g, need in zip(grads, needed, strict=True)]
 
 
+def refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError("derivative of the fused backward: there is none; take ops.backend: peft for second derivatives")
+
+
 def _fake_lora_forward(x, weights, biases, downs, ups, scales, p, seed):  # type: ignore[no-untyped-def]
     _check_weights(x, weights, biases)
     return fake_forward(x, [weight.shape[0] for weight in weights], downs, ups, scales, p)
@@ -210,6 +214,8 @@ torch.library.impl("zerolora::lora_backward", "cpu")(reference_backward)
 torch.library.register_fake("zerolora::lora_forward")(_fake_lora_forward)
 torch.library.register_fake("zerolora::lora_backward")(_fake_lora_backward)
 torch.library.register_autograd("zerolora::lora_forward", _backward, setup_context=_setup_context)
+torch.library.register_autograd("zerolora::lora_backward", refuse_second_derivative)
+_FORWARD = torch.ops.zerolora.lora_forward.default
 
 
 def draw_seed(x: Tensor, p: float) -> Tensor | None:
@@ -233,13 +239,9 @@ def lora_group(
     Raises:
         ValueError: shapes, types, devices, ranks or dropout that do not fit, with their values.
     """
-    outs = [weight.shape[0] for weight in weights]
-    check_adapters(x, outs, downs, ups, scales, dropout)
-    _check_weights(x, weights, ())
-    filled, seed = fill_biases(x, biases, outs), draw_seed(x, dropout)
-    ys, _ = torch.ops.zerolora.lora_forward(
-        x, list(weights), filled, list(downs), list(ups), list(scales), dropout, seed
-    )
+    # Everything else is checked where the operator is computed, which costs a CUDA call nothing in Python.
+    filled = fill_biases(x, biases, [weight.shape[0] for weight in weights])
+    ys, _ = _FORWARD(x, weights, filled, downs, ups, scales, dropout, draw_seed(x, dropout))
     return ys
 
 

@@ -80,6 +80,8 @@ def _weights(
 ) -> list[Tensor]:
     each = len(states) // len(packed)
     split = [states[i * each : (i + 1) * each] for i in range(len(packed))]
+    for weight, out in zip(packed, rows, strict=True):
+        _check_packed(weight, out, cols)
     return [
         reference.dequantize_nf4(weight, state, out, cols, block, nested_block, dtype)
         for weight, state, out in zip(packed, split, rows, strict=True)
@@ -156,6 +158,8 @@ torch.library.register_fake("zerolora::dequantize_nf4")(_fake_dequantize)
 torch.library.register_fake("zerolora::nf4_forward")(_fake_forward)
 torch.library.register_fake("zerolora::nf4_backward")(_fake_backward)
 torch.library.register_autograd("zerolora::nf4_forward", _backward, setup_context=_setup_context)
+torch.library.register_autograd("zerolora::nf4_backward", lora.refuse_second_derivative)
+_FORWARD = torch.ops.zerolora.nf4_forward.default
 
 
 def _check_packed(packed: Tensor, rows: int, cols: int) -> None:
@@ -181,26 +185,24 @@ def nf4_group(
     Raises:
         ValueError: as `lora.lora_group`; a packed weight that is not gathered; siblings quantised differently.
     """
-    lora.check_adapters(x, [weight.rows for weight in weights], downs, ups, scales, dropout)
-    first = weights[0]
+    first, rows = weights[0], [weight.rows for weight in weights]
     for weight in weights:
-        _check_packed(weight.packed, weight.rows, weight.cols)
         if weight.cols != x.shape[-1] or weight.packed.device != x.device:
             found = f"packed weight [{weight.rows}, {weight.cols}] on {weight.packed.device}"
             raise ValueError(f"{found} for x {tuple(x.shape)} on {x.device}: expected [O, {x.shape[-1]}] beside x")
-        if weight.layout() != first.layout():
+        if weight is not first and weight.layout() != first.layout():
             raise ValueError("siblings quantised with different block sizes: call the operator for each alone")
-    ys, _ = torch.ops.zerolora.nf4_forward(
+    ys, _ = _FORWARD(
         x,
         [weight.packed for weight in weights],
         [tensor for weight in weights for tensor in weight.state],
-        [weight.rows for weight in weights],
+        rows,
         first.block,
         first.nested_block,
-        lora.fill_biases(x, biases, [weight.rows for weight in weights]),
-        list(downs),
-        list(ups),
-        list(scales),
+        lora.fill_biases(x, biases, rows),
+        downs,
+        ups,
+        scales,
         dropout,
         lora.draw_seed(x, dropout),
     )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import ops
 from ops.groups import find_groups
 from ops.lora import MAX_RANK
+from trainer.layer_shards import LayerShards, layer_shards_of
 from trainer.quantize import FrozenLinear4bit, dequantized
 
 TEST_TOKENS = 128
@@ -89,7 +90,7 @@ def fuse(
                 report.groups += [(name,) for name in siblings.names]
                 report.alone += [(name, "siblings differ in base or dropout") for name in siblings.names]
     groups = [_Group([members[name] for name in names]) for names in report.groups]
-    check_operators(groups)
+    check_operators(groups, layer_shards_of(model))
     for group in groups:
         group.install()
     return report
@@ -119,47 +120,60 @@ def why_not(layer: Any) -> str | None:
 
 
 class _Member:
-    """One adapted layer and what the operator needs of it, read anew at every call."""
+    """One adapted layer and what the operator needs of it, read anew at every call.
+
+    The look at a layer takes part in every forward pass, so the modules it goes through are fetched once, and PEFT's
+    state is read where it is stored and not through properties.
+    """
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
         self.plain_forward = layer.forward
         self.adapter: str = layer.active_adapters[0]
+        self.base: Any = layer.base_layer
+        self.packed = isinstance(self.base, FrozenLinear4bit)
+        self._active = (self.adapter, [self.adapter])  # the two ways in which PEFT names one active adapter
+        self._down_module, self._up_module = layer.lora_A[self.adapter], layer.lora_B[self.adapter]
+        self._dropout_module = layer.lora_dropout[self.adapter]
+        self._nf4: ops.Nf4Weight | None = None
 
     def applies_to(self, x: Tensor) -> bool:
         """False while PEFT's own forward has to do the work."""
         layer = self.layer
-        usual = not layer.disable_adapters and not layer.merged and list(layer.active_adapters) == [self.adapter]
+        usual = not layer._disable_adapters and not layer.merged_adapters and layer._active_adapter in self._active
         return usual and x.dim() > 1 and x.dtype == self.down.dtype == self.compute_dtype
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What siblings must have in common."""
-        base = self.layer.base_layer
-        packing = ops.Nf4Weight.of(base.weight).layout() if isinstance(base, FrozenLinear4bit) else None
-        return type(base), packing, self.compute_dtype, self.down.dtype, getattr(self._dropout_module, "p", 0.0)
+        packing = self.nf4.layout() if self.packed else None
+        return type(self.base), packing, self.compute_dtype, self.down.dtype, getattr(self._dropout_module, "p", 0.0)
 
     @property
-    def _dropout_module(self) -> nn.Module:
-        return self.layer.lora_dropout[self.adapter]
+    def nf4(self) -> ops.Nf4Weight:
+        """The packed weight; made anew only if the Parameter or its state has been replaced or moved."""
+        weight: Any = self.base.weight
+        known, absmax = self._nf4, weight.quant_state.absmax
+        if known is None or known.packed is not weight or known.state[0] is not absmax:
+            self._nf4 = known = ops.Nf4Weight.of(weight)
+        return known
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        base = self.layer.base_layer
-        return base.compute_dtype if isinstance(base, FrozenLinear4bit) else base.weight.dtype
+        return self.base.compute_dtype if self.packed else self.base.weight.dtype
 
     @property
     def down(self) -> Tensor:
-        return self.layer.lora_A[self.adapter].weight
+        return self._down_module.weight
 
     @property
     def up(self) -> Tensor:
-        return self.layer.lora_B[self.adapter].weight
+        return self._up_module.weight
 
     @property
     def dropout(self) -> float:
         module = self._dropout_module
-        return float(module.p) if isinstance(module, nn.Dropout) and module.training else 0.0
+        return float(module.p) if module.training and isinstance(module, nn.Dropout) else 0.0
 
 
 class _Group:
@@ -187,8 +201,7 @@ class _Group:
     def _output(self, index: int, x: Tensor) -> Tensor:
         if index == 0:
             self._input, self._waiting = None, {}
-            together = [member for member in self.members if member.applies_to(x)]
-            if len(self.members) > 1 and len(together) == len(self.members):
+            if len(self.members) > 1 and all(member.applies_to(x) for member in self.members[1:]):
                 first, *others = compute(self.members, x)
                 self._input, self._waiting = x, dict(enumerate(others, start=1))
                 return first
@@ -207,16 +220,16 @@ def compute(
 
     `factors` are used instead of the members' own A_i and B_i.
     """
-    bases = [member.layer.base_layer for member in members]
     downs, ups = factors or ([member.down for member in members], [member.up for member in members])
     scales = [member.layer.scaling[member.adapter] for member in members]
-    arguments = ([base.bias for base in bases], downs, ups, scales, members[0].dropout if factors is None else 0.0)
-    if isinstance(bases[0], FrozenLinear4bit):
-        return ops.nf4_group(x, [ops.Nf4Weight.of(base.weight) for base in bases], *arguments)
-    return ops.lora_group(x, [base.weight for base in bases], *arguments)
+    dropout = members[0].dropout if factors is None else 0.0
+    arguments = ([member.base.bias for member in members], downs, ups, scales, dropout)
+    if members[0].packed:
+        return ops.nf4_group(x, [member.nf4 for member in members], *arguments)
+    return ops.lora_group(x, [member.base.weight for member in members], *arguments)
 
 
-def check_operators(groups: Sequence[_Group]) -> None:
+def check_operators(groups: Sequence[_Group], shards: LayerShards | None = None) -> None:
     """Compare the operators with plain torch on this model's own weights, once per shape; ValueError on a mismatch.
 
     A few random tokens go forward and backward; the error allowed is a few roundings of the compute type.
@@ -227,14 +240,16 @@ def check_operators(groups: Sequence[_Group]) -> None:
         shapes = tuple((tuple(member.down.shape), tuple(member.up.shape)) for member in members)
         if (shapes, members[0].kind) not in tested:
             tested.add((shapes, members[0].kind))
-            with _gathered(members):
+            with _gathered(members, shards):
                 _check_group(members)
 
 
-def _gathered(members: Sequence[_Member]) -> AbstractContextManager[Any]:
+def _gathered(members: Sequence[_Member], shards: LayerShards | None) -> AbstractContextManager[Any]:
     """The members' weights whole, where stage 3 has partitioned them."""
     import deepspeed
 
+    if shards is not None:
+        return shards.gathered([member.layer for member in members])
     weights = [weight for member in members for weight in member.layer.parameters() if hasattr(weight, "ds_id")]
     return deepspeed.zero.GatheredParameters(weights) if weights else nullcontext()
 
@@ -273,7 +288,7 @@ def _check_group(members: Sequence[_Member]) -> None:
 def _in_plain_torch(members: Sequence[_Member], x: Tensor, downs: list[Tensor], ups: list[Tensor]) -> list[Tensor]:
     outputs = []
     for member, down, up in zip(members, downs, ups, strict=True):
-        base = member.layer.base_layer
+        base = member.base
         weight = base.weight
         if isinstance(base, FrozenLinear4bit):
             weight = dequantized(weight, base.quant_state, torch.float32)

@@ -4,7 +4,6 @@
 #include <torch/extension.h>
 #include <torch/library.h>
 
-#include <functional>
 #include <tuple>
 
 #include "passes.h"
@@ -12,106 +11,143 @@
 namespace zerolora {
 namespace {
 
-using Weight = std::function<Tensor(size_t)>;  // the frozen weight [O, I] of a sibling, stored or dequantised
+using Weight = c10::function_ref<Matrix(size_t)>;  // the frozen weight [O, I] of a sibling, stored or dequantised
 
-std::tuple<Tensors, Tensor> forward(const Tensor& x, const Weight& weight, const Tensors& biases, const Tensors& downs,
-                                    const Tensors& ups, at::ArrayRef<double> scales, double p,
+std::tuple<Tensors, Tensor> forward(const Tensor& x, at::IntArrayRef outs, Weight weight, at::TensorList biases,
+                                    at::TensorList downs, at::TensorList ups, at::ArrayRef<double> scales, double p,
                                     const std::optional<Tensor>& seed) {
+  check_adapters(x, outs, downs, ups, scales, p);
+  check_biases(biases, outs);
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(x.get_device());
   const Layout layout(downs);
-  const Tensor rows = rows_of(x, x.size(-1));
-  const Tensor h = project(rows, downs, layout, scales, dropout_of(p, seed), stream);
+  const Matrix rows = rows_of(x);
+  const Adapters adapters = pack_adapters(downs, ups, layout, x, stream);
+  const Tensor h = project(x, rows, adapters.downs, layout, scales, dropout_of(p, seed), stream);
+  const Matrix h_rows = rows_of(h);
   Tensors ys;
-  for (size_t i = 0; i < downs.size(); ++i) {
-    const Tensor up = pack_up(ups[i], layout.padded[i], rows);
-    std::vector<int64_t> shape = x.sizes().vec();
-    shape.back() = up.size(0);
-    Tensor y = at::empty({rows.size(0), up.size(0)}, rows.options());
-    const std::optional<Tensor> bias =
-        biases.empty() ? std::nullopt : std::optional<Tensor>(biases[i].to(rows.scalar_type()).contiguous());
-    const Tensor columns = h.narrow(1, layout.begin[i], layout.padded[i]);
-    if (rows.size(0) < kFewTokens) {
-      if (bias.has_value()) at::addmm_out(y, *bias, rows, weight(i).t());
-      else at::mm_out(y, rows, weight(i).t());
-      expand(columns, up, true, std::nullopt, y, true, {}, stream);
-    } else {
-      expand(columns, up, true, bias, y, false, {}, stream);
-      y.addmm_(rows, weight(i).t());
-    }
-    ys.push_back(y.view(shape));
+  for (size_t i = 0; i < layout.size(); ++i) {
+    const Matrix y = rows_of(ys.emplace_back(at::empty(shape_like(x, outs[i]), x.options())));
+    const Matrix columns = h_rows.columns(layout.begin[i], layout.padded[i]);
+    const Tensor bias = biases.empty() ? Tensor() : biases[i].to(x.scalar_type()).contiguous();
+    const bool product_first = rows.rows < kFewTokens && !bias.defined();
+    if (product_first) product(y, 1.f, rows, false, weight(i), true, 0.f, stream);
+    if (bias.defined()) expand(columns, adapters.ups[i], bias, y, false, {}, x, stream);
+    else product(y, 1.f, columns, false, adapters.ups[i], true, product_first ? 1.f : 0.f, stream);
+    if (!product_first) product(y, 1.f, rows, false, weight(i), true, 1.f, stream);
   }
-  return {ys, h};
+  return {std::move(ys), h};
 }
 
-std::tuple<Tensor, Tensors, Tensors> backward(const Tensors& grads, const Tensor& x, const Weight& weight,
-                                              const Tensors& downs, const Tensors& ups, const Tensor& h,
+// target = m * (dh A), or added to it. The masked expansion reads A by columns, so that is turned first.
+void share_of_x(const Matrix& target, const Matrix& dh, const Matrix& downs, bool accumulate, const Dropout& dropout,
+                const Tensor& x, cudaStream_t stream) {
+  if (dropout.seed == nullptr) {
+    product(target, 1.f, dh, false, downs, false, accumulate ? 1.f : 0.f, stream);
+    return;
+  }
+  const Matrix turned = rows_of(at::empty({downs.cols, downs.rows}, x.options()));
+  const PackJob job{downs.data, downs.type, downs.type, 1, downs.ld, downs.cols, downs.rows, turned.data, turned.rows,
+                    turned.cols};
+  check(launch_pack(&job, 1, stream), "turning lora_down");
+  expand(dh, turned, {}, target, accumulate, dropout, x, stream);
+}
+
+// dX = sum of dY W + m*(dh A), the adapter's share before the products or after them.
+Tensor gradient_of_x(const Tensor& x, const std::vector<Outer>& siblings, Weight weight, const Matrix& dh,
+                     const Matrix& downs, const Dropout& dropout, cudaStream_t stream) {
+  Tensor grad_x = at::empty(x.sizes(), x.options());
+  const Matrix target = rows_of(grad_x);
+  const bool share_first = target.rows >= kFewTokens;
+  if (share_first) share_of_x(target, dh, downs, false, dropout, x, stream);
+  for (size_t i = 0; i < siblings.size(); ++i)
+    product(target, 1.f, siblings[i].grad, false, weight(i), false, share_first || i > 0 ? 1.f : 0.f, stream);
+  if (!share_first) share_of_x(target, dh, downs, true, dropout, x, stream);
+  return grad_x;
+}
+
+std::tuple<Tensor, Tensors, Tensors> backward(at::TensorList grads, const Tensor& x, Weight weight,
+                                              at::TensorList downs, at::TensorList ups, const Tensor& h,
                                               at::ArrayRef<double> scales, double p, const std::optional<Tensor>& seed,
                                               bool need_x, bool need_down, bool need_up) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(x.get_device());
   const Layout layout(downs);
   const Dropout dropout = dropout_of(p, seed);
-  const Tensor rows = rows_of(x, x.size(-1));
-  Tensor dh = at::empty_like(h);
-  Tensors grad_rows, grad_downs, grad_ups;
-  for (size_t i = 0; i < downs.size(); ++i) {
-    grad_rows.push_back(rows_of(grads[i], grads[i].size(-1)));
-    grad_ups.push_back(at::empty_like(ups[i], at::MemoryFormat::Contiguous));
-    Tensor columns = dh.narrow(1, layout.begin[i], layout.padded[i]);
-    backward_outer(grad_rows[i], ups[i], h.narrow(1, layout.begin[i], layout.padded[i]), columns, grad_ups[i],
-                   scales[i], false, stream);
+  const Matrix rows = rows_of(x), h_rows = rows_of(h);
+  const Adapters adapters = pack_adapters(downs, ups, layout, x, stream);
+  const Tensor dh_tensor = at::empty(h.sizes(), h.options());
+  const Matrix dh = rows_of(dh_tensor);
+  Tensors grad_downs, grad_ups;
+  std::vector<Outer> siblings;
+  for (size_t i = 0; i < layout.size(); ++i) {
+    TORCH_CHECK_VALUE(grads[i].size(-1) == ups[i].size(0) && grads[i].numel() == rows.rows * ups[i].size(0) &&
+                          grads[i].scalar_type() == x.scalar_type(),
+                      "gradient ", text(grads[i]), " of type ", type_name(grads[i]), " for x ", text(x), " of type ",
+                      type_name(x), " and ", text(ups[i].size(0)), " outputs");
+    const int begin = layout.begin[i], width = layout.padded[i];
+    Matrix grad_up;
+    if (need_up) grad_up = rows_of(grad_ups.emplace_back(at::empty(ups[i].sizes(), ups[i].options())));
+    siblings.push_back({rows_of(grads[i]), adapters.ups[i], h_rows.columns(begin, width), dh.columns(begin, width),
+                        grad_up, static_cast<float>(scales[i])});
   }
-  Tensor grad_x = at::empty(need_x ? rows.sizes().vec() : std::vector<int64_t>{0}, rows.options());
-  if (need_x) {
-    const bool product_first = rows.size(0) < kFewTokens;
-    if (!product_first)
-      expand(dh, pack_downs(downs, layout, rows), false, std::nullopt, grad_x, false, dropout, stream);
-    for (size_t i = 0; i < downs.size(); ++i) {
-      if (product_first && i == 0) at::mm_out(grad_x, grad_rows[i], weight(i));
-      else grad_x.addmm_(grad_rows[i], weight(i));
-    }
-    if (product_first) expand(dh, pack_downs(downs, layout, rows), false, std::nullopt, grad_x, true, dropout, stream);
-    grad_x = grad_x.view(x.sizes());
-  }
+  backward_outer(siblings, false, x, stream);
+  Tensor grad_x = need_x ? gradient_of_x(x, siblings, weight, dh, adapters.downs, dropout, stream)
+                         : at::empty({0}, x.options());
   if (need_down) {
-    for (const Tensor& down : downs) grad_downs.push_back(at::empty_like(down, at::MemoryFormat::Contiguous));
-    backward_inner(rows, dh, layout, grad_downs, dropout, false, stream);
+    for (const Tensor& down : downs) grad_downs.push_back(at::empty(down.sizes(), down.options()));
+    backward_inner(rows, dh, layout, grad_downs, dropout, false, x, stream);
   }
-  if (!need_up) grad_ups.clear();
-  return {grad_x, grad_downs, grad_ups};
+  return {std::move(grad_x), std::move(grad_downs), std::move(grad_ups)};
 }
 
 // ---- operators
 // -------------------------------------------------------------------------------------------------------
 
-std::tuple<Tensors, Tensor> lora_forward(const Tensor& x, const Tensors& weights, const Tensors& biases,
-                                         const Tensors& downs, const Tensors& ups, at::ArrayRef<double> scales,
-                                         double p, const std::optional<Tensor>& seed) {
-  return forward(x, [&](size_t i) { return weights[i]; }, biases, downs, ups, scales, p, seed);
+Matrix stored_weight(const Tensor& weight, const Tensor& x) {
+  TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(1) == x.size(-1), "weight ", text(weight), " for x ", text(x),
+                    ": expected [O, ", text(x.size(-1)), "]");
+  TORCH_CHECK_VALUE(weight.scalar_type() == x.scalar_type() && weight.device() == x.device(), "weight is ",
+                    type_name(weight), " on ", weight.device().str(), ", x is ", type_name(x), " on ",
+                    x.device().str(), ": convert one of them");
+  return rows_of(weight);
 }
 
-std::tuple<Tensor, Tensors, Tensors> lora_backward(const Tensors& grads, const Tensor& x, const Tensors& weights,
-                                                   const Tensors& downs, const Tensors& ups, const Tensor& h,
+std::vector<int64_t> rows_of_each(at::TensorList weights) {
+  std::vector<int64_t> rows;
+  for (const Tensor& weight : weights) rows.push_back(weight.size(0));
+  return rows;
+}
+
+std::tuple<Tensors, Tensor> lora_forward(const Tensor& x, at::TensorList weights, at::TensorList biases,
+                                         at::TensorList downs, at::TensorList ups, at::ArrayRef<double> scales,
+                                         double p, const std::optional<Tensor>& seed) {
+  const auto weight = [&](size_t i) { return stored_weight(weights[i], x); };
+  return forward(x, rows_of_each(weights), weight, biases, downs, ups, scales, p, seed);
+}
+
+std::tuple<Tensor, Tensors, Tensors> lora_backward(at::TensorList grads, const Tensor& x, at::TensorList weights,
+                                                   at::TensorList downs, at::TensorList ups, const Tensor& h,
                                                    at::ArrayRef<double> scales, double p,
                                                    const std::optional<Tensor>& seed, bool need_x, bool need_down,
                                                    bool need_up) {
-  return backward(
-      grads, x, [&](size_t i) { return weights[i]; }, downs, ups, h, scales, p, seed, need_x, need_down, need_up);
+  const auto weight = [&](size_t i) { return stored_weight(weights[i], x); };
+  return backward(grads, x, weight, downs, ups, h, scales, p, seed, need_x, need_down, need_up);
 }
 
 // state: [absmax, code] or, double-quantised, [absmax, code, nested absmax, nested code, offset].
 Tensor dequantize_nf4(const Tensor& packed, at::TensorList state, int64_t rows, int64_t cols, int64_t block,
                       int64_t nested_block, at::ScalarType dtype) {
   const c10::cuda::CUDAGuard guard(packed.device());
-  TORCH_CHECK_VALUE(state.size() == 2 || state.size() == 5, "NF4 state of ", state.size(),
+  TORCH_CHECK_VALUE(state.size() == 2 || state.size() == 5, "NF4 state of ", text(state.size()),
                     " tensors: 2 or 5 are expected");
   const int64_t bytes = packed.numel() * packed.element_size();
-  TORCH_CHECK_VALUE(bytes * 2 >= rows * cols && packed.is_contiguous(), "NF4 weight of ", bytes, " bytes: [", rows,
-                    ", ", cols, "] needs ", (rows * cols + 1) / 2, " contiguous bytes; gather the parameter first");
+  TORCH_CHECK_VALUE(bytes * 2 >= rows * cols && packed.is_contiguous(), "NF4 weight of ", text(bytes),
+                    " bytes: ", text({rows, cols}), " needs ", text((rows * cols + 1) / 2),
+                    " contiguous bytes; gather the parameter first");
   const bool nested = state.size() == 5;
   TORCH_CHECK_VALUE(state[0].scalar_type() == (nested ? at::kByte : at::kFloat), "NF4 absmax of dtype ",
-                    state[0].scalar_type());
+                    type_name(state[0]));
   Tensor out = at::empty({rows, cols}, packed.options().dtype(dtype));
   Nf4 weight;
   weight.packed = static_cast<const uint8_t*>(packed.const_data_ptr());
@@ -131,31 +167,33 @@ Tensor dequantize_nf4(const Tensor& packed, at::TensorList state, int64_t rows, 
 
 // The states of all siblings one after the other; the dequantised weight lives for one product and its block goes back
 // to torch's allocator, which hands the same block to the next call on this stream.
-Weight nf4_weights(const Tensors& packed, const Tensors& states, at::IntArrayRef rows, int64_t cols, int64_t block,
-                   int64_t nested_block, at::ScalarType dtype) {
-  const size_t each = states.size() / packed.size();
-  return [&packed, &states, rows, cols, block, nested_block, dtype, each](size_t i) {
-    const at::TensorList state(states.data() + i * each, each);
-    return dequantize_nf4(packed[i], state, rows[i], cols, block, nested_block, dtype);
-  };
-}
+struct PackedWeights {
+  at::TensorList packed, states;
+  at::IntArrayRef rows;
+  int64_t cols, block, nested_block;
+  at::ScalarType dtype;
+  Matrix operator()(size_t i) const {
+    const size_t each = states.size() / packed.size();
+    return rows_of(dequantize_nf4(packed[i], states.slice(i * each, each), rows[i], cols, block, nested_block, dtype));
+  }
+};
 
-std::tuple<Tensors, Tensor> nf4_forward(const Tensor& x, const Tensors& packed, const Tensors& states,
+std::tuple<Tensors, Tensor> nf4_forward(const Tensor& x, at::TensorList packed, at::TensorList states,
                                         at::IntArrayRef rows, int64_t block, int64_t nested_block,
-                                        const Tensors& biases, const Tensors& downs, const Tensors& ups,
+                                        at::TensorList biases, at::TensorList downs, at::TensorList ups,
                                         at::ArrayRef<double> scales, double p, const std::optional<Tensor>& seed) {
-  return forward(x, nf4_weights(packed, states, rows, x.size(-1), block, nested_block, x.scalar_type()), biases, downs,
-                 ups, scales, p, seed);
+  const PackedWeights weight{packed, states, rows, x.size(-1), block, nested_block, x.scalar_type()};
+  return forward(x, rows, weight, biases, downs, ups, scales, p, seed);
 }
 
-std::tuple<Tensor, Tensors, Tensors> nf4_backward(const Tensors& grads, const Tensor& x, const Tensors& packed,
-                                                  const Tensors& states, at::IntArrayRef rows, int64_t block,
-                                                  int64_t nested_block, const Tensors& downs, const Tensors& ups,
+std::tuple<Tensor, Tensors, Tensors> nf4_backward(at::TensorList grads, const Tensor& x, at::TensorList packed,
+                                                  at::TensorList states, at::IntArrayRef rows, int64_t block,
+                                                  int64_t nested_block, at::TensorList downs, at::TensorList ups,
                                                   const Tensor& h, at::ArrayRef<double> scales, double p,
                                                   const std::optional<Tensor>& seed, bool need_x, bool need_down,
                                                   bool need_up) {
-  return backward(grads, x, nf4_weights(packed, states, rows, x.size(-1), block, nested_block, x.scalar_type()), downs,
-                  ups, h, scales, p, seed, need_x, need_down, need_up);
+  const PackedWeights weight{packed, states, rows, x.size(-1), block, nested_block, x.scalar_type()};
+  return backward(grads, x, weight, downs, ups, h, scales, p, seed, need_x, need_down, need_up);
 }
 
 // The adapter alone, h recomputed: gradients are written into the given tensors, or added to what they hold.
@@ -163,48 +201,49 @@ void adapter_backward_(const Tensor& grad, const Tensor& x, const Tensor& down, 
                        Tensor& grad_x, Tensor& grad_down, Tensor& grad_up, bool accumulate) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(x.get_device());
-  const Layout layout({down});
-  const double scales[1] = {scale};
-  const Tensor rows = rows_of(x, x.size(-1)), grad_rows = rows_of(grad, grad.size(-1));
-  const Tensor h = project(rows, {down}, layout, scales, {}, stream);
-  Tensor dh = at::empty_like(h), grad_x_rows = grad_x.view({-1, x.size(-1)});
-  Tensors grad_downs{grad_down};
-  backward_outer(grad_rows, up, h, dh, grad_up, scale, accumulate, stream);
-  expand(dh, pack_downs({down}, layout, rows), false, std::nullopt, grad_x_rows, accumulate, {}, stream);
-  backward_inner(rows, dh, layout, grad_downs, {}, accumulate, stream);
+  const Layout layout(at::TensorList{down});
+  const Matrix rows = rows_of(x);
+  const Adapters adapters = pack_adapters(down, up, layout, x, stream);
+  const Tensor h = project(x, rows, adapters.downs, layout, {scale}, {}, stream), dh_tensor = at::empty_like(h);
+  const Matrix dh = rows_of(dh_tensor);
+  const Outer outer{rows_of(grad), adapters.ups[0], rows_of(h), dh, rows_of(grad_up), static_cast<float>(scale)};
+  backward_outer({outer}, accumulate, x, stream);
+  share_of_x(rows_of(grad_x), dh, adapters.downs, accumulate, {}, x, stream);
+  backward_inner(rows, dh, layout, {grad_down}, {}, accumulate, x, stream);
 }
 
 // For benchmarks: the primitive alone. u = (m*z) p, g = (m*z)^T v; p is [R,D] (alone) or [D,R] (with v).
-std::tuple<Tensor, Tensor> rank_pass_op(const Tensor& z, const std::optional<Tensor>& p, const std::optional<Tensor>& v,
-                                        double dropout_p, const std::optional<Tensor>& seed) {
+std::tuple<Tensor, Tensor> rank_pass(const Tensor& z, const std::optional<Tensor>& p, const std::optional<Tensor>& v,
+                                     double dropout_p, const std::optional<Tensor>& seed) {
   const c10::cuda::CUDAGuard guard(z.device());
-  RankPass pass = pass_over(z);
-  PassOutputs out;
+  std::vector<Job> jobs(1);
+  Job& job = jobs[0];
+  RankPass& pass = job.pass = pass_over(rows_of(z));
   pass.dropout = dropout_of(dropout_p, seed);
   pass.R = static_cast<int>(v.has_value() ? v->size(1) : p->size(0));
   Tensor u = at::empty({p.has_value() ? pass.T : 0, pass.R}, z.options()), g = at::empty({0, pass.D}, z.options());
   if (p.has_value()) {
     pass.p = p->const_data_ptr(), pass.ldp = p->stride(0), pass.p_by_rank = !v.has_value();
-    out.u_type = type_of(u);
-    out.u.push_back({0, pass.R, pass.dropout.keep_scale, u.mutable_data_ptr(), pass.R});
+    job.u_type = type_of(u);
+    job.u.push_back({0, pass.R, pass.dropout.keep_scale, u.mutable_data_ptr(), pass.R});
   }
   if (v.has_value()) {
     pass.g_by_rank = !p.has_value();
     g = at::empty(pass.g_by_rank ? std::vector<int64_t>{pass.R, pass.D} : std::vector<int64_t>{pass.D, pass.R},
                   z.options());
     pass.v = v->const_data_ptr(), pass.ldv = v->stride(0);
-    out.g_type = type_of(g);
-    out.g.push_back({0, pass.R, pass.dropout.keep_scale, g.mutable_data_ptr(), g.size(1)});
+    job.g_type = type_of(g);
+    job.g.push_back({0, pass.R, pass.dropout.keep_scale, g.mutable_data_ptr(), g.size(1)});
   }
-  rank_pass(pass, out, z, c10::cuda::getCurrentCUDAStream(z.get_device()));
+  run_passes(jobs, z, c10::cuda::getCurrentCUDAStream(z.get_device()));
   return {u, g};
 }
 
-// For benchmarks: the other primitive alone, y = m * (h q), q given as [D,R].
+// For benchmarks: the other primitive alone, y = m * (h q^T), q given as [D,R].
 Tensor rank_expand(const Tensor& h, const Tensor& q, double dropout_p, const std::optional<Tensor>& seed) {
   const c10::cuda::CUDAGuard guard(h.device());
   Tensor y = at::empty({h.size(0), q.size(0)}, h.options());
-  expand(h, q, true, std::nullopt, y, false, dropout_of(dropout_p, seed),
+  expand(rows_of(h), rows_of(q), {}, rows_of(y), false, dropout_of(dropout_p, seed), h,
          c10::cuda::getCurrentCUDAStream(h.get_device()));
   return y;
 }
@@ -218,7 +257,7 @@ TORCH_LIBRARY_IMPL(zerolora, CUDA, library) {
   library.impl("nf4_backward", nf4_backward);
   library.impl("dequantize_nf4", dequantize_nf4);
   library.impl("adapter_backward_", adapter_backward_);
-  library.impl("rank_pass", rank_pass_op);
+  library.impl("rank_pass", rank_pass);
   library.impl("rank_expand", rank_expand);
 }
 

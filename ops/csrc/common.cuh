@@ -1,5 +1,6 @@
 // Device helpers shared by the kernels: conversions, asynchronous copies, tensor-core instructions, the dropout mask.
 #pragma once
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <cuda_bf16.h>
@@ -138,18 +139,37 @@ __device__ __forceinline__ void let_successor_start() {
 #endif
 }
 
+// Lets a kernel use more than 48 KiB of shared memory; asked of the driver once per kernel and device.
+template <auto kKernel> cudaError_t allow_shared_bytes(int bytes) {
+  static std::atomic<int> allowed[64];
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess || allowed[device % 64].load(std::memory_order_relaxed) >= bytes) return status;
+  status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status == cudaSuccess) allowed[device % 64].store(bytes, std::memory_order_relaxed);
+  return status;
+}
+
 // Programmatic dependent launch where the card has it (9.0 and up): hides the start of a kernel behind the previous
-// one.
+// one. `cluster`: how many CTAs of neighbouring block indices form one.
 template <typename... Parameters, typename... Arguments>
 cudaError_t launch_overlapped(void (*kernel)(Parameters...), dim3 grid, int threads, int shared_bytes, bool overlap,
-                              cudaStream_t stream, const Arguments&... arguments) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+                              int cluster, cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchAttribute attributes[2]{};
   cudaLaunchConfig_t config{};
   config.gridDim = grid, config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes), config.stream = stream;
-  config.attrs = &attribute, config.numAttrs = overlap ? 1 : 0;
+  config.attrs = attributes;
+  if (overlap) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs].val.clusterDim.x = static_cast<unsigned>(cluster);
+    attributes[config.numAttrs].val.clusterDim.y = 1;
+    attributes[config.numAttrs++].val.clusterDim.z = 1;
+  }
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 

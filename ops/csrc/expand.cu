@@ -1,4 +1,4 @@
-// Y[T,D] (+)= m * (H[T,R] Q) + bias on mma.sync: little is read, Y is written once in 16-byte pieces.
+// Y[T,D] (+)= m * (H[T,R] Q^T) + bias on mma.sync: little is read, Y is written once in 16-byte pieces.
 // It prefills the output that the frozen product then accumulates into (beta = 1).
 #include "common.cuh"
 
@@ -22,21 +22,10 @@ __device__ __forceinline__ int shared_row(int column) {
 template <typename T> __device__ __forceinline__ void load_q(T* shared, const Expand& e, int64_t col0, int depth) {
   const T* const q = static_cast<const T*>(e.q);
   const int per_row = depth / 8;
-  if (e.q_by_column) {
-    for (int i = threadIdx.x; i < kCols * per_row; i += kThreads) {
-      const int col = i / per_row, rank = i % per_row * 8;
-      *reinterpret_cast<uint4*>(shared + shared_row(col) * (depth + kPad) + rank) =
-          load16(q + (col0 + col) * e.ldq + rank, col0 + col < e.D && rank < e.R);
-    }
-  } else {
-    for (int i = threadIdx.x; i < depth * (kCols / 8); i += kThreads) {
-      const int rank = i % depth, col = i / depth * 8;
-      const uint4 bits = load16(q + rank * e.ldq + col0 + col, rank < e.R && col0 + col < e.D);
-      T values[8];
-      memcpy(values, &bits, 16);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) shared[shared_row(col + j) * (depth + kPad) + rank] = values[j];
-    }
+  for (int i = threadIdx.x; i < kCols * per_row; i += kThreads) {
+    const int col = i / per_row, rank = i % per_row * 8;
+    *reinterpret_cast<uint4*>(shared + shared_row(col) * (depth + kPad) + rank) =
+        load16(q + (col0 + col) * e.ldq + rank, col0 + col < e.D && rank < e.R);
   }
 }
 
@@ -124,11 +113,11 @@ template <typename T, int kSteps> cudaError_t start(const Expand& e, const Devic
   const int depth = kSteps > 0 ? kSteps * 16 : (e.R + 15) / 16 * 16, bytes = kCols * (depth + kPad) * 2;
   const auto kernel = expand_kernel<T, kSteps>;
   if (bytes > 48 * 1024) {
-    const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    const cudaError_t status = allow_shared_bytes<expand_kernel<T, kSteps>>(bytes);
     if (status != cudaSuccess) return status;
   }
   return launch_overlapped(kernel, dim3(static_cast<unsigned>(col_tiles * row_tiles)), kThreads, bytes,
-                           device.capability >= 90, stream, e, col_tiles);
+                           device.capability >= 90, 1, stream, e, col_tiles);
 }
 
 template <typename T> cudaError_t dispatch(const Expand& e, const Device& device, cudaStream_t stream) {

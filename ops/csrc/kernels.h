@@ -14,11 +14,11 @@ namespace zerolora {
 
 enum class DType : int { f32 = 0, f16 = 1, bf16 = 2 };
 
-constexpr int kMaxSegments = 16;                   // siblings in one group
+constexpr int kMaxSiblings = 16;
 constexpr int kRankChunk = 64;                     // ranks one launch of the tensor-core path handles
 constexpr int kMmaRows = 64, kMmaCols = 128;       // tile of Z on mma.sync
 constexpr int kWgmmaRows = 128, kWgmmaCols = 128;  // and on wgmma
-constexpr int kWgmmaBlocks = 4;                    // column blocks a CTA holds G for, or one
+constexpr int kMaxCluster = 8;                     // CTAs that add their U in shared memory
 
 // m = keep / (1 - p), keep drawn from Philox4x32-7 with the key *seed and one 15-bit number per element.
 struct Dropout {
@@ -54,58 +54,67 @@ struct Plan {
   Path path = Path::simt;
   int rank_pad = 0;                // ranks in a row of the partials
   int d_blocks_per_cta = 1;        // blocks of 128 columns
+  int cluster = 1;                 // CTAs side by side that add their U in shared memory (wgmma)
+  int merged = 1;                  // works, this one included, that share its launch
   int d_splits = 1, t_splits = 1;  // partials of U, partials of G
   int64_t rows_per_split = 0, cols_per_split = 0;
   int stages = 0;
   int64_t u_floats = 0, g_floats = 0;  // workspace
 };
 
-// Where G is wanted and T = 0, t_splits is 0: nothing is launched and the reduction writes zeros.
-Plan plan_rank_pass(const RankPass& pass, const Device& device);
-cudaError_t launch_rank_pass(const RankPass& pass, const Plan& plan, float* u_partial, float* g_partial,
-                             cudaStream_t stream);
-
-Plan plan_rank_mma(const RankPass& pass, const Device& device);
-cudaError_t launch_rank_mma(const RankPass& pass, const Plan& plan, float* u_partial, float* g_partial,
-                            cudaStream_t stream);
-Plan plan_rank_wgmma(const RankPass& pass, const Device& device);
-cudaError_t launch_rank_wgmma(const RankPass& pass, const Plan& plan, float* u_partial, float* g_partial,
-                              cudaStream_t stream);
-Plan plan_rank_simt(const RankPass& pass, const Device& device);
-cudaError_t launch_rank_simt(const RankPass& pass, const Plan& plan, float* u_partial, float* g_partial,
-                             cudaStream_t stream);
-
-// Ranks [begin, begin + rank) of the padded concatenation belong to `out`, scaled by `scale`.
-struct Segment {
-  int begin = 0, rank = 0;
-  float scale = 1.f;
-  void* out = nullptr;
-  int64_t ld = 0;
+// One pass, how it is cut, and where its partial sums go.
+struct RankWork {
+  RankPass pass;
+  Plan plan;
+  float *u = nullptr, *g = nullptr;
 };
 
-// out[i, j] (+)= scale * sum over s of partial[s, i, j], where ranks run along j, or along i if rank_rows.
+// Where G is wanted and T = 0, t_splits is 0: nothing is launched and the reduction writes zeros. Passes that read
+// matrices of their own for U and G (the backward's over dY, one for each sibling) share a launch on wgmma.
+void plan_rank_works(RankWork* works, int count, const Device& device);
+cudaError_t launch_rank_works(const RankWork* works, int count, const Device& device, cudaStream_t stream);
+
+constexpr int kMaxMerged = 6;  // works in one launch: their descriptors are parameters of the kernel, 4 KiB in all
+void plan_rank_wgmma(RankWork* works, int count, const Device& device);
+int wgmma_slots(int cluster, const Device& device);  // CTAs that run at once, in clusters of this size
+cudaError_t launch_rank_wgmma(const RankWork* works, int count, cudaStream_t stream);
+Plan plan_rank_mma(const RankPass& pass, const Device& device);
+cudaError_t launch_rank_mma(const RankWork& work, cudaStream_t stream);
+Plan plan_rank_simt(const RankPass& pass, const Device& device);
+cudaError_t launch_rank_simt(const RankWork& work, cudaStream_t stream);
+
+// out[i, j] (+)= scale * sum over s of partial[s, i, j].
 struct Reduction {
   const float* partial = nullptr;
   int splits = 0;
-  int64_t rows = 0, cols = 0, ld_partial = 0, split_stride = 0;
-  bool rank_rows = false;
-  int rank_base = 0;  // first rank of this launch within the concatenation
-  bool accumulate = false;
   DType out_dtype = DType::f32;
-  int segments = 0;
-  Segment segment[kMaxSegments];
+  int64_t rows = 0, cols = 0, ld_partial = 0, split_stride = 0;
+  void* out = nullptr;
+  int64_t ld_out = 0;
+  float scale = 1.f;
+  bool accumulate = false;
 };
+constexpr int kMaxReductions = 36;  // one launch: dh and dB of 16 siblings, and room for ranks in chunks
 cudaError_t launch_reduce(const Reduction* jobs, int count, const Device& device, cudaStream_t stream);
 
-// Y[T,D] (+)= m * (H[T,R] Q) + bias[D], Q given as [D,R] (q_by_column) or [R,D]. Needs 16-byte aligned rows, f16 or
-// bf16.
+// target[i, j] = source[i, j], or 0 where that ends: adapters of any type, stride and rank as the kernels read them.
+struct PackJob {
+  const void* source = nullptr;
+  DType source_dtype = DType::f32, target_dtype = DType::f32;
+  int64_t row_stride = 0, col_stride = 1, rows = 0, cols = 0;
+  void* target = nullptr;
+  int64_t target_rows = 0, target_cols = 0;  // the target is contiguous
+};
+constexpr int kMaxPackJobs = 2 * kMaxSiblings;
+cudaError_t launch_pack(const PackJob* jobs, int count, cudaStream_t stream);
+
+// Y[T,D] (+)= m * (H[T,R] Q[D,R]^T) + bias[D]. Needs 16-byte aligned rows, f16 or bf16.
 struct Expand {
   DType dtype = DType::bf16;
   const void* h = nullptr;
   int64_t ldh = 0;
   const void* q = nullptr;
   int64_t ldq = 0;
-  bool q_by_column = false;
   const void* bias = nullptr;
   void* y = nullptr;
   int64_t ldy = 0, T = 0, D = 0;

@@ -1,263 +1,207 @@
-// From tensors to kernel launches: checks, layouts, workspaces from torch's allocator, the current stream.
+// From matrices to kernel launches: the passes of the forward and the backward, and when cuBLAS does the work better.
 // Legend: T tokens, I in, O out, R rank; siblings' ranks lie side by side, each padded to a multiple of 8.
 #pragma once
-#include <ATen/ATen.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
-
 #include <algorithm>
-#include <array>
-#include <mutex>
-#include <vector>
 
-#include "kernels.h"
+#include "adapters.h"
 
 namespace zerolora {
-
-using at::Tensor;
-using Tensors = std::vector<Tensor>;
-
-inline void check(cudaError_t status, const char* what) {
-  TORCH_CHECK(status == cudaSuccess, "zerolora: ", what, ": ", cudaGetErrorString(status));
-}
-
-inline const Device& card_of(const Tensor& tensor) {
-  constexpr int kMaxDevices = 64;
-  static std::array<Device, kMaxDevices> devices;
-  static std::array<std::once_flag, kMaxDevices> known;
-  const int index = tensor.get_device();
-  TORCH_CHECK(index >= 0 && index < kMaxDevices, "zerolora: CUDA device index ", index, " is not in 0..",
-              kMaxDevices - 1);
-  std::call_once(known[index], [index] {
-    const auto read = [index](cudaDeviceAttr attribute) {
-      int value = 0;
-      check(cudaDeviceGetAttribute(&value, attribute, index), "reading a device attribute");
-      return value;
-    };
-    devices[index] =
-        Device{read(cudaDevAttrMultiProcessorCount),
-               10 * read(cudaDevAttrComputeCapabilityMajor) + read(cudaDevAttrComputeCapabilityMinor),
-               read(cudaDevAttrMaxSharedMemoryPerBlockOptin), read(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
-  });
-  return devices[index];
-}
-
-inline DType type_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kFloat: return DType::f32;
-    case at::kHalf: return DType::f16;
-    case at::kBFloat16: return DType::bf16;
-    default:
-      TORCH_CHECK_VALUE(false, "dtype=", tensor.scalar_type(),
-                        ": the CUDA operator takes float32, float16 and bfloat16");
-  }
-}
-
-inline Tensor rows_of(const Tensor& tensor, int64_t width) {  // [T, width] with contiguous rows, a view where possible
-  const Tensor flat = tensor.reshape({-1, width});
-  return flat.stride(1) == 1 && (flat.stride(0) >= width || flat.size(0) <= 1) ? flat : flat.contiguous();
-}
-
-inline int64_t row_stride(const Tensor& rows) { return rows.size(0) <= 1 ? rows.size(1) : rows.stride(0); }
-
-inline Dropout dropout_of(double p, const std::optional<Tensor>& seed) {
-  if (p == 0.0) return {};
-  TORCH_CHECK_VALUE(p > 0.0 && p < 1.0, "dropout=", p, ": must lie in [0, 1)");
-  TORCH_CHECK_VALUE(seed.has_value() && seed->is_cuda() && seed->scalar_type() == at::kLong && seed->numel() == 1,
-                    "dropout=", p, ": needs one int64 seed on the device of x");
-  const auto threshold = static_cast<uint32_t>(p * 32768.0 + 0.5);
-  return {seed->const_data_ptr<int64_t>(), threshold < 32767u ? threshold : 32767u,
-          static_cast<float>(1.0 / (1.0 - p))};
-}
-
-// Where the siblings' ranks lie in the concatenation.
-struct Layout {
-  std::vector<int> begin, rank, padded;
-  int total = 0;
-  explicit Layout(const Tensors& ranks_first) {
-    TORCH_CHECK_VALUE(!ranks_first.empty() && ranks_first.size() <= kMaxSegments, "group of ", ranks_first.size(),
-                      " siblings: 1 to ", kMaxSegments, " are supported");
-    for (const Tensor& down : ranks_first) {
-      const int r = static_cast<int>(down.size(0));
-      TORCH_CHECK_VALUE(r >= 1 && r <= 256, "r=", r, ": the CUDA operator takes ranks from 1 to 256");
-      begin.push_back(total);
-      rank.push_back(r);
-      padded.push_back((r + 7) / 8 * 8);
-      total += padded.back();
-    }
-  }
-  size_t size() const { return begin.size(); }
-};
-
-// A of all siblings as [total, I] in x's type; B of one sibling as [O, padded].
-inline Tensor pack_downs(const Tensors& downs, const Layout& layout, const Tensor& x) {
-  if (downs.size() == 1 && layout.padded[0] == layout.rank[0]) return downs[0].to(x.scalar_type()).contiguous();
-  Tensor packed = at::zeros({layout.total, downs[0].size(1)}, x.options());
-  for (size_t i = 0; i < downs.size(); ++i) packed.narrow(0, layout.begin[i], layout.rank[i]).copy_(downs[i]);
-  return packed;
-}
-inline Tensor pack_up(const Tensor& up, int padded, const Tensor& x) {
-  if (up.size(1) == padded) return up.to(x.scalar_type()).contiguous();
-  Tensor packed = at::zeros({up.size(0), padded}, x.options());
-  packed.narrow(1, 0, up.size(1)).copy_(up);
-  return packed;
-}
-
-struct PassOutputs {
-  std::vector<Segment> u, g;
-  DType u_type = DType::f32, g_type = DType::f32;
-  bool accumulate_g = false;
-};
-
-inline Reduction reduction(const std::vector<Segment>& segments, DType type, int rank_base, bool accumulate) {
-  Reduction job;
-  job.out_dtype = type;
-  job.rank_base = rank_base;
-  job.accumulate = accumulate;
-  job.segments = static_cast<int>(segments.size());
-  std::copy(segments.begin(), segments.end(), job.segment);
-  return job;
-}
-
-// Runs the primitive for any rank, kRankChunk ranks a launch, and reduces each launch's partials into the outputs.
-inline void rank_pass(RankPass pass, const PassOutputs& out, const Tensor& like, cudaStream_t stream) {
-  const Device& device = card_of(like);
-  const int total = pass.R;
-  const int64_t element = like.element_size();
-  const char *p = static_cast<const char*>(pass.p), *v = static_cast<const char*>(pass.v);
-  const bool want_u = !out.u.empty(), want_g = !out.g.empty();  // not the pointers: without tokens they are null
-  for (int base = 0; base < total; base += kRankChunk) {
-    pass.R = std::min(kRankChunk, total - base);
-    if (p != nullptr) pass.p = p + base * (pass.p_by_rank ? pass.ldp : 1) * element;
-    if (v != nullptr) pass.v = v + base * element;
-    const Plan plan = plan_rank_pass(pass, device);
-    const Tensor workspace = at::empty({plan.u_floats + plan.g_floats}, like.options().dtype(at::kFloat));
-    float* const u = workspace.mutable_data_ptr<float>();
-    float* const g = u + plan.u_floats;
-    check(launch_rank_pass(pass, plan, u, g, stream), "launching the rank-space kernel");
-    Reduction jobs[2];
-    int count = 0;
-    if (want_u) {
-      Reduction& job = jobs[count++] = reduction(out.u, out.u_type, base, false);
-      job.partial = u, job.splits = plan.d_splits, job.rows = pass.T, job.cols = pass.R;
-      job.ld_partial = plan.rank_pad, job.split_stride = pass.T * plan.rank_pad;
-    }
-    if (want_g) {
-      Reduction& job = jobs[count++] = reduction(out.g, out.g_type, base, out.accumulate_g);
-      job.partial = g, job.splits = pass.T == 0 ? 0 : plan.t_splits, job.split_stride = pass.D * plan.rank_pad;
-      job.rank_rows = pass.g_by_rank;
-      job.rows = pass.g_by_rank ? pass.R : pass.D, job.cols = pass.g_by_rank ? pass.D : pass.R;
-      job.ld_partial = pass.g_by_rank ? pass.D : plan.rank_pad;
-    }
-    check(launch_reduce(jobs, count, device, stream), "launching the reduction");
-  }
-}
-
-inline RankPass pass_over(const Tensor& rows) {
-  RankPass pass;
-  pass.dtype = type_of(rows);
-  pass.z = rows.const_data_ptr();
-  pass.ldz = row_stride(rows), pass.T = rows.size(0), pass.D = rows.size(1);
-  return pass;
-}
-
-// y = m * (h Q) + bias (or y += ...), with h [T,R] and Q [R,D] or its transpose [D,R].
-inline void expand(const Tensor& h, const Tensor& q, bool q_by_column, const std::optional<Tensor>& bias, Tensor& y,
-                   bool accumulate, const Dropout& dropout, cudaStream_t stream) {
-  Expand job;
-  job.dtype = type_of(y);
-  job.h = h.const_data_ptr(), job.ldh = row_stride(h);
-  job.q = q.const_data_ptr(), job.ldq = row_stride(q), job.q_by_column = q_by_column;
-  job.bias = bias.has_value() ? bias->const_data_ptr() : nullptr;
-  job.y = y.mutable_data_ptr(), job.ldy = row_stride(y), job.T = y.size(0), job.D = y.size(1);
-  job.R = static_cast<int>(h.size(1));
-  job.accumulate = accumulate, job.dropout = dropout;
-  // Without a mask cuBLAS is faster above rank 16, and where it adds (docs/ops.md).
-  const bool ours = dropout.seed != nullptr || (job.R <= 16 && !accumulate);
-  if (ours && expand_supported(job, card_of(y))) {
-    check(launch_expand(job, card_of(y), stream), "launching the expansion");
-    return;
-  }
-  const Tensor right = q_by_column ? q.t() : q;
-  if (dropout.seed == nullptr) {
-    if (accumulate) y.addmm_(h, right);
-    else if (bias.has_value()) at::addmm_out(y, *bias, h, right);
-    else at::mm_out(y, h, right);
-    return;
-  }
-  Tensor product = accumulate ? at::mm(h, right) : at::mm_out(y, h, right);
-  check(launch_mask(job.dtype, product.mutable_data_ptr(), row_stride(product), job.T, job.D, dropout, stream),
-        "launching the mask");
-  if (accumulate) y.add_(product);
-  if (bias.has_value()) y.add_(*bias);
-}
-
-// h = s (m*x) A^T for all siblings, [T, total].
-inline Tensor project(const Tensor& x, const Tensors& downs, const Layout& layout, at::ArrayRef<double> scales,
-                      const Dropout& dropout, cudaStream_t stream) {
-  const Tensor packed = pack_downs(downs, layout, x);
-  Tensor h = at::empty({x.size(0), layout.total}, x.options());
-  const bool one_scale = std::all_of(scales.begin(), scales.end(), [&](double s) { return s == scales[0]; });
-  if (dropout.seed == nullptr && one_scale)  // a pass for U alone: cuBLAS is 5 to 15 % faster (docs/ops.md)
-    return at::addmm_out(h, h, x, packed.t(), 0.0, scales[0]);
-  RankPass pass = pass_over(x);
-  pass.p = packed.const_data_ptr(), pass.ldp = x.size(1), pass.p_by_rank = true, pass.R = layout.total;
-  pass.dropout = dropout;
-  PassOutputs out;
-  out.u_type = type_of(h);
-  for (size_t i = 0; i < layout.size(); ++i)
-    out.u.push_back({layout.begin[i], layout.padded[i], static_cast<float>(scales[i]) * dropout.keep_scale,
-                     static_cast<char*>(h.mutable_data_ptr()) + layout.begin[i] * h.element_size(), layout.total});
-  rank_pass(pass, out, x, stream);
-  return h;
-}
 
 // Below this many tokens everything stays in the L2: there a second read costs little, and adding the adapter after the
 // frozen product costs less than accumulating the product into a prefilled output (docs/ops.md).
 constexpr int64_t kFewTokens = 4096;
 
-// Two products of cuBLAS instead of one pass of ours: few tokens at a high rank, or fp32, which is bound by arithmetic.
-inline bool products_win(const Tensor& rows, int64_t rank, const Tensor& result) {
-  if (rows.size(0) == 0 || result.scalar_type() != rows.scalar_type()) return false;
-  return rows.scalar_type() == at::kFloat ? rank > 16 : rank > 32 && rows.size(0) < kFewTokens;
+// Ranks [begin, begin + rank) of a pass belong to `out`, scaled.
+struct Target {
+  int begin = 0, rank = 0;
+  float scale = 1.f;
+  void* out = nullptr;
+  int64_t ld = 0;
+};
+
+// One matrix to read, with the results wanted of it.
+struct Job {
+  RankPass pass;
+  std::vector<Target> u, g;
+  DType u_type = DType::f32, g_type = DType::f32;
+  bool accumulate_g = false;
+};
+
+inline RankPass pass_over(const Matrix& z) {
+  RankPass pass;
+  pass.dtype = z.type, pass.z = z.data, pass.ldz = z.ld, pass.T = z.rows, pass.D = z.cols;
+  return pass;
 }
 
-// One pass over dY: dh = s dY B into its columns of `dh`, dB = dY^T h into `grad_up` (h carries s already).
-inline void backward_outer(const Tensor& grad, const Tensor& up, const Tensor& h, Tensor& dh, Tensor& grad_up,
-                           double scale, bool accumulate, cudaStream_t stream) {
-  if (products_win(grad, h.size(1), grad_up) && up.size(1) == h.size(1)) {
-    at::addmm_out(dh, dh, grad, up, 0.0, scale);
-    at::addmm_out(grad_up, grad_up, grad.t(), h, accumulate ? 1.0 : 0.0);
+// What one launch leaves of a target: the part of its ranks that lies in [base, base + R).
+inline void add_reduction(std::vector<Reduction>& reductions, const Target& target, const RankWork& work, int base,
+                          bool is_g, DType type, bool accumulate) {
+  const RankPass& pass = work.pass;
+  const int first = std::max(target.begin, base), last = std::min(target.begin + target.rank, base + pass.R);
+  if (first >= last) return;
+  Reduction r;
+  r.scale = target.scale, r.out_dtype = type, r.accumulate = accumulate, r.ld_out = target.ld;
+  const bool by_rank = is_g && pass.g_by_rank;
+  const int64_t skip = first - target.begin;
+  r.out = static_cast<char*>(target.out) + skip * (by_rank ? target.ld : 1) * bytes_of(type);
+  r.ld_partial = by_rank ? pass.D : work.plan.rank_pad;
+  r.partial = (is_g ? work.g : work.u) + (first - base) * (by_rank ? pass.D : 1);
+  r.split_stride = (is_g ? pass.D : pass.T) * work.plan.rank_pad;
+  r.splits = is_g ? (pass.T == 0 ? 0 : work.plan.t_splits) : work.plan.d_splits;
+  r.rows = by_rank ? last - first : is_g ? pass.D : pass.T;
+  r.cols = by_rank ? pass.D : last - first;
+  reductions.push_back(r);
+}
+
+// Runs the primitive over every job, kRankChunk ranks a launch and siblings together where the kernel can, and adds all
+// partial sums in one launch.
+inline void run_passes(const std::vector<Job>& jobs, const Tensor& like, cudaStream_t stream) {
+  const Device& device = card_of(like);
+  std::vector<RankWork> works;
+  for (const Job& job : jobs)
+    for (int base = 0; base < job.pass.R; base += kRankChunk) {
+      RankWork& work = works.emplace_back();
+      RankPass& pass = work.pass = job.pass;
+      pass.R = std::min(kRankChunk, job.pass.R - base);
+      const int64_t element = bytes_of(pass.dtype);
+      if (pass.p != nullptr)
+        pass.p = static_cast<const char*>(pass.p) + base * (pass.p_by_rank ? pass.ldp : 1) * element;
+      if (pass.v != nullptr) pass.v = static_cast<const char*>(pass.v) + base * element;
+    }
+  plan_rank_works(works.data(), static_cast<int>(works.size()), device);
+  int64_t floats = 0;
+  for (const RankWork& work : works) floats += work.plan.u_floats + work.plan.g_floats;
+  const Tensor workspace = at::empty({floats}, like.options().dtype(at::kFloat));
+  float* next = workspace.mutable_data_ptr<float>();
+  for (RankWork& work : works) {
+    work.u = next, work.g = next + work.plan.u_floats;
+    next += work.plan.u_floats + work.plan.g_floats;
+  }
+  const RankWork& first = works[0];
+  const cudaError_t status = launch_rank_works(works.data(), static_cast<int>(works.size()), device, stream);
+  TORCH_CHECK(status == cudaSuccess, "zerolora: launching the rank pass of T=", text(first.pass.T), ", D=",
+              text(first.pass.D), ", R=", text(first.pass.R), " on path ", text(static_cast<int>(first.plan.path)),
+              ": ", cudaGetErrorString(status));
+  std::vector<Reduction> reductions;
+  size_t at = 0;
+  for (const Job& job : jobs)
+    for (int base = 0; base < job.pass.R; base += kRankChunk, ++at) {
+      for (const Target& target : job.u)
+        add_reduction(reductions, target, works[at], base, false, job.u_type, false);
+      for (const Target& target : job.g)
+        add_reduction(reductions, target, works[at], base, true, job.g_type, job.accumulate_g);
+    }
+  check(launch_reduce(reductions.data(), static_cast<int>(reductions.size()), device, stream),
+        "launching the reduction");
+}
+
+// y = m * (h Q^T) + bias (or y += ...), with h [T,R] and Q [D,R], where there is a mask or a bias. Otherwise a product
+// of cuBLAS is the faster way (docs/ops.md).
+inline void expand(const Matrix& h, const Matrix& q, const Tensor& bias, const Matrix& y, bool accumulate,
+                   const Dropout& dropout, const Tensor& like, cudaStream_t stream) {
+  Expand job;
+  job.dtype = y.type;
+  job.h = h.data, job.ldh = h.ld, job.q = q.data, job.ldq = q.ld;
+  job.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
+  job.y = y.data, job.ldy = y.ld, job.T = y.rows, job.D = y.cols, job.R = static_cast<int>(h.cols);
+  job.accumulate = accumulate, job.dropout = dropout;
+  if (expand_supported(job, card_of(like))) {
+    check(launch_expand(job, card_of(like), stream), "launching the expansion");
     return;
   }
-  RankPass pass = pass_over(grad);
-  const Tensor packed = pack_up(up, static_cast<int>(h.size(1)), grad);
-  pass.p = packed.const_data_ptr(), pass.ldp = packed.size(1), pass.R = static_cast<int>(h.size(1));
-  PassOutputs out;
-  out.u_type = type_of(dh);
-  out.u.push_back({0, pass.R, static_cast<float>(scale), dh.mutable_data_ptr(), row_stride(dh)});
-  pass.v = h.const_data_ptr(), pass.ldv = row_stride(h);
-  out.g_type = type_of(grad_up), out.accumulate_g = accumulate;
-  out.g.push_back({0, static_cast<int>(up.size(1)), 1.f, grad_up.mutable_data_ptr(), up.size(1)});
-  rank_pass(pass, out, grad, stream);
+  Matrix target = y;
+  if (accumulate) {
+    target.owner = at::empty({y.rows, y.cols}, like.options());
+    target.data = target.owner.data_ptr(), target.ld = y.cols;
+  }
+  product(target, 1.f, h, false, q, true, 0.f, stream);
+  if (dropout.seed != nullptr)
+    check(launch_mask(y.type, target.data, target.ld, y.rows, y.cols, dropout, stream), "launching the mask");
+  const auto view = [&](const Matrix& m) {
+    return at::from_blob(m.data, {m.rows, m.cols}, {m.ld, 1}, like.options());
+  };
+  if (accumulate) view(y).add_(view(target));
+  if (bias.defined()) view(y).add_(bias);
+}
+
+// h = s (m*x) A^T for all siblings, [T, total].
+inline Tensor project(const Tensor& x, const Matrix& rows, const Matrix& downs, const Layout& layout,
+                      at::ArrayRef<double> scales, const Dropout& dropout, cudaStream_t stream) {
+  const Tensor h = at::empty({rows.rows, layout.total}, x.options());
+  const Matrix out = rows_of(h);
+  const bool one_scale = std::all_of(scales.begin(), scales.end(), [&](double s) { return s == scales[0]; });
+  if (dropout.seed == nullptr && one_scale) {  // a pass for U alone: cuBLAS is 5 to 15 % faster (docs/ops.md)
+    product(out, static_cast<float>(scales[0]), rows, false, downs, true, 0.f, stream);
+    return h;
+  }
+  std::vector<Job> jobs(1);
+  Job& job = jobs[0];
+  job.pass = pass_over(rows);
+  job.pass.p = downs.data, job.pass.ldp = downs.ld, job.pass.p_by_rank = true, job.pass.R = layout.total;
+  job.pass.dropout = dropout;
+  job.u_type = out.type;
+  for (size_t i = 0; i < layout.size(); ++i)
+    job.u.push_back({layout.begin[i], layout.padded[i], static_cast<float>(scales[i]) * dropout.keep_scale,
+                     out.columns(layout.begin[i], layout.padded[i]).data, out.ld});
+  run_passes(jobs, x, stream);
+  return h;
+}
+
+// Two products of cuBLAS instead of one pass of ours: fp32, which is bound by arithmetic, and a high rank over a matrix
+// that the L2 holds for the second product (docs/ops.md); not for siblings, which share one launch of ours.
+inline bool products_win(const Matrix& z, int64_t rank, size_t siblings) {
+  constexpr int64_t kCached = 1 << 25;  // elements
+  return z.type == DType::f32 ? rank > 16 : rank > 32 && siblings == 1 && z.rows * z.cols < kCached;
+}
+
+// What the backward of one sibling reads and writes; grad_up without data: dB is not wanted.
+struct Outer {
+  Matrix grad, up, h, dh, grad_up;
+  float scale = 1.f;
+};
+
+// One pass over each dY: dh = s dY B, dB = dY^T h (h carries s already); siblings share the launches.
+inline void backward_outer(const std::vector<Outer>& siblings, bool accumulate, const Tensor& like,
+                           cudaStream_t stream) {
+  std::vector<Job> jobs;
+  for (const Outer& o : siblings) {
+    const bool fits = o.grad_up.type == o.grad.type && o.grad_up.cols == o.h.cols;
+    if (o.grad_up.data == nullptr || (fits && products_win(o.grad, o.h.cols, siblings.size()))) {
+      product(o.dh, o.scale, o.grad, false, o.up, false, 0.f, stream);
+      if (o.grad_up.data != nullptr)
+        product(o.grad_up, 1.f, o.grad, true, o.h, false, accumulate ? 1.f : 0.f, stream);
+      continue;
+    }
+    Job& job = jobs.emplace_back();
+    job.pass = pass_over(o.grad);
+    job.pass.p = o.up.data, job.pass.ldp = o.up.ld, job.pass.R = static_cast<int>(o.h.cols);
+    job.pass.v = o.h.data, job.pass.ldv = o.h.ld;
+    job.u_type = o.dh.type;
+    job.u.push_back({0, job.pass.R, o.scale, o.dh.data, o.dh.ld});
+    job.g_type = o.grad_up.type, job.accumulate_g = accumulate;
+    job.g.push_back({0, static_cast<int>(o.grad_up.cols), 1.f, o.grad_up.data, o.grad_up.ld});
+  }
+  if (!jobs.empty()) run_passes(jobs, like, stream);
 }
 
 // One pass over x: dA = dh^T (m*x) for all siblings.
-inline void backward_inner(const Tensor& x, const Tensor& dh, const Layout& layout, Tensors& grad_downs,
-                           const Dropout& dropout, bool accumulate, cudaStream_t stream) {
+inline void backward_inner(const Matrix& rows, const Matrix& dh, const Layout& layout, const Tensors& grad_downs,
+                           const Dropout& dropout, bool accumulate, const Tensor& like, cudaStream_t stream) {
+  // G alone for one sibling: cuBLAS reads x once too, and wins while x is small.
   if (dropout.seed == nullptr && layout.size() == 1 && layout.rank[0] == layout.total &&
-      products_win(x, layout.total, grad_downs[0])) {
-    at::addmm_out(grad_downs[0], grad_downs[0], dh.t(), x, accumulate ? 1.0 : 0.0);
+      type_of(grad_downs[0]) == rows.type && (rows.type == DType::f32 || rows.rows < kFewTokens)) {
+    product(rows_of(grad_downs[0]), 1.f, dh, true, rows, false, accumulate ? 1.f : 0.f, stream);
     return;
   }
-  RankPass pass = pass_over(x);
-  pass.v = dh.const_data_ptr(), pass.ldv = row_stride(dh), pass.R = layout.total;
-  pass.g_by_rank = true, pass.dropout = dropout;
-  PassOutputs out;
-  out.g_type = type_of(grad_downs[0]), out.accumulate_g = accumulate;
+  std::vector<Job> jobs(1);
+  Job& job = jobs[0];
+  job.pass = pass_over(rows);
+  job.pass.v = dh.data, job.pass.ldv = dh.ld, job.pass.R = layout.total;
+  job.pass.g_by_rank = true, job.pass.dropout = dropout;
+  job.g_type = type_of(grad_downs[0]), job.accumulate_g = accumulate;
   for (size_t i = 0; i < layout.size(); ++i)
-    out.g.push_back({layout.begin[i], layout.rank[i], dropout.keep_scale, grad_downs[i].mutable_data_ptr(), x.size(1)});
-  rank_pass(pass, out, x, stream);
+    job.g.push_back({layout.begin[i], layout.rank[i], dropout.keep_scale, grad_downs[i].data_ptr(), rows.cols});
+  run_passes(jobs, like, stream);
 }
 
 }  // namespace zerolora

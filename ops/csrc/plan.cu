@@ -1,4 +1,9 @@
 // Chooses the kernel for a rank pass, and how its work is cut: tensor cores where type, alignment and card allow them.
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <map>
+
 #include "kernels.h"
 
 namespace zerolora {
@@ -84,35 +89,157 @@ Plan plan_rank_mma(const RankPass& pass, const Device& device) {
   return best;
 }
 
-Plan plan_rank_wgmma(const RankPass& pass, const Device& device) {
-  Plan best = tensor_core_plan(pass, Path::wgmma);
-  if (pass.T == 0) return best;
-  double cost = -1.0;
-  const Tile tile{kWgmmaRows, kWgmmaCols, device.multiprocessors};
-  try_splits(pass, tile, 1, best, best, cost);
-  if (pass.v != nullptr) try_splits(pass, tile, kWgmmaBlocks, tensor_core_plan(pass, Path::wgmma), best, cost);
-  return best;
-}
+#ifdef ZEROLORA_HOPPER  // the build holds sm_90a code
+namespace {
 
-Plan plan_rank_pass(const RankPass& pass, const Device& device) {
-  if (!tensor_cores_take(pass, device)) return plan_rank_simt(pass, device);
-#ifdef ZEROLORA_HOPPER  // the build holds sm_90a code; without it the Hopper kernels are empty
-  if (device.capability == 90) return plan_rank_wgmma(pass, device);
-#endif
-  return plan_rank_mma(pass, device);
-}
-
-cudaError_t launch_rank_pass(const RankPass& pass, const Plan& plan, float* u_partial, float* g_partial,
-                             cudaStream_t stream) {
-  if (pass.T == 0) return cudaSuccess;
-  switch (plan.path) {
-#ifdef ZEROLORA_HOPPER
-    case Path::wgmma: return launch_rank_wgmma(pass, plan, u_partial, g_partial, stream);
-#endif
-    case Path::mma: return launch_rank_mma(pass, plan, u_partial, g_partial, stream);
-    case Path::simt: return launch_rank_simt(pass, plan, u_partial, g_partial, stream);
-    default: return cudaErrorInvalidValue;
+// Microseconds of the work on wgmma, fitted to 38 shapes on an H200 (the cut that it chooses takes 4 % longer than the
+// best of those tried, on average; docs/ops.md): a CTA takes so long for a tile however few others run, and for each
+// row of tiles, more if it adds to its cluster's U; all together read and write kMemory bytes a microsecond, and the
+// reduction kReduce of the partial sums.
+double wgmma_cost(const RankWork* works, int count, int64_t ctas, int64_t tiles_each, int slots) {
+  constexpr double kStart = 2.5, kWave = 1.1, kCluster = 0.5, kMemory = 3.7e6, kReduce = 3.3e6;
+  const Plan& plan = works[0].plan;
+  const bool both = works[0].pass.p != nullptr && works[0].pass.v != nullptr, clustered = plan.cluster > 1;
+  const bool high = plan.rank_pad == 64;
+  const double tile = high ? 1.0 : 0.4, row = (high ? 0.5 : 0.32) + (clustered ? (high ? 0.44 : 0.23) : 0.0);
+  double u_bytes = 0.0, g_bytes = 0.0;
+  for (int i = 0; i < count; ++i) {
+    u_bytes += 4.0 * static_cast<double>(works[i].plan.u_floats);
+    g_bytes += 4.0 * static_cast<double>(works[i].plan.g_floats);
   }
+  const double tile_bytes = kWgmmaRows * (kWgmmaCols * 2 + (both ? plan.rank_pad * 4.0 : 0.0) /
+                                                               (plan.d_blocks_per_cta * plan.cluster));
+  const double running = static_cast<double>(std::min<int64_t>(ctas, slots));
+  const double per_tile = std::max((both ? tile : 0.4) + row / plan.d_blocks_per_cta, running * tile_bytes / kMemory);
+  return kStart + (clustered ? kCluster : 0.0) +
+         static_cast<double>(ceil_div(ctas, slots)) * (static_cast<double>(tiles_each) * per_tile + kWave) +
+         g_bytes / kMemory + (u_bytes + g_bytes) / kReduce;
+}
+
+// Cuts the works for one width of a CTA's columns, one cluster and one length of its rows (or columns, for U alone).
+void cut(RankWork* works, int count, int col_blocks, int cluster, int64_t length, int64_t& ctas) {
+  ctas = 0;
+  for (int i = 0; i < count; ++i) {
+    const RankPass& pass = works[i].pass;
+    Plan& plan = works[i].plan;
+    const bool u = pass.p != nullptr, g = pass.v != nullptr;
+    const int64_t row_blocks = ceil_div(pass.T, kWgmmaRows), columns = ceil_div(pass.D, kWgmmaCols);
+    plan.d_blocks_per_cta = col_blocks, plan.cluster = cluster;
+    plan.rows_per_split = (g ? length : 1) * kWgmmaRows;
+    plan.cols_per_split = (g ? col_blocks : length) * kWgmmaCols;
+    plan.t_splits = static_cast<int>(ceil_div(row_blocks, g ? length : 1));
+    plan.d_splits = static_cast<int>(ceil_div(columns, (g ? col_blocks : length) * cluster));
+    plan.u_floats = u ? plan.d_splits * pass.T * plan.rank_pad : 0;
+    plan.g_floats = g ? plan.t_splits * pass.D * plan.rank_pad : 0;
+    ctas += static_cast<int64_t>(plan.t_splits) * plan.d_splits * cluster;
+  }
+}
+
+}  // namespace
+
+// Tries every way to cut the work and keeps the cheapest.
+void plan_rank_wgmma(RankWork* works, int count, const Device& device) {
+  constexpr int64_t kLongestSum = 128;  // blocks of rows: the tensor cores' sums lose bits with their length
+  for (int i = 0; i < count; ++i) works[i].plan = tensor_core_plan(works[i].pass, Path::wgmma);
+  const RankPass& first = works[0].pass;
+  works[0].plan.merged = count;
+  if (first.T == 0) return;
+  const bool g = first.v != nullptr, both = g && first.p != nullptr;
+  const int64_t longest = g ? ceil_div(first.T, kWgmmaRows) : ceil_div(first.D, kWgmmaCols);
+  double best = -1.0;
+  int best_blocks = 1, best_cluster = 1;
+  int64_t best_length = 1, ctas = 0;
+  for (int cluster = 1; cluster <= (both ? kMaxCluster : 1); cluster *= 2) {
+    const int slots = wgmma_slots(cluster, device);
+    for (int blocks = 1; blocks <= (g ? 4 : 1); blocks *= 2)
+      for (int64_t splits = 1; splits <= longest && splits <= 1024; ++splits) {
+        const int64_t length = ceil_div(longest, splits);
+        if (ceil_div(longest, length) != splits || (g && length > kLongestSum)) continue;
+        cut(works, count, blocks, cluster, length, ctas);
+        const double cost = wgmma_cost(works, count, ctas, length * (g ? blocks : 1), slots);
+        if (best < 0.0 || cost < best) best = cost, best_blocks = blocks, best_cluster = cluster, best_length = length;
+      }
+  }
+  cut(works, count, best_blocks, best_cluster, best_length, ctas);
+}
+
+namespace {
+
+// The works that may share a launch, from the first on.
+int mergeable(const RankWork* works, int count, const Device& device) {
+  const auto both = [](const RankPass& pass) { return pass.p != nullptr && pass.v != nullptr; };
+  const RankPass& first = works[0].pass;
+  const int pad = tensor_core_plan(first, Path::wgmma).rank_pad;
+  int n = 1;
+  while (n < count && n < kMaxMerged && both(first) && both(works[n].pass) && works[n].pass.T == first.T &&
+         works[n].pass.dtype == first.dtype && tensor_cores_take(works[n].pass, device) &&
+         tensor_core_plan(works[n].pass, Path::wgmma).rank_pad == pad)
+    ++n;
+  return n;
+}
+
+using Key = std::array<int64_t, 4 + kMaxMerged>;
+Key key_of(const RankWork* works, int count) {
+  const RankPass& first = works[0].pass;
+  Key key{count, first.T, tensor_core_plan(first, Path::wgmma).rank_pad,
+          (first.p != nullptr ? 1 : 0) + (first.v != nullptr ? 2 : 0)};
+  for (int i = 0; i < count; ++i) key[4 + i] = works[i].pass.D;
+  return key;
+}
+
+// Planning takes microseconds, and a model asks for the same few plans again and again.
+void remembered_plan(RankWork* works, int count, const Device& device) {
+  constexpr size_t kMost = 4096;  // batches of many lengths must not grow it for ever
+  thread_local std::map<Key, std::array<Plan, kMaxMerged>> plans;
+  const Key key = key_of(works, count);
+  const auto found = plans.find(key);
+  if (found != plans.end()) {
+    for (int i = 0; i < count; ++i) works[i].plan = found->second[i];
+    return;
+  }
+  plan_rank_wgmma(works, count, device);
+  if (plans.size() >= kMost) plans.clear();
+  std::array<Plan, kMaxMerged>& kept = plans[key];
+  for (int i = 0; i < count; ++i) kept[i] = works[i].plan;
+}
+
+}  // namespace
+#endif
+
+void plan_rank_works(RankWork* works, int count, const Device& device) {
+  for (int i = 0; i < count;) {
+    if (!tensor_cores_take(works[i].pass, device)) {
+      works[i].plan = plan_rank_simt(works[i].pass, device);
+      ++i;
+      continue;
+    }
+#ifdef ZEROLORA_HOPPER
+    if (device.capability == 90) {
+      const int merged = mergeable(works + i, count - i, device);
+      remembered_plan(works + i, merged, device);
+      i += merged;
+      continue;
+    }
+#endif
+    works[i].plan = plan_rank_mma(works[i].pass, device);
+    ++i;
+  }
+}
+
+cudaError_t launch_rank_works(const RankWork* works, int count, const Device&, cudaStream_t stream) {
+  cudaError_t status = cudaSuccess;
+  for (int i = 0; i < count && status == cudaSuccess; i += works[i].plan.merged) {
+    if (works[i].pass.T == 0) continue;
+    switch (works[i].plan.path) {
+#ifdef ZEROLORA_HOPPER
+      case Path::wgmma: status = launch_rank_wgmma(works + i, works[i].plan.merged, stream); break;
+#endif
+      case Path::mma: status = launch_rank_mma(works[i], stream); break;
+      case Path::simt: status = launch_rank_simt(works[i], stream); break;
+      default: status = cudaErrorInvalidValue;
+    }
+  }
+  return status;
 }
 
 }  // namespace zerolora

@@ -247,7 +247,7 @@ template <typename T, int RP, int kBlocks, bool kU, bool kG>
 cudaError_t launch(const Args& args, const Plan& plan, cudaStream_t stream) {
   const auto kernel = rank_kernel<T, RP, kBlocks, kU, kG>;
   const int bytes = Shape<RP, kBlocks, kU, kG>::bytes(plan.stages);
-  cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  const cudaError_t status = allow_shared_bytes<rank_kernel<T, RP, kBlocks, kU, kG>>(bytes);
   if (status != cudaSuccess) return status;
   kernel<<<dim3(static_cast<unsigned>(plan.t_splits), static_cast<unsigned>(plan.d_splits)), kThreads, bytes, stream>>>(
       args, plan.stages);
@@ -275,8 +275,9 @@ template <typename T> cudaError_t dispatch_rank(const Args& args, const Plan& pl
 
 }  // namespace
 
-cudaError_t launch_rank_mma(const RankPass& pass, const Plan& plan, float* u_partial, float* g_partial,
-                            cudaStream_t stream) {
+cudaError_t launch_rank_mma(const RankWork& work, cudaStream_t stream) {
+  const RankPass& pass = work.pass;
+  const Plan& plan = work.plan;
   const Args args{static_cast<const char*>(pass.z),
                   static_cast<const char*>(pass.p),
                   static_cast<const char*>(pass.v),
@@ -289,8 +290,8 @@ cudaError_t launch_rank_mma(const RankPass& pass, const Plan& plan, float* u_par
                   plan.cols_per_split,
                   pass.R,
                   pass.dropout,
-                  u_partial,
-                  g_partial,
+                  work.u,
+                  work.g,
                   pass.g_by_rank};
   return pass.dtype == DType::f16 ? dispatch_rank<__half>(args, plan, stream)
                                   : dispatch_rank<__nv_bfloat16>(args, plan, stream);

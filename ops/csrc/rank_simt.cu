@@ -147,8 +147,9 @@ Plan plan_rank_simt(const RankPass& pass, const Device& device) {
   return plan;
 }
 
-cudaError_t launch_rank_simt(const RankPass& pass, const Plan& plan, float* u_partial, float* g_partial,
-                             cudaStream_t stream) {
+cudaError_t launch_rank_simt(const RankWork& work, cudaStream_t stream) {
+  const RankPass& pass = work.pass;
+  const Plan& plan = work.plan;
   const Args args{pass.z,
                   pass.p,
                   pass.v,
@@ -164,8 +165,8 @@ cudaError_t launch_rank_simt(const RankPass& pass, const Plan& plan, float* u_pa
                   plan.rank_pad,
                   pass.g_by_rank,
                   pass.dropout,
-                  u_partial,
-                  g_partial};
+                  work.u,
+                  work.g};
   switch (pass.dtype) {
     case DType::f32: return launch<float>(args, plan, stream);
     case DType::f16: return launch<__half>(args, plan, stream);

@@ -24,25 +24,30 @@ REPEATS = 9
 FEW_TOKENS = 4096  # kFewTokens of ops/csrc/passes.h
 
 
-def device_us(function: Callable[[int], object], sets: int, loops: int = 4) -> float:
-    """Median microseconds of one call of function(i), i rotating over the input sets."""
-    for i in range(sets):
-        function(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(sets * loops):
-            function(i % sets)
-    times = []
+def device_us(functions: Sequence[Callable[[int], object]], sets: int, loops: int = 4) -> list[float]:
+    """Median microseconds of one call of each function(i), i rotating over the input sets.
+
+    The functions take turns, so that the card's clock, which follows its power, is the same for all of them.
+    """
+    graphs = []
+    for function in functions:
+        for i in range(sets):
+            function(i)
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            for i in range(sets * loops):
+                function(i % sets)
+    times: list[list[float]] = [[] for _ in functions]
     for _ in range(REPEATS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / (sets * loops))
-    del graph
-    return statistics.median(times[1:])
+        for graph, taken in zip(graphs, times, strict=True):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            taken.append(start.elapsed_time(end) * 1e3 / (sets * loops))
+    return [statistics.median(taken[1:]) for taken in times]
 
 
 def copy_gbps() -> float:
@@ -75,21 +80,20 @@ class Case:
         self.dy = [normal(T, out) for _ in range(self.sets)]
         self.weight = normal(out, width, size=width**-0.5)
         self.down, self.up = normal(rank, width, size=width**-0.5), normal(out, rank, size=rank**-0.5)
-        self.down_t = self.down.t().contiguous()
         self.h, self.dh = normal(T, rank), normal(T, rank)
         self.y, self.dx = torch.empty_like(self.dy[0]), torch.empty_like(self.x[0])
         self.seed = torch.tensor([1], device="cuda")
 
-    def us(self, function: Callable[[int], object]) -> float:
-        return device_us(function, self.sets)
+    def us(self, *functions: Callable[[int], object]) -> list[float]:
+        return device_us(functions, self.sets)
 
     def forward(self, i: int, p: float = 0.0) -> tuple[list[Tensor], Tensor]:
         args = self.x[i], [self.weight], [], [self.down], [self.up], [self.scale], p, self.seed if p else None
         return torch.ops.zerolora.lora_forward(*args)
 
-    def backward(self, i: int, h: Tensor, p: float = 0.0) -> object:
+    def backward(self, i: int, h: Tensor, p: float = 0.0, need_x: bool = True) -> object:
         args = [self.dy[i]], self.x[i], [self.weight], [self.down], [self.up], h, [self.scale], p
-        return torch.ops.zerolora.lora_backward(*args, self.seed if p else None, True, True, True)
+        return torch.ops.zerolora.lora_backward(*args, self.seed if p else None, need_x, True, True)
 
     def both(self, i: int, p: float = 0.0) -> None:
         self.backward(i, self.forward(i, p)[1], p)
@@ -103,10 +107,11 @@ class Case:
         dx.addmm_(dh, self.down)
         _ = self.scale * (self.dy[i].t() @ h), dh.t() @ self.x[i]
 
-    def torch_backward(self, i: int) -> None:
+    def torch_dy(self, i: int) -> None:
+        _ = self.dy[i] @ self.up, self.dy[i].t() @ self.h
+
+    def torch_gradients(self, i: int) -> None:
         dh = self.dy[i] @ self.up
-        dx = self.dy[i] @ self.weight
-        dx.addmm_(dh, self.down)
         _ = self.dy[i].t() @ self.h, dh.t() @ self.x[i]
 
     def frozen(self, i: int) -> None:
@@ -116,19 +121,17 @@ class Case:
 
 def line_of_passes(name: str, c: Case, copy: float) -> str:
     run = torch.ops.zerolora.rank_pass
-    h = c.us(lambda i: run(c.x[i], c.down, None, 0.0, None))
-    dy = c.us(lambda i: run(c.dy[i], c.up, c.h, 0.0, None))
-    da = c.us(lambda i: run(c.x[i], None, c.dh, 0.0, None))
-    t_h = c.us(lambda i: c.x[i] @ c.down.t())
-    t_dy = c.us(lambda i: c.dy[i] @ c.up) + c.us(lambda i: c.dy[i].t() @ c.h)
-    t_da = c.us(lambda i: c.dh.t() @ c.x[i])
-    prefill = c.us(lambda i: torch.ops.zerolora.rank_expand(c.dh, c.down_t, 0.0, None))
-    t_share = c.us(lambda i: c.dx.addmm_(c.dh, c.down))
-    # Accumulating into the prefilled output costs the frozen product nothing (beta = 1; see the layer table).
-    mine, theirs = dy + da + prefill, t_dy + t_da + t_share
-    if c.T < FEW_TOKENS:  # other products are chosen there: the whole backward less the frozen product
-        frozen = c.us(lambda i: torch.mm(c.dy[i], c.weight, out=c.dx))
-        mine, theirs = c.us(lambda i: c.backward(i, c.h)) - frozen, c.us(c.torch_backward) - frozen
+    h, t_h = c.us(lambda i: run(c.x[i], c.down, None, 0.0, None), lambda i: c.x[i] @ c.down.t())
+    dy, t_dy = c.us(lambda i: run(c.dy[i], c.up, c.h, 0.0, None), c.torch_dy)
+    da, t_da = c.us(lambda i: run(c.x[i], None, c.dh, 0.0, None), lambda i: c.dh.t() @ c.x[i])
+    # dX: from 4096 tokens on ours is written first and the frozen product adds to it; below it is added as torch does.
+    gradients, t_gradients, t_share, prefill = c.us(
+        lambda i: c.backward(i, c.h, need_x=False),
+        c.torch_gradients,
+        lambda i: c.dx.addmm_(c.dh, c.down),
+        lambda i: torch.mm(c.dh, c.down, out=c.dx),
+    )
+    mine, theirs = gradients + (prefill if c.T >= FEW_TOKENS else t_share), t_gradients + t_share
     gb = [c.T * d * 2 / us / 1e3 for d, us in ((c.width, h), (c.out, dy), (c.width, da))]
     return (
         f"{name:<9}{c.T:>6}{c.rank:>4} | {h:7.1f}{gb[0]:6.0f}{100 * gb[0] / copy:6.0f}{t_h:7.1f} |"
@@ -149,9 +152,7 @@ def table_passes(tokens: Sequence[int], ranks: Sequence[int], copy: float) -> No
 
 
 def line_of_layer(name: str, c: Case) -> str:
-    before, ours = c.us(c.frozen), c.us(c.both)
-    dropped, separate = c.us(lambda i: c.both(i, 0.1)), c.us(c.torch_both)
-    frozen = (before + c.us(c.frozen)) / 2
+    frozen, ours, separate, dropped = c.us(c.frozen, c.both, c.torch_both, lambda i: c.both(i, 0.1))
     flops = 4 * c.T * c.out * c.width + 6 * c.T * c.rank * (c.out + c.width)
     return (
         f"{name:<9}{c.T:>6}{c.rank:>4} | {frozen:8.1f}{ours:8.1f}{100 * (ours / frozen - 1):6.1f}{separate:8.1f}"
@@ -189,8 +190,10 @@ def processor_us(c: Case) -> float:
 def line_of_small(c: Case) -> str:
     targets = c.dx, torch.empty_like(c.down), torch.empty_like(c.up)
     run = torch.ops.zerolora.adapter_backward_
-    ours = c.us(lambda i: run(c.dy[i], c.x[i], c.down, c.up, c.scale, *targets, False))
-    theirs = c.us(lambda i: products(c.x[i], c.dy[i], c.down, c.up, c.scale))
+    ours, theirs = c.us(
+        lambda i: run(c.dy[i], c.x[i], c.down, c.up, c.scale, *targets, False),
+        lambda i: products(c.x[i], c.dy[i], c.down, c.up, c.scale),
+    )
     cpu = processor_us(c)
     return f"{ours:8.1f}{theirs:9.1f}{theirs / ours:6.2f} | {cpu:9.0f}{cpu / ours:7.1f}"
 
@@ -216,8 +219,13 @@ def line_of_nf4(name: str, out: int, width: int, copy: float) -> str:
         sets.append((ops.Nf4Weight.of(packed), packed, state))
     block, nested = sets[0][0].block, sets[0][0].nested_block
     run = torch.ops.zerolora.dequantize_nf4
-    mine = device_us(lambda i: run(sets[i][1], list(sets[i][0].state), out, width, block, nested, torch.bfloat16), 3)
-    theirs = device_us(lambda i: functional.dequantize_4bit(sets[i][1], sets[i][2]), 3)
+    mine, theirs = device_us(
+        [
+            lambda i: run(sets[i][1], list(sets[i][0].state), out, width, block, nested, torch.bfloat16),
+            lambda i: functional.dequantize_4bit(sets[i][1], sets[i][2]),
+        ],
+        3,
+    )
     rate = out * width * 2.516 / mine / 1e3  # 0.5 packed, 1/64 of a byte of block maxima, 2 written
     return f"{name:<9}{mine:8.1f}{rate:6.0f}{100 * rate / copy:6.0f}{theirs:8.1f}{theirs / mine:6.2f}"
 
@@ -229,28 +237,80 @@ def table_nf4(copy: float) -> None:
         print(line_of_nf4(name, out, width, copy), flush=True)
 
 
-def table_host() -> None:
-    """Time the processor spends on one call, forward and backward through autograd, at a size the card does at once."""
-    c = Case(16, 64, 64, 8, torch.bfloat16)
-    leaves = [t.requires_grad_() for t in (c.x[0], c.down, c.up)]
+HOST_COPIES = 8
+HOST_GROUPS = {  # I, each O
+    "qkv": (576, (576, 192, 192)),
+    "o": (576, (576,)),
+    "gate+up": (576, (1536, 1536)),
+    "down": (1536, (576,)),
+}
 
-    def ours() -> None:
-        ops.lora_linear(c.x[0], c.weight, None, c.down, c.up, 2.0).backward(c.dy[0])
 
-    def peft() -> None:
-        y = torch.nn.functional.linear(c.x[0], c.weight)
-        (y + (c.x[0] @ c.down.t() @ c.up.t()) * 2.0).backward(c.dy[0])
+def kernels_of(function: Callable[[], None]) -> int:
+    """Kernels, copies and fills that one call puts on the card."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
 
-    for name, function in (("ours", ours), ("separate products", peft)):
-        for _ in range(20):
-            function()
+
+def host_us(function: Callable[[], None], calls: int = 40) -> float:
+    """Best of six batches of calls: what else the machine does only adds."""
+    times = []
+    for _ in range(6):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        for _ in range(200):
+        for _ in range(calls):
             function()
-        torch.cuda.synchronize()
-        print(f"host, forward + backward, {name}: {(time.perf_counter() - begin) / 200 * 1e6:.0f} us")
-    del leaves
+        times.append((time.perf_counter() - begin) / calls * 1e6)
+    return min(times)
+
+
+def host_case(width: int, outs: Sequence[int], flat: bool, separate: bool) -> Callable[[], None]:
+    """HOST_COPIES equal groups, forward one by one and then one backward pass over them all."""
+    n = len(outs)
+    weights = [torch.randn(out, width, device="cuda").bfloat16() for out in outs]
+    grads = [torch.randn(64, out, device="cuda").bfloat16() for out in outs] * HOST_COPIES
+    shapes = [(16, width)] * n + [(out, 16) for out in outs]
+    xs, factors = [], []
+    for _ in range(HOST_COPIES):
+        xs.append(torch.randn(64, width, device="cuda").bfloat16().requires_grad_())
+        leaves = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes]
+        if flat:
+            buffer = torch.cat([leaf.detach().view(-1) for leaf in leaves]).requires_grad_()
+            pieces = buffer.split([leaf.numel() for leaf in leaves])
+            leaves = [piece.view(leaf.shape) for piece, leaf in zip(pieces, leaves, strict=True)]
+        factors.append(leaves)
+    wanted = [*xs, *(leaf for leaves in factors for leaf in leaves)]
+
+    def run() -> None:
+        ys: list[Tensor] = []
+        for x, given in zip(xs, factors, strict=True):
+            if separate:
+                pairs = zip(weights, given[:n], given[n:], strict=True)
+                ys += [x @ weight.t() + (x @ down.t() @ up.t()) * 2.0 for weight, down, up in pairs]
+            else:
+                ys += ops.lora_group(x, weights, [None] * n, given[:n], given[n:], [2.0] * n)
+        torch.autograd.grad(ys, wanted, grads)
+
+    return run
+
+
+def table_host() -> None:
+    """Time the processor spends on one group, forward and backward through autograd, at sizes the card does at once.
+
+    The groups of SmolLM2-135M at 64 tokens and rank 16, eight of each in one backward pass; "flat": the adapters are
+    views of one buffer.
+    """
+    both = f"{'host us':>8}{'kernels':>8}"
+    print(f"{'group':<9} | {'ours:':>6}{both} | {'flat:':>6}{both} | {'separate products:':>18}{both}")
+    for name, (width, outs) in HOST_GROUPS.items():
+        cells = []
+        for flat, separate in ((False, False), (True, False), (False, True)):
+            run = host_case(width, outs, flat, separate)
+            cells += [host_us(run) / HOST_COPIES, kernels_of(run) / HOST_COPIES]
+        a, ka, b, kb, c, kc = cells
+        print(f"{name:<9} | {a:14.0f}{ka:8.1f} | {b:14.0f}{kb:8.1f} | {c:26.0f}{kc:8.1f}", flush=True)
 
 
 def commit() -> str:

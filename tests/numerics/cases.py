@@ -129,7 +129,7 @@ def overspent(results: Results, truth: Results, budget: Results) -> dict[str, fl
     """For each result that leaves its budget somewhere (or holds a NaN): the largest error over its budget."""
     found = {}
     for name, value in results.named().items():
-        error = (value.double() - truth.named()[name]).abs() / budget.named()[name]
+        error = (value.detach().double() - truth.named()[name].detach()).abs() / budget.named()[name].detach()
         worst = float(error.max()) if error.numel() else 0.0
         if not worst <= 1.0:
             found[name] = worst
@@ -152,3 +152,12 @@ def separate_products(problem: Problem) -> Results:
 
 def rms(value: Tensor, truth: Tensor) -> float:
     return float((value.double() - truth).square().mean().sqrt())
+
+
+def worse_than_torch(got: Tensor, torchs: Tensor, truth: Tensor) -> str | None:
+    """None if the largest error of `got` is at most twice that of torch in the same type, plus one rounding of a value
+    of typical size; otherwise both errors.
+    """
+    floor = UNIT[got.dtype] * float(truth.square().mean().sqrt())
+    mine, theirs = (float((value.double() - truth).abs().max()) for value in (got, torchs))
+    return None if mine <= 2 * theirs + floor else f"error {mine:.3e}, torch {theirs:.3e}, floor {floor:.3e}"

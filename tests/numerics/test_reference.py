@@ -105,6 +105,15 @@ def test_gradients_that_are_not_needed_are_none():
     assert all(t.grad is not None for t in (*downs, *ups))
 
 
+def test_a_second_derivative_is_refused():
+    x, weights, _, downs, ups = group(dtype=torch.float32, bias=False)
+    ys = ops.lora_group(x, weights, [], downs, ups, [1.0, 1.0])
+    grads = [torch.randn_like(y).requires_grad_() for y in ys]
+    (grad,) = torch.autograd.grad(ys, x, grads, create_graph=True)
+    with pytest.raises(RuntimeError, match="derivative"):
+        grad.square().sum().backward()
+
+
 def test_saves_the_parameters_themselves_and_nothing_of_size_t_by_o():
     x, weights, _, downs, ups = group(dtype=torch.float32, bias=False)
     saved: list[torch.Tensor] = []

@@ -1,0 +1,136 @@
+// The adapters of one call: checked against x, and laid out as the kernels read them.
+// Legend: T tokens, I in, O out, R rank; siblings' ranks lie side by side, each padded to a multiple of 8.
+#pragma once
+#include "matrix.h"
+
+namespace zerolora {
+
+constexpr int kMaxRank = 256;
+
+inline Dropout dropout_of(double p, const std::optional<Tensor>& seed) {
+  Dropout dropout;
+  if (p == 0.0) return dropout;
+  TORCH_CHECK_VALUE(seed.has_value() && seed->scalar_type() == at::kLong && seed->is_cuda() && seed->numel() == 1,
+                    "dropout=", std::to_string(p), ": needs a seed, one int64 on the device of x");
+  dropout.seed = seed->const_data_ptr<int64_t>();
+  dropout.threshold = std::min(static_cast<uint32_t>(p * 32768.0 + 0.5), 32767u);
+  dropout.keep_scale = static_cast<float>(1.0 / (1.0 - p));
+  return dropout;
+}
+
+// ValueError, with the values, unless the adapters fit x and one another: the checks of ops/lora.py on real tensors.
+inline void check_adapters(const Tensor& x, at::IntArrayRef outs, at::TensorList downs, at::TensorList ups,
+                           at::ArrayRef<double> scales, double p) {
+  TORCH_CHECK_VALUE(!outs.empty() && outs.size() <= kMaxSiblings && downs.size() == outs.size() &&
+                        ups.size() == outs.size() && scales.size() == outs.size(),
+                    "group of ", text(outs.size()), " weights, ", text(downs.size()), " lora_down, ", text(ups.size()),
+                    " lora_up, ", text(scales.size()), " scales: as many of each, 1 to ", text(kMaxSiblings));
+  TORCH_CHECK_VALUE(x.dim() >= 2, "x of shape ", text(x), ": at least [tokens, features] is expected");
+  TORCH_CHECK_VALUE(p >= 0.0 && p < 1.0, "dropout=", std::to_string(p), ": must lie in [0, 1)");
+  for (size_t i = 0; i < outs.size(); ++i) {
+    const Tensor &down = downs[i], &up = ups[i];
+    TORCH_CHECK_VALUE(down.dim() == 2 && up.dim() == 2 && down.size(1) == x.size(-1) && up.size(0) == outs[i] &&
+                          up.size(1) == down.size(0),
+                      "x ", text(x), ", lora_down ", text(down), ", lora_up ", text(up), ", ", text(outs[i]),
+                      " outputs: expected x [..., I], lora_down [R, I], lora_up [O, R]");
+    TORCH_CHECK_VALUE(down.size(0) >= 1 && down.size(0) <= kMaxRank, "r=", text(down.size(0)),
+                      ": the operator takes ranks from 1 to ", text(kMaxRank));
+    TORCH_CHECK_VALUE(down.device() == x.device() && up.device() == x.device(), "x on ", x.device().str(),
+                      ", lora_down on ", down.device().str(), ", lora_up on ", up.device().str(),
+                      ": move them together");
+    TORCH_CHECK_VALUE(down.scalar_type() == up.scalar_type() &&
+                          (down.scalar_type() == x.scalar_type() || down.scalar_type() == at::kFloat),
+                      "x is ", type_name(x), ", lora_down ", type_name(down), ", lora_up ", type_name(up),
+                      ": adapters need the type of x or float32");
+  }
+}
+
+inline void check_biases(at::TensorList biases, at::IntArrayRef outs) {
+  bool fit = biases.empty() || biases.size() == outs.size();
+  for (size_t i = 0; fit && i < biases.size(); ++i) fit = biases[i].dim() == 1 && biases[i].size(0) == outs[i];
+  TORCH_CHECK_VALUE(fit, text(biases.size()), " biases for ", text(outs.size()),
+                    " weights: one per output of each weight, or none");
+}
+
+// Where each sibling's ranks lie in h and dh.
+struct Layout {
+  std::vector<int> begin, rank, padded;
+  int total = 0;
+  explicit Layout(at::TensorList downs) {
+    for (const Tensor& down : downs) {
+      begin.push_back(total);
+      rank.push_back(static_cast<int>(down.size(0)));
+      padded.push_back((rank.back() + 7) / 8 * 8);
+      total += padded.back();
+    }
+  }
+  size_t size() const { return begin.size(); }
+};
+
+struct Adapters {
+  Matrix downs;             // A of all siblings, [total, I]
+  std::vector<Matrix> ups;  // B of each, [O, padded]
+};
+
+inline bool usable_as_is(const Tensor& tensor, DType type) { return type_of(tensor) == type && tensor.is_contiguous(); }
+
+// Whether all A lie one after the other in memory already, as in one flat buffer of all adapters.
+inline bool downs_adjacent(at::TensorList downs, const Layout& layout, DType type) {
+  const char* next = static_cast<const char*>(downs[0].const_data_ptr());
+  for (size_t i = 0; i < downs.size(); ++i) {
+    if (layout.rank[i] != layout.padded[i] || !usable_as_is(downs[i], type) || downs[i].const_data_ptr() != next)
+      return false;
+    next += downs[i].numel() * bytes_of(type);
+  }
+  return true;
+}
+
+inline PackJob pack_job(const Tensor& source, DType type, void* target, int64_t rows, int64_t cols) {
+  return {source.const_data_ptr(), type_of(source), type,   source.stride(0), source.stride(1),
+          source.size(0),          source.size(1),  target, rows,             cols};
+}
+
+// The adapters in x's type and padded; whatever has that form already is used where it lies, the rest is copied in one
+// launch.
+inline Adapters pack_adapters(at::TensorList downs, at::TensorList ups, const Layout& layout, const Tensor& x,
+                              cudaStream_t stream) {
+  const DType type = type_of(x);
+  const int64_t width = x.size(-1);
+  Adapters packed;
+  packed.downs = {nullptr, layout.total, width, width, type, {}};
+  packed.ups.resize(layout.size());
+  const bool copy_downs = !downs_adjacent(downs, layout, type);
+  if (!copy_downs) packed.downs.data = downs[0].data_ptr();
+  int64_t elements = copy_downs ? layout.total * width : 0;
+  for (size_t i = 0; i < layout.size(); ++i) {
+    const bool copy = layout.rank[i] != layout.padded[i] || !usable_as_is(ups[i], type);
+    packed.ups[i] = {copy ? nullptr : ups[i].data_ptr(), ups[i].size(0), layout.padded[i], layout.padded[i], type, {}};
+    if (copy) elements += ups[i].size(0) * layout.padded[i] + 8;  // + 8: each begins at a multiple of 16 bytes
+  }
+  if (elements == 0) return packed;
+  packed.downs.owner = at::empty({elements + 8}, x.options());
+  char* next = static_cast<char*>(packed.downs.owner.data_ptr());
+  const auto take = [&next, type](int64_t count) {
+    char* const here = next;
+    next += (count + 7) / 8 * 8 * bytes_of(type);
+    return here;
+  };
+  std::array<PackJob, kMaxPackJobs> jobs;
+  int count = 0;
+  if (copy_downs) {
+    char* const all = take(layout.total * width);
+    for (size_t i = 0; i < layout.size(); ++i)
+      jobs[count++] =
+          pack_job(downs[i], type, all + layout.begin[i] * width * bytes_of(type), layout.padded[i], width);
+    packed.downs.data = all;
+  }
+  for (size_t i = 0; i < layout.size(); ++i) {
+    if (packed.ups[i].data != nullptr) continue;
+    packed.ups[i].data = take(packed.ups[i].rows * packed.ups[i].cols);
+    jobs[count++] = pack_job(ups[i], type, packed.ups[i].data, packed.ups[i].rows, packed.ups[i].cols);
+  }
+  check(launch_pack(jobs.data(), count, stream), "packing the adapters");
+  return packed;
+}
+
+}  // namespace zerolora

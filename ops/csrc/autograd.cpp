@@ -1,0 +1,169 @@
+// The derivative of `lora_forward` and `nf4_forward` for CUDA tensors: what ops/lora.py and ops/nf4.py register for all
+// devices, without a line of Python in the forward or the backward pass.
+//
+// Kept in between: x, h, the seed, and the weights and adapters as they were given, so that what frees a Parameter
+// after the forward and brings it back before the backward (ZeRO-3) acts on the very same tensor.
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace zerolora {
+namespace {
+
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+using MaybeTensor = std::optional<Tensor>;
+using Scales = at::ArrayRef<double>;
+using torch::autograd::AutogradContext;
+
+using Outputs = std::tuple<Tensors, Tensor>;            // ys, h
+using Gradients = std::tuple<Tensor, Tensors, Tensors>;  // of x, of A, of B
+using LoraForward = Outputs(const Tensor&, at::TensorList, at::TensorList, at::TensorList, at::TensorList, Scales,
+                            double, const MaybeTensor&);
+using LoraBackward = Gradients(at::TensorList, const Tensor&, at::TensorList, at::TensorList, at::TensorList,
+                               const Tensor&, Scales, double, const MaybeTensor&, bool, bool, bool);
+using Nf4Forward = Outputs(const Tensor&, at::TensorList, at::TensorList, at::IntArrayRef, int64_t, int64_t,
+                           at::TensorList, at::TensorList, at::TensorList, Scales, double, const MaybeTensor&);
+using Nf4Backward = Gradients(at::TensorList, const Tensor&, at::TensorList, at::TensorList, at::IntArrayRef, int64_t,
+                              int64_t, at::TensorList, at::TensorList, const Tensor&, Scales, double,
+                              const MaybeTensor&, bool, bool, bool);
+
+template <typename Signature> c10::TypedOperatorHandle<Signature> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// How the frozen weights are given: as they are, or packed to 4 bits (then `states` is not empty).
+struct Base {
+  at::TensorList weights, states;
+  at::IntArrayRef rows;
+  int64_t block = 0, nested_block = 0;
+};
+
+Outputs call_forward(const Tensor& x, const Base& base, at::TensorList biases, at::TensorList downs,
+                     at::TensorList ups, Scales scales, double p, const MaybeTensor& seed) {
+  static const auto lora = find<LoraForward>("zerolora::lora_forward");
+  static const auto nf4 = find<Nf4Forward>("zerolora::nf4_forward");
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  if (base.states.empty()) return lora.call(x, base.weights, biases, downs, ups, scales, p, seed);
+  return nf4.call(x, base.weights, base.states, base.rows, base.block, base.nested_block, biases, downs, ups, scales,
+                  p, seed);
+}
+
+Gradients call_backward(at::TensorList grads, const Tensor& x, const Base& base, at::TensorList downs,
+                        at::TensorList ups, const Tensor& h, Scales scales, double p, const MaybeTensor& seed,
+                        bool need_x, bool need_down, bool need_up) {
+  static const auto lora = find<LoraBackward>("zerolora::lora_backward");
+  static const auto nf4 = find<Nf4Backward>("zerolora::nf4_backward");
+  // With create_graph the dispatcher has to see the call: a derivative of it must be refused.
+  std::optional<at::AutoDispatchBelowADInplaceOrView> guard;
+  if (!at::GradMode::is_enabled()) guard.emplace();
+  if (base.states.empty())
+    return lora.call(grads, x, base.weights, downs, ups, h, scales, p, seed, need_x, need_down, need_up);
+  return nf4.call(grads, x, base.weights, base.states, base.rows, base.block, base.nested_block, downs, ups, h, scales,
+                  p, seed, need_x, need_down, need_up);
+}
+
+// Variables in the order of the arguments below: x, weights, states, biases, downs, ups, then the seed.
+struct Group : torch::autograd::Function<Group> {
+  static Tensors forward(AutogradContext* ctx, const Tensor& x, const at::TensorList& weights,
+                         const at::TensorList& states, const at::TensorList& biases, const at::TensorList& downs,
+                         const at::TensorList& ups, at::IntArrayRef rows, int64_t block, int64_t nested_block,
+                         Scales scales, double p, const MaybeTensor& seed) {
+    const Base base{weights, states, rows, block, nested_block};
+    auto [outputs, h] = call_forward(x, base, biases, downs, ups, scales, p, seed);
+    Tensors saved{x, h, seed.value_or(Tensor())};
+    for (const at::TensorList& list : {weights, downs, ups, states})
+      saved.insert(saved.end(), list.begin(), list.end());
+    ctx->save_for_backward(std::move(saved));
+    ctx->saved_data["counts"] = std::vector<int64_t>{static_cast<int64_t>(weights.size()),
+                                                     static_cast<int64_t>(states.size()),
+                                                     static_cast<int64_t>(biases.size()), block, nested_block};
+    ctx->saved_data["rows"] = rows.vec();
+    ctx->saved_data["scales"] = scales.vec();
+    ctx->saved_data["p"] = p;
+    ctx->set_materialize_grads(false);  // h has no gradient, and zeros of its size would be made for it
+    outputs.push_back(h);
+    ctx->mark_non_differentiable({outputs.back()});
+    return std::move(outputs);
+  }
+
+  static Tensors backward(AutogradContext* ctx, Tensors grads) {
+    const std::vector<int64_t> counts = ctx->saved_data["counts"].toIntVector();
+    const size_t n = counts[0], states = counts[1], biases = counts[2];
+    const Tensors saved = ctx->get_saved_variables();
+    const at::TensorList all(saved);
+    const Tensor& x = all[0];
+    const at::TensorList weights = all.slice(3, n), downs = all.slice(3 + n, n), ups = all.slice(3 + 2 * n, n);
+    const size_t first_bias = 1 + n + states, first_down = first_bias + biases, first_up = first_down + n;
+    const auto any_needed = [&](size_t first) {
+      bool any = false;
+      for (size_t i = first; i < first + n; ++i) any = any || ctx->needs_input_grad(i);
+      return any;
+    };
+    TORCH_CHECK_VALUE(!any_needed(1), "weight.requires_grad=True: the fused operator has no gradient of the base"
+                                      " weight; freeze it");
+    grads.pop_back();  // h's
+    for (size_t i = 0; i < n; ++i) {
+      if (grads[i].defined()) continue;  // a sibling whose output was not used
+      std::vector<c10::SymInt> shape = x.sym_sizes().vec();
+      shape.back() = ups[i].sym_size(0);
+      grads[i] = at::zeros_symint(shape, x.options());
+    }
+    const std::vector<int64_t> rows = ctx->saved_data["rows"].toIntVector();
+    const std::vector<double> scales = ctx->saved_data["scales"].toDoubleVector();
+    const Base base{weights, all.slice(3 + 3 * n, states), rows, counts[3], counts[4]};
+    const MaybeTensor seed = all[2].defined() ? MaybeTensor(all[2]) : std::nullopt;
+    const auto [grad_x, grad_downs, grad_ups] =
+        call_backward(grads, x, base, downs, ups, all[1], scales, ctx->saved_data["p"].toDouble(), seed,
+                      ctx->needs_input_grad(0), any_needed(first_down), any_needed(first_up));
+    Tensors results(first_up + n + 6);  // undefined: no gradient; 6 arguments follow the lists
+    if (ctx->needs_input_grad(0)) results[0] = grad_x;
+    for (size_t i = 0; i < biases; ++i) {
+      if (!ctx->needs_input_grad(first_bias + i)) continue;
+      std::vector<int64_t> leading(grads[i].dim() - 1);
+      for (size_t d = 0; d < leading.size(); ++d) leading[d] = static_cast<int64_t>(d);
+      results[first_bias + i] = grads[i].sum(leading);
+    }
+    std::copy(grad_downs.begin(), grad_downs.end(), results.begin() + static_cast<int64_t>(first_down));
+    std::copy(grad_ups.begin(), grad_ups.end(), results.begin() + static_cast<int64_t>(first_up));
+    return results;
+  }
+};
+
+Outputs split(Tensors outputs) {
+  Tensor h = std::move(outputs.back());
+  outputs.pop_back();
+  return {std::move(outputs), std::move(h)};
+}
+
+Outputs lora_forward(const Tensor& x, at::TensorList weights, at::TensorList biases, at::TensorList downs,
+                     at::TensorList ups, Scales scales, double p, const MaybeTensor& seed) {
+  return split(Group::apply(x, weights, at::TensorList(), biases, downs, ups, at::IntArrayRef(), int64_t{0},
+                            int64_t{0}, scales, p, seed));
+}
+
+Outputs nf4_forward(const Tensor& x, at::TensorList packed, at::TensorList states, at::IntArrayRef rows, int64_t block,
+                    int64_t nested_block, at::TensorList biases, at::TensorList downs, at::TensorList ups,
+                    Scales scales, double p, const MaybeTensor& seed) {
+  return split(
+      Group::apply(x, packed, states, biases, downs, ups, rows, block, nested_block, scales, p, seed));
+}
+
+}  // namespace
+
+// For CUDA tensors alone: others keep the formula that Python registered for every device.
+TORCH_LIBRARY_IMPL(zerolora, AutogradCUDA, library) {
+  library.impl("lora_forward", lora_forward);
+  library.impl("nf4_forward", nf4_forward);
+  // A second derivative is refused, not silently zero.
+  library.impl("lora_backward", torch::autograd::autogradNotImplementedFallback());
+  library.impl("nf4_backward", torch::autograd::autogradNotImplementedFallback());
+}
+
+}  // namespace zerolora

@@ -1,0 +1,130 @@
+// Matrices in device memory for the kernels and for cuBLAS: pointers and strides, so that a call makes no tensor views.
+#pragma once
+#include <ATen/ATen.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cublas_v2.h>
+
+#include <array>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace zerolora {
+
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+
+// Values in messages, as Python writes them; without a stream's locale, which a libstdc++ that is linked statically (as
+// on some images) does not share with torch's: writing a number through it crashes.
+inline std::string text(int64_t value) { return std::to_string(value); }
+inline std::string text(at::IntArrayRef shape) {
+  std::string line = "(";
+  for (size_t i = 0; i < shape.size(); ++i) line += (i > 0 ? ", " : "") + text(shape[i]);
+  return line + (shape.size() == 1 ? ",)" : ")");
+}
+inline std::string text(const Tensor& tensor) { return text(tensor.sizes()); }
+inline const char* type_name(const Tensor& tensor) { return c10::toString(tensor.scalar_type()); }
+
+inline void check(cudaError_t status, const char* what) {
+  TORCH_CHECK(status == cudaSuccess, "zerolora: ", what, ": ", cudaGetErrorString(status));
+}
+
+inline const Device& card_of(const Tensor& tensor) {
+  constexpr int kMaxDevices = 64;
+  static std::array<Device, kMaxDevices> devices;
+  static std::array<std::once_flag, kMaxDevices> known;
+  const int index = tensor.get_device();
+  TORCH_CHECK(index >= 0 && index < kMaxDevices, "zerolora: CUDA device index ", text(index), " is not below ",
+              text(kMaxDevices));
+  std::call_once(known[index], [index] {
+    const auto read = [index](cudaDeviceAttr attribute) {
+      int value = 0;
+      check(cudaDeviceGetAttribute(&value, attribute, index), "reading a device attribute");
+      return value;
+    };
+    devices[index] =
+        Device{read(cudaDevAttrMultiProcessorCount),
+               10 * read(cudaDevAttrComputeCapabilityMajor) + read(cudaDevAttrComputeCapabilityMinor),
+               read(cudaDevAttrMaxSharedMemoryPerBlockOptin), read(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
+  });
+  return devices[index];
+}
+
+inline DType type_of(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat: return DType::f32;
+    case at::kHalf: return DType::f16;
+    case at::kBFloat16: return DType::bf16;
+    default:
+      TORCH_CHECK_VALUE(false, "dtype=", c10::toString(type),
+                        ": the CUDA operator takes float32, float16 and bfloat16");
+  }
+}
+inline DType type_of(const Tensor& tensor) { return type_of(tensor.scalar_type()); }
+inline int64_t bytes_of(DType type) { return type == DType::f32 ? 4 : 2; }
+
+// Row-major with contiguous rows. `owner` keeps what is not the caller's alive.
+struct Matrix {
+  void* data = nullptr;
+  int64_t rows = 0, cols = 0, ld = 0;
+  DType type = DType::f32;
+  Tensor owner;
+
+  Matrix columns(int64_t begin, int64_t count) const {
+    return {static_cast<char*>(data) + begin * bytes_of(type), rows, count, ld, type, owner};
+  }
+};
+
+// A tensor's leading dimensions flattened: [T, width]; a copy only where rows are not contiguous or evenly spaced.
+inline Matrix rows_of(const Tensor& tensor) {
+  const int64_t width = tensor.size(-1), rows = width == 0 ? 0 : tensor.numel() / width;
+  if (tensor.is_contiguous()) return {tensor.data_ptr(), rows, width, width, type_of(tensor), tensor};
+  const Tensor flat = tensor.reshape({-1, width});
+  const bool strided = flat.stride(1) == 1 && (flat.stride(0) >= width || rows <= 1);
+  const Tensor owner = strided ? flat : flat.contiguous();
+  return {owner.data_ptr(), rows, width, rows <= 1 ? width : owner.stride(0), type_of(owner), owner};
+}
+
+inline std::vector<int64_t> shape_like(const Tensor& x, int64_t last) {
+  std::vector<int64_t> shape = x.sizes().vec();
+  shape.back() = last;
+  return shape;
+}
+
+// C = alpha op(A) op(B) + beta C by cuBLAS on torch's handle (its stream, workspace and precision settings); op
+// transposes where `turn_*` says so.
+inline void product(const Matrix& c, float alpha, const Matrix& a, bool turn_a, const Matrix& b, bool turn_b,
+                    float beta, cudaStream_t stream) {
+  if (c.rows == 0 || c.cols == 0) return;
+  const int64_t depth = turn_a ? a.rows : a.cols;
+  if (depth == 0) {  // no terms: cuBLAS is not asked
+    const auto bytes = [&](int64_t count) { return static_cast<size_t>(count * bytes_of(c.type)); };
+    if (beta == 0.f)
+      check(cudaMemset2DAsync(c.data, bytes(c.ld), 0, bytes(c.cols), static_cast<size_t>(c.rows), stream),
+            "clearing an empty product");
+    return;
+  }
+  const auto allow = at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK;
+  const at::Context& context = at::globalContext();
+  const bool exact = (c.type == DType::f16 && context.allowFP16ReductionCuBLAS() != allow) ||
+                     (c.type == DType::bf16 && context.allowBF16ReductionCuBLAS() != allow);
+  const cudaDataType_t type = c.type == DType::f32 ? CUDA_R_32F : c.type == DType::f16 ? CUDA_R_16F : CUDA_R_16BF;
+  const cublasHandle_t handle = at::cuda::getCurrentCUDABlasHandle();
+  if (exact) cublasSetMathMode(handle, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION);
+  // cuBLAS reads columns: it computes C^T = op(B)^T op(A)^T.
+  const auto size = [](int64_t count) { return static_cast<int>(count); };
+  const cublasStatus_t status =
+      cublasGemmEx(handle, turn_b ? CUBLAS_OP_T : CUBLAS_OP_N, turn_a ? CUBLAS_OP_T : CUBLAS_OP_N, size(c.cols),
+                   size(c.rows), size(depth), &alpha, b.data, type, size(b.ld), a.data, type, size(a.ld), &beta, c.data,
+                   type, size(c.ld), CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT_TENSOR_OP);
+  if (exact) cublasSetMathMode(handle, CUBLAS_DEFAULT_MATH);
+  TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "zerolora: cuBLAS: ", cublasGetStatusString(status), " for ",
+              text({c.rows, depth}), " x ", text({depth, c.cols}));
+}
+
+}  // namespace zerolora
