@@ -38,7 +38,7 @@ def build_model(
         shards=shards,
     )
     match_vocabulary(model, tokenizer)
-    fusion = [apply_liger(model, config.ops.liger, device, compiled=config.training.torch_compile)]
+    fusion = _replace_elementwise(model, config, device)
     # The adapter's first values depend on the seed alone, not on what loading drew before.
     set_seed(config.seed)
     if config.adapter != "none":
@@ -50,11 +50,52 @@ def build_model(
         if shards is not None:
             shards.attach(model)
         fusion += _fuse(model, config, tokenizer.pad_token_id, device)
+        if _forgets(config):
+            from trainer.elementwise import forget_inputs
+
+            forget_inputs(model)
     if config.zero.stage == 3:
         fusion.append(_gathering(config, shards))
     set_seed(config.seed + ranks.rank)
     recomputation = enable_recomputation(model, config.training)
     return model, fusion + ([recomputation] if recomputation else [])
+
+
+def _replace_elementwise(model: Any, config: RunConfig, device: torch.device) -> list[str]:
+    """Our norms, SwiGLU and rotary embedding where they fit, Liger's for what is left."""
+    ops_config, compiled = config.ops, config.training.torch_compile
+    lines: list[str] = []
+    done: set[str] = set()
+    ours = ops_config.liger == "auto" and device.type == "cuda" and not compiled
+    if ours and ops_config.backend != "peft" and ops_config.backend != "reference":
+        import ops
+        from trainer.elementwise import replace_elementwise
+
+        try:
+            backend = ops.load(ops_config.backend)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        if backend.name == "cuda":
+            frozen = config.adapter != "none"
+            forgets = _forgets(config)
+            replaced = replace_elementwise(
+                model,
+                frozen_norms=frozen,
+                recompute=forgets,
+                recompute_norms=forgets and ops_config.forget == "norms",
+            )
+            lines, done = replaced.lines(), replaced.whole()
+    return [*lines, apply_liger(model, ops_config.liger, device, compiled=compiled, done=done)]
+
+
+def _forgets(config: RunConfig) -> bool:
+    """True where cheap results are computed again in the backward pass and not kept.
+
+    Gradient checkpointing keeps none of them; DeepSpeed's own stage 3 has taken the norm's weight away by then.
+    """
+    partitioned = config.zero.stage == 3 and not gathers_by_layer(config)
+    keeps_all = config.ops.forget == "none" or config.adapter == "none" or partitioned
+    return config.training.gradient_checkpointing == "none" and not keeps_all
 
 
 def _layer_shards(config: RunConfig, tokenizer: Any, ranks: Ranks, device: torch.device) -> LayerShards | None:

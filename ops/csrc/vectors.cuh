@@ -1,0 +1,48 @@
+// 16 bytes at a time where the addresses allow it: what the element-wise kernels share.
+#pragma once
+#include "common.cuh"
+#include "elementwise.h"
+
+namespace zerolora {
+
+// W neighbours, loaded and stored in one instruction.
+template <int kBytes> struct WordOf;
+template <> struct WordOf<2> { using type = unsigned short; };
+template <> struct WordOf<4> { using type = unsigned int; };
+template <> struct WordOf<16> { using type = uint4; };
+template <typename T, int W> struct alignas(sizeof(T) * W) Pack {
+  using Word = typename WordOf<sizeof(T) * W>::type;
+  T values[W];
+};
+template <typename T, int W> __device__ __forceinline__ Pack<T, W> load(const T* from) {
+  const auto word = *reinterpret_cast<const typename Pack<T, W>::Word*>(from);
+  Pack<T, W> pack;
+  memcpy(&pack, &word, sizeof(word));
+  return pack;
+}
+template <typename T, int W> __device__ __forceinline__ void store(T* to, const Pack<T, W>& pack) {
+  typename Pack<T, W>::Word word;
+  memcpy(&word, &pack, sizeof(word));
+  // The intrinsic: left to itself the compiler splits some 16-byte stores into words of 4.
+  __stwb(reinterpret_cast<typename Pack<T, W>::Word*>(to), word);
+}
+// Elements of a 16-byte vector.
+template <typename T> constexpr int kWide = 16 / static_cast<int>(sizeof(T));
+
+inline bool on_vector(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
+inline bool on_vector(const Rows& rows, int width) { return on_vector(rows.data) && rows.ld % width == 0; }
+inline bool on_vector(const Heads& side, int width) {
+  return on_vector(side.data) && on_vector(side.out) && side.stride_b % width == 0 && side.stride_h % width == 0 &&
+         side.stride_t % width == 0;
+}
+
+// Calls `run` with a null pointer of the element type.
+template <typename Run> void by_type(DType dtype, Run run) {
+  switch (dtype) {
+    case DType::f32: run(static_cast<float*>(nullptr)); break;
+    case DType::f16: run(static_cast<__half*>(nullptr)); break;
+    case DType::bf16: run(static_cast<__nv_bfloat16*>(nullptr)); break;
+  }
+}
+
+}  // namespace zerolora

@@ -1,0 +1,266 @@
+"""RMSNorm, SiLU times another matrix and rotary embedding, and how their results are forgotten until the backward.
+
+The norm's weight is frozen: its gradient, a sum over all tokens, is not computed. A result that costs one pass over
+memory (the norm's output, silu(gate) up) need not be kept for the backward of the layer that reads it: `forgetting`
+replaces it there by the recipe, whose inputs are kept anyway.
+
+Legend: T tokens (leading dimensions flattened), D width, B batch, H heads, R rotary width.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops.lora import refuse_second_derivative
+
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+for _schema in (
+    "rms_norm_forward(Tensor x, Tensor weight, float eps, float offset) -> (Tensor y, Tensor rstd)",
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd, float offset) -> Tensor",
+    "silu_mul(Tensor gate, Tensor up) -> Tensor",
+    "silu_mul_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)",
+    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor q_out, Tensor k_out)",
+    "rope_backward(Tensor grad_q, Tensor grad_k, Tensor cos, Tensor sin) -> (Tensor out_q, Tensor out_k)",
+):
+    torch.library.define(f"zerolora::{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2], tags=_TAGS)
+_NORM = torch.ops.zerolora.rms_norm_forward.default
+_SILU_MUL = torch.ops.zerolora.silu_mul.default
+_ROPE = torch.ops.zerolora.rope.default
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """y = x rstd (offset + w), rstd = (mean(x^2) + eps)^(-1/2) over the last dimension, computed in fp32.
+
+    x [..., D], weight [D] of the same type. With offset 0 the normalised value is rounded to the type of x before the
+    weight, as in Llama; otherwise only the result is, as in Gemma. A weight that wants a gradient gets it from plain
+    torch. Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467. Raises ValueError for shapes and types.
+    """
+    if weight.requires_grad and torch.is_grad_enabled():
+        return plain_rms_norm(x, weight, eps, offset)
+    y: Tensor = _NORM(x, weight, eps, offset)[0]
+    return y
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """h = silu(gate) up with silu(v) = v / (1 + exp(-v)) rounded before the product; gate and up of one shape, type.
+
+    Shazeer 2020, https://arxiv.org/abs/2002.05202. Raises ValueError for shapes and types that differ.
+    """
+    h: Tensor = _SILU_MUL(gate, up)
+    return h
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k turned by their position's angles: x cos + [-x2, x1] sin for the halves [x1, x2] of the first R elements.
+
+    q [B, H, T, D] and k [B, H', T, D] of any strides, cos and sin [B or 1, T, R], all of one type; elements past R pass
+    unchanged. The results lie in memory as [B, T, H, D], for the attention to read. Su et al. 2021,
+    https://arxiv.org/abs/2104.09864. Raises ValueError for shapes and types that do not fit.
+    """
+    rotated: tuple[Tensor, Tensor] = _ROPE(q, k, cos, sin)
+    return rotated
+
+
+@contextmanager
+def forgetting(result: Tensor, recompute: Callable[[], Tensor]) -> Iterator[None]:
+    """While its body runs, what saves `result` for its backward keeps `recompute` instead.
+
+    `recompute()` must give the same values, in any shape of as many elements, from tensors that are kept anyway.
+    """
+    address, elements, dtype = result.data_ptr(), result.numel(), result.dtype
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.data_ptr() == address and tensor.numel() == elements and tensor.dtype == dtype:
+            if tensor.is_contiguous():
+                return tensor.shape, recompute
+        return tensor
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        shape, recipe = packed
+        with torch.no_grad():
+            again: Tensor = recipe().view(shape)
+        return again
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In the type of the arithmetic: fp32, or fp64 for fp64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """`rms_norm` in plain torch, with the gradient of the weight."""
+    wide = _wide(x)
+    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if offset == 0.0:
+        return normal.to(x.dtype) * weight
+    return (normal * (offset + _wide(weight))).to(x.dtype)
+
+
+def reference_rms_norm_forward(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """`rms_norm_forward` in plain torch: y [..., D] and rstd [T]."""
+    _check_norm(x, weight)
+    rstd = torch.rsqrt(_wide(x).square().mean(-1) + eps).reshape(-1)
+    return plain_rms_norm(x, weight, eps, offset).contiguous(), rstd
+
+
+def reference_rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float) -> Tensor:
+    """dx = rstd (g - n mean(g n)) with g = grad (offset + w), n = x rstd."""
+    rstd = rstd.view(*x.shape[:-1], 1)
+    normal, g = _wide(x) * rstd, _wide(grad) * (offset + _wide(weight))
+    return (rstd * (g - normal * (g * normal).mean(-1, keepdim=True))).to(x.dtype).contiguous()
+
+
+def reference_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu_mul` in plain torch."""
+    _check_alike(gate=gate, up=up)
+    return (torch.nn.functional.silu(gate) * up).contiguous()
+
+
+def reference_silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """grad_gate = grad up s (1 + gate (1 - s)) with s = 1 / (1 + exp(-gate)), grad_up = grad silu(gate)."""
+    g, v = _wide(grad), _wide(gate)
+    s = torch.sigmoid(v)
+    grad_gate = g * _wide(up) * s * (1 + v * (1 - s))
+    return grad_gate.to(gate.dtype).contiguous(), (g * _wide((v * s).to(gate.dtype))).to(gate.dtype).contiguous()
+
+
+def reference_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`rope` in plain torch."""
+    return _rotated(q, k, cos, sin, transposed=False)
+
+
+def reference_rope_backward(grad_q: Tensor, grad_k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The transpose of `rope`, which for the usual angles turns by their opposites."""
+    return _rotated(grad_q, grad_k, cos, sin, transposed=True)
+
+
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    _check_rope(q, k, cos, sin)
+    R, half = cos.shape[-1], cos.shape[-1] // 2
+    wide_cos, wide_sin = _wide(cos)[:, None], _wide(sin)[:, None]
+    if transposed:
+        wide_sin = -torch.cat([wide_sin[..., half:], wide_sin[..., :half]], dim=-1)
+    results = []
+    for x in (q, k):
+        turned = _wide(x[..., :R])
+        crossed = torch.cat([-turned[..., half:], turned[..., :half]], dim=-1)
+        out = _like_projection(x)
+        out[..., :R] = (turned * wide_cos + crossed * wide_sin).to(x.dtype)
+        out[..., R:] = x[..., R:]
+        results.append(out)
+    return results[0], results[1]
+
+
+def _like_projection(x: Tensor) -> Tensor:
+    """Uninitialised [B, H, T, D] whose memory is [B, T, H, D]."""
+    B, H, T, D = x.shape
+    return x.new_empty(B, T, H, D).transpose(1, 2)
+
+
+def _check_norm(x: Tensor, weight: Tensor) -> None:
+    if weight.dim() != 1 or x.dim() < 1 or weight.shape[0] != x.shape[-1]:
+        raise ValueError(f"weight {tuple(weight.shape)} for x {tuple(x.shape)}: expected [D] and [..., D]")
+    _check_alike(same_shape=False, x=x, weight=weight)
+
+
+def _check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+    _check_alike(same_shape=False, q=q, k=k, cos=cos, sin=sin)
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}"
+    if q.dim() != 4 or k.dim() != 4 or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
+        raise ValueError(f"{shapes}: expected q and k as [B, heads, T, D] of one B, T and D")
+    if cos.dim() != 3 or cos.shape != sin.shape or cos.shape[1] != q.shape[2] or cos.shape[0] not in (1, q.shape[0]):
+        raise ValueError(f"{shapes}: expected cos and sin as [B or 1, T, R]")
+    if cos.shape[2] % 2 or q.shape[3] % 2 or cos.shape[2] > q.shape[3]:
+        raise ValueError(f"{shapes}: rotary width and D must be even, the first not above the second")
+
+
+def _check_alike(same_shape: bool = True, **tensors: Tensor) -> None:
+    (name, first), *others = tensors.items()
+    for other, tensor in others:
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            raise ValueError(
+                f"{other} is {tensor.dtype} on {tensor.device}, {name} is {first.dtype} on {first.device}: "
+                "convert one of them"
+            )
+        if same_shape and tensor.shape != first.shape:
+            raise ValueError(f"{name} {tuple(first.shape)} and {other} {tuple(tensor.shape)}: expected the same shape")
+
+
+REFERENCE: dict[str, Callable[..., Any]] = {
+    "rms_norm_forward": reference_rms_norm_forward,
+    "rms_norm_backward": reference_rms_norm_backward,
+    "silu_mul": reference_silu_mul,
+    "silu_mul_backward": reference_silu_mul_backward,
+    "rope": reference_rope,
+    "rope_backward": reference_rope_backward,
+}
+
+
+def _fake_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    _check_norm(x, weight)
+    rstd_dtype = x.dtype if x.dtype == torch.float64 else torch.float32
+    return x.new_empty(x.shape), x.new_empty(x.numel() // x.shape[-1], dtype=rstd_dtype)
+
+
+def _fake_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    _check_rope(q, k, cos, sin)
+    return _like_projection(q), _like_projection(k)
+
+
+def _fake_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    _check_alike(gate=gate, up=up)
+    return gate.new_empty(gate.shape)
+
+
+_FAKE: dict[str, Callable[..., Any]] = {
+    "rms_norm_forward": _fake_norm,
+    "rms_norm_backward": lambda grad, x, weight, rstd, offset: x.new_empty(x.shape),
+    "silu_mul": _fake_silu_mul,
+    "silu_mul_backward": lambda grad, gate, up: (gate.new_empty(gate.shape), gate.new_empty(gate.shape)),
+    "rope": _fake_rope,
+    "rope_backward": _fake_rope,
+}
+for _name, _function in REFERENCE.items():
+    torch.library.impl(f"zerolora::{_name}", "cpu")(_function)
+    torch.library.register_fake(f"zerolora::{_name}")(_FAKE[_name])
+
+
+# The derivatives where ops/csrc/elementwise.cpp has not put its own: on other devices than CUDA's.
+def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _, ctx.offset = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _derive_norm(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
+    if ctx.needs_input_grad[1]:
+        raise ValueError("weight.requires_grad=True: the operator has no gradient of the weight")
+    return torch.ops.zerolora.rms_norm_backward(grad, *ctx.saved_tensors, ctx.offset), None, None, None
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[-2:])  # gate and up, or cos and sin
+
+
+def _derive_silu_mul(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    grads: tuple[Tensor, Tensor] = torch.ops.zerolora.silu_mul_backward(grad, *ctx.saved_tensors)
+    return grads
+
+
+def _derive_rope(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Any, ...]:
+    return *torch.ops.zerolora.rope_backward(grad_q, grad_k, *ctx.saved_tensors), None, None
+
+
+torch.library.register_autograd("zerolora::rms_norm_forward", _derive_norm, setup_context=_save_norm)
+torch.library.register_autograd("zerolora::silu_mul", _derive_silu_mul, setup_context=_save_inputs)
+torch.library.register_autograd("zerolora::rope", _derive_rope, setup_context=_save_inputs)
+for _name in ("rms_norm_backward", "silu_mul_backward", "rope_backward"):
+    torch.library.register_autograd(f"zerolora::{_name}", refuse_second_derivative)
