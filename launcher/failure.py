@@ -1,16 +1,25 @@
-"""What to tell the user when a run has failed: which rank, how it ended, its last traceback, where the rest is."""
+"""What to tell the user when a run has failed: which rank, where, how it ended, its last traceback, the cause."""
 
 import re
+import shutil
 import signal
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from launcher.beats import Beat, own_host, read_beats
 from launcher.terminal import say
 
 TRACEBACK_LINES = 12
 TAIL_LINES = 6
 LINE_WIDTH = 300
+GIB = 2**30
+# Ranks that end this close to each other ended of themselves, not because a launcher was tidying up.
+TOGETHER_S = 0.5
+LITTLE_GIB = 1.0
 _TRACEBACK = "Traceback (most recent call last):"
+_STACK_MARK = "Python stack of rank"
 _DEEPSPEED_INFO = re.compile(r"\] \[INFO\] \[")
 # torch puts this before each line of a traceback once the process group exists.
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
@@ -19,11 +28,105 @@ _CONSEQUENCE = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|\bNCCL\b|\bgloo\b", re.I
 )
 _CAUSES = {
-    signal.SIGKILL: "usually host memory ran out: `dmesg | tail` says so; fewer dataset.workers, zero.offload_* off",
-    signal.SIGBUS: "usually /dev/shm is full: `df -h /dev/shm`; in a container start it with --shm-size=8g",
     signal.SIGSEGV: "a crash in native code; its Python stack is at the end of the log",
     signal.SIGABRT: "native code gave up; its reason is at the end of the log",
 }
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a rank ended."""
+
+    when: float
+    """By time.monotonic()."""
+    status: int | None = None
+    """Its exit code, negative for a signal; None if only its parent has learned it."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Everything known about a run that has failed."""
+
+    logs: Path
+    old_sizes: Mapping[str, int]
+    """Bytes in each log before the run."""
+    deaths: Mapping[int, Death]
+    """The ranks that failed."""
+    code: int
+    """Exit code of the launcher below; of DeepSpeed's 256 - N where a rank was killed by signal N."""
+    oom_struck: bool | None = None
+    """Whether the kernel's out-of-memory killer ended processes of this host meanwhile; None if it does not tell."""
+
+    def tell(self) -> int:
+        """Print on stderr why the run failed, in about 15 lines; returns the status of the rank that is to blame."""
+        beats = read_beats(self.logs)
+        texts = {rank: _new_text(self.logs / f"rank-{rank}.log", self.old_sizes) for rank in self.deaths}
+        rank = self._to_blame(texts)
+        status = self._status(rank)
+        log = self.logs / (f"rank-{rank}.log" if rank is not None and texts[rank] else "launcher.log")
+        text = _new_text(log, self.old_sizes)
+        if status == -signal.SIGKILL:
+            excerpt = []  # it had no time for last words, and what stands at the log's end would mislead
+        else:
+            excerpt = tail(text) if status < 0 else last_traceback(text)
+        if rank is None or self.code <= 0:
+            say(f"the run failed: the launcher {describe_status(self.code)}")
+        else:
+            say(f"the run failed: {self._who(rank, beats)} {describe_status(status)}{_place(beats.get(rank))}")
+            for line in self._cause(status, beats.get(rank)):
+                say(line)
+        for line in excerpt:
+            say(f"  {line}")
+        for other, death in sorted(self.deaths.items()):
+            if other != rank and rank is not None and self._fell_too(death, texts[other], self.deaths[rank]):
+                say(f"also: {self._who(other, beats)} {describe_status(self._status(other))}{_place(beats.get(other))}")
+        say(f"the whole log: {log}")
+        return status
+
+    def _to_blame(self, texts: Mapping[int, str]) -> int | None:
+        """The rank that the others fell with: killed first, else with an error of its own, else the first to end."""
+        if not self.deaths:
+            return None
+        first = min(death.when for death in self.deaths.values())
+
+        def order(rank: int) -> tuple[bool, bool, float]:
+            death = self.deaths[rank]
+            killed = (death.status or 0) < 0 and death.when - first < TOGETHER_S
+            return not killed, not _has_cause(texts[rank]), death.when
+
+        return min(self.deaths, key=order)
+
+    def _fell_too(self, death: Death, text: str, first: Death) -> bool:
+        return _has_cause(text) or ((death.status or 0) < 0 and abs(death.when - first.when) < TOGETHER_S)
+
+    def _status(self, rank: int | None) -> int:
+        """How a rank ended; the launcher's word for it where nobody has seen it."""
+        if rank is not None and self.deaths[rank].status is not None:
+            return self.deaths[rank].status or 0
+        return status_of(self.code)
+
+    def _who(self, rank: int, beats: Mapping[int, Beat]) -> str:
+        host = beats[rank].host if rank in beats else own_host()
+        return f"rank {rank} on {host}"
+
+    def _cause(self, status: int, beat: Beat | None) -> list[str]:
+        """What probably lies behind a signal, with the evidence."""
+        if status == -signal.SIGKILL:
+            here = beat is None or beat.host == own_host()
+            return _killed(self.oom_struck if here else None, beat)
+        if status == -signal.SIGBUS:
+            return [f"  usually /dev/shm is full: {_shared_memory(beat)}; in a container start it with --shm-size=8g"]
+        return []
+
+
+def tell_hang(logs: Path, old_sizes: Mapping[str, int], hang: Mapping[str, Any]) -> None:
+    """Print on stderr which rank the others waited for, and where its Python code stands."""
+    say(f"the run failed: {hang['text']}")
+    rank = hang["ranks"][0]
+    log = logs / f"rank-{rank}.log"
+    for line in last_stack(_new_text(log, old_sizes)):
+        say(f"  {line}")
+    say(f"the stacks of all ranks: {logs}/rank-*.log")
 
 
 def log_sizes(logs: Path) -> dict[str, int]:
@@ -31,39 +134,72 @@ def log_sizes(logs: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in logs.glob("*.log")}
 
 
-def tell_failure(logs: Path, old_sizes: Mapping[str, int], deaths: Mapping[int, float], code: int) -> None:
-    """Print on stderr why the run failed, in about 15 lines.
+def status_of(code: int) -> int:
+    """The exit status behind a launcher's exit code: negative for a signal.
 
-    `deaths` are the times at which failed ranks ended, `code` the exit code of DeepSpeed's launcher: 256 - N where a
-    rank was killed by signal N, negative where the launcher itself was.
+    DeepSpeed's says 256 - N for signal N, shells, srun and mpirun 128 + N; 255 is what ssh says of itself.
     """
-    texts = {rank: _new_text(logs / f"rank-{rank}.log", old_sizes) for rank in deaths}
-    rank = min(deaths, key=lambda rank: (not _has_cause(texts[rank]), deaths[rank])) if deaths else None
-    log = logs / (f"rank-{rank}.log" if rank is not None and texts[rank] else "launcher.log")
-    text = _new_text(log, old_sizes)
-    if code in (-signal.SIGKILL, 256 - signal.SIGKILL):
-        excerpt = []  # it had no time for last words, and what stands at the log's end would mislead
-    elif code < 0 or code > 256 - signal.NSIG:
-        excerpt = tail(text)
-    else:
-        excerpt = last_traceback(text)
-    who = "DeepSpeed's launcher" if rank is None or code <= 0 else f"rank {rank}"
-    say(f"the run failed: {who} {describe_exit(code)}")
-    for line in excerpt:
-        say(f"  {line}")
-    say(f"the whole log: {log}")
+    for number in (256 - code, code - 128):
+        if number in {member.value for member in signal.Signals} and code != 255:
+            return -number
+    return code
 
 
-def describe_exit(code: int) -> str:
-    """An exit code of DeepSpeed's launcher in words, with the likely cause where a signal ended a rank."""
-    if code == 0:
+def describe_status(status: int) -> str:
+    """An exit status in words, with the likely cause of a crash."""
+    if status == 0:
         return "ended without saying that every rank succeeded"
-    number = -code if code < 0 else 256 - code
-    if number not in {member.value for member in signal.Signals}:
-        return f"ended with exit code {code}"
-    name = signal.Signals(number)
+    if -status not in {member.value for member in signal.Signals}:
+        return f"ended with exit code {status}"
+    name = signal.Signals(-status)
     cause = _CAUSES.get(name)
-    return f"was killed by signal {number} ({name.name})" + (f"; {cause}" if cause else "")
+    return f"was killed by signal {-status} ({name.name})" + (f"; {cause}" if cause else "")
+
+
+def last_stack(text: str) -> list[str]:
+    """The innermost frames of the stack that a rank's watchdog wrote; nothing if it could not."""
+    lines = text.splitlines()
+    starts = [index for index, line in enumerate(lines) if line.startswith(_STACK_MARK)]
+    if not starts:
+        return []
+    frames = []
+    for line in lines[starts[-1] + 1 :]:
+        if not line.startswith("  "):
+            break
+        frames.append(line[2:][:LINE_WIDTH])
+    return frames[-TRACEBACK_LINES:]
+
+
+def _killed(oom_struck: bool | None, beat: Beat | None) -> list[str]:
+    """Likely causes of a SIGKILL, which leaves no last words."""
+    left = "" if beat is None else f" (at its last sign of life {beat.free_memory_gib:.1f} GiB were free)"
+    if oom_struck:
+        lines = [f"  the kernel's out-of-memory killer struck on this host: host memory ran out{left}"]
+        lines.append("  the way out: fewer dataset.workers, zero.offload_* off, fewer ranks on a host, or more memory")
+    elif oom_struck is None:
+        lines = [f"  usually host memory ran out{left}: `dmesg | tail` on its host says so, or `sacct -j JOB`"]
+    else:
+        lines = [
+            f"  the kernel's oom_kill counter did not move{left}: somebody did it, or a scheduler (`sacct -j JOB`)"
+        ]
+    if beat is not None and beat.free_shm_gib < LITTLE_GIB:
+        lines.append(f"  /dev/shm was nearly full: {_shared_memory(beat)}")
+    return lines
+
+
+def _shared_memory(beat: Beat | None) -> str:
+    if beat is not None and beat.host != own_host():
+        return f"{beat.free_shm_gib:.2f} GiB were free at its last sign of life"
+    try:
+        now = shutil.disk_usage("/dev/shm").free / GIB
+    except OSError:
+        return "there is none"
+    then = "" if beat is None else f", {beat.free_shm_gib:.2f} at its last sign of life"
+    return f"{now:.2f} GiB free now{then}"
+
+
+def _place(beat: Beat | None) -> str:
+    return "" if beat is None else f" ({beat.place()})"
 
 
 def last_traceback(text: str) -> list[str]:

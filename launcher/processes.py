@@ -4,8 +4,11 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
+
+from launcher.beats import Beat, own_host
 
 
 def find_ranks(root_pid: int) -> dict[int, psutil.Process]:
@@ -28,6 +31,22 @@ def find_ranks(root_pid: int) -> dict[int, psutil.Process]:
                 ranks[int(rank)] = process
         except (psutil.Error, OSError, ValueError):
             continue  # ended between being listed and being looked at
+    return ranks
+
+
+def find_noted_ranks(beats: Iterable[Beat]) -> dict[int, psutil.Process]:
+    """Rank -> process, of the ranks whose heartbeats say that they run on this host."""
+    ranks: dict[int, psutil.Process] = {}
+    for beat in beats:
+        if beat.host != own_host() or beat.exit_code is not None:
+            continue
+        try:
+            process = psutil.Process(beat.pid)
+            # A number that was given again belongs to a process younger than the heartbeat.
+            if process.create_time() < beat.time:
+                ranks[beat.rank] = process
+        except psutil.NoSuchProcess:
+            continue
     return ranks
 
 
@@ -82,3 +101,26 @@ def _session(leader_pid: int) -> list[psutil.Process]:
         except (OSError, psutil.Error):
             continue
     return members
+
+
+def exit_status(process: psutil.Process) -> int | None:
+    """How an ended process ended, as `subprocess` says it (negative for a signal), until its parent has collected it.
+
+    A parent that polls once a second leaves us that long: DeepSpeed's launcher reports one rank's status, and not
+    always the first one's.
+    """
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    if fields[0] != "Z":
+        return None
+    return os.waitstatus_to_exitcode(int(fields[-1]))
+
+
+def is_stopped(process: psutil.Process) -> bool:
+    """Whether it was halted by SIGSTOP or a debugger."""
+    try:
+        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:
+        return False

@@ -1,6 +1,6 @@
-"""The way from rank 0 to the user's terminal: a named pipe, copied by a thread.
+"""The way from rank 0 to the user's terminal: a named pipe, or a file if rank 0 may be on another host.
 
-DeepSpeed's launcher closes inherited descriptors and mixes its own lines into what it passes on; the pipe lets rank 0's
+DeepSpeed's launcher closes inherited descriptors and mixes its own lines into what it passes on; these let rank 0's
 lines through and nothing else.
 """
 
@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 SHOW_CURSOR = b"\x1b[?25h"
+FOLLOW_S = 0.2
 
 
 class ConsolePipe:
@@ -34,10 +35,7 @@ class ConsolePipe:
 
     def arguments(self) -> list[str]:
         """What a rank is told: where to write, and what kind of terminal that ends on."""
-        told = ["--console", str(self.path)]
-        if os.isatty(1):
-            told += ["--console-width", str(shutil.get_terminal_size().columns), "--console-tty"]
-        return told
+        return ["--console", str(self.path), *_terminal_arguments()]
 
     def _copy(self) -> None:
         while chunk := os.read(self._read_fd, 65536):
@@ -57,6 +55,56 @@ class ConsolePipe:
         if os.isatty(1):
             # A rank killed while its progress bar was up has left the cursor hidden and the line open.
             _write(SHOW_CURSOR + (b"\n" if self._line_is_open else b""))
+
+
+class ConsoleFile:
+    """A file in the run's folder, for rank 0 on whatever host; what is added to it appears on this process's stdout."""
+
+    def __init__(self, logs: Path) -> None:
+        logs.mkdir(parents=True, exist_ok=True)
+        self.path = self.path_in(logs)
+        self.path.touch()
+        self._file = self.path.open("rb", buffering=0)
+        self._file.seek(0, os.SEEK_END)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="console", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def path_in(logs: Path) -> Path:
+        """The file's absolute path."""
+        return logs.absolute() / "console.log"
+
+    def arguments(self) -> list[str]:
+        """What a rank is told: where to write, and what kind of terminal that ends on."""
+        return ["--console", str(self.path), *_terminal_arguments()]
+
+    def _follow(self) -> None:
+        ending = False
+        while True:
+            while chunk := self._file.read(65536):
+                _write(chunk)
+            if ending:
+                return
+            ending = self._ended.wait(FOLLOW_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join(timeout=5.0)
+        self._file.close()
+        if os.isatty(1):
+            _write(SHOW_CURSOR)
+
+
+def _terminal_arguments() -> list[str]:
+    if not os.isatty(1):
+        return []
+    return ["--console-width", str(shutil.get_terminal_size().columns), "--console-tty"]
 
 
 def say(message: str) -> None:

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from trainer.config import UserError
 from trainer.engine_state import EngineState
+from trainer.progress import phase
 from trainer.ranks import Ranks
 
 MARKER = "COMPLETE"
@@ -90,7 +91,8 @@ def save_checkpoint(
     _barrier()
     engine_state = EngineState(engine)
     save_weights(folder)
-    tensors = engine_state.collect()
+    with phase("gather"):
+        tensors = engine_state.collect()
     save_file(_rank_tensors(engine_state), folder / f"rank-{ranks.rank:05d}.safetensors", _rank_metadata())
     if ranks.is_main:
         save_file(tensors, folder / "training_state.safetensors")

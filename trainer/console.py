@@ -89,6 +89,14 @@ def warn(console: Console, message: str) -> None:
     console.print(f"[yellow]warning:[/yellow] {escape(message)}", soft_wrap=True)
 
 
+def tell_torchrun(error: Exception) -> None:
+    """Under torchrun, leave the error where its last lines take the failed rank's traceback from."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+
+
 def _console(screen: _Screen, width: int) -> Console:
     # A terminal that does not tell its size answers 0.
     return Console(

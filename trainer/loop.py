@@ -105,6 +105,7 @@ class Loop:
         On a GPU the numbers of a step are read while the next one runs, so that the card never waits for the host.
         """
         self._parts.stop.training = True
+        self._parts.engine.train()  # models are loaded for inference: without dropout and without recomputation
         while self.position.step < self._total_steps and not self._stopped_early and not self._stop:
             self._step()
             self._evaluate_if_due()

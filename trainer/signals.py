@@ -1,21 +1,27 @@
-"""Ctrl-C and SIGTERM: save, then stop."""
+"""Ctrl-C, SIGTERM and a scheduler's SIGUSR1: all ranks agree, save, then stop."""
 
 import os
 import signal
 from types import FrameType
 
+EXIT_PREEMPTED = 75
+"""EX_TEMPFAIL of sysexits.h: the run is saved and asks to be started again."""
+# The last one wins where ranks were told different things: schedulers send SIGTERM some time after SIGUSR1.
+URGENCY = (0, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
 
 class StopRequest:
     """Remembers a signal until the loop can act on it.
 
-    Before training there is nothing to save, and a signal ends the process at once; so does a second Ctrl-C.
+    Before training there is nothing to save, and a signal ends the process at once; so does a second Ctrl-C. SIGUSR1 is
+    what schedulers send before they take the machine away (`sbatch --signal=B:USR1@120`).
     """
 
     def __init__(self) -> None:
         self.signal_number = 0
         self.training = False
         self.saved = False
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._handle)
 
     def __bool__(self) -> bool:
@@ -23,13 +29,31 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """128 + signal, as a shell reports it."""
-        return 128 + self.signal_number
+        """75 after SIGUSR1, else 128 + signal, as a shell reports it."""
+        return EXIT_PREEMPTED if self.signal_number == signal.SIGUSR1 else 128 + self.signal_number
+
+    def agree(self) -> None:
+        """Take on what any rank was told; every rank must call it, after the loop and its last checkpoint.
+
+        A signal reaches the ranks at different moments, or only one of them: without this some would end while others
+        wait for them in the last evaluation. One that comes later ends its rank at once: the checkpoint is whole.
+        """
+        import torch
+        import torch.distributed as dist
+
+        self.training = False
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+            urgency = torch.tensor([URGENCY.index(self.signal_number)], device=device)
+            dist.all_reduce(urgency, dist.ReduceOp.MAX)
+            self.signal_number = int(URGENCY[int(urgency)])
+        self.saved = bool(self)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.saved:
             return  # the run ends by itself now; the launcher hurries the last ranks along when the first has ended
         again = self.signal_number == number == signal.SIGINT
-        self.signal_number = number
+        if self.signal_number != signal.SIGUSR1 or number == signal.SIGINT:
+            self.signal_number = number
         if again or not self.training:
             os._exit(self.exit_code)

@@ -22,6 +22,7 @@ def main() -> int:
 
     signal.signal(signal.SIGINT, note)
     signal.signal(signal.SIGTERM, note)
+    signal.signal(signal.SIGUSR1, note)
     log = os.open(folder / "logs" / f"rank-{rank}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -42,7 +43,7 @@ def main() -> int:
         time.sleep(0.05)
     time.sleep(SAVE_S)
     (folder / f"saved-{rank}").write_text(signal.Signals(received[0]).name)
-    return 128 + received[0]
+    return 75 if received[0] == signal.SIGUSR1 else 128 + received[0]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """What is shown of a failed run's logs."""
 
+import json
+import socket
 from pathlib import Path
 
 import pytest
 
-from launcher.failure import describe_exit, last_traceback, log_sizes, tell_failure
+from launcher.failure import Death, Failure, describe_status, last_traceback, log_sizes, status_of
+from launcher.oom import oom_kills
 
 CHAINED = """\
 some line
@@ -45,26 +48,80 @@ def test_a_deep_traceback_keeps_its_innermost_frames() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "words"),
+    ("code", "status", "words"),
     [
-        (1, "ended with exit code 1"),
-        (247, "killed by signal 9 (SIGKILL); usually host memory"),
-        (249, "killed by signal 7 (SIGBUS); usually /dev/shm"),
-        (-9, "killed by signal 9"),
-        (0, "without saying that every rank succeeded"),
-        (75, "ended with exit code 75"),
+        (1, 1, "ended with exit code 1"),
+        (247, -9, "killed by signal 9 (SIGKILL)"),
+        (137, -9, "killed by signal 9 (SIGKILL)"),
+        (249, -7, "killed by signal 7 (SIGBUS)"),
+        (245, -11, "killed by signal 11 (SIGSEGV); a crash in native code"),
+        (-9, -9, "killed by signal 9"),
+        (0, 0, "without saying that every rank succeeded"),
+        (75, 75, "ended with exit code 75"),
+        (255, 255, "ended with exit code 255"),
     ],
 )
-def test_exit_codes_are_put_in_words(code: int, words: str) -> None:
-    assert words in describe_exit(code)
+def test_exit_codes_are_put_in_words(code: int, status: int, words: str) -> None:
+    assert status_of(code) == status
+    assert words in describe_status(status)
+
+
+def leave_beat(logs: Path, rank: int, **values: object) -> None:
+    beat = {"rank": rank, "host": f"n{rank}", "pid": 1, "step": 7, "phase": "backward", "exit_code": None}
+    beat |= {"free_memory_gib": 0.25, "free_shm_gib": 8.0, "time": 0.0}
+    (logs / f"heartbeat-{rank}.json").write_text(json.dumps(beat | values))
 
 
 def test_the_rank_with_a_mistake_of_its_own_is_blamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank-0.log").write_text(PEER)
     (tmp_path / "rank-1.log").write_text(OWN)
-    tell_failure(tmp_path, {}, {0: 1.0, 1: 1.2}, 1)
+    leave_beat(tmp_path, 1)
+    assert Failure(tmp_path, {}, {0: Death(1.0, 1), 1: Death(1.2, 1)}, 1).tell() == 1
     shown = capsys.readouterr().err
-    assert shown.startswith("the run failed: rank 1 ended") and "own mistake" in shown and "peer" not in shown
+    assert shown.startswith("the run failed: rank 1 on n1 ended with exit code 1 (step 7, phase backward)")
+    assert "own mistake" in shown and "peer" not in shown and "rank 0" not in shown
+
+
+def test_the_killed_rank_is_blamed_though_the_launcher_saw_another_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank-0.log").write_text(PEER)
+    (tmp_path / "rank-1.log").write_text("working\n")
+    leave_beat(tmp_path, 1)
+    assert Failure(tmp_path, {}, {0: Death(1.1, 1), 1: Death(1.0, -9)}, 1, oom_struck=True).tell() == -9
+    shown = capsys.readouterr().err
+    assert shown.startswith("the run failed: rank 1 on n1 was killed by signal 9 (SIGKILL) (step 7")
+    # n1 is not this host: its kernel's counter is not known here.
+    assert "usually host memory ran out (at its last sign of life 0.2 GiB were free)" in shown
+
+
+def test_all_ranks_that_were_killed_together_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(3):
+        (tmp_path / f"rank-{rank}.log").write_text("working\n")
+        leave_beat(tmp_path, rank)
+    deaths = {0: Death(1.0, -9), 1: Death(1.1, -9), 2: Death(4.0, -15)}  # the last one was ended by the launcher
+    Failure(tmp_path, {}, deaths, 247).tell()
+    shown = capsys.readouterr().err
+    assert "the run failed: rank 0 on n0" in shown and "also: rank 1 on n1" in shown and "rank 2" not in shown
+
+
+@pytest.mark.parametrize(
+    ("struck", "words"),
+    [(True, "out-of-memory killer struck"), (False, "counter did not move"), (None, "usually host memory ran out")],
+)
+def test_the_kernels_counter_decides_on_the_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], struck: bool | None, words: str
+) -> None:
+    leave_beat(tmp_path, 0, host=socket.gethostname(), free_shm_gib=0.01)
+    Failure(tmp_path, {}, {0: Death(1.0, -9)}, 247, oom_struck=struck).tell()
+    shown = capsys.readouterr().err
+    assert words in shown and "/dev/shm was nearly full" in shown
+
+
+def test_a_full_shared_memory_is_the_cause_of_a_bus_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave_beat(tmp_path, 0, free_shm_gib=0.0)
+    Failure(tmp_path, {}, {0: Death(1.0, -7)}, 249).tell()
+    assert "/dev/shm is full: 0.00 GiB were free at its last sign of life" in capsys.readouterr().err
 
 
 def test_what_an_earlier_run_wrote_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,6 +129,19 @@ def test_what_an_earlier_run_wrote_is_not_shown(tmp_path: Path, capsys: pytest.C
     sizes = log_sizes(tmp_path)
     with (tmp_path / "rank-0.log").open("a") as log:
         log.write(PEER)
-    tell_failure(tmp_path, sizes, {0: 1.0}, 1)
+    Failure(tmp_path, sizes, {0: Death(1.0)}, 1).tell()
     shown = capsys.readouterr().err
     assert "Connection closed by peer" in shown and "own mistake" not in shown
+
+
+def test_the_kernels_counters_are_added_up(tmp_path: Path) -> None:
+    """Of the host and of this process's cgroup, in either version; None where there are none."""
+    vmstat = tmp_path / "vmstat"
+    assert oom_kills(tmp_path, vmstat) is None
+    vmstat.write_text("nr_free_pages 12\noom_kill 3\n")
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
+    (tmp_path / "memory.events").write_text("low 0\noom 4\noom_kill 2\noom_group_kill 0\n")
+    assert oom_kills(tmp_path, vmstat) == 6
+    before = oom_kills()
+    assert before is None or before >= 0

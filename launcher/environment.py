@@ -1,0 +1,34 @@
+"""Which variables of this shell the ranks on other hosts get: ssh passes on none of them."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+PREFIXES = (
+    "CUDA_", "DS_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_",
+    "TRITON_", "UCX_", "ZEROLORA_",
+)  # fmt: skip
+# GPUs are numbered by the hostfile, and the file of variables is read here only.
+NOT = ("CUDA_VISIBLE_DEVICES", "DS_ENV_FILE")
+# A command line is there for every user of a host to see.
+SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+
+
+def exported_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Those variables of `env` that steer the libraries, none that holds a secret."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name.startswith(PREFIXES) and name not in NOT and not any(word in name.upper() for word in SECRET)
+    }
+
+
+def write_environment(file: Path, env: Mapping[str, str]) -> None:
+    """Write `file` for DeepSpeed's launcher, which reads DS_ENV_FILE in place of ~/.deepspeed_env: both are in it."""
+    own = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+    lines: list[str] = []
+    for folder in (Path.home(), Path()):
+        if (folder / own).is_file():
+            lines += [line for line in (folder / own).read_text().splitlines() if "=" in line]
+    lines += [f"{name}={value}" for name, value in exported_variables(env).items() if "\n" not in value]
+    file.write_text("\n".join(lines))

@@ -1,0 +1,107 @@
+"""Hosts, a SLURM cluster, a tiny model, and one run on one machine that all others are compared with."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cluster.hosts import Hosts, needs_root
+from tests.cluster.slurm_cluster import SlurmCluster
+from tests.tiny import make_model, write_chats
+
+ROOT = Path(__file__).parents[2]
+ZEROLORA = [sys.executable, "-m", "launcher.cli"]
+STEPS = 160
+# Long enough for every rank's imports on a machine that is busy with others.
+PATIENCE_S = 420.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything here starts several ranks on several hosts."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.cluster)
+
+
+def environment() -> dict[str, str]:
+    """A user's shell with this checkout's Python, for CPU ranks without a network."""
+    changes = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    changes["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, **changes}
+
+
+def losses(run: Path) -> list[float]:
+    """The training loss of every step of a run."""
+    if not (run / "metrics.jsonl").exists():
+        return []
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    return [record["train/loss"] for record in records if "train/loss" in record]
+
+
+def wait_for(condition: Callable[[], Any], what: Callable[[], str]) -> Any:
+    """What `condition` returns once it is true; fails with `what()` if it never is."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (result := condition()):
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.1)
+    return result
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, data and config.yaml."""
+    folder = tmp_path_factory.mktemp("cluster-runs")
+    make_model(folder / "model")
+    write_chats(folder / "train.jsonl", 60)
+    settings = {
+        "base_model": str(folder / "model"),
+        "output_dir": str(folder / "run"),
+        "lora": {"r": 4, "alpha": 8},
+        "dataset": {"path": str(folder / "train.jsonl"), "max_length": 96, "cache_dir": str(folder / "cache")},
+        "training": {
+            "batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "max_steps": STEPS,
+            "learning_rate": 5e-3,
+            "precision": "fp32",
+            "save_steps": 20,
+            "save_total_limit": 2,
+        },
+        "logging": {"report_to": "none"},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reference(workplace: Path) -> list[float]:
+    """The losses of two ranks on this machine: the same global batch as two nodes with a rank each."""
+    command = [*ZEROLORA, "train", str(workplace / "config.yaml"), f"output_dir={workplace / 'reference'}"]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = losses(workplace / "reference")
+    assert len(found) == STEPS and sum(found[-20:]) < 0.97 * sum(found[:20])
+    return found
+
+
+@pytest.fixture(scope="session")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """`login`, `n1` and `n2`."""
+    needs_root()
+    hosts = Hosts(["n1", "n2"], tmp_path_factory.mktemp("hosts"))
+    yield hosts
+    hosts.close()
+
+
+@pytest.fixture(scope="session")
+def slurm(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> SlurmCluster:
+    """A SLURM cluster of n1 and n2, four GPUs in the books of each; it ends with the hosts."""
+    needs_root("munged", "slurmctld", "slurmd", "sbatch")
+    return SlurmCluster(hosts, tmp_path_factory.mktemp("slurm"), environment())

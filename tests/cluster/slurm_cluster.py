@@ -1,0 +1,138 @@
+"""A SLURM cluster of its own: munged, slurmctld on `login` and a slurmd on each node, all in one folder."""
+
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.cluster.hosts import LOGIN, Hosts
+
+CONTROLLER_CONFIG = """\
+ClusterName=tests
+SlurmctldHost={login}({address})
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+SlurmUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=2,bf_interval=2,requeue_delay=1
+AccountingStorageType=accounting_storage/none
+GresTypes=gpu
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+SlurmdTimeout=15
+KillWait=15
+MinJobAge=600
+"""
+PATIENCE_S = 60.0
+SETTLING_S = 15.0
+ROOT = Path(__file__).parents[2]
+
+
+class SlurmCluster:
+    """The daemons, and the commands a user has."""
+
+    def __init__(self, hosts: Hosts, folder: Path, env: Mapping[str, str], *, cpus: int = 4) -> None:
+        self.hosts, self.folder, self._env = hosts, folder, env
+        self.nodes = hosts.names[1:]
+        for name in ("state", *(f"spool-{node}" for node in self.nodes)):
+            (folder / name).mkdir()
+        self._config = folder / "slurm.conf"
+        lines = [CONTROLLER_CONFIG.format(login=LOGIN, address=hosts.address[LOGIN], folder=folder)]
+        lines += [
+            f"NodeName={node} NodeHostname={node} NodeAddr={hosts.address[node]} CPUs={cpus} Gres=gpu:{cpus}\n"
+            for node in self.nodes
+        ]
+        lines.append(f"PartitionName=all Nodes={','.join(self.nodes)} Default=YES MaxTime=INFINITE State=UP\n")
+        self._config.write_text("".join(lines))
+        # GPUs to ask for: SLURM wants device files, and numbers them by their names.
+        for number in range(cpus):
+            (folder / f"gpu{number}").touch()
+        (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-{cpus - 1}]\n")
+        self._start_munge()
+        self._daemon(LOGIN, ["slurmctld", "-D", "-f", str(self._config)])
+        for node in self.nodes:
+            self.switch_on(node)
+        self.wait_for_nodes()
+
+    def _start_munge(self) -> None:
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        files = {"socket": "munge.socket", "pid-file": "munge.pid", "log-file": "munge.log", "seed-file": "munge.seed"}
+        options = [f"--{option}={self.folder / name}" for option, name in files.items()]
+        self._daemon(LOGIN, ["munged", "--foreground", "--force", f"--key-file={key}", *options])
+        deadline = time.monotonic() + PATIENCE_S
+        while not (self.folder / "munge.socket").exists():
+            assert time.monotonic() < deadline, (self.folder / "munged.out").read_text()
+            time.sleep(0.1)
+
+    def _daemon(self, host: str, command: Sequence[str]) -> None:
+        with open(self.folder / f"{Path(command[0]).name}.out", "a") as log:
+            self.hosts.start(host, command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+
+    def switch_on(self, node: str) -> None:
+        """Start a node's slurmd."""
+        self._daemon(node, ["slurmd", "-D", "-N", node, "-f", str(self._config)])
+
+    def switch_off(self, node: str) -> None:
+        """End a node's slurmd and everything it runs, at once."""
+        self.hosts.switch_off(node)
+
+    def environment(self) -> dict[str, str]:
+        """What a shell on the cluster holds."""
+        return {**self._env, "SLURM_CONF": str(self._config)}
+
+    def run(self, *command: str, host: str = LOGIN, timeout: float = 120, check: bool = True) -> str:
+        """Run a command on a host of the cluster and return what it printed."""
+        done = self.hosts.run(host, command, env=self.environment(), timeout=timeout, cwd=ROOT)
+        assert not check or done.returncode == 0, f"{' '.join(command)}: {done.returncode}\n{done.stdout}{done.stderr}"
+        return done.stdout
+
+    def wait_for_nodes(self) -> None:
+        """Return when every node takes jobs."""
+        deadline = time.monotonic() + PATIENCE_S
+        states: list[str] = []
+        while time.monotonic() < deadline:
+            states = self.run("sinfo", "-h", "-N", "-o", "%T", check=False).split()
+            if states == ["idle"] * len(self.nodes):
+                return
+            time.sleep(0.5)
+        logs = "\n".join(path.read_text()[-2000:] for path in sorted(self.folder.glob("*.log")))
+        raise AssertionError(f"nodes are {states}\n{logs}")
+
+    def field(self, job: str, name: str) -> str:
+        """A field of `scontrol show job`, of the newest task where there are several."""
+        shown = self.run("scontrol", "--oneliner", "show", "job", job)
+        return next(word.partition("=")[2] for word in shown.split() if word.startswith(f"{name}="))
+
+    def state(self, job: str) -> str:
+        """PENDING, RUNNING, COMPLETED..."""
+        return self.field(job, "JobState")
+
+    def restarts(self, job: str) -> int:
+        """How often the job was queued again."""
+        return int(self.field(job, "Restarts"))
+
+    def start_now(self, job: str) -> None:
+        """SLURM lets a job that was queued again wait for two minutes, the life of a credential; a test does not."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.state(job) != "PENDING":
+            assert time.monotonic() < deadline, self.run("scontrol", "show", "job", job)
+            time.sleep(0.5)
+        self.wait_for_nodes()
+        # What is left of the first start is ended by the job's number, which the second has too.
+        time.sleep(SETTLING_S)
+        self.run("scontrol", "update", f"JobId={job}", "StartTime=now")

@@ -1,0 +1,339 @@
+"""How runs end: every exit code of `zerolora train`, what its last lines say, and what the watchdog sees.
+
+Real runs of two CPU ranks on a tiny model; what goes wrong in a rank comes from mischief/sitecustomize.py.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from tests.distributed.conftest import environment, free_port
+from tests.tiny import make_model, write_chats
+from trainer.checkpoint import whole_checkpoints
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+HOST = socket.gethostname()
+MISCHIEF = Path(__file__).parent / "mischief"
+TRAIN = (sys.executable, "-m", "launcher.cli", "train")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "trainer.train")
+# Minutes; the first step may take three times as long.
+SOON = "training.hang_timeout=0.1"
+# A loaded machine needs minutes where an idle one needs seconds; what must be quick is measured by itself.
+PATIENCE_S = 300.0
+
+
+class Run:
+    """One run under way."""
+
+    def __init__(self, process: subprocess.Popen[str], logs: Path) -> None:
+        self.process = process
+        self.logs = logs
+
+    def beat(self, rank: int) -> dict[str, object]:
+        try:
+            found: dict[str, object] = json.loads((self.logs / f"heartbeat-{rank}.json").read_text())
+            return found
+        except (OSError, ValueError):
+            return {"step": 0}
+
+    def pid(self, rank: int) -> int:
+        return int(str(self.beat(rank)["pid"]))
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while any(int(str(self.beat(rank)["step"])) < step for rank in (0, 1)):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()
+            time.sleep(0.1)
+
+    def end(self) -> tuple[int, str, str]:
+        """Exit code, stdout, stderr."""
+        out, err = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, out, err
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ends")
+    make_model(folder / "model")
+    write_chats(folder / "train.jsonl", 200)
+    settings = {
+        "base_model": str(folder / "model"),
+        "output_dir": "unset",
+        "lora": {"r": 4},
+        "dataset": {"path": str(folder / "train.jsonl"), "max_length": 96, "cache_dir": str(folder / "cache")},
+        "training": {"batch_size": 2, "max_steps": 100_000, "learning_rate": 1e-3, "save_steps": 0},
+        "logging": {"report_to": "none", "progress": "off"},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+@pytest.fixture
+def start(workplace: Path, tmp_path: Path) -> Iterator[Start]:
+    runs: list[Run] = []
+
+    def start_run(*settings: str, mischief: str = "", launcher: tuple[str, ...] = TRAIN, folder: str = "run") -> Run:
+        path = os.pathsep.join([str(MISCHIEF), environment()["PYTHONPATH"]])
+        process = subprocess.Popen(
+            [*launcher, str(workplace / "config.yaml"), f"output_dir={tmp_path / folder}", *settings],
+            env=environment() | ({"ZEROLORA_MISCHIEF": mischief, "PYTHONPATH": path} if mischief else {}),
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        runs.append(Run(process, tmp_path / folder / "logs"))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        if run.process.poll() is None:
+            for rank in (0, 1):
+                if "pid" in run.beat(rank) and psutil.pid_exists(run.pid(rank)):
+                    os.kill(run.pid(rank), signal.SIGKILL)
+            run.process.kill()
+            run.process.communicate()
+
+
+def assert_nobody_is_left(run: Run) -> None:
+    for rank in (0, 1):
+        pid = run.pid(rank)
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_done_is_0_and_every_rank_says_so(start: Start) -> None:
+    run = start("training.max_steps=3")
+    code, _, err = run.end()
+    assert code == 0, err
+    assert [run.beat(rank)["exit_code"] for rank in (0, 1)] == [0, 0]
+    assert [run.beat(rank)["step"] for rank in (0, 1)] == [3, 3]
+
+
+def test_a_mistake_of_the_user_is_2(start: Start, tmp_path: Path) -> None:
+    code, out, err = start("lora.r=0").end()
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and len(err.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_failed_rank_is_1_and_named_with_its_host_step_and_traceback(start: Start) -> None:
+    code, _, err = start(mischief="1:raise:9").end()
+    assert code == 1
+    lines = err.splitlines()
+    assert lines[0].startswith(f"the run failed: rank 1 on {HOST} ended with exit code 1 (step "), err
+    assert "ValueError: the middle of the model is missing" in err
+    assert lines[-1].endswith("rank-1.log")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=str
+)
+def test_a_signal_to_one_rank_stops_all_of_them_with_a_checkpoint(start: Start, number: int, code: int) -> None:
+    """As a scheduler or a hasty administrator does it; the ranks agree, and the run can go on."""
+    run = start()
+    run.wait_for_step(3)
+    os.kill(run.pid(1), number)
+    ended, out, err = run.end()
+    assert ended == code, err
+    assert "saved; go on with" in out
+    assert [run.beat(rank)["exit_code"] for rank in (0, 1)] == [code, code]
+    checkpoint = whole_checkpoints(run.logs.parent)[-1]
+    if number != signal.SIGUSR1:
+        return
+    step = int(checkpoint.name.split("-")[1])
+    again = start(f"training.max_steps={step + 2}", "training.resume_from_checkpoint=auto")
+    ended, out, err = again.end()
+    assert ended == 0, err
+    assert f"resumed from {checkpoint} at step {step}" in out
+
+
+def test_preemption_of_the_launcher_is_75(start: Start) -> None:
+    """SIGUSR1 comes to the batch script's child; the scheduler's SIGTERM a little later changes nothing."""
+    run = start()
+    run.wait_for_step(3)
+    run.process.send_signal(signal.SIGUSR1)
+    time.sleep(0.7)
+    run.process.send_signal(signal.SIGTERM)
+    code, _, err = run.end()
+    assert code == 75, err
+    assert whole_checkpoints(run.logs.parent)
+
+
+def test_preemption_before_the_first_step_is_75_too(start: Start) -> None:
+    run = start()
+    time.sleep(4.0)
+    run.process.send_signal(signal.SIGUSR1)
+    code, _, err = run.end()
+    assert code == 75, err
+
+
+def test_a_killed_rank_is_137_within_seconds_and_the_kernel_is_asked_why(start: Start) -> None:
+    run = start()
+    run.wait_for_step(3)
+    os.kill(run.pid(1), signal.SIGKILL)
+    killed_at = time.monotonic()
+    code, _, err = run.end()
+    assert code == 137
+    assert time.monotonic() - killed_at < 30.0
+    first, second, *_ = err.splitlines()
+    assert first.startswith(f"the run failed: rank 1 on {HOST} was killed by signal 9 (SIGKILL) (step "), err
+    assert "oom_kill counter did not move" in second and "GiB were free" in second
+    assert_nobody_is_left(run)
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Path]:
+    """A memory cgroup whose members together may have 64 MiB more than nothing."""
+    for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+        folder = Path(root) / f"zerolora-test-{os.getpid()}"
+        try:
+            folder.mkdir()
+            (folder / limit).write_text(str(64 * 2**20))
+        except OSError:
+            if folder.exists():
+                folder.rmdir()
+            continue
+        yield folder
+        deadline = time.monotonic() + 10.0
+        while (folder / "cgroup.procs").read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        folder.rmdir()
+        return
+    pytest.skip("needs the right to make memory cgroups")
+
+
+def test_a_rank_that_the_kernel_kills_for_memory_is_told_so(start: Start, small_cgroup: Path) -> None:
+    run = start(mischief="1:eat:400")
+    run.wait_for_step(2)
+    (small_cgroup / "cgroup.procs").write_text(str(run.pid(1)))
+    code, _, err = run.end()
+    assert code == 137, err
+    assert "the kernel's out-of-memory killer struck on this host: host memory ran out" in err
+
+
+def test_a_stopped_rank_is_named_with_its_stack(start: Start) -> None:
+    run = start(SOON)
+    run.wait_for_step(3)
+    os.kill(run.pid(1), signal.SIGSTOP)
+    code, _, err = run.end()
+    assert code == 1, err
+    first = err.splitlines()[0]
+    assert first.startswith(f"the run failed: the run hangs: rank 1 on {HOST} (process {run.pid(1)}) gives no sign"), (
+        err
+    )
+    assert "the process is stopped (SIGSTOP, or a debugger)" in first
+    assert "; rank 0 waits for it in" in first
+    assert '  File "' in err, "its stack, written once it was allowed to run again"
+    assert_nobody_is_left(run)
+
+
+def test_a_rank_that_hangs_before_a_collective_is_named(start: Start) -> None:
+    code, _, err = start(SOON, mischief="1:hang:9").end()
+    assert code == 1, err
+    first = err.splitlines()[0]
+    assert re.match(
+        rf"the run failed: the run hangs: rank 1 on {HOST} \(process \d+\) has got nowhere for 0\.\d min", first
+    )
+    assert re.search(r"step \d+, phase .*, at tests/cluster/mischief/sitecustomize.py:\d+ misbehave", first), first
+    assert re.search(r"; rank 0 waits for it in (all_reduce|allreduce|reduce)", first), first
+    assert "in train_step" in err, "its stack"
+
+
+def test_a_slow_save_is_no_hang(start: Start) -> None:
+    """Rank 0 works four times as long as the limit while rank 1 waits at the barrier."""
+    code, _, err = start(SOON, "training.max_steps=12", "training.save_steps=8", mischief="0:slow save:1").end()
+    assert code == 0, err
+
+
+def test_a_save_that_does_not_move_is_a_hang(start: Start) -> None:
+    code, _, err = start(SOON, "training.max_steps=12", "training.save_steps=8", mischief="0:dead save:1").end()
+    assert code == 1, err
+    first = err.splitlines()[0]
+    assert f"rank 0 on {HOST}" in first and "phase save" in first and "rank 1 waits for it in" in first, err
+
+
+def test_torchrun_names_the_hanging_rank_too(start: Start) -> None:
+    run = start(SOON, launcher=TORCHRUN)
+    run.wait_for_step(3)
+    os.kill(run.pid(1), signal.SIGSTOP)
+    waiting = run.process
+    deadline = time.monotonic() + PATIENCE_S
+    while not (run.logs / "hang.json").exists():
+        assert waiting.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(3.0)
+    os.kill(run.pid(1), signal.SIGCONT)  # torchrun waits half a minute for a rank that is stopped
+    code, _, err = run.end()
+    assert code == 1
+    assert f"error: the run hangs: rank 1 on {HOST}" in err, err
+    assert "Python stack of rank 1:" in (run.logs / "rank-1.log").read_text()
+
+
+def test_torchrun_shows_the_error_of_the_failed_rank(start: Start) -> None:
+    code, _, err = start(launcher=TORCHRUN, mischief="1:raise:9").end()
+    assert code == 1
+    assert "ValueError: the middle of the model is missing" in err, err
+
+
+def test_hosts_without_a_shared_folder_see_each_other_through_the_store(start: Start, tmp_path: Path) -> None:
+    """Two mount namespaces with a tmpfs each in place of the run's folder."""
+    mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(tmp_path / "run")]
+    (tmp_path / "run").mkdir()
+    if subprocess.run([*mount, "true"], capture_output=True).returncode:
+        pytest.skip("needs the right to make mount namespaces")
+    port = free_port()
+    nodes = []
+    for node in (0, 1):
+        torchrun = [*TORCHRUN[:3], "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", f"--master-port={port}"]
+        nodes.append(start("training.hang_timeout=0.2", launcher=(*mount, *torchrun, *TORCHRUN[4:])))
+    ranks = [_descendant_rank(node.process.pid) for node in nodes]
+    logs = [Path(f"/proc/{rank.pid}/root{tmp_path}/run/logs") for rank in ranks]
+    for number, folder in enumerate(logs):
+        beat = folder / f"heartbeat-{number}.json"
+        _wait_for(lambda beat=beat: re.search(r'"step": [1-9]\d', _text(beat)) is not None)
+    time.sleep(20.0)  # the patience for a folder that appears late
+    ranks[1].suspend()
+    _wait_for(lambda: "the run hangs" in _text(logs[0] / "rank-0.log"))
+    assert f"rank 1 on {HOST} (process {ranks[1].pid}) gives no sign of life" in _text(logs[0] / "rank-0.log")
+    ranks[1].resume()
+    for node in nodes:
+        assert node.end()[0] == 1
+
+
+def _descendant_rank(pid: int) -> psutil.Process:
+    found: list[psutil.Process] = []
+
+    def look() -> bool:
+        for process in psutil.Process(pid).children(recursive=True):
+            if "RANK" in process.environ() and "trainer.train" in process.cmdline():
+                found.append(process)
+        return bool(found)
+
+    _wait_for(look)
+    return found[0]
+
+
+def _wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,159 @@
+"""Jobs on a real SLURM cluster of two nodes: trained, preempted, bereft of a node, swept."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import ROOT, STEPS, ZEROLORA, losses, wait_for
+from tests.cluster.slurm_cluster import SlurmCluster
+from trainer.checkpoint import whole_checkpoints
+
+pytestmark = pytest.mark.slow
+SIZE = ["--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1", "--time=30"]
+
+
+def batch(slurm: SlurmCluster, workplace: Path, name: str, *settings: str, options: list[str] | None = None) -> str:
+    """Submit slurm/train.sbatch by hand; the job's number."""
+    command = ["sbatch", "--parsable", *SIZE, *(options or []), f"--output={workplace}/{name}.log"]
+    command += ["slurm/train.sbatch", str(workplace / "config.yaml"), f"output_dir={workplace / name}", *settings]
+    return slurm.run(*command).strip()
+
+
+def end_of(slurm: SlurmCluster, job: str) -> str:
+    """Wait until a job is over; the state it ended in."""
+    wait_for(lambda: slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), lambda: slurm.run("squeue"))
+    return slurm.state(job)
+
+
+def log_of(workplace: Path, name: str) -> str:
+    parts = [workplace / f"{name}.log", *sorted((workplace / name / "logs").glob("*.log"))]
+    return "\n".join(f"== {part}\n{part.read_text()[-3000:]}" for part in parts if part.exists())
+
+
+def test_a_script_by_hand_trains_on_two_nodes(slurm: SlurmCluster, workplace: Path, reference: list[float]) -> None:
+    job = batch(slurm, workplace, "zero2", "zero.stage=2")
+    assert end_of(slurm, job) == "COMPLETED", log_of(workplace, "zero2")
+    assert losses(workplace / "zero2") == pytest.approx(reference, rel=1e-4)
+    log = (workplace / "zero2.log").read_text()
+    assert "world        2 ranks on n1, n2: cpu" in log
+    assert json.loads((workplace / "zero2" / "run.json").read_text())["world_size"] == 2
+
+
+def test_submit_trains_under_zero_3_and_status_tells_of_it(
+    slurm: SlurmCluster, workplace: Path, reference: list[float]
+) -> None:
+    run = workplace / "zero3"
+    arguments = [str(workplace / "config.yaml"), f"output_dir={run}", "zero.stage=3"]
+    options = ["--nodes", "2", "--gpus-per-node", "1", "--time", "30", "--partition", "all", "--cpus-per-task", "1"]
+    told = slurm.run(*ZEROLORA, "submit", *arguments, *options).strip()
+    job, log = told.split()
+    assert log == f"{run}/logs/slurm-{job}.log"
+    shown = slurm.run(*ZEROLORA, "status", job)
+    assert f"job      {job} " in shown and f"run      {run}" in shown
+    assert end_of(slurm, job) == "COMPLETED", log_of(workplace, "zero3")
+    assert losses(run) == pytest.approx(reference, rel=1e-4)
+    assert Path(log).stat().st_size > 0
+    for target in (job, str(run)):
+        shown = slurm.run(*ZEROLORA, "status", target)
+        for expected in (f"job      {job} COMPLETED", "state    done", f"step     {STEPS} of {STEPS}", "loss", "tok/s"):
+            assert expected in shown, shown
+
+
+def test_usr1_saves_and_the_requeued_job_ends_where_the_whole_run_did(
+    slurm: SlurmCluster, workplace: Path, reference: list[float]
+) -> None:
+    """What slurmctld sends to the batch shell before the time limit (`--signal=B:USR1@300`)."""
+    run = workplace / "preempted"
+    job = batch(slurm, workplace, "preempted")
+    wait_for(lambda: losses(run), lambda: log_of(workplace, "preempted"))
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    wait_for(lambda: slurm.restarts(job) == 1, lambda: log_of(workplace, "preempted"))
+    stopped_at = int(whole_checkpoints(run)[-1].name.rpartition("-")[2])
+    assert 0 < stopped_at < STEPS and len(losses(run)) == stopped_at
+    assert "stopped at step" in (run / "logs" / "console.log").read_text()
+    slurm.start_now(job)
+    assert end_of(slurm, job) == "COMPLETED", log_of(workplace, "preempted")
+    log = (workplace / "preempted.log").read_text()
+    assert "== queued again" in log and "start 2, on n[1-2]" in log
+    assert f"at step {stopped_at}" in log
+    assert losses(run) == pytest.approx(reference, rel=1e-4)
+
+
+def test_a_lost_node_is_named_and_the_job_queued_again(
+    slurm: SlurmCluster, workplace: Path, reference: list[float]
+) -> None:
+    run = workplace / "bereft"
+    job = batch(slurm, workplace, "bereft")
+    wait_for(lambda: whole_checkpoints(run) if run.exists() else None, lambda: log_of(workplace, "bereft"))
+    slurm.switch_off("n2")
+    try:
+        wait_for(lambda: slurm.restarts(job) == 1, lambda: log_of(workplace, "bereft"))
+        named = re.compile(r"^(lost nodes: n2;|the run failed: rank 1 on n2 )", re.M)
+        wait_for(lambda: named.search((workplace / "bereft.log").read_text()), lambda: log_of(workplace, "bereft"))
+    finally:
+        slurm.switch_on("n2")
+    # Not started at once: a minute after its return slurmctld ends on the node what had this job's number.
+    assert end_of(slurm, job) == "COMPLETED", log_of(workplace, "bereft")
+    assert "resumed from" in (workplace / "bereft.log").read_text()
+    assert losses(run) == pytest.approx(reference, rel=1e-4)
+
+
+def test_a_sweep_is_an_array_with_a_folder_for_each_run(slurm: SlurmCluster, workplace: Path) -> None:
+    run = workplace / "sweep"
+    arguments = [str(workplace / "config.yaml"), f"output_dir={run}", "training.max_steps=2"]
+    options = [
+        "--gpus-per-node",
+        "1",
+        "--time",
+        "30",
+        "--cpus-per-task",
+        "1",
+        "--sweep",
+        "training.learning_rate=0.001,0.002",
+    ]
+    job = slurm.run(*ZEROLORA, "submit", *arguments, *options).split()[0]
+    for task in (0, 1):
+        assert end_of(slurm, f"{job}_{task}") == "COMPLETED", log_of(workplace, "sweep")
+    rates = {
+        json.loads((run / f"learning_rate={rate}" / "training_config.json").read_text())["training"]["learning_rate"]
+        for rate in ("0.001", "0.002")
+    }
+    assert rates == {0.001, 0.002}
+
+
+def test_more_ranks_than_were_started_is_refused_on_every_node(slurm: SlurmCluster, workplace: Path) -> None:
+    """Two tasks that each think they are alone, as when srun's variables are lost."""
+    alone = ["env", "-u", "SLURM_PROCID", *ZEROLORA[:1], "-m", "trainer.train"]
+    command = [
+        "srun",
+        "--nodes=2",
+        "--ntasks=2",
+        "--mpi=none",
+        *alone,
+        str(workplace / "config.yaml"),
+        "--world-size=2",
+    ]
+    done = slurm.hosts.run("login", command, env=slurm.environment(), cwd=ROOT)
+    assert done.returncode == 2
+    for node in ("n1", "n2"):
+        assert f"2 ranks were asked for, and this one on {node} was told that it is rank 0 of 1" in done.stderr
+
+
+def test_other_code_on_one_node_stops_the_run(slurm: SlurmCluster, workplace: Path, tmp_path: Path) -> None:
+    """The second rank runs a copy of the checkout in which one line is added."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for package in ("trainer", "ops", "launcher"):
+        subprocess.run(["cp", "-r", str(ROOT / package), str(copy / package)], check=True)
+    with (copy / "trainer" / "summary.py").open("a") as file:
+        file.write("# other\n")
+    program = f'cd "$([ "$SLURM_PROCID" = 1 ] && echo {copy} || echo {ROOT})" && PYTHONPATH=$PWD exec "$@"'
+    command = ["srun", "--nodes=2", "--ntasks=2", "--mpi=none", "bash", "-c", program, "bash", *ZEROLORA[:1], "-m"]
+    command += ["trainer.train", str(workplace / "config.yaml"), f"output_dir={tmp_path / 'run'}"]
+    done = slurm.hosts.run("login", command, env=slurm.environment(), cwd=ROOT)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "code differs: " in done.stdout and " on n1; " in done.stdout and " on n2; " in done.stdout
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

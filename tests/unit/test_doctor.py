@@ -1,0 +1,235 @@
+"""The doctor's checks of one machine, each made to fail for real."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.build_locks import remove_stale_locks
+from launcher.doctor import _run, show
+from launcher.doctor_hosts import check_mpi, check_srun
+from launcher.doctor_local import (
+    Check,
+    Need,
+    check_folders,
+    check_locks,
+    check_memory,
+    check_packages,
+    check_port,
+    check_timeouts,
+)
+from trainer.config import DatasetSection, RunConfig, TrainingSection
+from trainer.doctor_probe import check_data, check_model, missing_shards
+from trainer.world import Report, differences
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+def config(folder: Path, **values: object) -> RunConfig:
+    dataset = DatasetSection(path=str(folder / "data.jsonl"), cache_dir=str(folder / "cache"))
+    settings = {"base_model": str(folder / "model"), "output_dir": str(folder / "run"), "dataset": dataset}
+    return RunConfig.model_validate(settings | values)
+
+
+def test_a_busy_port_is_found_with_its_user() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        check = check_port(port)
+    assert check.state == "FAIL" and f"(process {os.getpid()})" in check.found and "--master-port" in check.fix
+    assert check_port(port).state == "OK"
+
+
+def test_a_stale_lock_is_found_and_one_in_use_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's FileBaton: a file that is open as long as its builder lives."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert [check.state for check in check_locks()] == ["OK"]
+    locks = [tmp_path / "py311_cu128" / "fused_adam" / "lock", tmp_path / "zerolora_lora_0" / "lock"]
+    for lock in locks:
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    program = "import sys, time; f = open(sys.argv[1]); print(1, flush=True); time.sleep(60)"
+    builder = subprocess.Popen([sys.executable, "-c", program, str(locks[0])], stdout=subprocess.PIPE)
+    try:
+        assert builder.stdout is not None and builder.stdout.readline()
+        held, stale = check_locks()
+        assert held.state == "OK" and f"process {builder.pid} builds" in held.found
+        assert stale.state == "FAIL" and stale.fix == f"rm {locks[1]}"
+    finally:
+        builder.kill()
+        builder.wait()
+    assert [check.state for check in check_locks()] == ["FAIL", "FAIL"]
+
+
+def test_a_run_removes_what_only_a_killed_build_can_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    locks = {name: tmp_path / name / "lock" for name in ("old", "young", "held")}
+    for lock in locks.values():
+        lock.parent.mkdir()
+        lock.touch()
+    for name in ("old", "held"):
+        os.utime(locks[name], (time.time() - 600.0,) * 2)
+    with locks["held"].open():
+        remove_stale_locks()
+    assert [lock.exists() for lock in locks.values()] == [False, True, True]
+    assert (
+        capsys.readouterr().err == f"note: removed {locks['old']}, the lock of a build that was killed 10 minutes ago\n"
+    )
+
+
+def test_more_memory_and_disk_than_there_is_fails(tmp_path: Path) -> None:
+    need = Need(host_per_rank=2**50, disk=2**60)
+    memory, _ = check_memory(2, need, on_gpus=False)
+    assert memory.state == "FAIL" and "needed for 2 ranks" in memory.found
+    assert check_folders(config(tmp_path), need).__next__().state == "FAIL"
+    assert next(check_memory(0, Need(), on_gpus=False)).state == "OK"
+
+
+def test_a_folder_that_cannot_be_written_fails() -> None:
+    output_dir = next(check_folders(config(Path("/proc/self")), Need()))
+    assert output_dir.name == "disk: output_dir"
+    assert output_dir.state == "FAIL" and "cannot be written" in output_dir.found
+
+
+@pytest.mark.parametrize(
+    ("hang", "collectives", "state"), [(10.0, 30.0, "OK"), (0.0, 30.0, "WARN"), (30.0, 20.0, "WARN")]
+)
+def test_time_limits_that_get_in_each_others_way(tmp_path: Path, hang: float, collectives: float, state: str) -> None:
+    training = TrainingSection(hang_timeout=hang, timeout_minutes=collectives)
+    (check,) = check_timeouts(config(tmp_path, training=training))
+    assert check.state == state and f"hang {hang:g} min" in check.found
+
+
+def test_a_model_with_a_missing_shard_fails(tmp_path: Path) -> None:
+    from tests.tiny import make_model
+
+    folder = make_model(tmp_path / "model")
+    (whole,) = check_model(config(tmp_path))
+    assert whole.state == "OK", whole
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.move(folder / "model.safetensors", folder / "model-00001-of-00002.safetensors")
+    assert missing_shards(folder) == ["model-00002-of-00002.safetensors"]
+    (check,) = check_model(config(tmp_path))
+    assert check.state == "FAIL" and "1 of its weight files" in check.found
+
+
+def test_a_model_that_cannot_be_had_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = config(tmp_path, base_model="nobody/has-this")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (check,) = check_model(wanted)
+    assert check.state == "FAIL" and "HF_HUB_OFFLINE is set" in check.found and "zerolora download" in check.fix
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+        (check,) = check_model(wanted)
+        assert check.state == "FAIL" and f"127.0.0.1:{port} does not answer" in check.found
+        listener.listen()
+        (check,) = check_model(wanted)
+        assert check.state == "OK" and "is downloaded at the start" in check.found
+
+
+def test_a_data_file_that_is_not_there_fails(tmp_path: Path) -> None:
+    assert [check.state for check in check_data(config(tmp_path))] == ["FAIL"]
+    (tmp_path / "data.jsonl").write_text("{}\n")
+    assert [check.state for check in check_data(config(tmp_path))] == ["OK"]
+
+
+def test_a_package_outside_its_range_is_named(tmp_path: Path) -> None:
+    """An older peft stands before the installed one, as after `pip install --user`."""
+    info = tmp_path / "peft-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 0.1.0\n")
+    program = "from launcher.doctor_local import *; [print(c.name, c.state, c.found, c.fix) for c in check_packages()]"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(CHECKOUT)])}
+    shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert "peft FAIL 0.1.0 is installed pip install 'peft" in shown.stdout
+    assert [check.state for check in check_packages()] == ["OK", "OK"]
+
+
+def test_mpi4py_is_missed_where_it_is_missing(tmp_path: Path) -> None:
+    """A Python without site-packages, but for what the launcher itself needs."""
+    for package in ("psutil", "yaml", "pydantic", "pydantic_core", "annotated_types", "packaging"):
+        _link(package, tmp_path)
+    for module in ("typing_extensions", "typing_inspection"):
+        _link(module, tmp_path)
+    program = "from launcher.doctor_hosts import *; [print(c.name, c.state, c.fix) for c in check_mpi()]"
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join([str(CHECKOUT), str(tmp_path)])}
+    shown = subprocess.run([sys.executable, "-S", "-c", program], env=environment, capture_output=True, text=True)
+    assert "mpi4py FAIL pip install 'zerolora[mpi]'" in shown.stdout, shown.stderr
+
+
+def _link(package: str, folder: Path) -> None:
+    import importlib.util
+
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None
+    origin = Path(spec.origin)
+    source = origin.parent if origin.name == "__init__.py" else origin
+    (folder / source.name).symlink_to(source)
+
+
+def test_an_mpi_library_that_does_not_load_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "mpi4py"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "MPI.py").write_text("raise ImportError('libmpi.so.40: cannot open shared object file')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    check = next(check for check in check_mpi() if check.name == "mpi4py")
+    assert check.state == "FAIL" and "libmpi.so.40" in check.found
+
+
+def test_versions_that_differ_are_named_by_host() -> None:
+    """The comparison that the ranks of the doctor share with the start of a run."""
+    good = Report(0, "n1", "cpu", "", {"peft": "0.21.2"})
+    (line,) = differences([good, Report(1, "n2", "cpu", "", {"peft": "0.20.0"})])
+    assert "0.21.2 on n1" in line and "0.20.0 on n2" in line
+
+
+def test_a_machine_without_slurm_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    check = check_srun()
+    assert (check.state, check.found) == ("FAIL", "not installed here") and check.fix
+
+
+def test_the_table_has_a_fix_below_each_line_and_counts_the_good_ones_of_other_hosts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    checks = [
+        Check("port", "OK", "a free one"),
+        Check("build lock", "FAIL", "/x/[1]/lock: stale", "rm /x/[1]/lock"),
+        *[Check(name, "OK", "good", host="n2") for name in ("torch", "driver")],
+        Check("/dev/shm", "WARN", "0.1 GiB free", "--shm-size=8g", host="n2"),
+    ]
+    show(checks, as_json=False)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "OK port a free one",
+        "FAIL build lock /x/[1]/lock: stale",
+        "fix: rm /x/[1]/lock",
+        "WARN n2: /dev/shm 0.1 GiB free",
+        "fix: --shm-size=8g",
+        "OK n2 2 checks are good",
+        "3 OK, 1 WARN, 1 FAIL",
+    ]
+    show(checks, as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert told["counts"] == {"OK": 3, "WARN": 1, "FAIL": 1} and told["checks"][1]["fix"] == "rm /x/[1]/lock"
+
+
+def test_a_slow_answer_is_not_waited_for(tmp_path: Path) -> None:
+    started = time.monotonic()
+    found, words = _run(["sh", "-c", "sleep 60"], dict(os.environ), 1.0)
+    assert found is None and "no answer within 1 s" in words and time.monotonic() - started < 20.0

@@ -1,0 +1,242 @@
+"""Heartbeats, who is behind, what counts as work, and what a note costs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.beats import Silence, clear_beats, read_beats, read_hang
+from trainer.heartbeat import LINE_BYTES, Folder, Heartbeat
+from trainer.progress import PROGRESS, Progress
+from trainer.rank_variables import host_name
+from trainer.ranks import Ranks
+from trainer.vital_signs import Work, collective_of, free_host_memory, main_thread_frame, place_of
+from trainer.watchdog import Watchdog, describe_hang, ranks_behind
+
+BEAT = Heartbeat(
+    rank=0, host="n0", pid=100, step=412, phase="backward", collective="all_reduce", place="step.py:1 train_step",
+    collectives_begun=7, idle_s=660.0, stuck=True, free_memory_gib=1.0, free_shm_gib=1.0, time=1.0,
+)  # fmt: skip
+
+
+def beats(**of_rank_1: object) -> dict[int, Heartbeat]:
+    """Three ranks in the same collective, but for what rank 1 does."""
+    found = {rank: replace(BEAT, rank=rank, host=f"n{rank}") for rank in range(3)}
+    found[1] = replace(found[1], **of_rank_1)  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("of_rank_1", "silent", "behind"),
+    [
+        ({}, {1}, [1]),
+        ({"step": 411}, set(), [1]),
+        ({"step": 411, "collective": None}, {2}, [2]),
+        ({"collectives_begun": 6}, set(), [1]),
+        ({"collective": None, "phase": "forward"}, set(), [1]),
+        ({"collective": None, "collectives_begun": None}, set(), [1]),
+        ({"step": 413, "collective": None}, set(), [0, 2]),
+        ({}, set(), [0, 1, 2]),
+    ],
+    ids=["silent", "step", "silence first", "collective", "outside", "no record", "ahead", "network"],
+)
+def test_who_is_behind(of_rank_1: dict[str, object], silent: set[int], behind: list[int]) -> None:
+    assert ranks_behind(beats(**of_rank_1), silent) == behind
+
+
+def test_a_rank_that_does_not_come_to_where_the_ranks_meet_is_behind() -> None:
+    found = {rank: replace(BEAT, rank=rank, step=0, phase="join", collective=None) for rank in range(3)}
+    found[2] = replace(found[2], phase="tokenise")
+    assert ranks_behind(found, set()) == [2]
+    assert "2 other ranks wait for it in join" in describe_hang(found, set())
+
+
+def test_the_sentence_names_rank_host_step_phase_and_who_waits() -> None:
+    told = json.loads(describe_hang(beats(collective=None, phase="save/gather", step=411), set()))
+    assert told["ranks"] == [1]
+    assert told["text"] == (
+        "the run hangs: rank 1 on n1 (process 100) has got nowhere for 11.0 minutes, step 411, phase save/gather, "
+        "at step.py:1 train_step; 2 other ranks wait for it in all_reduce"
+    )
+
+
+def test_a_network_that_carries_nothing_blames_no_rank() -> None:
+    told = json.loads(describe_hang(beats(), set()))
+    assert told["ranks"] == [0, 1, 2] and "all 3 ranks are stuck" in told["text"] and "doctor" in told["text"]
+
+
+def test_a_silent_process_of_this_host_is_looked_at() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        found = beats(host=host_name(), pid=process.pid)
+        assert "the process is stopped (SIGSTOP" in describe_hang(found, {1})
+    finally:
+        process.kill()
+        process.wait()
+    assert "the process has ended" in describe_hang(found, {1})
+    assert "its host is gone" in describe_hang(beats(), {1})
+
+
+def test_a_line_has_always_one_length_and_comes_back() -> None:
+    long = replace(BEAT, phase="p" * 80, place="x" * 160, host="h" * 64, exit_code=1)
+    for beat in (BEAT, long):
+        assert len(beat.line()) == LINE_BYTES
+        assert Heartbeat.parse(beat.line()) == beat
+    assert Heartbeat.parse(BEAT.line()[:100]) is None
+
+
+def test_the_folder_is_not_made_and_the_launcher_reads_what_ranks_write(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    folder = Folder(logs, rank=1, world_size=2)
+    folder.publish(BEAT)
+    assert not logs.exists(), "a run that is refused leaves nothing behind"
+    logs.mkdir()
+    folder.publish(replace(BEAT, rank=1, time=time.time()))
+    assert folder.read()[1].step == read_beats(logs)[1].step == 412
+    assert not folder.sees_everybody()
+    Folder(logs, rank=0, world_size=2).publish(replace(BEAT, time=time.time()))
+    assert folder.sees_everybody()
+    Folder(logs, rank=0, world_size=2).publish(replace(BEAT, time=time.time() - 3600.0))
+    assert not folder.sees_everybody(), "that one is of an earlier run"
+    clear_beats(logs)
+    assert list(logs.iterdir()) == []
+
+
+def test_one_verdict_is_left_and_an_old_one_does_not_count(tmp_path: Path) -> None:
+    old = tmp_path / "hang.json"
+    old.write_text('{"ranks": [3], "text": "of yesterday"}')
+    os.utime(old, (time.time() - 86400,) * 2)
+    first, second = (Folder(tmp_path, rank, 2) for rank in (0, 1))
+    assert first.verdict() is None
+    assert first.decide('{"ranks": [1], "text": "a"}') and not second.decide('{"ranks": [0], "text": "b"}')
+    assert json.loads(second.verdict() or "")["text"] == "a"
+    assert (read_hang(tmp_path) or {})["ranks"] == [1]
+
+
+def test_complete_silence_is_noticed_by_the_launcher(tmp_path: Path) -> None:
+    folder, silence = Folder(tmp_path, 0, 1), Silence(tmp_path, hang_timeout_s=0.1)
+    silence._allowed_s = 0.3
+    time.sleep(0.4)
+    assert not silence.is_complete(), "nobody has begun yet"
+    folder.publish(BEAT)
+    assert not silence.is_complete()
+    time.sleep(0.4)
+    assert silence.is_complete()
+    folder.publish(replace(BEAT, exit_code=0))
+    assert not silence.is_complete(), "it has ended, which is no silence"
+
+
+def test_work_is_told_from_waiting() -> None:
+    """As the watchdog looks: from a thread of its own, whose own work does not count."""
+    with ThreadPoolExecutor(max_workers=1) as watchdog:
+        work = watchdog.submit(Work).result()
+
+        def has_moved() -> bool:
+            return watchdog.submit(work.has_moved).result()
+
+        has_moved()
+        for pause in (0.5, *[0.1] * 10):
+            time.sleep(pause)
+            assert not has_moved(), "asleep"
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            sum(range(1000))
+        assert has_moved(), "computing"
+        time.sleep(0.5)
+        has_moved()
+        child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        try:
+            time.sleep(0.5)
+            assert has_moved(), "a child computes, as with dataset.workers"
+        finally:
+            child.kill()
+            child.wait()
+
+
+def test_phases_nest_and_steps_count() -> None:
+    progress = Progress()
+    progress.at_step(5)
+    with progress.phase("save"):
+        before = progress.changed_at
+        with progress.phase("gather"):
+            assert progress.phases == ("save", "gather")
+        assert progress.phases == ("save",) and progress.changed_at > before
+    assert (progress.phases, progress.step, progress.first_step) == ((), 5, 5)
+
+
+def test_the_main_threads_place_is_read_from_another_thread() -> None:
+    places: list[str | None] = []
+    thread = threading.Thread(target=lambda: places.append(place_of(main_thread_frame())))
+    thread.start()
+    thread.join()
+    assert places[0] is not None and places[0].startswith("tests/unit/test_watchdog.py:")
+    assert collective_of(main_thread_frame()) is None
+
+
+PENDING = """
+import os
+os.environ["TORCH_FR_BUFFER_SIZE"] = "200"
+import torch
+import torch.distributed as dist
+from trainer.vital_signs import recorded_collectives
+dist.init_process_group("gloo")
+assert recorded_collectives() == (None, None)
+value = torch.ones(4)
+dist.all_reduce(value)
+finished = recorded_collectives()
+work = dist.all_reduce(value, async_op=True) if dist.get_rank() == 0 else None
+print(dist.get_rank(), finished, recorded_collectives(), flush=True)
+# Rank 1 joins in when rank 0 has looked.
+store = dist.distributed_c10d._get_default_store()
+store.set("looked", "") if dist.get_rank() == 0 else store.wait(["looked"])
+work = work or dist.all_reduce(value, async_op=True)
+work.wait()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.distributed
+def test_a_collective_that_is_under_way_is_named_though_no_stack_shows_it(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(PENDING)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [*command, str(tmp_path / "rank.py")], env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True
+    )
+    assert sorted(done.stdout.splitlines()) == ["0 (None, 1) ('all_reduce', 2)", "1 (None, 1) (None, 1)"], done.stderr
+
+
+def test_free_memory_is_of_this_machine() -> None:
+    assert 0.0 < free_host_memory() < 4096.0
+
+
+def test_a_note_and_a_heartbeat_cost_less_than_a_tenth_of_a_millisecond_a_step(tmp_path: Path) -> None:
+    """Eight notes are what a step of one micro-batch makes; the thread's beat is paid every quarter of a second."""
+    watchdog = Watchdog(Ranks(0, 1, 0), tmp_path, hang_timeout_minutes=0.0)
+    try:
+        started = time.process_time()
+        for _ in range(1000):
+            for _ in range(8):
+                with PROGRESS.phase("forward"):
+                    pass
+        notes = (time.process_time() - started) / 1000
+        started = time.process_time()
+        for _ in range(50):
+            watchdog._folder.publish(watchdog._look_inward())
+        beat = (time.process_time() - started) / 50
+    finally:
+        watchdog.end(0)
+    assert notes < 1e-4
+    # A beat every two seconds, beside steps of 20 ms at the least: its share of a step.
+    assert beat * 0.020 / 2.0 < 1e-4
+    assert json.loads((tmp_path / "heartbeat-0.json").read_text())["exit_code"] == 0
