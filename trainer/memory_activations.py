@@ -32,8 +32,8 @@ class Work:
     """e."""
     elementwise: str
     """Whose norms, SwiGLU and rotary embedding: `ours`, `liger` or `model`."""
-    forgets: bool
-    """Outputs of norms and of SwiGLU are computed again in the backward pass."""
+    forgets: str
+    """What is computed again in the backward pass: `none`, SwiGLU's `activations`, or outputs of `norms` as well."""
     gate_is_silu: bool
     fused_loss: bool
     recompute: str
@@ -59,7 +59,8 @@ class Work:
     def kept_input(self, width: int, *, of_norm: bool) -> int:
         """T e of what an adapted layer reads, or nothing where it is computed again."""
         size = self.tokens * width * self.element
-        recipe = self.forgets and size >= WORTH_FORGETTING and (of_norm or self.gate_is_silu)
+        forgotten = self.forgets == "norms" if of_norm else self.forgets != "none" and self.gate_is_silu
+        recipe = forgotten and size >= WORTH_FORGETTING
         return 0 if recipe else size
 
 

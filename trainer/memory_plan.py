@@ -184,9 +184,11 @@ class Planner:
             return "ours"
         return "liger" if self.machine.liger_installed and self.shapes.model_type in LIGER else "model"
 
-    def _forgets(self, config: RunConfig) -> bool:
+    def _forgets(self, config: RunConfig) -> str:
+        """As trainer/build.py."""
         kept = config.training.gradient_checkpointing == "none" and config.adapter != "none"
-        return kept and engine_stage(config) < 3 and self._elementwise(config) == "ours"
+        possible = kept and engine_stage(config) < 3 and self._elementwise(config) == "ours"
+        return config.ops.forget if possible else "none"
 
     def _fuses_loss(self, config: RunConfig) -> bool:
         """As trainer/token_loss.py: a frozen head, whole on this rank, not in fp16."""

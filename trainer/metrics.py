@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from trainer.config import LoggingSection, UserError
+from trainer.gpu_metrics import GpuMetrics
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -88,10 +89,13 @@ class Metrics:
         self._tensorboard = _open_tensorboard(run_dir, name, first_step) if "tensorboard" in logging.report_to else None
         self._wandb = _open_wandb(run_dir, name, logging.project) if "wandb" in logging.report_to else None
         self._display = _Display(console, logging.progress, first_step=first_step, total_steps=total_steps)
+        self._gpu = GpuMetrics.open()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the values of a step; a held-out loss, or without a bar any training loss, is shown as a line."""
         numbers = {key: float(value) for key, value in values.items()}
+        if self._gpu is not None and "train/loss" in numbers:
+            numbers |= self._gpu.values()
         # NaN is not JSON: other readers of the file would stop at it.
         finite = {key: number if math.isfinite(number) else None for key, number in numbers.items()}
         self._jsonl.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
@@ -114,6 +118,8 @@ class Metrics:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+        if self._gpu is not None:
+            self._gpu.close()
         self._tensorboard = self._wandb = None
 
 

@@ -75,6 +75,18 @@ def prepare(config: RunConfig) -> Prepared:
     return Prepared(tokenizer, model_config, data)
 
 
+def build_operators(config: RunConfig) -> None:
+    """Compile the CUDA operators, if this run is to use them, before the ranks start: they find them built."""
+    if config.ops.backend not in ("auto", "cuda") or config.adapter == "none" or not torch.cuda.is_available():
+        return
+    import ops
+
+    try:
+        ops.load(config.ops.backend)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
 def check_output_folder(config: RunConfig) -> None:
     """The folder must be writable, have room, and not hold another run unless that is meant."""
     folder = Path(config.output_dir)
@@ -137,6 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         config = load_config(arguments.config, arguments.overrides).config
         for line in prepare(config).data.stats.lines():
             print(line)
+        build_operators(config)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

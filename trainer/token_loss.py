@@ -1,6 +1,7 @@
 """The sum of token losses of a micro-batch, with logits only where there are targets, and never all of them at once."""
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -105,12 +106,13 @@ class TokenLoss:
         """c if the model's logits are c times what the head gives (1 for most, 1 / scaling for Granite), else None."""
         tokens = batch["input_ids"][:1, :2].to(device)
         seen: list[float] = []
+        training = self._module.training
+        self._module.eval()  # no dropout, whose draws would be missing in the first step
         for probe in (1.0, 2.0, -64.0):
             with _head_replaced(self._head, lambda hidden, value=probe: hidden.new_full((1, 1, 1), value)):
                 logits = self._module(input_ids=tokens, use_cache=False).logits
-            if logits.shape != (1, 1, 1):
-                return None
-            seen.append(float(logits) / probe)
+            seen.append(float(logits) / probe if logits.shape == (1, 1, 1) else math.nan)
+        self._module.train(training)
         return seen[0] if seen[0] > 0 and seen[0] == seen[1] == seen[2] else None
 
 

@@ -29,13 +29,18 @@ def resolve_precision(precision: str, device: torch.device) -> str:
     return precision
 
 
-def deepspeed_config(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> dict[str, Any]:
-    """The dictionary that `deepspeed.initialize` takes."""
+def deepspeed_config(
+    training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool, *, one_gradient: bool = False
+) -> dict[str, Any]:
+    """The dictionary that `deepspeed.initialize` takes; `one_gradient`: the adapter is one flat tensor."""
+    # One gradient arrives at the very end of the backward pass: nothing is left to overlap with, and DeepSpeed 0.19.8
+    # makes the host wait for the device before every overlapped reduction.
+    overlaps = zero.overlap_comm and on_gpu and not one_gradient
     partition: dict[str, Any] = {
         "stage": zero.stage,
         "contiguous_gradients": True,
         # Stage 1 would reduce within the backward pass, before the ranks agree that none ran out of memory.
-        "overlap_comm": zero.overlap_comm and on_gpu and not (zero.stage == 1 and training.on_oom == "halve"),
+        "overlap_comm": overlaps and not (zero.stage == 1 and training.on_oom == "halve"),
         "reduce_bucket_size": zero.reduce_bucket_size,
         "allgather_bucket_size": zero.allgather_bucket_size,
     }

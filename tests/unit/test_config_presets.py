@@ -17,6 +17,7 @@ PRESETS = {
     "phi3-mini": "microsoft/Phi-3-mini-4k-instruct",
     "granite-4.0-h-1b": "ibm-granite/granite-4.0-h-1b",
 }
+TIERS = ("quick", "convergence", "memory", "extended", "full")
 FILES = sorted(CONFIGS.glob("*.yaml"))
 
 
@@ -29,7 +30,8 @@ def test_a_preset_loads_without_a_note_and_starts_with_its_command(path: Path) -
     loaded = load_config(path)
     assert loaded.notes == (), "presets use our own names"
     command = path.read_text().splitlines()[0]
-    assert command.startswith(f"# zerolora train configs/{path.name}") or path.stem in {"demo", "compare-smollm2"}
+    own = {"demo", "compare-smollm2"} | {f"tier_{name}" for name in TIERS}
+    assert command.startswith(f"# zerolora train configs/{path.name}") or path.stem in own
     overrides = [word for word in command.split() if "=" in word]
     assert load_config(path, overrides).config.output_dir == loaded.config.output_dir
 
@@ -44,3 +46,12 @@ def test_a_preset_names_its_model_and_a_folder_of_its_own(name: str) -> None:
     assert config.lora.target_modules == ("all-linear",)
     assert config.dataset.packing is (name != "granite-4.0-h-1b"), "a hybrid model cannot be packed"
     assert ("Gated" in path.read_text()) is config.base_model.startswith("meta-llama/")
+
+
+@pytest.mark.parametrize("name", TIERS)
+def test_a_tier_names_its_command_and_needs_no_partitioning(name: str) -> None:
+    path = CONFIGS / f"tier_{name}.yaml"
+    config = load_config(path).config
+    assert path.read_text().startswith(f"# zerolora tier {name}\n")
+    assert (config.output_dir, config.zero.stage, config.output.overwrite) == (f"runs/tiers/{name}", 0, True)
+    assert config.adapter == ("lora" if name == "convergence" else "qlora")

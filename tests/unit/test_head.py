@@ -1,4 +1,4 @@
-"""Head and loss in chunks: the numbers and gradients of the plain computation, whatever the chunk, observed per model."""
+"""Head and loss in chunks: numbers and gradients of the plain computation, whatever the chunk, observed per model."""
 
 from pathlib import Path
 from typing import Any

@@ -185,6 +185,7 @@ def test_the_main_threads_place_is_read_from_another_thread() -> None:
 
 PENDING = """
 import os
+import sys
 os.environ["TORCH_FR_BUFFER_SIZE"] = "200"
 import torch
 import torch.distributed as dist
@@ -195,7 +196,9 @@ value = torch.ones(4)
 dist.all_reduce(value)
 finished = recorded_collectives()
 work = dist.all_reduce(value, async_op=True) if dist.get_rank() == 0 else None
-print(dist.get_rank(), finished, recorded_collectives(), flush=True)
+# One write: two ranks share the pipe.
+sys.stdout.write(f"{dist.get_rank()} {finished} {recorded_collectives()}\\n")
+sys.stdout.flush()
 # Rank 1 joins in when rank 0 has looked.
 store = dist.distributed_c10d._get_default_store()
 store.set("looked", "") if dist.get_rank() == 0 else store.wait(["looked"])

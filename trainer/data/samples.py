@@ -42,6 +42,12 @@ class Samples:
         rows = [self._documents[member] for member in members]
         return join([Sample(row["input_ids"], row["trained"], [len(row["input_ids"])]) for row in rows])
 
+    def lengths(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Tokens and target tokens of every sample."""
+        columns = [self._documents.data.column(name).to_numpy()[self._members] for name in ("length", "targets")]
+        tokens, targets = (np.add.reduceat(column, self._starts[:-1], dtype=np.int64) for column in columns)
+        return tokens, targets
+
     def __iter__(self) -> Iterator[Sample]:
         return (self[index] for index in range(len(self)))
 

@@ -1,0 +1,153 @@
+"""`zerolora submit` and `zerolora status` without a cluster: the script, the sweep, and what a run's folder tells."""
+
+import json
+import shlex
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from launcher.cli import app
+from launcher.status import job_lines, run_lines, run_of_job
+from launcher.submit import TEMPLATE, Job, render, sweep_lines
+from trainer.config import UserError
+
+CONFIG = "base_model: some/model\noutput_dir: {run}\ndataset: {{path: data.jsonl}}\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG.format(run=tmp_path / "run"))
+    return path
+
+
+def dry_run(config: Path, *options: str) -> str:
+    done = CliRunner().invoke(app, ["submit", str(config), "--dry-run", *options])
+    assert done.exit_code == 0, done.output + str(done.exception)
+    return done.stdout
+
+
+def options_of(script: str) -> list[str]:
+    return [shlex.split(line)[1] for line in script.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_the_script_is_the_one_in_the_checkout_with_other_options(config: Path, tmp_path: Path) -> None:
+    script = dry_run(
+        config, "seed=7", "--nodes", "4", "--gpus-per-node", "8", "--time", "12:00:00", "--partition", "big",
+        "--account", "me", "--dependency", "afterok:3", "--cpus-per-task", "12", "--sbatch", "--mem=0",
+    )  # fmt: skip
+    options = options_of(script)
+    for expected in (
+        "--nodes=4", "--gpus-per-node=8", "--ntasks-per-node=8", "--time=12:00:00", "--partition=big", "--account=me",
+        "--dependency=afterok:3", "--cpus-per-task=12", "--mem=0", "--requeue", "--signal=B:USR1@300", "--job-name=run",
+        f"--output={tmp_path}/run/logs/slurm-%j.log",
+    ):  # fmt: skip
+        assert expected in options, options
+    assert f"set -- {config} seed=7\n" in script
+    template = TEMPLATE.read_text()
+    assert script.endswith(template[template.index("\nZEROLORA_HOME=") :])
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_cpu_cluster_has_no_gpus_to_ask_for() -> None:
+    options = Job(gpus_per_node=0, ranks_per_node=2).options("o")
+    assert "--ntasks-per-node=2" in options and not [word for word in options if "gpu" in word]
+
+
+@pytest.mark.parametrize("job", [Job(nodes=0), Job(gpus_per_node=-1), Job(ranks_per_node=0, gpus_per_node=0, nodes=-1)])
+def test_numbers_that_cannot_be(job: Job) -> None:
+    with pytest.raises(UserError, match="must be"):
+        job.options("o")
+
+
+def test_a_sweep_is_every_combination_in_a_folder_of_its_own(config: Path, tmp_path: Path) -> None:
+    lines = sweep_lines(["training.learning_rate=1e-4,2e-4", "lora.r=8,16"], tmp_path)
+    assert len(lines) == 4
+    assert shlex.split(lines[1]) == [
+        "training.learning_rate=1e-4", "lora.r=16", f"output_dir={tmp_path}/learning_rate=1e-4,r=16",
+    ]  # fmt: skip
+    script = dry_run(config, "--sweep", "seed=1,2,3")
+    assert "--array=0-2" in options_of(script)
+    assert f"set -- {config} @{tmp_path}/run/logs/sweep.txt\n" in script
+    assert "--array=0-2%1" in options_of(dry_run(config, "--sweep", "seed=1,2,3", "--array", "0-2%1"))
+
+
+@pytest.mark.parametrize("sweep", ["seed", "=1", "seed="])
+def test_a_sweep_of_nothing(sweep: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"--sweep {sweep}: must read"):
+        sweep_lines([sweep], tmp_path)
+
+
+def test_tasks_that_would_share_a_folder_must_follow_each_other(config: Path) -> None:
+    done = CliRunner().invoke(app, ["submit", str(config), "--dry-run", "--array", "0-3"])
+    assert isinstance(done.exception, UserError) and "--array 0-3%1" in str(done.exception)
+    assert "--array=0-3%1" in options_of(dry_run(config, "--array", "0-3%1"))
+
+
+def test_a_comparison_is_an_array_over_seeds(config: Path, tmp_path: Path) -> None:
+    script = dry_run(config, "seed=7", "--compare-seeds", "3")
+    assert "--array=0-2" in options_of(script)
+    assert f"set -- compare {config} seed=7 --output {tmp_path}/run --seeds 1 @{tmp_path}/run/logs/sweep.txt" in script
+
+
+def test_a_task_takes_its_line_of_the_sweep(tmp_path: Path) -> None:
+    """The part of the script that does it, run by bash, with a value that holds a space."""
+    script = TEMPLATE.read_text()
+    part = script[script.index("arguments=()") : script.index('echo "== job')]
+    (tmp_path / "sweep.txt").write_text("a=1\n'b=two words' c=3\n")
+    program = f'set -uo pipefail\n{part}\nprintf "%s|" "${{arguments[@]}}"\n'
+    for task, expected in (("0", "x.yaml|a=1|"), ("1", "x.yaml|b=two words|c=3|")):
+        shown = subprocess.run(
+            ["bash", "-c", program, "bash", "x.yaml", f"@{tmp_path}/sweep.txt"],
+            env={"SLURM_ARRAY_TASK_ID": task, "PATH": "/usr/bin:/bin"}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert shown.stdout == expected, shown.stderr
+    done = subprocess.run(
+        ["bash", "-c", program, "bash", f"@{tmp_path}/sweep.txt"],
+        env={"SLURM_ARRAY_TASK_ID": "2", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and "no line for task 2" in done.stderr
+
+
+def test_a_script_without_options_of_its_own_would_not_be_sbatchs(tmp_path: Path) -> None:
+    script = render(Job(name="a b"), ["my config.yaml", "x='y'"], tmp_path)
+    assert "#SBATCH '--job-name=a b'" in script
+    assert shlex.split(next(line for line in script.splitlines() if line.startswith("set -- ")))[2:] == [
+        "my config.yaml", "x='y'",
+    ]  # fmt: skip
+
+
+def test_the_folder_of_a_run_tells_where_it_stands(tmp_path: Path) -> None:
+    assert run_lines(tmp_path)[-1] == ("step", "none yet")
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    beat = {"rank": 0, "host": "n1", "pid": 1, "step": 41, "phase": "backward", "exit_code": None}
+    beat |= {"free_memory_gib": 1.0, "free_shm_gib": 1.0, "time": time.time()}
+    (logs / "heartbeat-0.json").write_text(json.dumps(beat))
+    record = {"step": 40, "train/loss": 1.25, "train/epoch": 0.8, "perf/tokens_per_second": 12345.6}
+    record["perf/step_ms"] = 500.0
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n" + '{"step": 41, "tra')
+    (tmp_path / "training_config.json").write_text(json.dumps({"training": {"max_steps": None, "epochs": 2.0}}))
+    shown = dict(run_lines(tmp_path))
+    assert shown["state"] == "running on n1, rank 0 at step 41, phase backward"
+    assert (shown["step"], shown["loss"], shown["speed"]) == ("40 of 100", "1.2500", "12,346 tok/s")
+    assert shown["left"] == "0:00:30 of training"
+    (logs / "heartbeat-0.json").write_text(json.dumps(beat | {"exit_code": 75}))
+    shown = dict(run_lines(tmp_path))
+    assert shown["state"] == "ended with 75" and "left" not in shown
+    (logs / "heartbeat-0.json").write_text(json.dumps(beat | {"time": time.time() - 4000}))
+    assert dict(run_lines(tmp_path))["state"].startswith("silent for 1:0")
+
+
+def test_what_slurm_says_of_a_job() -> None:
+    job = {"JobId": "12", "ArrayJobId": "10", "ArrayTaskId": "2", "JobState": "PENDING", "Reason": "Resources"}
+    job |= {"NodeList": "(null)", "RunTime": "00:00:00", "TimeLimit": "01:00:00", "Restarts": "1", "StdOut": "/x"}
+    assert job_lines(job) == [
+        ("job", "10_2 PENDING (Resources)"), ("time", "00:00:00 of 01:00:00, start 2"), ("log", "/x"),
+    ]  # fmt: skip
+    assert run_of_job({"Comment": "zerolora /runs/a b"}) == Path("/runs/a b")
+    assert run_of_job({"Comment": "mine"}) is None

@@ -1,0 +1,58 @@
+"""What ranks tell of themselves, and what is said where they differ."""
+
+from dataclasses import replace
+
+from trainer.world import Report, code_version, differences, summary
+
+FACTS = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8", "code": "0.1.0+aa", "configuration": "cc"}
+
+
+def world(hosts: int = 3, per_host: int = 2) -> list[Report]:
+    return [
+        Report(rank, f"n{rank // per_host + 1}", "cuda NVIDIA H200", f"GPU-{rank}", dict(FACTS))
+        for rank in range(hosts * per_host)
+    ]
+
+
+def test_nothing_differs() -> None:
+    assert differences(world()) == []
+    assert summary(world()) == "world        6 ranks on n1, n2, n3: cuda NVIDIA H200; torch 2.13.0, deepspeed 0.19.8"
+
+
+def test_a_version_is_named_with_its_hosts() -> None:
+    reports = world()
+    reports[2] = replace(reports[2], facts=FACTS | {"torch": "2.11.0"})
+    reports[3] = replace(reports[3], facts=FACTS | {"torch": "2.11.0"})
+    told = differences(reports)
+    assert told == ["torch differs: 2.13.0 on n1, n3; 2.11.0 on n2; install one version of torch on all hosts"]
+
+
+def test_a_missing_package_and_other_code_and_another_configuration() -> None:
+    reports = world()
+    facts = {name: value for name, value in FACTS.items() if name != "deepspeed"}
+    reports[4] = replace(reports[4], facts=facts | {"code": "0.1.0+bb", "configuration": "dd"})
+    told = "\n".join(differences(reports))
+    assert "deepspeed differs: 0.19.8 on n1, n2, n3; not installed on n3" in told
+    assert "code differs: 0.1.0+aa on n1, n2; 0.1.0+bb on n3; use one checkout" in told
+    assert "configuration differs: cc on n1, n2, n3; dd on n3; give every rank the same file" in told
+
+
+def test_a_host_without_its_gpu() -> None:
+    reports = world()
+    reports[1] = replace(reports[1], device="cpu", device_id="")
+    assert "device differs: cuda NVIDIA H200 on n1, n2, n3; cpu on n1; `zerolora doctor`" in differences(reports)[0]
+
+
+def test_two_ranks_on_one_gpu() -> None:
+    reports = world()
+    reports[3] = replace(reports[3], device_id="GPU-2")
+    assert differences(reports) == ["ranks 2, 3 on n2 use the same GPU; start one rank per GPU"]
+
+
+def test_many_hosts_are_cut_short() -> None:
+    assert " on n1, n2, n3, n4, ... n40 (40):" in summary(world(hosts=40))
+
+
+def test_the_code_is_the_sources() -> None:
+    version, _, digest = code_version().partition("+")
+    assert version and len(digest) == 12 and int(digest, 16) >= 0
