@@ -106,6 +106,9 @@ TWO_RANKS: list[dict[str, Any]] = [
     ),
     case("offload-2", zero__stage=2, zero__offload_optimizer=True),
     case("offload-3", zero__stage=3, zero__offload_optimizer=True, zero__offload_parameters=True),
+    case("dropout", zero__stage=2, lora__dropout=0.3, training__gradient_checkpointing="non_reentrant"),
+    case("never-evaluated", zero__stage=2, lora__dropout=0.3, dataset__evaluation=None),
+    case("separate-tensors", zero__stage=2, ops__flat=False),
     case("pissa-2", zero__stage=2, lora__init="pissa"),
     # Cut at step 3 on two ranks; one rank and another stage go on below.
     case("cut", zero__stage=2, training__max_steps=6, training__save_steps=3),
