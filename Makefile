@@ -10,6 +10,8 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 
 # Ranks share the cores, so what launches them runs alone; the rest is spread over two processes.
 LAUNCHING := $(wildcard tests/distributed tests/integration tests/cluster)
+# What tests/cluster makes hosts and clusters of; it skips with a reason what is missing.
+CLUSTER := slurm-wlm munge openmpi-bin openssh-server openssh-client pdsh iproute2
 OTHERS := $(wildcard tests/unit tests/numerics tests/gpu)
 
 help:  ## this list
@@ -33,6 +35,7 @@ test: lint  ## lint and the fast tests: at most 15 minutes on 2 cores
 
 test-slow: setup  ## the tests that take minutes each
 	@command -v chromium >/dev/null || scripts/system.sh chromium
+	@scripts/system.sh $(CLUSTER)
 	pytest -m slow --timeout 1800 tests
 
 test-gpu: setup  ## the tests that need an NVIDIA GPU

@@ -9,23 +9,33 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from launcher.command import free_port, local_command, visible_gpus
+from launcher.doctor import doctor
+from launcher.presets import init
 from launcher.scu_train import run as run_scu_train
-from launcher.supervise import EXIT_FAILED, EXIT_USAGE, Supervisor, run_child
-from launcher.terminal import ConsolePipe, say
+from launcher.start import Request, start
+from launcher.status import status
+from launcher.submit import submit
+from launcher.supervise import EXIT_FAILED, EXIT_USAGE
+from launcher.terminal import say
 from trainer.config import UserError, dump_yaml, load_config
 from trainer.config.reference import json_schema, reference_text
 
 # Subcommand -> module with its arguments and help. `zerolora X --help` shows the module's own.
 MODULES = {
     "prepare": ("trainer.prepare", "Check a configuration and its data, and tokenise, without loading weights."),
+    "validate": ("trainer.validate", "Check a configuration without training, and say what it means."),
+    "estimate": ("trainer.estimate", "Memory and disk that a run needs, for every ZeRO stage; no GPU, no weights."),
     "inspect": ("trainer.inspect", "Show examples as the model sees them, trained tokens in colour."),
     "eval": ("trainer.evaluate", "Loss, bits per token and perplexity of base and adapter on held-out data."),
     "generate": ("trainer.generate", "Answer prompts with a trained adapter."),
     "merge": ("trainer.merge", "Merge an adapter into its base model and save it as safetensors."),
     "compare": ("trainer.compare", "Controllers of the SCU side by side: held-out bits per token with intervals."),
     "report": ("trainer.report", "Plots and an HTML page of a run."),
+    "download": ("trainer.download", "Download a model from the hub, or the hub's command for it."),
+    "export": ("trainer.export", "An adapter for other programs: peft, hf, gguf, ollama."),
     "push": ("trainer.push", "Upload adapter, tokenizer and model card to the Hugging Face hub."),
+    "tier": ("trainer.tiers", "Prove on this machine's GPU that training works: five tiers, every limit asserted."),
+    "bench": ("trainer.bench", "Speed and memory of training on this machine, beside other trainers."),
     "ops": ("ops.builder", "Build the fused operators, or report on them."),
 }
 
@@ -47,26 +57,20 @@ app = typer.Typer(
 def train(
     config: Config,
     overrides: Overrides = None,
-    num_gpus: Annotated[int | None, typer.Option(help="The first N GPUs, or N CPU ranks; default: all, or 2.")] = None,
+    launcher: Annotated[str, typer.Option(help="auto, local, hostfile, slurm or mpi.")] = "auto",
+    hostfile: Annotated[Path | None, typer.Option(help="Hosts to train on, a line each: `gpu-a slots=8`.")] = None,
+    include: Annotated[str | None, typer.Option(help="Use these: `gpu-a@gpu-b:0,2`.")] = None,
+    exclude: Annotated[str | None, typer.Option(help="Leave these out.")] = None,
+    num_nodes: Annotated[int | None, typer.Option(help="The first N hosts.")] = None,
+    num_gpus: Annotated[int | None, typer.Option(help="The first N GPUs of each, or N CPU ranks.")] = None,
+    master_addr: Annotated[str | None, typer.Option(help="Where the ranks meet; default: the first host.")] = None,
     master_port: Annotated[int | None, typer.Option(help="Port for the ranks to meet at; default: a free one.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the deepspeed command and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the launcher's command and stop.")] = False,
 ) -> None:
-    """Train an adapter with the GPUs of this machine."""
-    arguments = [str(config), *(overrides or [])]
+    """Train an adapter with the GPUs of this machine, of the hosts of a file, or of a SLURM job."""
     loaded = load_config(config, overrides or [])
-    port = free_port() if master_port is None else master_port
-    gpus = visible_gpus()
-    if dry_run:
-        typer.echo(local_command(arguments, gpus=gpus, num_gpus=num_gpus, port=port).shell())
-        return
-    local_command(arguments, gpus=gpus, num_gpus=num_gpus, port=port)  # its refusals come before any work
-    # Quiet, for rank 0 says the same of the data later, and the libraries' greetings are for nobody.
-    code = run_child([sys.executable, "-m", "trainer.prepare", *arguments], quiet=True)
-    if code == 0:
-        with ConsolePipe() as pipe:
-            command = local_command([*arguments, *pipe.arguments()], gpus=gpus, num_gpus=num_gpus, port=port)
-            code = Supervisor(command, Path(loaded.config.output_dir) / "logs").run()
-    raise typer.Exit(code)
+    request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
+    raise typer.Exit(start([str(config), *(overrides or [])], loaded, request, dry_run=dry_run))
 
 
 @app.command("config")
@@ -89,6 +93,11 @@ def show_config(
             say(f"note: {note}")
         typer.echo(dump_yaml(loaded.config), nl=False)
 
+
+app.command("init")(init)
+app.command("submit")(submit)
+app.command("status")(status)
+app.command("doctor")(doctor)
 
 AS_TYPED = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 

@@ -70,6 +70,33 @@ def local_command(
     return Command(tuple(argv), len(chosen), set_variables, (*RANK_VARIABLES, "CUDA_VISIBLE_DEVICES"))
 
 
+def hostfile_command(
+    arguments: Sequence[str],
+    *,
+    hostfile: Path,
+    slots: Mapping[str, Sequence[int]],
+    address: str | None,
+    port: int,
+    environment_file: Path,
+    module: str = "trainer.train",
+) -> Command:
+    """The command that runs `module` with `arguments` on every slot of every host, by DeepSpeed's launcher over pdsh.
+
+    `environment_file` holds the variables that ranks elsewhere get. Raises UserError without pdsh.
+    """
+    if shutil.which("pdsh") is None:
+        raise UserError("--launcher hostfile: no pdsh here; install it (apt install pdsh), or use mpi or slurm")
+    ranks = sum(len(gpus) for gpus in slots.values())
+    argv = [_deepspeed_executable(), f"--hostfile={hostfile}"]
+    argv.append("--include=" + "@".join(f"{host}:{','.join(map(str, gpus))}" for host, gpus in slots.items()))
+    # With one host in the file DeepSpeed would start the ranks here, whichever host that is.
+    argv += ["--force_multi", "--launcher=pdsh", f"--master_port={port}"]
+    argv += [f"--master_addr={address}"] if address else []
+    argv += ["--module", module, *arguments, f"--world-size={ranks}"]
+    variables = {"DS_ENV_FILE": str(environment_file.absolute())}
+    return Command(tuple(argv), ranks, variables, (*RANK_VARIABLES, "CUDA_VISIBLE_DEVICES"))
+
+
 def visible_gpus() -> list[int]:
     """Numbers of this machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows, found without importing torch.
 

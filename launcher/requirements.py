@@ -18,7 +18,8 @@ MAMBA = ("mamba-ssm", "causal-conv1d")
 def check_requirements(output_dir: str, model: str) -> int:
     """Print a line for everything that is needed or helps; 0 if all that is needed is there, else 1."""
     missing = 0
-    for needed, name, found in [_python(), *_packages(), *_gpus(), _nvcc(), _disk(Path(output_dir)), _model(model)]:
+    machine = [_python(), *package_findings(), *gpu_findings(), _nvcc()]
+    for needed, name, found in [*machine, _disk(Path(output_dir)), _model(model)]:
         word = "ok" if not found.startswith("missing") else "MISSING" if needed else "absent"
         missing += word == "MISSING"
         print(f"{word:8} {name:22} {found.removeprefix('missing').lstrip(': ')}".rstrip())
@@ -35,7 +36,7 @@ def _python() -> Finding:
     return True, "python", version if sys.version_info >= (3, 11) else f"missing: this is {version}, 3.11 is needed"
 
 
-def _packages() -> list[Finding]:
+def package_findings() -> list[Finding]:
     """The dependencies in pyproject.toml, each with its range of versions; the kernels for a GPU help."""
     from packaging.requirements import Requirement
 
@@ -56,7 +57,7 @@ def _packages() -> list[Finding]:
     return findings
 
 
-def _gpus() -> list[Finding]:
+def gpu_findings() -> list[Finding]:
     """Every NVIDIA GPU with its memory."""
     if shutil.which("nvidia-smi") is None:
         return [(True, "NVIDIA GPU", "missing: no nvidia-smi; install the driver (on a CPU training works, slowly)")]

@@ -1,0 +1,132 @@
+"""Which hosts and GPUs a run may use: the hostfile, the filters on it, and whether ssh reaches what is left.
+
+A hostfile has a line per host, `gpu-a slots=8`; `#` begins a comment. `--include` and `--exclude` are DeepSpeed's:
+`gpu-a@gpu-b:0,2` is all of gpu-a and GPUs 0 and 2 of gpu-b.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+from trainer.config import UserError
+
+Slots = dict[str, list[int]]
+"""Host -> numbers of its GPUs, in the order in which ranks are dealt out."""
+SSH_TIMEOUT_S = 15
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_TIMEOUT_S}")
+_ENTRY = re.compile(r"(\S+)\s+slots=(\d+)\s*(?:#.*)?")
+_NAME = re.compile(r"[\w.-]+(@[\w.-]+)?")
+
+
+class Filters(TypedDict, total=False):
+    """The options that choose among hosts; what is missing or None leaves all."""
+
+    include: str | None
+    exclude: str | None
+    num_nodes: int | None
+    num_gpus: int | None
+
+
+def read_hostfile(path: Path) -> Slots:
+    """Hosts and slots of a hostfile. Raises UserError if it is missing, empty, or has a wrong or repeated entry."""
+    if not path.is_file():
+        raise UserError(f"--hostfile {path}: no such file; a line for each host is needed, `gpu-a slots=8`")
+    slots: Slots = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        entry = _ENTRY.fullmatch(text)
+        if entry is None or not _NAME.fullmatch(entry[1]) or int(entry[2]) == 0:
+            raise UserError(f"--hostfile {path}: line {number} is {text!r}; it must read `gpu-a slots=8`")
+        if entry[1] in slots:
+            raise UserError(f"--hostfile {path}: line {number} names {entry[1]} again; keep one line for each host")
+        slots[entry[1]] = list(range(int(entry[2])))
+    if not slots:
+        raise UserError(f"--hostfile {path}: names no host; a line for each is needed, `gpu-a slots=8`")
+    return slots
+
+
+def choose_slots(slots: Slots, **filters: Unpack[Filters]) -> Slots:
+    """What the options leave of `slots`. Raises UserError for what is not there, and if nothing is left."""
+    include, exclude = filters.get("include"), filters.get("exclude")
+    num_nodes, num_gpus = filters.get("num_nodes"), filters.get("num_gpus")
+    if include is not None and exclude is not None:
+        raise UserError("--include with --exclude: say either what to use or what to leave out")
+    if include is not None:
+        chosen = _parse_filter("--include", include, slots)
+        slots = {host: chosen[host] for host in slots if host in chosen}
+    if exclude is not None:
+        dropped = _parse_filter("--exclude", exclude, slots)
+        kept = {host: [gpu for gpu in gpus if gpu not in dropped.get(host, ())] for host, gpus in slots.items()}
+        slots = {host: gpus for host, gpus in kept.items() if gpus}
+        if not slots:
+            raise UserError(f"--exclude {exclude}: leaves nothing")
+    if num_nodes is not None:
+        if not 1 <= num_nodes <= len(slots):
+            raise UserError(f"--num-nodes {num_nodes}: there are {len(slots)} hosts: {', '.join(slots)}")
+        slots = dict(list(slots.items())[:num_nodes])
+    if num_gpus is not None:
+        short = [host for host, gpus in slots.items() if not 1 <= num_gpus <= len(gpus)]
+        if short:
+            raise UserError(f"--num-gpus {num_gpus}: {short[0]} has {len(slots[short[0]])}")
+        slots = {host: gpus[:num_gpus] for host, gpus in slots.items()}
+    return slots
+
+
+def check_reachable(hosts: Sequence[str], folder: Path) -> None:
+    """Log in to each host and look for this Python and `folder` there; all at the same time.
+
+    Raises UserError that names every host on which one of it fails.
+    """
+    wanted = f"test -x {shlex.quote(sys.executable)} && cd {shlex.quote(str(folder))}"
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        answers = list(pool.map(lambda host: _ssh(host, wanted), hosts))
+    if any(answer is not None for answer in answers):
+        wrong = [f"{host}: {answer}" for host, answer in zip(hosts, answers, strict=True) if answer is not None]
+        raise UserError("--hostfile: " + "; ".join(wrong))
+
+
+def run_on(host: str, command: str) -> None:
+    """Run a shell command on a host, come of it what may; it is not waited for longer than a login may take."""
+    try:
+        subprocess.run([*SSH, host, command], stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * SSH_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        pass  # the host is gone, and with it what the command was for
+
+
+def _ssh(host: str, command: str) -> str | None:
+    """What is wrong with a host, or None."""
+    try:
+        done = subprocess.run(
+            [*SSH, host, command], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=3 * SSH_TIMEOUT_S
+        )
+    except FileNotFoundError:
+        return "there is no ssh on this machine; install openssh-client"
+    except subprocess.TimeoutExpired:
+        return f"ssh does not answer within {3 * SSH_TIMEOUT_S} s"
+    if done.returncode == 255:
+        said = done.stderr.strip().splitlines() or ["no reason given"]
+        return f"not reached by ssh without a password ({said[-1]}); try `ssh {host} hostname`"
+    if done.returncode:
+        return f"{sys.executable} or this folder is not there; use a file system that all hosts share"
+    return None
+
+
+def _parse_filter(option: str, text: str, slots: Slots) -> Slots:
+    chosen: Slots = {}
+    for word in text.split("@"):
+        host, _, numbers = word.partition(":")
+        if host not in slots:
+            raise UserError(f"{option} {text}: {host or 'an empty name'} is not one of {', '.join(slots)}")
+        gpus = numbers.split(",") if numbers else [str(gpu) for gpu in slots[host]]
+        for gpu in gpus:
+            if not gpu.isdigit() or int(gpu) not in slots[host]:
+                raise UserError(f"{option} {text}: {host} has no slot {gpu}; it has 0 to {max(slots[host])}")
+        chosen[host] = sorted({*chosen.get(host, ()), *map(int, gpus)})
+    return chosen

@@ -1,0 +1,175 @@
+"""`zerolora train`: which launcher, its command, the checks before it, and the run under supervision."""
+
+import os
+import re
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from launcher.command import CPU_RANKS, Command, free_port, hostfile_command, local_command, visible_gpus
+from launcher.elsewhere import Reach, ThroughLauncher, ThroughSrun, ThroughSsh
+from launcher.environment import write_environment
+from launcher.halving import run_with_halvings
+from launcher.hosts import Filters, Slots, check_reachable, choose_slots, read_hostfile
+from launcher.mpi import mpirun_command
+from launcher.slurm import FIRST_PORT, PORTS, in_allocation, lost_nodes, read_allocation, srun_command
+from launcher.status import note_job
+from launcher.supervise import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOPPED, Supervisor, run_child
+from launcher.terminal import ConsoleFile, ConsolePipe, say
+from trainer.config import LoadedConfig, UserError
+
+ENVIRONMENT_FILE = "environment"
+OF_CPU_RANKS = {"OMP_NUM_THREADS": "1"}
+LAUNCHERS = ("auto", "local", "hostfile", "slurm", "mpi")
+Build = Callable[..., Command]
+"""From the arguments of a rank, and `module` if not the trainer, to the command that starts all of them."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line says about where to run."""
+
+    launcher: str = "auto"
+    hostfile: Path | None = None
+    include: str | None = None
+    exclude: str | None = None
+    num_nodes: int | None = None
+    num_gpus: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    def filters(self) -> Filters:
+        """What cuts the hosts down."""
+        return Filters(include=self.include, exclude=self.exclude, num_nodes=self.num_nodes, num_gpus=self.num_gpus)
+
+    def chosen_launcher(self) -> str:
+        """The launcher that `auto` stands for: srun in an allocation, pdsh with a hostfile, else this machine.
+
+        Raises UserError for options that contradict each other.
+        """
+        if self.launcher not in LAUNCHERS:
+            raise UserError(f"--launcher {self.launcher}: must be one of {', '.join(LAUNCHERS)}")
+        if self.launcher != "auto":
+            chosen = self.launcher
+        elif self.hostfile is not None:
+            chosen = "hostfile"
+        else:
+            chosen = "slurm" if in_allocation(os.environ) else "local"
+        if chosen == "hostfile" and self.hostfile is None:
+            raise UserError("--launcher hostfile: which? --hostfile FILE, a line for each host, `gpu-a slots=8`")
+        if self.hostfile is not None and chosen not in ("hostfile", "mpi"):
+            raise UserError(f"--hostfile {self.hostfile}: --launcher {chosen} takes none; use hostfile or mpi")
+        if self.master_addr is not None and not re.fullmatch(r"\w[\w.:-]*", self.master_addr):
+            raise UserError(f"--master-addr {self.master_addr}: must be a host's name or address")
+        if self.master_port is not None and not 1 <= self.master_port <= 65535:
+            raise UserError(f"--master-port {self.master_port}: must be 1 to 65535")
+        if chosen == "local":
+            self._check_local()
+        return chosen
+
+    def _check_local(self) -> None:
+        if self.num_nodes not in (None, 1):
+            raise UserError(f"--num-nodes {self.num_nodes}: this is one machine; name others with --hostfile FILE")
+        for option, value in (("--include", self.include), ("--exclude", self.exclude)):
+            if value is not None:
+                raise UserError(f"{option} {value}: needs --hostfile; on one machine set CUDA_VISIBLE_DEVICES")
+        if self.master_addr not in (None, "localhost", "127.0.0.1"):
+            raise UserError(f"--master-addr {self.master_addr}: this is one machine; name others with --hostfile FILE")
+
+
+def plan(request: Request, logs: Path) -> tuple[Build, Reach | None]:
+    """How to build the command, and the way to its ranks (None: they are below this process). Raises UserError."""
+    launcher = request.chosen_launcher()
+    address, port = request.master_addr, request.master_port
+    if launcher == "local":
+        port = free_port() if port is None else port
+        return partial(local_command, gpus=visible_gpus(), num_gpus=request.num_gpus, port=port), None
+    if launcher == "slurm":
+        allocation = read_allocation(os.environ, **request.filters())
+        return partial(srun_command, allocation=allocation, address=address, port=port), ThroughSrun(allocation)
+    slots = _slots(request)
+    if launcher == "mpi":
+        if address is not None and port is None:
+            port = _random_port()
+        return partial(mpirun_command, slots=slots, address=address, port=port), ThroughLauncher()
+    check_reachable(list(slots), Path.cwd())
+    assert request.hostfile is not None
+    build = partial(
+        hostfile_command,
+        hostfile=request.hostfile,
+        slots=slots,
+        address=address or _address_of(next(iter(slots))),
+        port=port or _random_port(),
+        environment_file=logs / ENVIRONMENT_FILE,
+    )
+    return build, ThroughSsh(slots)
+
+
+def start(arguments: Sequence[str], loaded: LoadedConfig, request: Request, *, dry_run: bool) -> int:
+    """Check, tokenise, start the ranks and stay with them; returns the exit code."""
+    logs = Path(loaded.config.output_dir) / "logs"
+    build, reach = plan(request, logs)
+    command = build(list(arguments))  # its refusals come before any work
+    if dry_run:
+        print(command.shell())
+        return 0
+    # Quiet, for rank 0 says the same of the data later, and the libraries' greetings are for nobody.
+    code = run_child([sys.executable, "-m", "trainer.prepare", *arguments], quiet=True)
+    if code:
+        return code
+    if isinstance(reach, ThroughSrun):
+        note_job(reach.allocation.job_id, Path(loaded.config.output_dir))
+    hang_timeout = loaded.config.training.hang_timeout
+
+    def run(more: Sequence[str]) -> int:
+        with ConsolePipe() if reach is None else ConsoleFile(logs) as console:
+            command = build([*arguments, *more, *console.arguments()])
+            if isinstance(reach, ThroughSsh):
+                write_environment(logs / ENVIRONMENT_FILE, OF_CPU_RANKS | os.environ)
+            code = Supervisor(command, logs, hang_timeout_minutes=hang_timeout, reach=reach).run()
+        return _again_if_lost(code, reach)
+
+    return run_with_halvings(run, logs)
+
+
+def _again_if_lost(code: int, reach: Reach | None) -> int:
+    """The exit code, 75 where it is the cluster that has failed: the job is worth being queued again."""
+    if not isinstance(reach, ThroughSrun) or code in (EXIT_OK, EXIT_USAGE, *STOPPED):
+        return code
+    lost = lost_nodes(reach.allocation)
+    if not lost:
+        return code
+    say(f"lost nodes: {', '.join(lost)}; the job is worth being queued again (exit code {EXIT_PREEMPTED})")
+    return EXIT_PREEMPTED
+
+
+def _slots(request: Request) -> Slots:
+    """Hosts and GPUs of a hostfile, or of this machine."""
+    if request.hostfile is not None:
+        slots = read_hostfile(request.hostfile)
+    else:
+        gpus = visible_gpus() or list(range(request.num_gpus or CPU_RANKS))
+        slots = {"localhost": list(range(len(gpus)))}
+    return choose_slots(slots, **request.filters())
+
+
+def _random_port() -> int:
+    """A port that is probably free on a host that cannot be asked."""
+    return FIRST_PORT + secrets.randbelow(PORTS)
+
+
+def _address_of(host: str) -> str | None:
+    """The host's name where it is one that other hosts can look up, too; else DeepSpeed asks it for its address."""
+    name = host.rpartition("@")[2]
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+    except socket.gaierror:
+        return None  # a name of ~/.ssh/config
+    if any(address.startswith("127.") or address == "::1" for address in found):
+        say(f"note: {name} is a loopback address here; the other hosts get what `hostname -I` on it begins with")
+        return None
+    return name

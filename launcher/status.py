@@ -1,0 +1,152 @@
+"""`zerolora status`: where a job or a run stands, from SLURM, the run's heartbeats and its metrics."""
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+
+from launcher.beats import read_beats
+from trainer.config import UserError
+
+JOB_FILE = "slurm-job"
+COMMENT = "zerolora "
+# Heartbeats come every second or two; a network file system may show them late.
+RECENT_S = 60.0
+SPEED_STEPS = 20
+
+
+def status(
+    target: Annotated[str, typer.Argument(metavar="JOB|RUN", help="A SLURM job's number, or the folder of a run.")],
+) -> None:
+    """State, step, loss, speed and time left of a job or a run."""
+    if re.fullmatch(r"\d+(_\d+)?", target):
+        jobs = read_job(target)
+        if not jobs:
+            raise UserError(f"job {target}: SLURM does not know it (any more); name the folder of its run")
+        for job in jobs:
+            _print(job_lines(job))
+            run = run_of_job(job)
+            _print(run_lines(run) if run else [("run", "none yet")])
+        return
+    run = Path(target)
+    if not run.is_dir():
+        raise UserError(f"{target}: neither a job's number nor the folder of a run")
+    noted = run / "logs" / JOB_FILE
+    for job in read_job(noted.read_text().strip()) if noted.is_file() else []:
+        _print(job_lines(job))
+    _print(run_lines(run))
+
+
+def note_job(job_id: int, run: Path) -> None:
+    """Leave the job's number in the run's logs, and the run's folder in the job's comment."""
+    logs = run / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    (logs / JOB_FILE).write_text(f"{job_id}\n")
+    update = ["scontrol", "update", f"JobId={job_id}", f"Comment={COMMENT}{run.absolute()}"]
+    subprocess.run(update, capture_output=True)  # some clusters forbid it; the file is there all the same
+
+
+def read_job(number: str) -> list[dict[str, str]]:
+    """What SLURM says of a job, or of each task of an array; nothing if it has forgotten it."""
+    if shutil.which("scontrol") is None:
+        raise UserError(f"job {number}: no scontrol here; run this on the cluster, or name the folder of the run")
+    shown = subprocess.run(["scontrol", "--oneliner", "show", "job", number], capture_output=True, text=True)
+    if shown.returncode:
+        return []
+    # A value may hold spaces, never " Name=".
+    fields = re.compile(r"(?:^| )([A-Z][A-Za-z:/]*)=")
+    jobs = []
+    for line in shown.stdout.splitlines():
+        parts = fields.split(line.strip())
+        jobs.append(dict(zip(parts[1::2], map(str.strip, parts[2::2]), strict=True)))
+    return [job for job in jobs if job]
+
+
+def run_of_job(job: Mapping[str, str]) -> Path | None:
+    """The run's folder, from the job's comment."""
+    comment = job.get("Comment", "")
+    return Path(comment.removeprefix(COMMENT)) if comment.startswith(COMMENT) else None
+
+
+def job_lines(job: Mapping[str, str]) -> list[tuple[str, str]]:
+    """What SLURM knows."""
+    number = job["JobId"]
+    if "ArrayTaskId" in job:
+        number = f"{job['ArrayJobId']}_{job['ArrayTaskId']}"
+    state = job["JobState"]
+    if job.get("Reason", "None") != "None":
+        state += f" ({job['Reason']})"
+    lines = [("job", f"{number} {state}")]
+    if job.get("NodeList", "(null)") != "(null)":
+        lines.append(("nodes", job["NodeList"]))
+    lines.append(("time", f"{job.get('RunTime')} of {job.get('TimeLimit')}, start {int(job.get('Restarts', 0)) + 1}"))
+    lines.append(("log", job.get("StdOut", "unknown")))
+    return lines
+
+
+def run_lines(run: Path) -> list[tuple[str, str]]:
+    """What the run has written."""
+    lines = [("run", str(run))]
+    beats = read_beats(run / "logs")
+    ended = {beat.exit_code for beat in beats.values()}
+    if beats:
+        silent = time.time() - max(beat.time for beat in beats.values())
+        if ended == {0}:
+            lines.append(("state", "done"))
+        elif None not in ended:
+            lines.append(("state", f"ended with {max(code for code in ended if code is not None)}"))
+        elif silent > RECENT_S:
+            lines.append(("state", f"silent for {timedelta(seconds=int(silent))}"))
+        else:
+            slowest = min(beats.values(), key=lambda beat: beat.step)
+            lines.append(("state", f"running on {', '.join(sorted({beat.host for beat in beats.values()}))}, rank "
+                                   f"{slowest.rank} at {slowest.place()}"))  # fmt: skip
+    records = [record for record in _records(run / "metrics.jsonl") if "train/loss" in record]
+    if not records:
+        return [*lines, ("step", "none yet")]
+    last = records[-1]
+    total = _total_steps(run, last)
+    lines.append(("step", f"{last['step']:,} of {total:,}" if total else f"{last['step']:,}"))
+    lines.append(("loss", f"{last['train/loss']:.4f}" if last["train/loss"] is not None else "not finite"))
+    lines.append(("speed", f"{last['perf/tokens_per_second']:,.0f} tok/s"))
+    if total and None in ended:
+        step_s = median(record["perf/step_ms"] for record in records[-SPEED_STEPS:]) / 1e3
+        lines.append(("left", f"{timedelta(seconds=int((total - last['step']) * step_s))} of training"))
+    return lines
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue  # the line being written
+    return records
+
+
+def _total_steps(run: Path, last: Mapping[str, Any]) -> int | None:
+    """Steps of the whole run: given, or from how far the epochs are."""
+    try:
+        training = json.loads((run / "training_config.json").read_text(encoding="utf-8"))["training"]
+    except (OSError, ValueError, KeyError):
+        return None
+    if training.get("max_steps"):
+        return int(training["max_steps"])
+    done = last.get("train/epoch")
+    return max(round(last["step"] * training["epochs"] / done), last["step"]) if done else None
+
+
+def _print(lines: list[tuple[str, str]]) -> None:
+    for name, value in lines:
+        typer.echo(f"{name:8} {value}")

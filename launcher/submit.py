@@ -1,0 +1,173 @@
+"""`zerolora submit`: slurm/train.sbatch with the job's own options and command in it, handed to sbatch."""
+
+import itertools
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launcher.status import COMMENT
+from launcher.terminal import say
+from trainer.config import UserError, load_config
+
+CHECKOUT = Path(__file__).parent.parent
+TEMPLATE = CHECKOUT / "slurm" / "train.sbatch"
+SWEEP_FILE = "sweep.txt"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is asked of SLURM; None leaves it to the cluster."""
+
+    nodes: int = 1
+    gpus_per_node: int = 8
+    ranks_per_node: int | None = None
+    """Without GPUs; with them there is a rank for each."""
+    cpus_per_task: int | None = None
+    time: str = "24:00:00"
+    grace: int = 300
+    """Seconds before the end of the time at which the run is saved."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    name: str | None = None
+    array: str | None = None
+    dependency: str | None = None
+    more: Sequence[str] = ()
+    """Any other options of sbatch, `--mem=0`."""
+
+    def options(self, output: str) -> list[str]:
+        """The options of sbatch. Raises UserError for numbers below 1."""
+        for option, value in (("--nodes", self.nodes), ("--ranks-per-node", self.ranks_per_node or 1)):
+            if value < 1:
+                raise UserError(f"{option} {value}: must be 1 or more")
+        if self.gpus_per_node < 0:
+            raise UserError(f"--gpus-per-node {self.gpus_per_node}: must be 0 or more")
+        tasks = self.gpus_per_node or self.ranks_per_node or 1
+        named = {
+            "job-name": self.name,
+            "nodes": self.nodes,
+            "gpus-per-node": self.gpus_per_node or None,
+            "ntasks-per-node": tasks,
+            "cpus-per-task": self.cpus_per_task,
+            "time": self.time,
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "array": self.array,
+            "dependency": self.dependency,
+            "signal": f"B:USR1@{self.grace}",
+            "open-mode": "append",
+            "output": output,
+            "comment": COMMENT + str(Path(output).parent.parent),
+        }
+        return ["--requeue", *(f"--{name}={value}" for name, value in named.items() if value is not None), *self.more]
+
+
+def submit(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[key=value]...")] = None,
+    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs, and so ranks, on each; 0 for a cluster of CPUs.")] = 8,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks on each, without GPUs.")] = None,
+    cpus_per_task: Annotated[int | None, typer.Option(help="Cores for each rank.")] = None,
+    time: Annotated[str, typer.Option(help="Limit of one start; the job is then queued again.")] = "24:00:00",
+    grace: Annotated[int, typer.Option(help="Seconds before the limit at which the run is saved.")] = 300,
+    partition: Annotated[str | None, typer.Option(help="SLURM's partition.")] = None,
+    account: Annotated[str | None, typer.Option(help="SLURM's account.")] = None,
+    qos: Annotated[str | None, typer.Option(help="SLURM's quality of service.")] = None,
+    job_name: Annotated[str | None, typer.Option(help="Default: the output folder's name.")] = None,
+    array: Annotated[str | None, typer.Option(help="Tasks of an array, `0-7%2`; default with --sweep: all.")] = None,
+    sweep: Annotated[list[str] | None, typer.Option(help="A setting's values, `seed=1,2,3`; may be repeated.")] = None,
+    compare_seeds: Annotated[
+        int | None, typer.Option(help="`zerolora compare` instead of training: an array with a task for each seed.")
+    ] = None,
+    dependency: Annotated[str | None, typer.Option(help="SLURM's, `afterok:123`.")] = None,
+    sbatch: Annotated[list[str] | None, typer.Option(help="Any option of sbatch, `--mem=0`; may be repeated.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and stop.")] = False,
+) -> None:
+    """Train in a SLURM job that saves before its time is up, is queued again, and goes on."""
+    given = list(overrides or [])
+    loaded = load_config(config, given)
+    run_dir = Path(loaded.config.output_dir).absolute()
+    lines = sweep_lines(sweep or [], run_dir)
+    for line in lines:
+        load_config(config, [*given, *shlex.split(line)])
+    before, after = [], []
+    if compare_seeds is not None:
+        if lines or compare_seeds < 1:
+            raise UserError(f"--compare-seeds {compare_seeds}: must be 1 or more, and without --sweep")
+        first = loaded.config.seed
+        lines = [f"seed={seed}" for seed in range(first, first + compare_seeds)]
+        before, after = ["compare"], ["--output", str(run_dir), "--seeds", "1"]
+    if array is not None and not lines and not array.endswith("%1"):
+        raise UserError(
+            f"--array {array}: its tasks would train into one folder at the same time; give each its settings with "
+            f"--sweep key=value,value, or let them follow each other: --array {array}%1"
+        )
+    job = Job(
+        nodes, gpus_per_node, ranks_per_node, cpus_per_task, time, grace, partition, account, qos,
+        job_name or run_dir.name, array or (f"0-{len(lines) - 1}" if lines else None), dependency, sbatch or (),
+    )  # fmt: skip
+    logs = run_dir / "logs"
+    arguments = [*before, str(config.absolute()), *given, *after, *([f"@{logs / SWEEP_FILE}"] if lines else [])]
+    script = render(job, arguments, logs)
+    if dry_run:
+        typer.echo(script, nl=False)
+        return
+    if shutil.which("sbatch") is None:
+        raise UserError("zerolora submit: no sbatch here; run it on the cluster's login node, or look with --dry-run")
+    logs.mkdir(parents=True, exist_ok=True)
+    if lines:
+        (logs / SWEEP_FILE).write_text("".join(f"{line}\n" for line in lines))
+    (logs / "job.sbatch").write_text(script)
+    done = subprocess.run(["sbatch", "--parsable", str(logs / "job.sbatch")], capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"sbatch: {done.stderr.strip() or done.returncode}")
+    number = done.stdout.strip().split(";")[0]
+    say(f"job {number}: `zerolora status {number}` shows how far it is")
+    typer.echo(f"{number} {log_pattern(logs, array=job.array is not None).replace('%A', number).replace('%j', number)}")
+
+
+def render(job: Job, arguments: Sequence[str], logs: Path) -> str:
+    """slurm/train.sbatch with these options in place of its own, and the command's arguments."""
+    options = job.options(log_pattern(logs, array=job.array is not None))
+    # SLURM reads the options up to the first line that is a command.
+    head = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options)]
+    template = TEMPLATE.read_text(encoding="utf-8").splitlines()
+    body = template[template.index("set -uo pipefail") :]
+    given = [f"ZEROLORA_HOME={shlex.quote(str(CHECKOUT))}", f"set -- {shlex.join(arguments)}"]
+    return "\n".join([*head, body[0], *given, *body[1:]]) + "\n"
+
+
+def log_pattern(logs: Path, *, array: bool) -> str:
+    """SLURM's name of a job's log: one for each task of an array, appended to when the job starts again."""
+    return str(logs / ("slurm-%A_%a.log" if array else "slurm-%j.log"))
+
+
+def sweep_lines(sweep: Sequence[str], run_dir: Path) -> list[str]:
+    """Settings of each run of a sweep: every combination of the values, each with a folder of its own.
+
+    Raises UserError for what is not `key=value,value...`.
+    """
+    axes: list[list[str]] = []
+    for text in sweep:
+        key, _, values = text.partition("=")
+        if not key or not values:
+            raise UserError(f"--sweep {text}: must read `training.learning_rate=1e-4,2e-4`")
+        axes.append([f"{key}={value}" for value in values.split(",")])
+    if not axes:
+        return []
+    runs = list(itertools.product(*axes))
+    return [shlex.join([*settings, f"output_dir={run_dir / _folder_name(settings)}"]) for settings in runs]
+
+
+def _folder_name(settings: Sequence[str]) -> str:
+    """`learning_rate=1e-4,r=8`: what differs."""
+    parts = [setting.partition("=") for setting in settings]
+    return ",".join(f"{key.rpartition('.')[2]}={value}".replace("/", "_") for key, _, value in parts)
