@@ -129,7 +129,8 @@ def on_engine(
             loss_sum_local += loss_sum.detach()
             loss = loss_sum * (WORLD * ACCUMULATION / target_tokens)
             if last:
-                out["partitioned"] += sum(p.numel() == 0 for p in steering.information.parameters)
+                chunks = steering.information.chunks
+                out["partitioned"] += sum(p.numel() == 0 for chunk in chunks for p in (*chunk.a, *chunk.b))
                 loss = loss + ACCUMULATION * steering.term(step)
                 out["lambda"].append(steering.strength)
             engine.backward(loss)
