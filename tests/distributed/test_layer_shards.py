@@ -11,7 +11,7 @@ from tests.distributed.conftest import ROOT, Matrix, deepspeed_command, environm
 from tests.distributed.plan import case
 from tests.tiny import make_model
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 STEPS = 10
 CHECKPOINTING = ("none", "non_reentrant", "reentrant", "selective")

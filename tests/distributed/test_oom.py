@@ -13,7 +13,7 @@ from tests.distributed.conftest import ROOT, Matrix, deepspeed_command, environm
 from tests.distributed.plan import case
 from tests.tiny import make_model, write_chats
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 HALVE = {"training__on_oom": "halve"}
 SMALL = {"training__batch_size": 2, "training__gradient_accumulation_steps": 4}
@@ -162,7 +162,6 @@ def test_stages_2_and_3_are_started_again_from_the_newest_checkpoint(runs: Matri
     assert not list((folder / f"again-{stage}" / "logs").glob("out_of_memory*"))
 
 
-@pytest.mark.slow
 def test_without_a_checkpoint_they_begin_again(runs: Matrix, folder: Path) -> None:
     overrides = ["zero.stage=2", "training.on_oom=halve", "training.save_steps=0"]
     code, seen = launch(folder, "from-the-start", *overrides, rank=0, above=2, after=1)
@@ -172,7 +171,6 @@ def test_without_a_checkpoint_they_begin_again(runs: Matrix, folder: Path) -> No
     assert [json.loads(line)["train/loss"] for line in lines] == pytest.approx(runs["whole"].losses, abs=1e-5)
 
 
-@pytest.mark.slow
 def test_a_run_that_shall_stop_says_what_would_help(folder: Path) -> None:
     code, seen = launch(folder, "stops", "zero.stage=2", rank=1, above=2, after=AFTER)
     assert code == 1

@@ -10,7 +10,7 @@ import pytest
 
 from tests.distributed.conftest import environment
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 COMMAND = [sys.executable, "-m", "launcher.cli", "bench", "--shape", "tiny", "--warmup", "2", "--steps", "3"]
 SETTINGS = ["dataset.max_length=128", "training.batch_size=2", "lora.r=4"]
