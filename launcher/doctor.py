@@ -18,7 +18,7 @@ from rich.table import Table
 
 from launcher.beats import own_host
 from launcher.command import CPU_RANKS, Command, visible_gpus
-from launcher.doctor_hosts import MARK, ask_by_srun, ask_by_ssh, check_mpi, check_srun, check_ssh
+from launcher.doctor_hosts import MARK, answer_lines, ask_by_srun, ask_by_ssh, check_mpi, check_srun, check_ssh
 from launcher.doctor_local import (
     Check,
     Need,
@@ -63,7 +63,8 @@ def doctor(
     arguments = [] if config is None else [str(config), *(overrides or [])]
     if only_here:
         checks = check_this_host(loaded, arguments, num_gpus or len(visible_gpus()) or CPU_RANKS, port=None)
-        typer.echo(MARK + json.dumps({"host": own_host(), "checks": [asdict(check) for check in checks]}))
+        for line in answer_lines(own_host(), checks):
+            typer.echo(line)
         return
     request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
     checks = run_checks(loaded, arguments, request)

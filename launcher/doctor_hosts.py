@@ -1,5 +1,6 @@
 """What `zerolora doctor` finds out about the other hosts, and about the launcher that is to reach them."""
 
+import base64
 import importlib.util
 import json
 import os
@@ -9,8 +10,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from launcher.beats import own_host
 from launcher.doctor_local import Check
@@ -20,6 +21,8 @@ from launcher.slurm import Allocation
 from trainer.config import UserError
 
 MARK = "zerolora-doctor: "
+# srun passes lines on in pieces of 1,024 bytes, with those of other nodes between them.
+PIECE = 400
 PATIENCE_S = 20.0
 HOST_PATIENCE_S = 300.0
 CHECKOUT = Path(__file__).parent.parent
@@ -49,7 +52,7 @@ def ask_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[Check]:
         answers = list(pool.map(lambda host: _run([*SSH, host, line], HOST_PATIENCE_S), hosts))
     checks: list[Check] = []
     for host, done in zip(hosts, answers, strict=True):
-        told = _answers(done)
+        told = checks_told(done.stdout)
         checks += told or [Check("doctor", "FAIL", f"does not run there: {_last(done)}", "the same by hand", host)]
     return [check for check in checks if check.host != own_host()]
 
@@ -59,7 +62,7 @@ def ask_by_srun(allocation: Allocation, arguments: Sequence[str]) -> list[Check]
     count = len(allocation.nodes)
     srun = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--mpi=none"]
     done = _run([*srun, f"--nodelist={','.join(allocation.nodes)}", *_here(arguments)], HOST_PATIENCE_S)
-    checks = _answers(done)
+    checks = checks_told(done.stdout)
     silent = set(allocation.nodes) - {check.host for check in checks}
     checks += [Check("doctor", "FAIL", f"does not run there: {_last(done)}", "sinfo -R", node) for node in silent]
     return [check for check in checks if check.host != own_host()]
@@ -69,13 +72,28 @@ def _here(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "launcher.cli", "doctor", *arguments, "--only-here"]
 
 
-def _answers(done: subprocess.CompletedProcess[str]) -> list[Check]:
-    """The checks that doctors on other hosts have printed, a line of JSON each."""
+def answer_lines(host: str, checks: Sequence[Check]) -> Iterator[str]:
+    """What a doctor on another host prints: short lines, which arrive whole whatever else is printed meanwhile."""
+    text = base64.b64encode(json.dumps([asdict(check) for check in checks]).encode()).decode()
+    pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
+    for number, piece in enumerate(pieces):
+        yield f"{MARK}{host} {number} {len(pieces)} {piece}"
+
+
+def checks_told(printed: str) -> list[Check]:
+    """The checks that doctors on other hosts have printed; a host whose lines are not all there is left out."""
+    pieces: dict[str, dict[int, str]] = {}
+    counts: dict[str, int] = {}
+    for line in printed.splitlines():
+        words = line.partition(MARK)[2].split()
+        if len(words) == 4:
+            host, number, counts[words[0]], piece = words[0], int(words[1]), int(words[2]), words[3]
+            pieces.setdefault(host, {})[number] = piece
     checks: list[Check] = []
-    for line in done.stdout.splitlines():
-        if MARK in line:
-            found: dict[str, Any] = json.loads(line.partition(MARK)[2])
-            checks += [Check(**(check | {"host": found["host"]})) for check in found["checks"]]
+    for host, count in counts.items():
+        if len(pieces[host]) == count:
+            text = base64.b64decode("".join(pieces[host][number] for number in range(count)))
+            checks += [Check(**(check | {"host": host})) for check in json.loads(text)]
     return checks
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -317,8 +318,9 @@ def _descendant_rank(pid: int) -> psutil.Process:
 
     def look() -> bool:
         for process in psutil.Process(pid).children(recursive=True):
-            if "RANK" in process.environ() and "trainer.train" in process.cmdline():
-                found.append(process)
+            with suppress(psutil.NoSuchProcess):  # short-lived helpers of the imports
+                if "RANK" in process.environ() and "trainer.train" in process.cmdline():
+                    found.append(process)
         return bool(found)
 
     _wait_for(look)

@@ -7,13 +7,14 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launcher.build_locks import remove_stale_locks
 from launcher.doctor import _run, show
-from launcher.doctor_hosts import check_mpi, check_srun
+from launcher.doctor_hosts import answer_lines, check_mpi, check_srun, checks_told
 from launcher.doctor_local import (
     Check,
     Need,
@@ -233,3 +234,13 @@ def test_a_slow_answer_is_not_waited_for(tmp_path: Path) -> None:
     started = time.monotonic()
     found, words = _run(["sh", "-c", "sleep 60"], dict(os.environ), 1.0)
     assert found is None and "no answer within 1 s" in words and time.monotonic() - started < 20.0
+
+
+def test_answers_of_hosts_arrive_whole_though_their_lines_are_mixed() -> None:
+    long, short = Check("disk", "OK", "x" * 700), Check("gpu", "WARN", "none", "a fix")
+    checks = {host: [replace(check, host=host) for check in (long, short)] for host in "ab"}
+    lines = {host: list(answer_lines(host, told)) for host, told in checks.items()}
+    assert all(len(line) < 500 for host in lines for line in lines[host]) and len(lines["a"]) > 2
+    mixed = ["srun: noise", *(line for pair in zip(lines["a"], lines["b"], strict=True) for line in pair)]
+    assert sorted(checks_told("\n".join(mixed)), key=lambda check: check.host) == [*checks["a"], *checks["b"]]
+    assert checks_told("\n".join([*lines["a"], *lines["b"][:-1]])) == checks["a"]
