@@ -19,6 +19,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal_number = 0
+        self._process = os.getpid()
         self.training = False
         self.saved = False
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -50,6 +51,8 @@ class StopRequest:
         self.saved = bool(self)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            os._exit(128 + number)  # a worker that a library has forked, and now asks to end
         if self.saved:
             return  # the run ends by itself now; the launcher hurries the last ranks along when the first has ended
         again = self.signal_number == number == signal.SIGINT
