@@ -27,7 +27,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _signals_as_they_were() -> Iterator[None]:
-    """Commands that a test calls in this process install handlers, which forked workers of later tests would inherit."""
+    """Commands that a test calls in this process install handlers, which forked workers would inherit."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
