@@ -25,7 +25,15 @@ from rich.table import Table
 from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.data import Sample, Samples, prepare_data
 from trainer.data.batches import collate
-from trainer.finished_run import FinishedRun, find_run, load_trained, quiet_libraries, run_device, saved_tokenizer
+from trainer.finished_run import (
+    FinishedRun,
+    exit_code_of,
+    find_run,
+    load_trained,
+    quiet_libraries,
+    run_device,
+    saved_tokenizer,
+)
 from trainer.model import context_length, load_model_config
 from trainer.token_loss import TokenLoss
 from trainer.zero import resolve_precision
@@ -285,12 +293,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 2 after one line on stderr."""
     arguments = _parse(argv)
     quiet_libraries()
-    try:
-        _run(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return exit_code_of(lambda: _run(arguments))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from trainer.config import UserError
-from trainer.finished_run import ADAPTER, FinishedRun, find_run, quiet_libraries, saved_tokenizer
+from trainer.finished_run import ADAPTER, FinishedRun, exit_code_of, find_run, quiet_libraries, saved_tokenizer
 from trainer.gguf_export import FORMATS, check_architecture, convert, write_gguf
 from trainer.merge import check_output, merge
 from trainer.model import load_model_config
@@ -101,25 +101,21 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0; 1 or 2 after one line on stderr."""
     options = _parse(argv)
     quiet_libraries()
+    return exit_code_of(lambda: _run(options), RuntimeError)
+
+
+def _run(options: argparse.Namespace) -> None:
     default = options.run / ("export.gguf" if options.format == "gguf" else f"export-{options.format}")
     output = options.output or default
-    try:
-        if options.format in ("peft", "hf") and options.converter is not None:
-            raise UserError(f"--converter {options.converter}: makes GGUF files, and --format is {options.format}")
-        if options.dtype == "q8_0" and options.format in ("peft", "hf"):
-            raise UserError(f"--dtype q8_0: a format of GGUF files, and --format is {options.format}; leave it out")
-        run = find_run(options.run, options.base_model, needs_base=options.format != "peft")
-        lines = export(run, options.format, output, dtype=options.dtype, converter=options.converter)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except RuntimeError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
+    if options.format in ("peft", "hf") and options.converter is not None:
+        raise UserError(f"--converter {options.converter}: makes GGUF files, and --format is {options.format}")
+    if options.dtype == "q8_0" and options.format in ("peft", "hf"):
+        raise UserError(f"--dtype q8_0: a format of GGUF files, and --format is {options.format}; leave it out")
+    run = find_run(options.run, options.base_model, needs_base=options.format != "peft")
+    lines = export(run, options.format, output, dtype=options.dtype, converter=options.converter)
     print(output)
     for line in lines:
         print(f"  {line}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """A run as training left it: its configuration, tokenizer and adapter, found again from the run's folder."""
 
 import logging
+import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,19 @@ def put_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: bool
             f"{run.folder}: its adapter does not fit base_model={run.config.base_model}: {_first_line(error)}"
         ) from None
     return model.eval()
+
+
+def exit_code_of(command: Callable[[], None], *expected: type[Exception]) -> int:
+    """0; 2 after one line on stderr for a mistake of the user, 1 after one line for a failure that is `expected`."""
+    try:
+        command()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except expected as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def quiet_libraries() -> None:

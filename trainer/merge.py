@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import nn
 
 from trainer.config import UserError
-from trainer.finished_run import FinishedRun, find_run, put_adapter, quiet_libraries, saved_tokenizer
+from trainer.finished_run import FinishedRun, exit_code_of, find_run, put_adapter, quiet_libraries, saved_tokenizer
 from trainer.model import load_base_model, load_model_config
 from trainer.zero import DTYPES
 
@@ -149,17 +149,12 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0; 1 or 2 after one line on stderr."""
     arguments = _parse(argv)
     quiet_libraries()
-    try:
-        run = find_run(arguments.run, arguments.base_model)
-        output = merge(run, arguments.output or arguments.run / "merged", dtype=arguments.dtype)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except RuntimeError as error:
-        print(f"failed: {error}", file=sys.stderr)
-        return 1
-    print(output)
-    return 0
+    return exit_code_of(lambda: _run(arguments), RuntimeError)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    run = find_run(arguments.run, arguments.base_model)
+    print(merge(run, arguments.output or arguments.run / "merged", dtype=arguments.dtype))
 
 
 if __name__ == "__main__":

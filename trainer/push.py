@@ -21,7 +21,7 @@ from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from trainer.checkpoint import step_of
 from trainer.config import UserError
-from trainer.finished_run import ADAPTER, FinishedRun, find_run, quiet_libraries, saved_tokenizer
+from trainer.finished_run import ADAPTER, FinishedRun, exit_code_of, find_run, quiet_libraries, saved_tokenizer
 from trainer.metrics import Record, read_metrics
 from trainer.report import summary_rows, values_of
 
@@ -245,12 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 2 after one line on stderr."""
     arguments = _parse(argv)
     quiet_libraries()
-    try:
-        _run(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return exit_code_of(lambda: _run(arguments))
 
 
 if __name__ == "__main__":

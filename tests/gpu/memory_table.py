@@ -100,7 +100,7 @@ def work(arguments: argparse.Namespace) -> int:
                     torch.cuda.reset_peak_memory_stats()
                 try:
                     measured = measure(arguments, case)
-                except Exception as error:
+                except Exception as error:  # the row says so, the others follow, and the exit code is 1
                     traceback.print_exc()
                     measured = {"error": f"{type(error).__name__}: {error}"[:300]}
                     failures += 1

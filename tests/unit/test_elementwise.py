@@ -74,7 +74,8 @@ def test_the_model_computes_the_same(architecture, settings, norms, mlps, monkey
     torch.testing.assert_close(again, loss, rtol=1e-6, atol=0)
     assert others.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(others[name], gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
+        # In 32 bits; the norms and the sums over tokens take their terms in another order.
+        torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
 
 
 def test_activations_are_computed_again_in_the_backward(monkeypatch):
