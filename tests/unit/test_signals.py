@@ -63,7 +63,9 @@ word = sys.argv[1 + dist.get_rank()]
 if word != "none":
     os.kill(os.getpid(), getattr(signal, word))
 stop.agree()
-print(f"rank {dist.get_rank()}: {stop.exit_code if stop else 0}", flush=True)
+# One write: two ranks share the pipe.
+sys.stdout.write(f"rank {dist.get_rank()}: {stop.exit_code if stop else 0}\\n")
+sys.stdout.flush()
 dist.destroy_process_group()
 """
 
