@@ -1,4 +1,4 @@
-"""The heartbeats that ranks leave in a run's logs (written by trainer/heartbeat.py): who is where, doing what."""
+"""The heartbeats of ranks in a run's logs, from trainer/liveness/heartbeat.py: who is where, doing what."""
 
 import json
 import os

@@ -86,7 +86,7 @@ def run_checks(loaded: LoadedConfig | None, arguments: Sequence[str], request: R
     with tempfile.TemporaryDirectory() as folder:
         try:
             build, reach = plan(request, Path(folder))
-            command = build(arguments, module="trainer.doctor_ranks")
+            command = build(arguments, module="trainer.doctor.ranks")
         except UserError as error:
             return [*checks, Check("ranks", "FAIL", str(error), "as it says")]
         if isinstance(reach, ThroughSsh):
@@ -135,10 +135,10 @@ def _num_gpus(request: Request) -> list[str]:
 
 def probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], Need]:
     """What needs torch on this machine, in a process of its own."""
-    command = [sys.executable, "-m", "trainer.doctor_probe", *arguments, "--ranks", str(ranks)]
+    command = [sys.executable, "-m", "trainer.doctor.probe", *arguments, "--ranks", str(ranks)]
     found, last_words = _run(command, dict(os.environ), PROBE_PATIENCE_S)
     if found is None:
-        return [Check("torch", "FAIL", last_words, "python -m trainer.doctor_probe shows all of it")], Need()
+        return [Check("torch", "FAIL", last_words, "python -m trainer.doctor.probe shows all of it")], Need()
     return [Check(**check) for check in found["checks"]], Need(**found["need"])
 
 

@@ -1,7 +1,7 @@
 """Starts a run again whose ranks ran out of GPU memory at ZeRO stage 2 or 3, with half the micro-batch.
 
-At stages 0 and 1 the ranks see to it themselves (trainer/oom.py); at 2 and 3 the one that failed leaves a note and
-ends, since the others wait in a collective for it.
+At stages 0 and 1 the ranks see to it themselves (trainer/memory/oom.py); at 2 and 3 the one that failed leaves a note
+and ends, since the others wait in a collective for it.
 """
 
 from collections.abc import Callable, Sequence

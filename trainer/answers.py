@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from trainer.layer_shards import layer_shards_of
-from trainer.progress import phase
+from trainer.layers.shards import layer_shards_of
+from trainer.liveness.progress import phase
 
 _PROBE = "Sentinel"
 

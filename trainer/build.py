@@ -9,7 +9,7 @@ from trainer.architectures import call_projections_of_mamba, unadapted_lines
 from trainer.attention import resolve_attention
 from trainer.config import RunConfig, UserError, gathers_by_layer, trained_in_full, why_not_by_layer
 from trainer.data import Batches, Samples, StreamBatches
-from trainer.layer_shards import LayerShards
+from trainer.layers.shards import LayerShards
 from trainer.liger import apply_liger
 from trainer.model import grows_vocabulary, load_base_model, match_vocabulary
 from trainer.prepare import Prepared

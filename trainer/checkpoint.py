@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 
 from trainer.config import UserError
 from trainer.engine_state import EngineState
-from trainer.progress import phase
+from trainer.liveness.progress import phase
 from trainer.ranks import Ranks
 
 MARKER = "COMPLETE"

@@ -21,10 +21,10 @@ from rich.table import Table
 from trainer.config import RunConfig, UserError, gathers_by_layer, load_config
 from trainer.config.errors import shown
 from trainer.finished_run import quiet_libraries
-from trainer.memory_advice import does_not_fit
-from trainer.memory_model import GIB, Estimate, as_json
-from trainer.memory_plan import Choice, Lengths, Machine, Planner, gib
-from trainer.memory_shapes import read_shapes
+from trainer.memory.advice import does_not_fit
+from trainer.memory.model import GIB, Estimate, as_json
+from trainer.memory.plan import Choice, Lengths, Machine, Planner, gib
+from trainer.memory.shapes import read_shapes
 
 UNITS = {"": GIB, "G": GIB, "GIB": GIB, "GB": 10**9, "M": 2**20, "MIB": 2**20, "MB": 10**6, "T": 2**40, "TIB": 2**40}
 LEAST_GPU = GIB

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import ops
 from ops.groups import find_groups
 from ops.lora import MAX_RANK
-from trainer.layer_shards import LayerShards, layer_shards_of
+from trainer.layers.shards import LayerShards, layer_shards_of
 from trainer.quantize import FrozenLinear4bit, dequantized
 
 TEST_TOKENS = 128

@@ -10,10 +10,10 @@ import torch
 
 from trainer.adapt import GradientCheck
 from trainer.config import TrainingSection
+from trainer.liveness.progress import PROGRESS, phase
+from trainer.memory.oom import Recovery
 from trainer.mfu import MfuMeter
-from trainer.oom import Recovery
 from trainer.profiling import StepProfiler
-from trainer.progress import PROGRESS, phase
 from trainer.ranks import Ranks
 from trainer.signals import StopRequest
 from trainer.steering import Steering

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trainer.config import ModelSection, QuantizationSection, UserError
-from trainer.layer_shards import LayerShards
+from trainer.layers.shards import LayerShards
 from trainer.random_model import byte_tokenizer, random_config
 from trainer.shapes import is_random
 

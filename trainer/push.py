@@ -23,7 +23,7 @@ from trainer.checkpoint import step_of
 from trainer.config import UserError
 from trainer.finished_run import ADAPTER, FinishedRun, exit_code_of, find_run, quiet_libraries, saved_tokenizer
 from trainer.metrics import Record, read_metrics
-from trainer.report import summary_rows, values_of
+from trainer.report.write import summary_rows, values_of
 
 CARD = "README.md"
 OURS = "<!-- `zerolora push` writes this card anew; delete this line to keep your own words. -->"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import UserError
-from trainer.progress import phase
+from trainer.liveness.progress import phase
 from trainer.rank_variables import OPEN_MPI, PMI, SRUN, host_name, read_place, srun_meeting_point
 
 

@@ -21,15 +21,15 @@ from trainer.checkpoint import find_checkpoint, restore_checkpoint, save_checkpo
 from trainer.config import LoadedConfig, engine_zero
 from trainer.data import Batches, evaluation_batches
 from trainer.flat import flatten_adapter, why_not_flat
+from trainer.liveness.progress import phase
 from trainer.loop import Loop, Parts, Position, report_evaluation
-from trainer.memory_check import peak_over_ranks, plan_memory, record_memory
+from trainer.memory.check import peak_over_ranks, plan_memory, record_memory
+from trainer.memory.oom import Recovery
 from trainer.metrics import Metrics
 from trainer.mfu import MfuMeter
-from trainer.oom import Recovery
 from trainer.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
 from trainer.prepare import Prepared
 from trainer.profiling import StepProfiler
-from trainer.progress import phase
 from trainer.ranks import Ranks, form_process_group
 from trainer.run_record import remove_earlier_run, write_run_record
 from trainer.signals import StopRequest
@@ -293,7 +293,7 @@ class Run:
         if self.stop:
             self.say(f"stopped at step {position.step}, saved; go on with training.resume_from_checkpoint=latest")
             return
-        from trainer.report import write_report  # matplotlib, which the other ranks never need
+        from trainer.report.write import write_report  # matplotlib, which the other ranks never need
 
         for line in end_summary(self.run_dir, self.config, write_report(self.run_dir), before, after):
             self.say(line)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.config import ModelSection, QuantizationSection, UserError
-from trainer.layer_shards import LayerShards
+from trainer.layers.shards import LayerShards
 from trainer.quantize import quantized_linear, should_quantize
 from trainer.random_model import RandomTensors
 from trainer.shapes import is_random

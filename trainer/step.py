@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from trainer.oom import Recovery
-from trainer.progress import phase
+from trainer.liveness.progress import phase
+from trainer.memory.oom import Recovery
 from trainer.ranks import Ranks, sum_over_ranks
 from trainer.steering import Steering
 from trainer.token_loss import IGNORED, MicroBatch, TokenLoss, to_device

@@ -12,13 +12,13 @@ from rich.markup import escape
 
 from trainer.config import LoadedConfig, UserError, load_config
 from trainer.console import open_console, tell_torchrun
+from trainer.liveness.progress import phase
+from trainer.liveness.watchdog import Watchdog
 from trainer.prepare import prepare
-from trainer.progress import phase
 from trainer.rank_variables import host_name
 from trainer.ranks import Ranks, leave_process_group
 from trainer.run import Run
 from trainer.signals import StopRequest
-from trainer.watchdog import Watchdog
 
 
 def main(argv: list[str] | None = None) -> int:

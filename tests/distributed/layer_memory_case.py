@@ -14,9 +14,9 @@ import torch
 from tests.distributed.memory_case import _status
 from trainer.adapt import apply_adapter
 from trainer.config import LoraSection, ModelSection, QuantizationSection
-from trainer.layer_plan import plan_units
-from trainer.layer_shards import LayerShards
-from trainer.layer_unit import ShardedUnit
+from trainer.layers.plan import plan_units
+from trainer.layers.shards import LayerShards
+from trainer.layers.unit import ShardedUnit
 from trainer.model import load_base_model
 from trainer.ranks import Ranks, form_process_group, leave_process_group
 

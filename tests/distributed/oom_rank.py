@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-import trainer.oom
+import trainer.memory.oom
 import trainer.run
 import trainer.train
 from tests.distributed.matrix import run_case
@@ -51,7 +51,7 @@ def run_plan(path: Path) -> int:
     for case in plan["cases"]:
         try:
             run_case(folder, case, ranks, stop)
-        except trainer.oom.OutOfMemory as error:  # on every rank, so that the next case can follow
+        except trainer.memory.oom.OutOfMemory as error:  # on every rank, so that the next case can follow
             (folder / f"{case['name']}-failed-{ranks.rank}.txt").write_text(str(error))
     leave_process_group()
     return 0

@@ -17,7 +17,7 @@ import torch
 from trainer.adapt import apply_adapter
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.fuse import fuse
-from trainer.layer_shards import LayerShards
+from trainer.layers.shards import LayerShards
 from trainer.model import load_base_model
 from trainer.ranks import Ranks, form_process_group, leave_process_group
 from trainer.token_loss import TokenLoss

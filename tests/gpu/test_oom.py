@@ -70,7 +70,7 @@ def fraction(folder: Path) -> float:
     """A quarter more than the estimate for 8 rows, which is less than 16 need."""
     from trainer.config import load_config
     from trainer.estimate import planner_for
-    from trainer.memory_plan import with_changes
+    from trainer.memory.plan import with_changes
 
     config = load_config(folder / "base.yaml").config
     planner, _ = planner_for(config, torch.cuda.device_count())

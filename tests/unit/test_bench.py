@@ -9,11 +9,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from trainer.bench import main
-from trainer.bench_cases import AS_CONFIGURED, CASES, peer_case, prepared, resolve, text_count, write_texts
-from trainer.bench_floor import measure_floor
-from trainer.bench_peers import Task, missing_package
-from trainer.bench_report import (
+from trainer.bench.__main__ import main
+from trainer.bench.cases import AS_CONFIGURED, CASES, peer_case, prepared, resolve, text_count, write_texts
+from trainer.bench.floor import measure_floor
+from trainer.bench.peers import Task, missing_package
+from trainer.bench.report import (
     PRODUCT,
     Measurement,
     add_peers_mfu,
@@ -21,8 +21,8 @@ from trainer.bench_report import (
     profile_table,
     result_table,
 )
-from trainer.bench_trace import ADAPTER, ATTENTION, CATEGORIES, FROZEN, HEAD, IDLE, NORMS
-from trainer.bench_unsloth import write_hollow_checkpoint
+from trainer.bench.trace import ADAPTER, ATTENTION, CATEGORIES, FROZEN, HEAD, IDLE, NORMS
+from trainer.bench.unsloth import write_hollow_checkpoint
 from trainer.config import load_config
 
 SETTINGS = ["dataset.max_length=64", "training.batch_size=3"]
@@ -185,7 +185,7 @@ def test_the_floor_is_measured_on_this_machine() -> None:
 
 def test_the_floor_counts_every_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a millisecond for each: q, k, v together, o, gate and up together, down, in two layers, both ways."""
-    monkeypatch.setattr("trainer.bench_floor._median", lambda *_: 1.0)
+    monkeypatch.setattr("trainer.bench.floor._median", lambda *_: 1.0)
     settings: dict[str, Any] = {"batch_size": 2, "length": 64, "rank": 4, "device": torch.device("cpu")}
     plain, again = (measure_floor("random:tiny", recompute=value, **settings) for value in (False, True))
     assert (plain[FROZEN], again[FROZEN]) == (2 * 4 * 2, 2 * 4 * 3)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.bench_trace import (
+from trainer.bench.trace import (
     ADAPTER,
     ATTENTION,
     CATEGORIES,

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from trainer import compare, compare_trials
-from trainer.compare_report import result_tables, statements, write_results
-from trainer.compare_results import Comparison, Result, read_results
-from trainer.compare_run import DOCUMENTS_FILE
-from trainer.compare_trials import Setting, Trial
+from trainer.compare import __main__ as compare
+from trainer.compare import trials as compare_trials
+from trainer.compare.report import result_tables, statements, write_results
+from trainer.compare.results import Comparison, Result, read_results
+from trainer.compare.run import DOCUMENTS_FILE
+from trainer.compare.trials import Setting, Trial
 from trainer.config import UserError, load_config
 
 CONFIG = """

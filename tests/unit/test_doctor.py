@@ -26,7 +26,7 @@ from launcher.doctor_local import (
     check_timeouts,
 )
 from trainer.config import DatasetSection, RunConfig, TrainingSection
-from trainer.doctor_probe import check_data, check_model, missing_shards
+from trainer.doctor.probe import check_data, check_model, missing_shards
 from trainer.world import Report, differences
 
 CHECKOUT = Path(__file__).parents[2]

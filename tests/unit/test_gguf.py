@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from tests.tiny import CHATML, WORDS, make_tokenizer
 from trainer.config import UserError
-from trainer.gguf_export import write_gguf
+from trainer.export.gguf import write_gguf
 
 TEXTS = ["the red cat runs", "  two  spaces, 12345 and\n\na line", "<|im_start|>user\nüber 7<|im_end|>"]
 SETTINGS = {
@@ -107,7 +107,7 @@ def byte_level(digits: str) -> PreTrainedTokenizerFast:
     """A tokenizer that splits as llama.cpp's rule of that name does."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from trainer.gguf_vocabulary import NAMES_OF_SPLITS
+    from trainer.export.gguf_vocabulary import NAMES_OF_SPLITS
 
     by_name = {name: pattern for pattern, name in NAMES_OF_SPLITS.items()}
     tokenizer = Tokenizer(models.BPE())

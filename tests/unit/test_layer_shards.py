@@ -17,7 +17,7 @@ from tests.unit.test_layer_plan import ARCHITECTURES
 from trainer.adapt import apply_adapter
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.fuse import fuse
-from trainer.layer_shards import LayerShards, layer_shards_of
+from trainer.layers.shards import LayerShards, layer_shards_of
 from trainer.model import load_base_model
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from trainer.adapt import apply_adapter, count_parameters
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.elementwise import forget_inputs, replace_elementwise
 from trainer.fuse import fuse
-from trainer.memory_activations import (
+from trainer.memory.activations import (
     Work,
     boundary,
     kept_by_layer,
@@ -18,8 +18,8 @@ from trainer.memory_activations import (
     loss_head,
     recomputed_layer,
 )
-from trainer.memory_model import GIB, Placement, base_weights, bytes_of, disk, estimate, optimizer_state
-from trainer.memory_shapes import Shapes, Weight, read_shapes
+from trainer.memory.model import GIB, Placement, base_weights, bytes_of, disk, estimate, optimizer_state
+from trainer.memory.shapes import Shapes, Weight, read_shapes
 from trainer.model import load_base_model, load_model_config
 from trainer.quantize import quantized_linear
 from trainer.token_loss import TokenLoss
@@ -137,7 +137,7 @@ def test_what_our_operators_forget_is_not_kept(monkeypatch: pytest.MonkeyPatch) 
     The first norm reads what needs no gradient, so that its output is kept and its input is not; the last norm's is.
     """
     monkeypatch.setattr("trainer.elementwise.WORTH_FORGETTING", 0)
-    monkeypatch.setattr("trainer.memory_activations.WORTH_FORGETTING", 0)
+    monkeypatch.setattr("trainer.memory.activations.WORTH_FORGETTING", 0)
     model = load_base_model(
         MODELS["llama"], ModelSection(), dtype=torch.float32, device=torch.device("cpu"), attention="sdpa"
     )

@@ -15,11 +15,11 @@ from tests.tiny import write_chats
 from trainer.config import AUTO, LoraSection, ModelSection, RunConfig, UserError, load_config
 from trainer.config.restart_note import EXIT_RESTART, RestartNote
 from trainer.estimate import main, parse_memory
-from trainer.memory_advice import does_not_fit, smaller_batch, three_changes
-from trainer.memory_check import plan_on
-from trainer.memory_model import GIB
-from trainer.memory_plan import Lengths, Machine, Planner, gib, with_changes
-from trainer.memory_shapes import Shapes, read_shapes
+from trainer.memory.advice import does_not_fit, smaller_batch, three_changes
+from trainer.memory.check import plan_on
+from trainer.memory.model import GIB
+from trainer.memory.plan import Lengths, Machine, Planner, gib, with_changes
+from trainer.memory.shapes import Shapes, read_shapes
 from trainer.model import load_model_config
 from trainer.prepare import Prepared, prepare
 

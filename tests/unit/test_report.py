@@ -15,8 +15,9 @@ from rich.console import Console
 
 from trainer.config import LoggingSection, RunConfig, UserError
 from trainer.metrics import Metrics, read_metrics
-from trainer.report import main, training_seconds, write_report
-from trainer.report_plots import _draw_loss, _draw_s, running_mean, series
+from trainer.report.__main__ import main
+from trainer.report.plots import _draw_loss, _draw_s, running_mean, series
+from trainer.report.write import training_seconds, write_report
 from trainer.run_record import write_run_record
 
 STEPS = 80

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer import tier_checks as checks
-from trainer import tiers
 from trainer.config import UserError, load_config
-from trainer.tier_checks import Check, Checker, TierRun
-from trainer.tier_machine import Machine, Weights, cpu_time, find_weights, this_machine
-from trainer.tiers import TIERS, Outcome, Runner, main
+from trainer.tiers import __main__ as tiers
+from trainer.tiers import checks
+from trainer.tiers.__main__ import TIERS, Outcome, Runner, main
+from trainer.tiers.checks import Check, Checker, TierRun
+from trainer.tiers.machine import Machine, Weights, cpu_time, find_weights, this_machine
 
 CPU = Machine("CPU", on_gpu=False)
 

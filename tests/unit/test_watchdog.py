@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from launcher.beats import Silence, clear_beats, read_beats, read_hang
-from trainer.heartbeat import LINE_BYTES, Folder, Heartbeat
-from trainer.progress import PROGRESS, Progress
+from trainer.liveness.heartbeat import LINE_BYTES, Folder, Heartbeat
+from trainer.liveness.progress import PROGRESS, Progress
+from trainer.liveness.vital_signs import Work, collective_of, free_host_memory, main_thread_frame, place_of
+from trainer.liveness.watchdog import Watchdog, describe_hang, ranks_behind
 from trainer.rank_variables import host_name
 from trainer.ranks import Ranks
-from trainer.vital_signs import Work, collective_of, free_host_memory, main_thread_frame, place_of
-from trainer.watchdog import Watchdog, describe_hang, ranks_behind
 
 BEAT = Heartbeat(
     rank=0, host="n0", pid=100, step=412, phase="backward", collective="all_reduce", place="step.py:1 train_step",
@@ -186,15 +186,19 @@ def test_the_main_threads_place_is_read_from_another_thread() -> None:
 PENDING = """
 import os
 import sys
+import time
 os.environ["TORCH_FR_BUFFER_SIZE"] = "200"
 import torch
 import torch.distributed as dist
-from trainer.vital_signs import recorded_collectives
+from trainer.liveness.vital_signs import recorded_collectives
 dist.init_process_group("gloo")
 assert recorded_collectives() == (None, None)
 value = torch.ones(4)
 dist.all_reduce(value)
-finished = recorded_collectives()
+# The result is there before gloo's own thread has written down that the collective is over.
+deadline = time.monotonic() + 60
+while (finished := recorded_collectives()) != (None, 1) and time.monotonic() < deadline:
+    time.sleep(0.01)
 work = dist.all_reduce(value, async_op=True) if dist.get_rank() == 0 else None
 # One write: two ranks share the pipe.
 sys.stdout.write(f"{dist.get_rank()} {finished} {recorded_collectives()}\\n")

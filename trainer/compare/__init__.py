@@ -1,0 +1,1 @@
+"""`zerolora compare`: trials of controllers and seeds, their tables and plots."""

@@ -1,0 +1,109 @@
+"""The plots of a comparison: BPT with intervals by setting, and held-out BPT, S and lambda over time."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from trainer.compare.results import MOMENTS, Comparison
+from trainer.compare.trials import Setting
+from trainer.report.plots import BLUE, DOTS_PER_INCH, GREEN, GREY, INK, ORANGE, STYLE
+
+PURPLE = "#7d5ba6"
+COLORS = {"none": INK, "fixed": GREY, "linear": GREEN, "cosine": PURPLE, "pi": ORANGE}
+LINES = {"delta": "-", "factors": "--"}
+MOMENT_COLORS = {"final": ORANGE, "best": BLUE}
+
+
+def draw_comparison(comparison: Comparison, folder: Path) -> list[Path]:
+    """Write compare_bpt.png, compare_curves.png and compare_scu.png into `folder`; returns them."""
+    height = 1.4 + 0.32 * len(comparison.by_setting)
+    plots: dict[str, tuple[tuple[float, float], Callable[[Figure, Comparison], None]]] = {
+        "compare_bpt": ((9.0, height), _draw_bpt),
+        "compare_curves": ((9.0, 5.0), _draw_curves),
+        "compare_scu": ((9.0, 7.0), _draw_scu),
+    }
+    paths = []
+    for name, (size, draw) in plots.items():
+        with matplotlib.rc_context(STYLE):
+            figure = Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
+            draw(figure, comparison)
+            figure.savefig(folder / f"{name}.png")
+        paths.append(folder / f"{name}.png")
+    return paths
+
+
+def _draw_bpt(figure: Figure, comparison: Comparison) -> None:
+    """A row per setting: interval over documents as a bar, each seed's run as a pale dot."""
+    axes = figure.add_subplot()
+    axes.set_title("Held-out bits per token: intervals over documents, one pale dot per seed")
+    settings = list(comparison.by_setting)
+    for moment, shift in zip(MOMENTS, (-0.15, 0.15), strict=True):
+        color = MOMENT_COLORS[moment]
+        for row, setting in enumerate(settings):
+            interval = comparison.bpt(setting, moment)
+            axes.plot([interval.low, interval.high], [row + shift] * 2, color=color, linewidth=2.2)
+            axes.plot([interval.value], [row + shift], "o", color=color, markersize=6, label="" if row else moment)
+            values = [run.numbers()[f"{moment}_bpt"] for run in comparison.by_setting[setting]]
+            axes.plot(values, [row + shift] * len(values), "o", color=color, markersize=3, alpha=0.45)
+    axes.set_yticks(range(len(settings)), [setting.label for setting in settings])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("bits per held-out target token")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _draw_curves(figure: Figure, comparison: Comparison) -> None:
+    """Mean over the seeds; the band is from the lowest to the highest seed."""
+    axes = figure.add_subplot()
+    axes.set_title("Held-out bits per token over the run: mean and range of the seeds")
+    lowest, highest = np.inf, 0.0
+    for setting, runs in comparison.by_setting.items():
+        steps, curves = runs[0].steps, np.array([run.curve for run in runs])
+        style = _style(comparison, setting)
+        axes.plot(steps, curves.mean(0), label=setting.label, **style)
+        axes.fill_between(steps, curves.min(0), curves.max(0), color=style["color"], alpha=0.1, linewidth=0)
+        lowest, highest = min(lowest, curves.min()), max(highest, curves[:, 1:].max(initial=0.0))
+    # The untrained model is far above everything that is to be told apart.
+    axes.set_ylim(lowest - 0.05 * (highest - lowest), highest + 0.05 * (highest - lowest))
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("bits per held-out target token")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
+
+
+def _draw_scu(figure: Figure, comparison: Comparison) -> None:
+    """S above, lambda below; fixed lambdas and schedules by their first seed, the controller by each of its seeds."""
+    share_axes, strength_axes = figure.subplots(2, 1, sharex=True)
+    share_axes.set_title("S (smoothed) and λ over the run")
+    for setting, runs in comparison.by_setting.items():
+        style = _style(comparison, setting)
+        for index, run in enumerate(runs if setting.controller == "pi" else runs[:1]):
+            steps = [record["step"] for record in run.records]
+            label = "" if index else setting.label
+            share_axes.plot(steps, [record["s_smoothed"] for record in run.records], label=label, **style)
+            if setting.controller != "none":
+                strength_axes.plot(steps, [record["lambda"] for record in run.records], **style)
+        if setting.controller == "pi":
+            target, deadband = runs[0].trial.config.scu.target, runs[0].trial.config.scu.deadband
+            if target != "auto":
+                share_axes.axhspan(target - deadband, target + deadband, color=ORANGE, alpha=0.2, linewidth=0)
+    share_axes.set_ylabel("S")
+    share_axes.set_ylim(bottom=0)
+    share_axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
+    strength_axes.set_ylabel("λ")
+    if comparison.find("pi") or comparison.find("fixed"):
+        strength_axes.set_yscale("log")
+    strength_axes.set_xlabel("optimizer step")
+
+
+def _style(comparison: Comparison, setting: Setting) -> dict[str, Any]:
+    """Colour by controller, fixed lambdas from pale to dark, dashes for the measure `factors`."""
+    color: Any = COLORS[setting.controller]
+    if setting.controller == "fixed":
+        family = comparison.find("fixed", setting.measure)
+        color = matplotlib.colormaps["Blues"](0.35 + 0.6 * family.index(setting) / max(1, len(family) - 1))
+    wide = setting.controller in ("pi", "none")
+    return {"color": color, "linewidth": 2.0 if wide else 1.3, "linestyle": LINES[setting.measure]}

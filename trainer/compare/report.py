@@ -1,0 +1,149 @@
+"""The table of a comparison, what may be said of it, and its files: compare.md, compare.csv, compare.json."""
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from trainer.compare.results import CONFIDENCE, MOMENTS, Comparison, Interval
+from trainer.compare.trials import Setting
+
+Row = dict[str, Any]
+
+
+def _number(name: str, form: str) -> Callable[[Row], str]:
+    return lambda row: "" if row[name] is None else f"{row[name]:{form}}"
+
+
+def _interval(name: str, sign: str = "") -> Callable[[Row], str]:
+    return lambda row: row[name].text(sign) if row[name] else ""
+
+
+# Heading -> cell. In two parts, since one table of all would be too wide for most terminals.
+LOSSES = {
+    "final BPT [95 %]": _interval("final_bpt"),
+    "± seeds": _number("final_bpt_over_seeds", ".4f"),
+    "final - none [95 %]": _interval("final_minus_none", "+"),
+    "best BPT [95 %]": _interval("best_bpt"),
+    "±  seeds": _number("best_bpt_over_seeds", ".4f"),
+}
+CONTROL = {
+    "runs": _number("runs", "d"),
+    "best at step": _number("best_step", ".0f"),
+    "training BPT": _number("final_training_bpt", ".3f"),
+    "S": _number("final_s", ".4f"),
+    "reached at": _number("step_in_deadband", ".0f"),
+    "in deadband": _number("share_in_deadband", ".0%"),
+    "λ": _number("final_lambda", ".3g"),
+    "penalty": _number("final_penalty_nats", ".3g"),
+}
+NOTES = (
+    "BPT: held-out bits per target token; final: after the last step, best: at the evaluation where it was lowest.",
+    "[ ]: 95 % bootstrap interval over documents; final - none: over documents and seeds, paired.",
+    "± seeds: standard deviation over the seeds. Training BPT: mean of the last 20 steps.",
+    "S, λ and penalty (λ ln 2 ParamBPT, nats/token): at the end. All these are means over the seeds.",
+    "In deadband: share of the steps from the one on at which S reached it.",
+)
+
+
+def result_tables(comparison: Comparison) -> list[Table]:
+    """The tables for a terminal: held-out loss, then what the controller did."""
+    tables = []
+    for columns in (LOSSES, CONTROL):
+        table = Table(box=None, pad_edge=False)
+        table.add_column("", no_wrap=True)
+        for heading in columns:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in comparison.rows():
+            table.add_row(row["setting"], *(cell(row) for cell in columns.values()))
+        tables.append(table)
+    return tables
+
+
+def statements(comparison: Comparison) -> list[str]:
+    """The differences that the comparison is made for, each with its interval and what that allows to say."""
+    lines: list[str] = []
+    for one, other, moment in _questions(comparison):
+        difference = comparison.difference(one, other, moment)
+        if difference is not None:
+            lines.append(
+                f"{moment} BPT, {one.label} - {other.label}: {difference.text('+')}: {_verdict(difference, one)}"
+            )
+    for setting in comparison.find("pi"):
+        lines.append(_steering(comparison, setting))
+    return lines
+
+
+def write_results(comparison: Comparison, folder: Path) -> list[Path]:
+    """Write the table and statements as Markdown, every run as CSV, and all figures as JSON; returns the files."""
+    columns = {"setting": lambda row: row["setting"], **LOSSES, **CONTROL}
+    text = [_markdown([*columns]), _markdown(["---"] + ["---:"] * (len(columns) - 1))]
+    text += [_markdown([cell(row) for cell in columns.values()]) for row in comparison.rows()]
+    lines = statements(comparison)
+    paths = [folder / f"compare.{suffix}" for suffix in ("md", "csv", "json")]
+    paths[0].write_text("\n".join([*text, "", *NOTES, "", *(f"- {line}" for line in lines)]) + "\n", encoding="utf-8")
+    numbers = [result.numbers() for result in comparison.results]
+    with paths[1].open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(numbers[0]))
+        writer.writeheader()
+        writer.writerows(numbers)
+    record = {
+        "documents": len(comparison.tokens_D),
+        "target_tokens": int(comparison.tokens_D.sum()),
+        "confidence": CONFIDENCE,
+        "settings": [
+            {name: asdict(value) if isinstance(value, Interval) else value for name, value in row.items()}
+            for row in comparison.rows()
+        ],
+        "statements": lines,
+        "runs": [
+            {**result.numbers(), "evaluated_at": result.steps, "heldout_bpt": result.curve.tolist()}
+            for result in comparison.results
+        ],
+    }
+    paths[2].write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return paths
+
+
+def _questions(comparison: Comparison) -> Iterator[tuple[Setting, Setting, str]]:
+    """PI and the best fixed lambda against no regulariser and against all others; delta against factors."""
+    nothing = comparison.find("none")
+    for moment in MOMENTS:
+        for pi in comparison.find("pi"):
+            fixed = comparison.best_fixed(pi.measure, moment)
+            others = [*nothing, *([fixed] if fixed else [])]
+            others += comparison.find("linear", pi.measure) + comparison.find("cosine", pi.measure)
+            for other in others:
+                yield pi, other, moment
+            if fixed and nothing:
+                yield fixed, nothing[0], moment
+        steered = comparison.find("pi")
+        if len(steered) == 2:
+            yield steered[0], steered[1], moment
+
+
+def _verdict(difference: Interval, one: Setting) -> str:
+    if difference.high < 0:
+        return f"{one.label} is lower"
+    return f"{one.label} is higher" if difference.low > 0 else "no difference shown"
+
+
+def _steering(comparison: Comparison, setting: Setting) -> str:
+    """Whether S came to its target, and stayed."""
+    runs = [run.numbers() for run in comparison.by_setting[setting]]
+    reached = [run for run in runs if run["step_in_deadband"] is not None]
+    head = f"{setting.label}: S reached the deadband around {runs[0]['target']:g} in {len(reached)} of {len(runs)} runs"
+    if not reached:
+        ends = ", ".join(f"{run['final_s']:.4f}" for run in runs)
+        return f"{head}; at the end S was {ends}"
+    steps = ", ".join(str(run["step_in_deadband"]) for run in reached)
+    shares = ", ".join(f"{run['share_in_deadband']:.0%}" for run in reached)
+    return f"{head}, at step {steps}, and was inside it for {shares} of the steps from there on"
+
+
+def _markdown(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"

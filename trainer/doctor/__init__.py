@@ -1,0 +1,1 @@
+"""What `zerolora doctor` asks of torch: on one machine, and of all ranks together."""

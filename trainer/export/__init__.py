@@ -1,0 +1,1 @@
+"""`zerolora export`: a trained adapter as PEFT, Hugging Face, GGUF or Ollama model."""

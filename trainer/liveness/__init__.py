@@ -1,0 +1,1 @@
+"""Whether the ranks are alive: phases, heartbeats, and a watchdog that names a hang."""

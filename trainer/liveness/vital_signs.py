@@ -1,0 +1,144 @@
+"""What a process can tell about itself from another of its threads: where it is, whether it works, what is left."""
+
+import json
+import os
+import resource
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+GIB = 2**30
+CHECKOUT = str(Path(__file__).parents[2]) + os.sep
+BUILD_LOCK = "the lock of an extension build (zerolora doctor finds it)"
+# One percent of a core, and more than the watchdog itself reads and writes between two looks.
+LEAST_CPU_SHARE = 0.01
+LEAST_BYTES = 256 * 1024
+LEAST_FAULTS = 64
+
+
+def main_thread_frame() -> FrameType | None:
+    """The innermost Python frame of the main thread; also while that is inside a call of C++."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def collective_of(frame: FrameType | None) -> str | None:
+    """The function of torch.distributed that a stack is in, as "all_reduce", or None."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("torch/distributed/distributed_c10d.py"):
+            return frame.f_code.co_name
+        frame = frame.f_back
+    return None
+
+
+def place_of(frame: FrameType | None) -> str | None:
+    """The innermost line of this project in a stack, as "trainer/step.py:134 train_step"; or the lock it waits for."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.endswith("torch/utils/file_baton.py"):
+            return BUILD_LOCK
+        if path.startswith(CHECKOUT) and "site-packages" not in path:
+            return f"{path.removeprefix(CHECKOUT)}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return None
+
+
+def recorded_collectives() -> tuple[str | None, int | None]:
+    """The oldest collective that has not finished, and how many were begun, by torch's flight recorder.
+
+    It sees what stacks do not: NCCL's collectives run on the GPU long after their call has returned. (None, None)
+    where nothing was recorded (TORCH_FR_BUFFER_SIZE=0, or no process group yet).
+    """
+    distributed = sys.modules.get("torch._C._distributed_c10d")
+    names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+    for dump in (getattr(distributed, name, None) for name in names):
+        if dump is None:
+            continue
+        trace: dict[str, Any] = json.loads(dump(True, True))  # with the collectives, the active ones only
+        begun = trace.get("pg_status", {}).get("0", {}).get("last_enqueued_collective")
+        if begun is not None and int(begun) >= 0:
+            active = [entry for entry in trace.get("entries", []) if not entry.get("retired")]
+            oldest = str(active[0]["profiling_name"]).partition(":")[2] if active else None
+            return oldest, int(begun)
+    return None, None
+
+
+class Work:
+    """Whether this process and its children have computed, read or written since the last look.
+
+    What a rank does for long on its own (tokenising, reading weights, writing a checkpoint) shows so without a note
+    from inside a library; a process that waits for a lock, a network or a dead file server does not move.
+    """
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._looked_at = time.monotonic()
+        self._before = self._counters()
+
+    def has_moved(self) -> bool:
+        """True if it has; the next call compares with now."""
+        now, counters = time.monotonic(), self._counters()
+        cpu, moved_bytes, faults = (new - old for new, old in zip(counters, self._before, strict=True))
+        elapsed, self._looked_at, self._before = now - self._looked_at, now, counters
+        # A child that ended takes its counts along, so a sum can fall; that too is something done.
+        return abs(cpu) > LEAST_CPU_SHARE * elapsed or abs(moved_bytes) > LEAST_BYTES or abs(faults) > LEAST_FAULTS
+
+    def _counters(self) -> tuple[float, float, float]:
+        usage, watching = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_THREAD)
+        # What the thread that looks takes itself is no work.
+        cpu = usage.ru_utime + usage.ru_stime - watching.ru_utime - watching.ru_stime
+        moved_bytes, faults = 0.0, usage.ru_minflt + usage.ru_majflt - watching.ru_minflt - watching.ru_majflt
+        for process in (self._process, *self._children()):
+            try:
+                if process.pid != self._process.pid:
+                    times = process.cpu_times()
+                    cpu += times.user + times.system
+                counts = process.io_counters()
+                moved_bytes += counts.read_chars + counts.write_chars + counts.read_bytes + counts.write_bytes
+            except (psutil.Error, OSError):
+                continue  # ended meanwhile, or not ours to look at
+        return cpu, moved_bytes, float(faults)
+
+    def _children(self) -> list[psutil.Process]:
+        """Every process below this one."""
+        try:
+            return self._process.children(recursive=True)
+        except psutil.Error:
+            return []
+
+
+def free_host_memory() -> float:
+    """GiB of host memory that this process may still take: of the machine, or of its cgroup if that is less."""
+    free = [float(psutil.virtual_memory().available)]
+    for root, limit, used in (
+        (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        for folder in (root / _own_cgroup(root.name == "memory"), root):
+            try:
+                free.append(float((folder / limit).read_text()) - float((folder / used).read_text()))
+            except (OSError, ValueError):
+                continue  # not this version of cgroups, or "max"
+    return max(min(free), 0.0) / GIB
+
+
+def free_shared_memory() -> float:
+    """GiB free in /dev/shm, which NCCL and data loaders use; infinite where there is none."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return float("inf")
+    return found.f_bavail * found.f_frsize / GIB
+
+
+def _own_cgroup(first_version: bool) -> str:
+    """The path of this process's memory cgroup below its mount point."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if ("memory" in controllers.split(",")) if first_version else not controllers:
+            return path.lstrip("/")
+    return ""

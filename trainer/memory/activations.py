@@ -1,0 +1,193 @@
+"""What a micro-batch keeps between forward and backward, and what the loss and one layer's backward need besides.
+
+Legend: T tokens of a micro-batch, H hidden width, e bytes of an activation, V vocabulary, K positions with a target.
+Every formula says what the product saves: the fused operators x and h = x A^T; attention q, k, v, its output and one
+32-bit logarithm per head and token; RMSNorm by our operator or Liger's its input and a 32-bit scale, their SwiGLU gate
+and up. The model's own norm keeps a 32-bit copy of its input, its own SwiGLU the activated gate as well. Where results
+of these two are forgotten (trainer/elementwise.py), the adapted layers behind them keep nothing of their input.
+"""
+
+from dataclasses import dataclass
+
+from ops.head import LOGITS_AT_ONCE
+from trainer.elementwise import WORTH_FORGETTING
+from trainer.memory.shapes import Layer, Mixer, Shapes
+
+FP32 = 4
+FEED_FORWARD = ("gated", "plain")
+UNFUSED_LOSS_BYTES = 12
+"""Per logit at the worst moment: log-probabilities, their gradient and that of the logits, 32 bits each."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one micro-step of one rank computes."""
+
+    rows: int
+    length: int
+    """Longest row in tokens, padding included."""
+    targets: int
+    """Positions for which logits are computed."""
+    element: int
+    """e."""
+    elementwise: str
+    """Whose norms, SwiGLU and rotary embedding: `ours`, `liger` or `model`."""
+    forgets: str
+    """What is computed again in the backward pass: `none`, SwiGLU's `activations`, or outputs of `norms` as well."""
+    gate_is_silu: bool
+    fused_loss: bool
+    recompute: str
+    """training.gradient_checkpointing."""
+    offload_activations: bool
+    masked: bool
+    """Documents of a pack are kept apart by a mask, under which keys and values are copied for every head."""
+    eager: bool
+    """Attention in plain torch, which keeps its probabilities."""
+    packed_weights: bool
+    """4-bit weights, dequantised one at a time."""
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.rows * self.length
+
+    @property
+    def in_one_kernel(self) -> bool:
+        """Norms and SwiGLU keep their inputs only."""
+        return self.elementwise != "model"
+
+    def kept_input(self, width: int, *, of_norm: bool) -> int:
+        """T e of what an adapted layer reads, or nothing where it is computed again."""
+        size = self.tokens * width * self.element
+        forgotten = self.forgets == "norms" if of_norm else self.forgets != "none" and self.gate_is_silu
+        recipe = forgotten and size >= WORTH_FORGETTING
+        return 0 if recipe else size
+
+
+def kept_by_attention(mixer: Mixer, work: Work) -> int:
+    """T e (q + k + v + o) + 4 T heads + x and h where adapted; under a mask k and v for all heads and the mask.
+
+    Eager attention keeps T L heads probabilities instead of the logarithms: 32 bits, and e where that is less.
+    """
+    per_token = mixer.width_projected + mixer.width_inner + mixer.copied
+    if mixer.copied and not work.in_one_kernel:
+        per_token += mixer.width_inner  # transformers' partial rotary embedding leaves another memory layout
+    if work.masked or work.eager:
+        per_token = max(per_token, 4 * mixer.width_inner)
+    total = work.tokens * (per_token * work.element + FP32 * mixer.heads)
+    if work.eager:
+        probability = FP32 if work.element == FP32 else FP32 + work.element
+        total += work.tokens * mixer.heads * (work.length * probability - FP32)
+    elif work.masked:
+        total += work.rows * work.length**2 * work.element
+    # The output projection reads what attention keeps anyway.
+    total += work.kept_input(mixer.width_in, of_norm=True) if mixer.trained_in else 0
+    return total + work.tokens * mixer.norm_width * (work.element if work.in_one_kernel else FP32)
+
+
+def kept_by_feed_forward(mixer: Mixer, work: Work) -> int:
+    """T e (x + gate + up + product), by the model's own code the activated gate too; ungated x, hidden, activated."""
+    total = work.tokens * mixer.width_projected * work.element
+    if mixer.trained_in:
+        total += work.kept_input(mixer.width_in, of_norm=True)
+    if mixer.kind != "gated":
+        return total + (work.tokens * mixer.width_inner * work.element if mixer.trained_out else 0)
+    if not work.in_one_kernel:
+        total += work.tokens * mixer.width_inner * work.element
+    return total + (work.kept_input(mixer.width_inner, of_norm=False) if mixer.trained_out else 0)
+
+
+def kept_by_recurrence(mixer: Mixer, work: Work) -> int:
+    """A Mamba-2 layer in plain torch: projections, convolution, gated norm, and its scan in 32 bits.
+
+    The scan keeps what it takes and gives per chunk, head and state, and eight tensors of the inner width.
+    """
+    in_type = mixer.width_in + 2 * mixer.width_projected + 3 * mixer.width_inner
+    return work.tokens * (in_type * work.element + FP32 * (mixer.scan + 8 * mixer.width_inner))
+
+
+def kept_by_mixer(mixer: Mixer, work: Work) -> int:
+    """The part of a mixer, and h of its adapters: T e R."""
+    kinds = {"attention": kept_by_attention, "recurrent": kept_by_recurrence}
+    return kinds.get(mixer.kind, kept_by_feed_forward)(mixer, work) + work.tokens * work.element * mixer.ranks
+
+
+def kept_by_norms(layer: Layer, work: Work) -> int:
+    """What the norms over the residual stream keep: T H e + 4 T each, by the model's own code a 32-bit copy of it."""
+    return layer.norms * work.tokens * (layer.hidden * (work.element if work.in_one_kernel else FP32) + FP32)
+
+
+def kept_by_layer(layer: Layer, work: Work) -> int:
+    """Everything that one layer keeps when nothing is recomputed."""
+    return kept_by_norms(layer, work) + sum(kept_by_mixer(mixer, work) for mixer in layer.mixers)
+
+
+def kept_if_selective(layer: Layer, work: Work) -> int:
+    """Selective recomputation keeps everything but the feed-forward parts, of which it keeps the input, T H e each."""
+    parts = sum(mixer.kind in FEED_FORWARD for mixer in layer.mixers)
+    others = sum(kept_by_mixer(mixer, work) for mixer in layer.mixers if mixer.kind not in FEED_FORWARD)
+    inputs = 0 if work.offload_activations else parts * boundary(layer, work)
+    return kept_by_norms(layer, work) + others + inputs
+
+
+def boundary(layer: Layer, work: Work) -> int:
+    """The hidden state between two layers: T H e."""
+    return work.tokens * layer.hidden * work.element
+
+
+def kept_by_layers(shapes: Shapes, work: Work) -> int:
+    """All layers, by the kind of recomputation."""
+    if work.recompute == "none":
+        return sum(kept_by_layer(layer, work) for layer in shapes.layers)
+    # One input travels to the host, or back, while the next is computed or used.
+    in_flight = 2 * max((boundary(layer, work) for layer in shapes.layers), default=0)
+    if work.recompute == "selective":
+        kept = sum(kept_if_selective(layer, work) for layer in shapes.layers)
+        return kept + (in_flight if work.offload_activations else 0)
+    return in_flight if work.offload_activations else sum(boundary(layer, work) for layer in shapes.layers)
+
+
+def recomputed_layer(shapes: Shapes, work: Work) -> int:
+    """What one layer keeps once it has been recomputed, beyond what was kept of it anyway."""
+    if work.recompute == "none":
+        return 0
+    kept = kept_if_selective if work.recompute == "selective" else boundary
+    return max((kept_by_layer(layer, work) - kept(layer, work) for layer in shapes.layers), default=0)
+
+
+def backward_of_mixer(layer: Layer, mixer: Mixer, work: Work) -> int:
+    """Gradients that are alive at once: of the residual stream and its branch, of the inner width, of the projections.
+
+    Liger's SwiGLU and rotary embedding write gradients over values; ours beside them.
+    """
+    per_token = 2 * layer.hidden + mixer.width_inner
+    if mixer.kind == "attention":
+        per_token += mixer.width_projected * (1 if work.elementwise == "liger" else 2)
+    elif work.elementwise == "ours":
+        per_token += mixer.width_projected
+    elif work.elementwise == "model":
+        per_token += mixer.width_projected + mixer.width_inner
+    weight = mixer.largest_weight * work.element if work.packed_weights else 0
+    return work.tokens * per_token * work.element + weight
+
+
+def backward_of_layer(shapes: Shapes, work: Work) -> int:
+    """The most that the backward pass of one layer needs beside what is kept."""
+    needs = [backward_of_mixer(layer, mixer, work) for layer in shapes.layers for mixer in layer.mixers]
+    return max(needs, default=0)
+
+
+def loss_head(shapes: Shapes, work: Work) -> int:
+    """Final norm, logits, loss and the gradient of the hidden state, for K positions.
+
+    Fused: the norm's output T H e, the K hidden states that count and their gradients 2 K H e, one chunk of logits.
+    Otherwise 12 bytes a logit.
+    """
+    norm = work.tokens * shapes.hidden * (work.element if work.in_one_kernel else FP32)
+    hidden = work.tokens * shapes.hidden * work.element
+    positions = work.rows * min(work.targets, work.length)
+    if work.fused_loss:
+        chunk = min(positions * shapes.vocabulary, LOGITS_AT_ONCE)
+        return norm + hidden + (2 * positions * shapes.hidden + chunk) * work.element
+    positions = work.rows * min(work.targets, work.length)
+    return norm + hidden + positions * (shapes.vocabulary * UNFUSED_LOSS_BYTES + 2 * shapes.hidden * work.element)

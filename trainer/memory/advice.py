@@ -1,0 +1,100 @@
+"""What to change when a configuration does not fit: concrete settings, each with what it would then need."""
+
+from dataclasses import dataclass
+
+from trainer.config import RunConfig
+from trainer.memory.model import Estimate
+from trainer.memory.plan import Changes, Planner, gib
+
+HOW_MANY = 3
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Settings to change together, and the estimate with them."""
+
+    changes: Changes
+    found: Estimate
+
+    def text(self) -> str:
+        """As one would type it, with the memory that it needs."""
+        settings = " ".join(f"{name}={_as_typed(value)}" for name, value in self.changes.items())
+        return f"{settings} ({gib(self.found.needed)})"
+
+
+def three_changes(planner: Planner, config: RunConfig, memory: int) -> list[Advice]:
+    """Three ways to need less: those that fit alone, else those that fit together with others, then what helps most."""
+    singles = [
+        Advice(changes, found)
+        for changes in _candidates(planner, config, memory)
+        if (found := planner.choice(config, changes).found) is not None and found.needed < planner.of(config).needed
+    ]
+    fitting = [advice for advice in singles if advice.found.needed <= memory]
+    if len(fitting) < HOW_MANY:
+        fitting += _together(planner, config, memory, singles)
+    helping = sorted((a for a in singles if a not in fitting), key=lambda advice: advice.found.needed)
+    return (fitting + helping)[:HOW_MANY]
+
+
+def does_not_fit(planner: Planner, config: RunConfig, memory: int, where: str) -> str:
+    """One line: what is needed, what there is, and three changes."""
+    found = planner.of(config)
+    advice = three_changes(planner, config, memory)
+    options = "; or ".join(option.text() for option in advice)
+    if not advice:
+        way_out = "take a smaller model or a larger GPU"
+    elif advice[0].found.needed > memory:
+        way_out = f"no change is enough, the most helpful are {options}; take a smaller model or a larger GPU"
+    else:
+        way_out = f"set {options}"
+    largest = max(found.terms, key=lambda name: found.terms[name])
+    return (
+        f"memory: each GPU needs {gib(found.needed)} (of it {gib(found.terms[largest])} for {largest}) "
+        f"and {where} {gib(memory)}; {way_out}"
+    )
+
+
+def _candidates(planner: Planner, config: RunConfig, memory: int) -> list[Changes]:
+    """Single remedies, the least intrusive first."""
+    training = config.training
+    candidates: list[Changes] = []
+    if training.batch_size > 1:
+        smaller = planner.largest_batch(config, memory) or 1
+        candidates.append(smaller_batch(training.batch_size, training.gradient_accumulation_steps, smaller))
+    if training.gradient_checkpointing != "non_reentrant":
+        candidates.append({"training.gradient_checkpointing": "non_reentrant"})
+    elif not training.offload_activations:
+        candidates.append({"training.offload_activations": True})
+    if planner.machine.world_size > 1 and config.zero.stage < 3:
+        candidates.append({"zero.stage": 3})
+    if config.adapter == "lora":
+        candidates.append({"adapter": "qlora"})
+    if not config.zero.offload_optimizer:
+        candidates.append({"zero.stage": max(1, config.zero.stage), "zero.offload_optimizer": True})
+    if training.optimizer == "adamw":
+        candidates.append({"training.optimizer": "adamw_8bit"})
+    if config.dataset.max_length > 256:
+        candidates.append({"dataset.max_length": config.dataset.max_length // 2})
+    return candidates
+
+
+def _together(planner: Planner, config: RunConfig, memory: int, singles: list[Advice]) -> list[Advice]:
+    """The remedies one after the other until it fits, if it does."""
+    changes: Changes = {}
+    for advice in singles:
+        changes = changes | advice.changes
+        found = planner.choice(config, changes).found
+        if found is not None and len(changes) > 1 and found.needed <= memory:
+            return [Advice(changes, found)]
+    return []
+
+
+def smaller_batch(batch_size: int, accumulation: int, most: int) -> Changes:
+    """The largest micro-batch up to `most` that keeps the global batch, and the accumulation for it."""
+    rows = batch_size * accumulation
+    size = next(size for size in range(max(1, min(most, batch_size)), 0, -1) if rows % size == 0)
+    return {"training.batch_size": size, "training.gradient_accumulation_steps": rows // size}
+
+
+def _as_typed(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

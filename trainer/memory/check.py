@@ -1,0 +1,148 @@
+"""Before training: `auto` resolved and the estimate held against each card; after it: the estimate beside the peak."""
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.config import AUTO, RunConfig, UserError
+from trainer.memory.advice import does_not_fit
+from trainer.memory.model import CONTEXT, Estimate, as_json
+from trainer.memory.oom import Halving
+from trainer.memory.plan import Lengths, Machine, Planner, gib
+from trainer.memory.shapes import read_shapes
+from trainer.prepare import Prepared
+from trainer.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The configuration without `auto`, what it was estimated to need, and lines for the console."""
+
+    config: RunConfig
+    found: Estimate | None
+    notes: tuple[str, ...] = ()
+
+
+def plan_memory(
+    config: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, precision: str
+) -> MemoryPlan:
+    """Resolve `auto` and check that the run fits, alike on all ranks, all of which must call it.
+
+    Rank 0 estimates for the card with the least free memory, and the others take over what it found. Raises UserError,
+    on every rank, with the figures and three changes, unless training.ignore_memory_check.
+    """
+    memory = _least_free(config, device)
+    answer: list[Any] = [None]
+    if ranks.is_main:
+        liger = importlib.util.find_spec("liger_kernel") is not None
+        on_gpu = device.type == "cuda"
+        machine = Machine(ranks.world_size, on_gpu, precision, liger, _has_own_kernels(config, device))
+        try:
+            answer[0] = plan_on(machine, config, prepared, memory)
+        except UserError as error:
+            answer[0] = str(error)
+    if dist.is_initialized() and ranks.world_size > 1:
+        dist.broadcast_object_list(answer, src=0, device=device)
+    if isinstance(answer[0], str):
+        raise UserError(answer[0])
+    plan: MemoryPlan = answer[0]
+    return plan
+
+
+def plan_on(machine: Machine, config: RunConfig, prepared: Prepared, memory: int | None) -> MemoryPlan:
+    """The plan for ranks of which each has `memory` bytes of a GPU, or None for a CPU. Raises UserError as above."""
+    is_open = AUTO in (config.zero.stage, config.training.batch_size)
+    try:
+        shapes = read_shapes(
+            prepared.model_config,
+            config.model,
+            None if config.adapter == "none" else config.lora,
+            vocabulary_at_least=len(prepared.tokenizer),
+        )
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        # A model built in a way that the estimate does not know still trains, if nothing depends on the estimate.
+        reason = f"{type(error).__name__}: {error}"
+        if is_open and memory is not None:
+            raise UserError(f"zero.stage or training.batch_size=auto: this model has no estimate ({reason})") from None
+        return MemoryPlan(config, None, (f"no memory estimate for this model ({reason})",))
+    planner = Planner(shapes, Lengths.of(config, prepared.data.train), machine)
+    resolved = planner.resolve(config, memory)
+    found = planner.of(resolved)
+    notes = []
+    if is_open:
+        chosen = f"ZeRO stage {resolved.zero.stage}, batch_size {resolved.training.batch_size}"
+        notes.append(f"auto: {chosen}, {gib(found.peak)} estimated")
+    if memory is not None and found.needed > memory:
+        problem = does_not_fit(planner, resolved, memory, "has free")
+        if not resolved.training.ignore_memory_check:
+            raise UserError(f"{problem}; or training.ignore_memory_check=true")
+        notes.append(f"[yellow]warning:[/yellow] {problem}")
+    return MemoryPlan(resolved, found, tuple(notes))
+
+
+def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
+    """Whether the CUDA operators will be used; building the model says why if not."""
+    if device.type != "cuda" or config.ops.backend not in ("auto", "cuda"):
+        return False
+    import ops
+
+    try:
+        return ops.load(config.ops.backend).name == "cuda"
+    except ValueError:
+        return False
+
+
+def _least_free(config: RunConfig, device: torch.device) -> int | None:
+    """Bytes that the rank with the least of them can still use, its CUDA context counted in; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    usable = min(free, int(total * (config.training.memory_fraction or 1.0)))
+    least = torch.tensor(usable, dtype=torch.int64, device=device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return int(least) + CONTEXT
+
+
+def peak_over_ranks(device: torch.device) -> int:
+    """Largest memory that torch has allocated on any rank's GPU, or that a process has held on a CPU; bytes.
+
+    Every rank must call it.
+    """
+    from trainer.loop import peak_memory_gib
+
+    peak = torch.tensor(peak_memory_gib(), dtype=torch.float64, device=device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return int(float(peak) * 2**30)
+
+
+def record_memory(
+    run_dir: Path, found: Estimate | None, measured: int, device: torch.device, halvings: Sequence[Halving]
+) -> str:
+    """Write both figures into run.json and give them as a line for the console.
+
+    On a CPU what is measured is the whole process, Python and libraries included. `halvings` are the times that the
+    micro-batch was made smaller.
+    """
+    on_gpu = device.type == "cuda"
+    path = run_dir / "run.json"
+    record = json.loads(path.read_text())
+    record["memory"] = {
+        "predicted": None if found is None else as_json(found),
+        "measured_bytes": measured,
+        "measured": "torch.cuda.max_memory_allocated" if on_gpu else "peak resident memory of the process",
+        "halvings": [asdict(halving) for halving in halvings],
+    }
+    path.write_text(json.dumps(record, indent=1))
+    if found is None:
+        return f"{'memory':<12} peak {gib(measured)}, no estimate"
+    if not on_gpu:
+        return f"{'memory':<12} {gib(found.peak)} of tensors predicted, the whole process took {gib(measured)}"
+    return f"{'memory':<12} {gib(found.peak)} predicted, {gib(measured)} measured ({measured / found.peak - 1:+.1%})"

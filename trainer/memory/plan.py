@@ -1,0 +1,255 @@
+"""From a configuration to its estimate, and from an amount of memory to the stage, the micro-batch and the changes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from trainer.config import AUTO, RunConfig, UserError, engine_stage, gathers_by_layer
+from trainer.config.checks import check_combinations
+from trainer.flat import why_not_flat
+from trainer.memory.activations import Work
+from trainer.memory.model import GIB, Estimate, Placement, estimate
+from trainer.memory.shapes import Shapes
+
+LARGEST_BATCH = 256
+"""Micro-batches beyond this are no faster on any card."""
+STAGES = (0, 1, 2, 3)
+# Where there is no GPU, memory is not what decides: the defaults.
+CPU_STAGE, CPU_BATCH = 2, 1
+# What liger-kernel 0.8.5 knows; it is not asked, for a machine without a GPU need not have it.
+LIGER = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3",
+    "granite", "olmo2", "olmo3", "glm4", "smollm3", "falcon_h1", "llama4_text", "gpt_oss", "hunyuan_v1_dense",
+)  # fmt: skip
+Changes = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What is known of the samples: the longest in tokens, the most targets in one, how many there are."""
+
+    longest: int
+    targets: int
+    samples: int | None = None
+
+    @classmethod
+    def assumed(cls, config: RunConfig) -> "Lengths":
+        """Without data: every sequence as long as it may be."""
+        longest = config.dataset.max_length
+        return cls(longest, targets=longest)
+
+    @classmethod
+    def of(cls, config: RunConfig, samples: Any) -> "Lengths":
+        """Lengths of prepared samples; those of a stream are not known."""
+        if not hasattr(samples, "lengths"):
+            return cls.assumed(config)
+        tokens, targets = samples.lengths()
+        return cls(int(tokens.max()), int(targets.max()), len(tokens))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the ranks run on. `precision` is bf16, fp16 or fp32."""
+
+    world_size: int
+    on_gpu: bool
+    precision: str
+    liger_installed: bool
+    own_kernels: bool
+    """Whether the CUDA operators are built, or will be."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A configuration that could be run, what it needs, or why it cannot be."""
+
+    config: RunConfig
+    found: Estimate | None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Estimates for variations of one configuration on one machine."""
+
+    shapes: Shapes
+    lengths: Lengths
+    machine: Machine
+
+    def of(self, config: RunConfig) -> Estimate:
+        """The estimate of a configuration without `auto`."""
+        checkpoints = config.training.save_total_limit or 1
+        best = int(config.training.best_checkpoint)
+        return estimate(self.shapes, self._work(config), self._placement(config), checkpoints=checkpoints + best)
+
+    def choice(self, config: RunConfig, changes: Mapping[str, Any]) -> Choice:
+        """The estimate after some changes, or why they cannot be combined."""
+        changed = with_changes(config, changes)
+        try:
+            check_combinations(changed)
+        except UserError as error:
+            return Choice(changed, None, str(error))
+        return Choice(changed, self.of(changed))
+
+    def table(self, config: RunConfig) -> list[Choice]:
+        """Every stage, without and with each kind of offload."""
+        config = with_changes(config, {"training.batch_size": 1}) if config.training.batch_size == AUTO else config
+        variations = [{"zero.stage": stage, **OFFLOADS[name]} for stage in STAGES for name in _offloads_of(stage)]
+        return [self.choice(config, changes) for changes in variations]
+
+    def lowest_stage(self, config: RunConfig, memory: int) -> int | None:
+        """The lowest stage whose estimate is within `memory` bytes, with the offload that is set."""
+        for stage in STAGES:
+            found = self.choice(config, {"zero.stage": stage}).found
+            if found is not None and found.needed <= memory:
+                return stage
+        return None
+
+    def largest_batch(self, config: RunConfig, memory: int) -> int:
+        """The largest micro-batch within `memory` bytes; 0 if none is."""
+        most = LARGEST_BATCH
+        if self.lengths.samples:
+            global_rows = self.machine.world_size * config.training.gradient_accumulation_steps
+            most = max(1, min(most, self.lengths.samples // global_rows))
+        fits, too_large = 0, most + 1
+        while too_large - fits > 1:
+            middle = (fits + too_large) // 2
+            if self.of(with_changes(config, {"training.batch_size": middle})).needed <= memory:
+                fits = middle
+            else:
+                too_large = middle
+        return fits
+
+    def resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
+        """`auto` replaced: the lowest stage that fits (with micro-batch 1 if that is `auto`), then the largest batch.
+
+        Where nothing fits the last stage and micro-batch 1 are taken, for the check before training to refuse.
+        Without a GPU (`memory` None): stage 2, micro-batch 1.
+        """
+        stage_open, batch_open = config.zero.stage == AUTO, config.training.batch_size == AUTO
+        if memory is None:
+            defaults = {"zero.stage": CPU_STAGE} if stage_open else {}
+            return with_changes(config, defaults | ({"training.batch_size": CPU_BATCH} if batch_open else {}))
+        if batch_open:
+            config = with_changes(config, {"training.batch_size": 1})
+        if stage_open:
+            stage = self.lowest_stage(config, memory)
+            config = with_changes(config, {"zero.stage": self._highest_allowed(config) if stage is None else stage})
+        if batch_open:
+            config = with_changes(config, {"training.batch_size": max(1, self.largest_batch(config, memory))})
+        check_combinations(config)
+        return config
+
+    def _highest_allowed(self, config: RunConfig) -> int:
+        allowed = [stage for stage in STAGES if self.choice(config, {"zero.stage": stage}).found is not None]
+        if not allowed:
+            raise UserError(f"zero.stage=auto: {self.choice(config, {'zero.stage': CPU_STAGE}).refusal}")
+        return allowed[-1]
+
+    def _work(self, config: RunConfig) -> Work:
+        training = config.training
+        length = min(self.lengths.longest, config.dataset.max_length)
+        fused_loss = self._fuses_loss(config)
+        return Work(
+            rows=training.batch_size,
+            length=length,
+            # Without the fused loss a position has logits in every row if it has a target in one.
+            targets=min(length, self.lengths.targets) if training.batch_size == 1 or fused_loss else length,
+            element=self._element,
+            elementwise=self._elementwise(config),
+            forgets=self._forgets(config),
+            gate_is_silu=self.shapes.activation in ("silu", "swish"),
+            fused_loss=fused_loss,
+            recompute=training.gradient_checkpointing,
+            offload_activations=training.offload_activations,
+            masked=config.dataset.packing and not self._keeps_documents_apart_without_mask(config),
+            eager=config.model.attn_implementation == "eager",
+            packed_weights=config.adapter == "qlora",
+        )
+
+    def _keeps_documents_apart_without_mask(self, config: RunConfig) -> bool:
+        """As trainer/attention.py: variable-length kernels for 16 bits on a GPU."""
+        kernels = config.model.attn_implementation
+        if kernels == "auto":
+            return self.machine.on_gpu and self.machine.precision != "fp32"
+        return kernels.startswith("flash_attention")
+
+    def _elementwise(self, config: RunConfig) -> str:
+        """As trainer/build.py: ours, Liger's where they are asked for or ours are not built, else the model's own."""
+        setting = config.ops.liger
+        if setting == "off" or config.training.torch_compile or not self.machine.on_gpu:
+            return "model"
+        if setting == "auto" and self.machine.own_kernels and config.ops.backend in ("auto", "cuda"):
+            return "ours"
+        return "liger" if self.machine.liger_installed and self.shapes.model_type in LIGER else "model"
+
+    def _forgets(self, config: RunConfig) -> str:
+        """As trainer/build.py."""
+        kept = config.training.gradient_checkpointing == "none" and config.adapter != "none"
+        possible = kept and engine_stage(config) < 3 and self._elementwise(config) == "ours"
+        return config.ops.forget if possible else "none"
+
+    def _fuses_loss(self, config: RunConfig) -> bool:
+        """As trainer/token_loss.py: a frozen head, whole on this rank, not in fp16."""
+        frozen = config.adapter != "none" and "lm_head" not in config.lora.modules_to_save
+        return frozen and engine_stage(config) < 3 and self.machine.precision != "fp16"
+
+    def _placement(self, config: RunConfig) -> Placement:
+        zero, training = config.zero, config.training
+        return Placement(
+            stage=zero.stage,
+            world_size=self.machine.world_size,
+            offload_optimizer=zero.offload_optimizer,
+            offload_parameters=zero.offload_parameters,
+            by_layer=gathers_by_layer(config),
+            flat=why_not_flat(config) is None,
+            element=self._element,
+            master=self._element < 4,
+            eight_bit_moments=training.optimizer == "adamw_8bit",
+            packed=config.adapter == "qlora",
+            block_size=config.quantization.block_size,
+            double_quant=config.quantization.double_quant,
+            accumulation=training.gradient_accumulation_steps,
+            reduce_bucket=min(zero.reduce_bucket_size, self.shapes.trained),
+            overlap=zero.overlap_comm and self.machine.on_gpu and why_not_flat(config) is not None,
+            on_gpu=self.machine.on_gpu,
+            prefetch=zero.prefetch_bucket_size,
+            live=zero.max_live_parameters,
+        )
+
+    @cached_property
+    def _element(self) -> int:
+        return 4 if self.machine.precision == "fp32" else 2
+
+
+OFFLOADS: dict[str, Changes] = {
+    "none": {"zero.offload_optimizer": False, "zero.offload_parameters": False},
+    "optimizer": {"zero.offload_optimizer": True, "zero.offload_parameters": False},
+    "optimizer, parameters": {"zero.offload_optimizer": True, "zero.offload_parameters": True},
+}
+
+
+def _offloads_of(stage: int) -> list[str]:
+    return list(OFFLOADS)[: {0: 1, 3: 3}.get(stage, 2)]
+
+
+def with_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    """A copy of the configuration with `section.setting` or top-level settings replaced."""
+    sections: dict[str, dict[str, Any]] = {}
+    top: dict[str, Any] = {}
+    for dotted, value in changes.items():
+        section, _, name = dotted.rpartition(".")
+        if section:
+            sections.setdefault(section, {})[name] = value
+        else:
+            top[name] = value
+    top |= {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
+    return config.model_copy(update=top)
+
+
+def gib(size: int) -> str:
+    """Bytes as GiB with enough digits to compare; as MiB below a tenth of one."""
+    if size < GIB / 10:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{size / GIB:.1f} GiB" if size >= 10 * GIB else f"{size / GIB:.2f} GiB"

@@ -1,0 +1,1 @@
+"""`zerolora tier`: five runs of rising size whose thresholds are asserted."""

@@ -1,0 +1,255 @@
+"""`python -m trainer.tiers NAME|all`: real runs on one GPU, from seconds to minutes, and what must be true of each.
+
+A tier is `configs/tier_NAME.yaml` run by `zerolora train`; trainer/tiers/checks.py asserts on the files it left. Real
+weights are taken where this machine has them; elsewhere the model has its true shape and random weights, and what can
+then not be asserted is said. Exit code 0: all held; 1: an assertion or a run failed; 2: usage.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from trainer.config import UserError, load_config
+from trainer.metrics import METRICS_FILE, read_metrics
+from trainer.tiers import checks
+from trainer.tiers.checks import Check, TierRun
+from trainer.tiers.machine import CPU, Machine, Weights, cpu_time, find_data, find_weights, this_machine
+
+ROOT = Path(__file__).parents[2]
+POLL_S = 0.3
+EXIT_INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One line of the table in docs/tiers.md."""
+
+    name: str
+    shape: str
+    needs_gib: float
+    """Free memory without which it is not started (--check-vram)."""
+    checks: tuple[checks.Checker, ...]
+    resume_at: int | None = None
+    """A checkpoint from which a second run goes on."""
+
+    @property
+    def config(self) -> Path:
+        """Its file in configs/."""
+        return ROOT / "configs" / f"tier_{self.name}.yaml"
+
+
+QUICK = (checks.finished_within(120), checks.finite, checks.adapters_moved, checks.peak_memory(0.5))
+CONVERGENCE = (checks.finite, checks.adapters_moved, checks.loss_fell(0.30), checks.held_out_loss_fell)
+MEMORY = (checks.finite, checks.adapters_moved, checks.peak_memory(2.0))
+EXTENDED = (checks.finite, checks.memory_is_flat, checks.throughput_holds, checks.smoothed_loss_falls)
+FULL = (checks.finite, checks.adapters_moved, checks.peak_memory(12.0), checks.checkpoints_are_whole(495, 990, 1000))
+TIERS = {
+    tier.name: tier
+    for tier in (
+        Tier("quick", "smollm2-135m", 0.5, QUICK),
+        Tier("convergence", "smollm2-135m", 2.0, CONVERGENCE),
+        Tier("memory", "tinyllama-1.1b", 2.0, MEMORY),
+        Tier("extended", "tinyllama-1.1b", 5.0, EXTENDED),
+        Tier("full", "llama2-7b", 12.0, (*FULL, checks.resumes, checks.loss_fell(0.30)), resume_at=990),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a tier."""
+
+    tier: str
+    model: str
+    passed: bool
+    seconds: float
+    checks: tuple[Check, ...]
+    problem: str | None = None
+    """Why there is nothing to assert, if the run failed or was not made."""
+
+
+class Runner:
+    """Runs tiers one after the other and shows what comes of them."""
+
+    def __init__(self, options: argparse.Namespace, machine: Machine, console: Console) -> None:
+        self.options, self.machine, self.console = options, machine, console
+
+    def run(self, tier: Tier) -> Outcome:
+        """One tier from its data to its verdict."""
+        weights = find_weights(tier.config, tier.shape, self.options.base_model, self.options.models)
+        self._announce(tier, weights)
+        needed = tier.needs_gib + self.machine.context_gib
+        if self.options.check_vram and self.machine.free_gib is not None and self.machine.free_gib < needed:
+            problem = f"needs {needed:.1f} GiB free on the card, which has {self.machine.free_gib:.1f}"
+            return self._conclude(Outcome(tier.name, weights.model, False, 0.0, (), f"not run: {problem}"))
+        folder = self.options.output / tier.name
+        overrides = [f"base_model={weights.model}", *find_data(tier.config)]
+        started = time.monotonic()
+        code = self._train(tier, folder, overrides)
+        seconds = time.monotonic() - started
+        resumed = self.options.output / f"{tier.name}-resumed"
+        if code == 0 and tier.resume_at is not None:
+            checkpoint = folder / f"checkpoint-{tier.resume_at}"
+            code = self._train(tier, resumed, [*overrides, f"training.resume_from_checkpoint={checkpoint}"])
+        if code == EXIT_INTERRUPTED:
+            raise KeyboardInterrupt
+        if code:
+            problem = f"zerolora train ended with exit code {code}; see {folder / 'logs'}"
+            return self._conclude(Outcome(tier.name, weights.model, False, seconds, (), problem))
+        finished = TierRun(
+            folder,
+            read_metrics(folder),
+            load_config(tier.config).config.training.max_steps or 0,
+            seconds,
+            on_gpu=self.machine.on_gpu,
+            real_weights=weights.real,
+            resumed=read_metrics(resumed) if tier.resume_at is not None else (),
+        )
+        made = tuple(check(finished) for check in tier.checks)
+        whole = time.monotonic() - started
+        held = all(check.passed is not False for check in made)
+        return self._conclude(Outcome(tier.name, weights.model, held, whole, made))
+
+    def _announce(self, tier: Tier, weights: Weights) -> None:
+        self.console.print(f"[bold]{tier.name}[/bold]  {escape(weights.model)}: {escape(weights.text)}", soft_wrap=True)
+        if not self.machine.on_gpu:
+            minutes = math.ceil(cpu_time(tier.config, weights.model) / 60)
+            self.console.print(f"  on the CPU: about {minutes // 60} h {minutes % 60:02d} min", soft_wrap=True)
+
+    def _train(self, tier: Tier, folder: Path, overrides: list[str]) -> int:
+        """`zerolora train` on one GPU, or one CPU rank; its exit code."""
+        command = [sys.executable, "-m", "launcher.cli", "train", str(tier.config), *overrides]
+        command += [f"output_dir={folder}", "output.overwrite=true", "--num-gpus", "1"]
+        search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": search}
+        if not self.machine.on_gpu:
+            environment["DS_ACCELERATOR"] = CPU
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder.with_suffix(".log")
+        with contextlib.ExitStack() as stack:
+            output: Any = sys.stderr if self.options.verbose else stack.enter_context(log.open("wb"))
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+            stack.callback(_end, process)
+            status = None if self.options.verbose else stack.enter_context(self.console.status("starting"))
+            while (code := process.poll()) is None:
+                time.sleep(POLL_S)
+                if status is not None:
+                    status.update(f"{folder.name}: {_last_step(folder)}")
+        if code and not self.options.verbose:
+            last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-3:]
+            self.console.print("\n".join(f"  {escape(line)}" for line in last), soft_wrap=True)
+        return code
+
+    def _conclude(self, outcome: Outcome) -> Outcome:
+        marks = {True: "[green]held[/green]  ", False: "[red]BROKEN[/red]", None: "[yellow]not made[/yellow]"}
+        for check in outcome.checks:
+            self.console.print(f"  {marks[check.passed]}  {check.name}: {escape(check.text)}", soft_wrap=True)
+        if outcome.problem:
+            self.console.print(f"  [red]{escape(outcome.problem)}[/red]", soft_wrap=True)
+        verdict = "[green]passed[/green]" if outcome.passed else "[red]FAILED[/red]"
+        self.console.print(f"  {verdict} in {outcome.seconds:.0f} s\n", soft_wrap=True)
+        return outcome
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Let a run that is still there save and stop: this command was told to."""
+    if process.poll() is None:
+        process.terminate()
+        process.wait()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _last_step(folder: Path) -> str:
+    """Where a run stands, from the end of its metrics."""
+    path = folder / METRICS_FILE
+    if not path.is_file():
+        return "starting"
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 4096))
+        lines = file.read().split(b"\n")[:-1]
+    return f"step {json.loads(lines[-1])['step']:.0f}" if len(lines) > 1 else "starting"
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="zerolora tier", description="Real runs on one GPU, and what must be true of each; docs/tiers.md."
+    )
+    parser.add_argument("name", metavar="NAME", help=f"{', '.join(TIERS)}, or all")
+    parser.add_argument("--check-vram", action="store_true", help="look first whether the card has room for the tier")
+    parser.add_argument("--verbose", action="store_true", help="show the runs themselves")
+    parser.add_argument("--json", action="store_true", help="the verdicts as JSON on stdout")
+    parser.add_argument("--cpu", action="store_true", help="run on the CPU, however long that takes")
+    parser.add_argument("--stop-on-failure", action="store_true", help="do not go on with the next tier")
+    parser.add_argument("--models", type=Path, metavar="DIR", help="folder of models, by the last part of their names")
+    parser.add_argument("--base-model", metavar="MODEL", help="folder of the model of this one tier, or random:SHAPE")
+    parser.add_argument("--output", type=Path, default=Path("runs/tiers"), help="where the runs lie (runs/tiers)")
+    return parser.parse_args(argv)
+
+
+def _chosen(options: argparse.Namespace) -> list[Tier]:
+    if options.name == "all":
+        if options.base_model:
+            raise UserError(f"--base-model {options.base_model}: the tiers have models of their own; name one tier")
+        return list(TIERS.values())
+    if options.name not in TIERS:
+        raise UserError(f"{options.name}: no such tier; there are {', '.join(TIERS)}, and all")
+    return [TIERS[options.name]]
+
+
+def _as_json(outcomes: list[Outcome], machine: Machine) -> str:
+    document: dict[str, Any] = {"machine": machine.text, "passed": all(outcome.passed for outcome in outcomes)}
+    return json.dumps(document | {"tiers": [asdict(outcome) for outcome in outcomes]}, indent=1)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0 if every assertion that could be made held, 1 if not, 2 after a mistake, 130 after Ctrl-C."""
+    options = _parse(argv)
+    signal.signal(signal.SIGTERM, _interrupt)
+    console = Console(stderr=options.json, highlight=False)
+    outcomes: list[Outcome] = []
+    try:
+        tiers = _chosen(options)
+        machine = this_machine(cpu=options.cpu)
+        console.print(f"[bold]{escape(machine.text)}[/bold]\n", soft_wrap=True)
+        runner = Runner(options, machine, console)
+        for tier in tiers:
+            outcomes.append(runner.run(tier))
+            if options.stop_on_failure and not outcomes[-1].passed:
+                break
+            if options.check_vram and tier is not tiers[-1]:
+                runner.machine = replace(machine, free_gib=this_machine(cpu=options.cpu).free_gib)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    if options.json:
+        print(_as_json(outcomes, machine))
+    failed = [outcome.tier for outcome in outcomes if not outcome.passed]
+    unmade = sum(check.passed is None for outcome in outcomes for check in outcome.checks)
+    words = f"{len(outcomes) - len(failed)} of {len(tiers)} tiers passed"
+    words += f", {unmade} assertions could not be made" if unmade else ""
+    total = sum(outcome.seconds for outcome in outcomes)
+    console.print(f"[bold]{words}[/bold] in {total:.0f} s{': failed ' + ', '.join(failed) if failed else ''}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
