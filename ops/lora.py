@@ -1,7 +1,8 @@
 """The fused LoRA operators `zerolora::lora_forward` and `zerolora::lora_backward`, for siblings that read one input.
 
 Legend: T tokens (leading dimensions flattened), I in, O out, R rank. The formulas are in ops/reference.py. One linear
-is a group of one. Both operators are functional: no input is changed, no output shares memory with an input.
+is a group of one. The operators are functional: no input is changed, no output shares memory with an input, but for h,
+which `lora_forward` hands on where `lora_project` has computed it before.
 
 What is kept between forward and backward: x, the parameters themselves and h[T, sum of R]. Nothing of size T x O, no
 mask (it is drawn again from `seed`), no view of a weight: under ZeRO-3 a weight is freed after the forward and comes
@@ -21,9 +22,14 @@ MAX_SIBLINGS = 16
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 torch.library.define(
+    "zerolora::lora_project",
+    "(Tensor x, Tensor[] downs, float[] scales, float p, Tensor? seed) -> Tensor",
+    tags=_TAGS,
+)
+torch.library.define(
     "zerolora::lora_forward",
-    "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] downs, Tensor[] ups, float[] scales, float p, Tensor? seed)"
-    " -> (Tensor[] ys, Tensor h)",
+    "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] downs, Tensor[] ups, float[] scales, float p, Tensor? seed,"
+    " Tensor? h) -> (Tensor[] ys, Tensor h)",
     tags=_TAGS,
 )
 torch.library.define(
@@ -40,34 +46,56 @@ def padded(rank: int) -> int:
     return (rank + 7) // 8 * 8
 
 
-def check_adapters(
-    x: Tensor, outs: Sequence[int], downs: Sequence[Tensor], ups: Sequence[Tensor], scales: Sequence[float], p: float
-) -> None:
-    """ValueError, with the values and the way out, unless the adapters fit x and one another."""
-    if not 1 <= len(outs) == len(downs) == len(ups) == len(scales) <= MAX_SIBLINGS:
-        raise ValueError(
-            f"group of {len(outs)} weights, {len(downs)} lora_down, {len(ups)} lora_up, {len(scales)} scales:"
-            f" as many of each, 1 to {MAX_SIBLINGS}"
-        )
+def check_downs(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float) -> None:
+    """ValueError, with the values and the way out, unless every A fits x."""
+    if not 1 <= len(downs) == len(scales) <= MAX_SIBLINGS:
+        raise ValueError(f"group of {len(downs)} lora_down, {len(scales)} scales: as many of each, 1 to {MAX_SIBLINGS}")
     if x.dim() < 2:
         raise ValueError(f"x of shape {tuple(x.shape)}: at least [tokens, features] is expected")
     if not 0.0 <= p < 1.0:
         raise ValueError(f"dropout={p}: must lie in [0, 1)")
+    for down in downs:
+        if down.dim() != 2 or down.shape[1] != x.shape[-1]:
+            raise ValueError(
+                f"x {tuple(x.shape)}, lora_down {tuple(down.shape)}: expected x [..., I], lora_down [R, I]"
+            )
+        if not 1 <= down.shape[0] <= MAX_RANK:
+            raise ValueError(f"r={down.shape[0]}: the operator takes ranks from 1 to {MAX_RANK}")
+        if down.device != x.device:
+            raise ValueError(f"x on {x.device}, lora_down on {down.device}: move them together")
+        if down.dtype not in (x.dtype, torch.float32):
+            raise ValueError(f"x is {x.dtype}, lora_down {down.dtype}: adapters need the type of x or float32")
+
+
+def check_adapters(
+    x: Tensor, outs: Sequence[int], downs: Sequence[Tensor], ups: Sequence[Tensor], scales: Sequence[float], p: float
+) -> None:
+    """ValueError, with the values and the way out, unless the adapters fit x and one another."""
+    if not len(outs) == len(downs) == len(ups):
+        raise ValueError(
+            f"group of {len(outs)} weights, {len(downs)} lora_down, {len(ups)} lora_up: as many of each, 1 to"
+            f" {MAX_SIBLINGS}"
+        )
+    check_downs(x, downs, scales, p)
     for out, down, up in zip(outs, downs, ups, strict=True):
-        rank = down.shape[0]
-        if down.dim() != 2 or up.dim() != 2 or down.shape[1] != x.shape[-1] or tuple(up.shape) != (out, rank):
+        if tuple(up.shape) != (out, down.shape[0]):
             raise ValueError(
-                f"x {tuple(x.shape)}, lora_down {tuple(down.shape)}, lora_up {tuple(up.shape)}, {out} outputs: expected"
-                " x [..., I], lora_down [R, I], lora_up [O, R]"
+                f"lora_down {tuple(down.shape)}, lora_up {tuple(up.shape)}, {out} outputs: expected lora_down [R, I],"
+                " lora_up [O, R]"
             )
-        if not 1 <= rank <= MAX_RANK:
-            raise ValueError(f"r={rank}: the operator takes ranks from 1 to {MAX_RANK}")
-        if down.device != x.device or up.device != x.device:
-            raise ValueError(f"x on {x.device}, lora_down on {down.device}, lora_up on {up.device}: move them together")
-        if down.dtype != up.dtype or down.dtype not in (x.dtype, torch.float32):
-            raise ValueError(
-                f"x is {x.dtype}, lora_down {down.dtype}, lora_up {up.dtype}: adapters need the type of x or float32"
-            )
+        if up.device != down.device:
+            raise ValueError(f"lora_down on {down.device}, lora_up on {up.device}: move them together")
+        if up.dtype != down.dtype:
+            raise ValueError(f"lora_down is {down.dtype}, lora_up {up.dtype}: convert one of them")
+
+
+def check_h(x: Tensor, downs: Sequence[Tensor], h: Tensor) -> None:
+    """ValueError unless h is what `lora_project` gives for x and these A."""
+    expected = x.numel() // x.shape[-1], sum(padded(down.shape[0]) for down in downs)
+    if tuple(h.shape) != expected or h.dtype != x.dtype or h.device != x.device:
+        raise ValueError(
+            f"h {tuple(h.shape)} of {h.dtype} on {h.device}: expected {expected} of {x.dtype} on {x.device}"
+        )
 
 
 def _check_weights(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
@@ -91,6 +119,20 @@ def mask_of(x: Tensor, p: float, seed: Tensor | None) -> Tensor | None:
     return reference.dropout_mask(seed, x.numel() // x.shape[-1], x.shape[-1], p, x.dtype)
 
 
+def reference_project(
+    x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float, seed: Tensor | None
+) -> Tensor:
+    """`lora_project` in plain torch: h of all siblings side by side, each in `padded(R)` columns."""
+    check_downs(x, downs, scales, p)
+    x_TI = x.reshape(-1, x.shape[-1])
+    mask = mask_of(x, p, seed)
+    hs = []
+    for down, scale in zip(downs, scales, strict=True):
+        h_TR = reference.project(x_TI, down.to(x.dtype), scale, mask)
+        hs.append(torch.nn.functional.pad(h_TR, (0, padded(h_TR.shape[1]) - h_TR.shape[1])))
+    return torch.cat(hs, dim=1)
+
+
 def reference_forward(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -100,20 +142,22 @@ def reference_forward(
     scales: Sequence[float],
     p: float,
     seed: Tensor | None,
+    h: Tensor | None,
 ) -> tuple[list[Tensor], Tensor]:
-    """`lora_forward` in plain torch."""
+    """`lora_forward` in plain torch; h comes back empty where it was given."""
     check_adapters(x, [weight.shape[0] for weight in weights], downs, ups, scales, p)
     _check_weights(x, weights, biases)
+    if h is not None:
+        check_h(x, downs, h)
+    projected = reference_project(x, downs, scales, p, seed) if h is None else h
     x_TI = x.reshape(-1, x.shape[-1])
-    mask = mask_of(x, p, seed)
-    ys, hs = [], []
-    for i, weight in enumerate(weights):
+    ys, begin = [], 0
+    for i, (weight, up) in enumerate(zip(weights, ups, strict=True)):
         bias = biases[i].to(x.dtype) if biases else None
-        down, up = downs[i].to(x.dtype), ups[i].to(x.dtype)
-        y_TO, h_TR = reference.forward(x_TI, weight, bias, down, up, scales[i], mask)
+        y_TO = reference.output(x_TI, weight, bias, projected[:, begin : begin + up.shape[1]], up.to(x.dtype))
         ys.append(y_TO.view(*x.shape[:-1], weight.shape[0]))
-        hs.append(torch.nn.functional.pad(h_TR, (0, padded(h_TR.shape[1]) - h_TR.shape[1])))
-    return ys, torch.cat(hs, dim=1)
+        begin += padded(up.shape[1])
+    return ys, projected if h is None else x.new_empty((0, 0))
 
 
 def reference_backward(
@@ -147,12 +191,27 @@ def reference_backward(
     return grad_x, grad_downs if need_down else [], grad_ups if need_up else []
 
 
+def fake_project(
+    x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float, seed: Tensor | None
+) -> Tensor:
+    check_downs(x, downs, scales, p)
+    return x.new_empty((x.numel() // x.shape[-1], sum(padded(down.shape[0]) for down in downs)))
+
+
 def fake_forward(
-    x: Tensor, outs: Sequence[int], downs: Sequence[Tensor], ups: Sequence[Tensor], scales: Sequence[float], p: float
+    x: Tensor,
+    outs: Sequence[int],
+    downs: Sequence[Tensor],
+    ups: Sequence[Tensor],
+    scales: Sequence[float],
+    p: float,
+    h: Tensor | None,
 ) -> tuple[list[Tensor], Tensor]:
     check_adapters(x, outs, downs, ups, scales, p)
+    if h is not None:
+        check_h(x, downs, h)
     ys = [x.new_empty((*x.shape[:-1], out)) for out in outs]
-    return ys, x.new_empty((x.numel() // x.shape[-1], sum(padded(down.shape[0]) for down in downs)))
+    return ys, fake_project(x, downs, scales, p, None) if h is None else x.new_empty((0, 0))
 
 
 def fake_backward(
@@ -173,13 +232,25 @@ def grads_of_biases(grads: Sequence[Tensor], needed: Sequence[bool]) -> list[Ten
     return [g.reshape(-1, g.shape[-1]).sum(0) if need else None for g, need in zip(grads, needed, strict=True)]
 
 
+def refuse_given(h: Tensor | None) -> None:
+    """ValueError where a derivative is wanted of a forward that was given h."""
+    if h is not None:
+        raise ValueError("h was given: the derivative is known for the whole forward alone")
+
+
 def refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
     raise RuntimeError("derivative of the fused backward: there is none; take ops.backend: peft for second derivatives")
 
 
-def _fake_lora_forward(x, weights, biases, downs, ups, scales, p, seed):  # type: ignore[no-untyped-def]
+def refuse_alone(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError("derivative of lora_project: it is part of lora_forward's; call that")
+
+
+def _fake_lora_forward(  # type: ignore[no-untyped-def]
+    x, weights, biases, downs, ups, scales, p, seed, h
+):
     _check_weights(x, weights, biases)
-    return fake_forward(x, [weight.shape[0] for weight in weights], downs, ups, scales, p)
+    return fake_forward(x, [weight.shape[0] for weight in weights], downs, ups, scales, p, h)
 
 
 def _fake_lora_backward(  # type: ignore[no-untyped-def]
@@ -189,7 +260,8 @@ def _fake_lora_backward(  # type: ignore[no-untyped-def]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
-    x, weights, biases, downs, ups, scales, p, seed = inputs
+    x, weights, biases, downs, ups, scales, p, seed, h = inputs
+    refuse_given(h)
     ctx.scales, ctx.p, ctx.siblings, ctx.biases = scales, p, len(weights), len(biases)
     ctx.save_for_backward(x, output[1], seed, *weights, *downs, *ups)
 
@@ -206,13 +278,16 @@ def _backward(ctx: Any, grads: list[Tensor], _: Tensor | None) -> tuple[Any, ...
     result = torch.ops.zerolora.lora_backward(grads, x, weights, downs, ups, h, ctx.scales, ctx.p, seed, *flags)
     grad_x, grad_downs, grad_ups = grads_of_adapters(ctx, result, n)
     bias_grads = grads_of_biases(grads, need[2]) if ctx.biases else []
-    return grad_x, [None] * n, bias_grads, grad_downs, grad_ups, None, None, None
+    return grad_x, [None] * n, bias_grads, grad_downs, grad_ups, None, None, None, None
 
 
+torch.library.impl("zerolora::lora_project", "cpu")(reference_project)
 torch.library.impl("zerolora::lora_forward", "cpu")(reference_forward)
 torch.library.impl("zerolora::lora_backward", "cpu")(reference_backward)
+torch.library.register_fake("zerolora::lora_project")(fake_project)
 torch.library.register_fake("zerolora::lora_forward")(_fake_lora_forward)
 torch.library.register_fake("zerolora::lora_backward")(_fake_lora_backward)
+torch.library.register_autograd("zerolora::lora_project", refuse_alone)
 torch.library.register_autograd("zerolora::lora_forward", _backward, setup_context=_setup_context)
 torch.library.register_autograd("zerolora::lora_backward", refuse_second_derivative)
 _FORWARD = torch.ops.zerolora.lora_forward.default
@@ -241,7 +316,7 @@ def lora_group(
     """
     # Everything else is checked where the operator is computed, which costs a CUDA call nothing in Python.
     filled = fill_biases(x, biases, [weight.shape[0] for weight in weights])
-    ys, _ = _FORWARD(x, weights, filled, downs, ups, scales, dropout, draw_seed(x, dropout))
+    ys, _ = _FORWARD(x, weights, filled, downs, ups, scales, dropout, draw_seed(x, dropout), None)
     return ys
 
 

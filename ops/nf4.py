@@ -26,7 +26,7 @@ torch.library.define(
 torch.library.define(
     "zerolora::nf4_forward",
     "(Tensor x, Tensor[] packed, Tensor[] states, int[] rows, int block, int nested_block, Tensor[] biases,"
-    " Tensor[] downs, Tensor[] ups, float[] scales, float p, Tensor? seed) -> (Tensor[] ys, Tensor h)",
+    " Tensor[] downs, Tensor[] ups, float[] scales, float p, Tensor? seed, Tensor? h) -> (Tensor[] ys, Tensor h)",
     tags=_TAGS,
 )
 torch.library.define(
@@ -97,11 +97,11 @@ def reference_dequantize(  # type: ignore[no-untyped-def]
 
 
 def reference_forward(  # type: ignore[no-untyped-def]
-    x, packed, states, rows, block, nested_block, biases, downs, ups, scales, p, seed
+    x, packed, states, rows, block, nested_block, biases, downs, ups, scales, p, seed, h
 ) -> tuple[list[Tensor], Tensor]:
     """`nf4_forward` in plain torch."""
     weights = _weights(packed, states, rows, x.shape[-1], block, nested_block, x.dtype)
-    return lora.reference_forward(x, weights, biases, downs, ups, scales, p, seed)
+    return lora.reference_forward(x, weights, biases, downs, ups, scales, p, seed, h)
 
 
 def reference_backward(  # type: ignore[no-untyped-def]
@@ -117,9 +117,9 @@ def _fake_dequantize(packed, state, rows, cols, block, nested_block, dtype):  # 
 
 
 def _fake_forward(  # type: ignore[no-untyped-def]
-    x, packed, states, rows, block, nested_block, biases, downs, ups, scales, p, seed
+    x, packed, states, rows, block, nested_block, biases, downs, ups, scales, p, seed, h
 ):
-    return lora.fake_forward(x, rows, downs, ups, scales, p)
+    return lora.fake_forward(x, rows, downs, ups, scales, p, h)
 
 
 def _fake_backward(  # type: ignore[no-untyped-def]
@@ -129,7 +129,8 @@ def _fake_backward(  # type: ignore[no-untyped-def]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
-    x, packed, states, rows, block, nested_block, biases, downs, ups, scales, p, seed = inputs
+    x, packed, states, rows, block, nested_block, biases, downs, ups, scales, p, seed, h = inputs
+    lora.refuse_given(h)
     ctx.rows, ctx.blocks, ctx.scales, ctx.p = rows, (block, nested_block), scales, p
     ctx.siblings, ctx.states, ctx.biases = len(packed), len(states), len(biases)
     ctx.save_for_backward(x, output[1], seed, *packed, *downs, *ups, *states)
@@ -148,7 +149,7 @@ def _backward(ctx: Any, grads: list[Tensor], _: Tensor | None) -> tuple[Any, ...
     grad_x, grad_downs, grad_ups = lora.grads_of_adapters(ctx, result, n)
     bias_grads = lora.grads_of_biases(grads, need[6]) if ctx.biases else []
     no_packed, no_states = [None] * n, [None] * ctx.states
-    return grad_x, no_packed, no_states, None, None, None, bias_grads, grad_downs, grad_ups, None, None, None
+    return grad_x, no_packed, no_states, None, None, None, bias_grads, grad_downs, grad_ups, None, None, None, None
 
 
 torch.library.impl("zerolora::dequantize_nf4", "cpu")(reference_dequantize)
@@ -205,5 +206,6 @@ def nf4_group(
         scales,
         dropout,
         lora.draw_seed(x, dropout),
+        None,
     )
     return ys

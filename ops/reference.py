@@ -50,10 +50,20 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """y[T,O] and h[T,R] of one adapted linear; x[T,I], mask m[T,I] or None."""
+    h_TR = project(x, down, scale, mask)
+    return output(x, weight, bias, h_TR, up), h_TR
+
+
+def project(x: Tensor, down: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    """h[T,R] = s (m*x) A^T."""
     masked_TI = x if mask is None else x * mask
-    h_TR = scale * (masked_TI @ down.t())
-    y_TO = x @ weight.t() + h_TR @ up.t()
-    return (y_TO if bias is None else y_TO + bias), h_TR
+    return scale * (masked_TI @ down.t())
+
+
+def output(x: Tensor, weight: Tensor, bias: Tensor | None, h: Tensor, up: Tensor) -> Tensor:
+    """y[T,O] = x W^T + h B^T + bias."""
+    y_TO = x @ weight.t() + h @ up.t()
+    return y_TO if bias is None else y_TO + bias
 
 
 def backward(

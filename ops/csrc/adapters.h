@@ -18,30 +18,41 @@ inline Dropout dropout_of(double p, const std::optional<Tensor>& seed) {
   return dropout;
 }
 
-// ValueError, with the values, unless the adapters fit x and one another: the checks of ops/lora.py on real tensors.
-inline void check_adapters(const Tensor& x, at::IntArrayRef outs, at::TensorList downs, at::TensorList ups,
-                           at::ArrayRef<double> scales, double p) {
-  TORCH_CHECK_VALUE(!outs.empty() && outs.size() <= kMaxSiblings && downs.size() == outs.size() &&
-                        ups.size() == outs.size() && scales.size() == outs.size(),
-                    "group of ", text(outs.size()), " weights, ", text(downs.size()), " lora_down, ", text(ups.size()),
-                    " lora_up, ", text(scales.size()), " scales: as many of each, 1 to ", text(kMaxSiblings));
+// ValueError, with the values, unless every A fits x: the checks of ops/lora.py on real tensors.
+inline void check_downs(const Tensor& x, at::TensorList downs, at::ArrayRef<double> scales, double p) {
+  TORCH_CHECK_VALUE(!downs.empty() && downs.size() <= kMaxSiblings && scales.size() == downs.size(), "group of ",
+                    text(downs.size()), " lora_down, ", text(scales.size()), " scales: as many of each, 1 to ",
+                    text(kMaxSiblings));
   TORCH_CHECK_VALUE(x.dim() >= 2, "x of shape ", text(x), ": at least [tokens, features] is expected");
   TORCH_CHECK_VALUE(p >= 0.0 && p < 1.0, "dropout=", std::to_string(p), ": must lie in [0, 1)");
-  for (size_t i = 0; i < outs.size(); ++i) {
-    const Tensor &down = downs[i], &up = ups[i];
-    TORCH_CHECK_VALUE(down.dim() == 2 && up.dim() == 2 && down.size(1) == x.size(-1) && up.size(0) == outs[i] &&
-                          up.size(1) == down.size(0),
-                      "x ", text(x), ", lora_down ", text(down), ", lora_up ", text(up), ", ", text(outs[i]),
-                      " outputs: expected x [..., I], lora_down [R, I], lora_up [O, R]");
+  for (const Tensor& down : downs) {
+    TORCH_CHECK_VALUE(down.dim() == 2 && down.size(1) == x.size(-1), "x ", text(x), ", lora_down ", text(down),
+                      ": expected x [..., I], lora_down [R, I]");
     TORCH_CHECK_VALUE(down.size(0) >= 1 && down.size(0) <= kMaxRank, "r=", text(down.size(0)),
                       ": the operator takes ranks from 1 to ", text(kMaxRank));
-    TORCH_CHECK_VALUE(down.device() == x.device() && up.device() == x.device(), "x on ", x.device().str(),
-                      ", lora_down on ", down.device().str(), ", lora_up on ", up.device().str(),
+    TORCH_CHECK_VALUE(down.device() == x.device(), "x on ", x.device().str(), ", lora_down on ", down.device().str(),
                       ": move them together");
-    TORCH_CHECK_VALUE(down.scalar_type() == up.scalar_type() &&
-                          (down.scalar_type() == x.scalar_type() || down.scalar_type() == at::kFloat),
-                      "x is ", type_name(x), ", lora_down ", type_name(down), ", lora_up ", type_name(up),
-                      ": adapters need the type of x or float32");
+    TORCH_CHECK_VALUE(down.scalar_type() == x.scalar_type() || down.scalar_type() == at::kFloat, "x is ",
+                      type_name(x), ", lora_down ", type_name(down), ": adapters need the type of x or float32");
+  }
+}
+
+// The same for every B, which must fit its A and its weight's outputs.
+inline void check_adapters(const Tensor& x, at::IntArrayRef outs, at::TensorList downs, at::TensorList ups,
+                           at::ArrayRef<double> scales, double p) {
+  TORCH_CHECK_VALUE(downs.size() == outs.size() && ups.size() == outs.size(), "group of ", text(outs.size()),
+                    " weights, ", text(downs.size()), " lora_down, ", text(ups.size()),
+                    " lora_up: as many of each, 1 to ", text(kMaxSiblings));
+  check_downs(x, downs, scales, p);
+  for (size_t i = 0; i < outs.size(); ++i) {
+    const Tensor &down = downs[i], &up = ups[i];
+    TORCH_CHECK_VALUE(up.dim() == 2 && up.size(0) == outs[i] && up.size(1) == down.size(0), "lora_down ", text(down),
+                      ", lora_up ", text(up), ", ", text(outs[i]),
+                      " outputs: expected lora_down [R, I], lora_up [O, R]");
+    TORCH_CHECK_VALUE(up.device() == down.device(), "lora_down on ", down.device().str(), ", lora_up on ",
+                      up.device().str(), ": move them together");
+    TORCH_CHECK_VALUE(up.scalar_type() == down.scalar_type(), "lora_down is ", type_name(down), ", lora_up ",
+                      type_name(up), ": convert one of them");
   }
 }
 
@@ -67,6 +78,14 @@ struct Layout {
   size_t size() const { return begin.size(); }
 };
 
+// ValueError unless h is what a projection of x by these A gives.
+inline void check_h(const Tensor& h, const Tensor& x, const Matrix& rows, const Layout& layout) {
+  TORCH_CHECK_VALUE(h.dim() == 2 && h.size(0) == rows.rows && h.size(1) == layout.total &&
+                        h.scalar_type() == x.scalar_type() && h.device() == x.device(),
+                    "h ", text(h), " of type ", type_name(h), " on ", h.device().str(), ": expected ",
+                    text({rows.rows, layout.total}), " of type ", type_name(x), " on ", x.device().str());
+}
+
 struct Adapters {
   Matrix downs;             // A of all siblings, [total, I]
   std::vector<Matrix> ups;  // B of each, [O, padded]
@@ -91,18 +110,18 @@ inline PackJob pack_job(const Tensor& source, DType type, void* target, int64_t 
 }
 
 // The adapters in x's type and padded; whatever has that form already is used where it lies, the rest is copied in one
-// launch.
+// launch. A list that is not needed may be empty.
 inline Adapters pack_adapters(at::TensorList downs, at::TensorList ups, const Layout& layout, const Tensor& x,
                               cudaStream_t stream) {
   const DType type = type_of(x);
   const int64_t width = x.size(-1);
   Adapters packed;
   packed.downs = {nullptr, layout.total, width, width, type, {}};
-  packed.ups.resize(layout.size());
-  const bool copy_downs = !downs_adjacent(downs, layout, type);
-  if (!copy_downs) packed.downs.data = downs[0].data_ptr();
+  packed.ups.resize(ups.size());
+  const bool copy_downs = !downs.empty() && !downs_adjacent(downs, layout, type);
+  if (!downs.empty() && !copy_downs) packed.downs.data = downs[0].data_ptr();
   int64_t elements = copy_downs ? layout.total * width : 0;
-  for (size_t i = 0; i < layout.size(); ++i) {
+  for (size_t i = 0; i < ups.size(); ++i) {
     const bool copy = layout.rank[i] != layout.padded[i] || !usable_as_is(ups[i], type);
     packed.ups[i] = {copy ? nullptr : ups[i].data_ptr(), ups[i].size(0), layout.padded[i], layout.padded[i], type, {}};
     if (copy) elements += ups[i].size(0) * layout.padded[i] + 8;  // + 8: each begins at a multiple of 16 bytes
@@ -119,12 +138,12 @@ inline Adapters pack_adapters(at::TensorList downs, at::TensorList ups, const La
   int count = 0;
   if (copy_downs) {
     char* const all = take(layout.total * width);
-    for (size_t i = 0; i < layout.size(); ++i)
+    for (size_t i = 0; i < downs.size(); ++i)
       jobs[count++] =
           pack_job(downs[i], type, all + layout.begin[i] * width * bytes_of(type), layout.padded[i], width);
     packed.downs.data = all;
   }
-  for (size_t i = 0; i < layout.size(); ++i) {
+  for (size_t i = 0; i < ups.size(); ++i) {
     if (packed.ups[i].data != nullptr) continue;
     packed.ups[i].data = take(packed.ups[i].rows * packed.ups[i].cols);
     jobs[count++] = pack_job(ups[i], type, packed.ups[i].data, packed.ups[i].rows, packed.ups[i].cols);

@@ -2,10 +2,15 @@
 // devices, without a line of Python in the forward or the backward pass.
 //
 // Kept in between: x, h, the seed, and the weights and adapters as they were given, so that what frees a Parameter
-// after the forward and brings it back before the backward (ZeRO-3) acts on the very same tensor.
+// after the forward and brings it back before the backward (ZeRO-3) acts on the very same tensor. They are kept before
+// the outputs are computed: a checkpointed region that is run again ends with the last tensor that its backward needs
+// (torch's early stop), and the outputs of a linear at its end, the down projection of a layer, are not computed twice.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -24,12 +29,14 @@ using torch::autograd::AutogradContext;
 
 using Outputs = std::tuple<Tensors, Tensor>;            // ys, h
 using Gradients = std::tuple<Tensor, Tensors, Tensors>;  // of x, of A, of B
+using Project = Tensor(const Tensor&, at::TensorList, Scales, double, const MaybeTensor&);
 using LoraForward = Outputs(const Tensor&, at::TensorList, at::TensorList, at::TensorList, at::TensorList, Scales,
-                            double, const MaybeTensor&);
+                            double, const MaybeTensor&, const MaybeTensor&);
 using LoraBackward = Gradients(at::TensorList, const Tensor&, at::TensorList, at::TensorList, at::TensorList,
                                const Tensor&, Scales, double, const MaybeTensor&, bool, bool, bool);
 using Nf4Forward = Outputs(const Tensor&, at::TensorList, at::TensorList, at::IntArrayRef, int64_t, int64_t,
-                           at::TensorList, at::TensorList, at::TensorList, Scales, double, const MaybeTensor&);
+                           at::TensorList, at::TensorList, at::TensorList, Scales, double, const MaybeTensor&,
+                           const MaybeTensor&);
 using Nf4Backward = Gradients(at::TensorList, const Tensor&, at::TensorList, at::TensorList, at::IntArrayRef, int64_t,
                               int64_t, at::TensorList, at::TensorList, const Tensor&, Scales, double,
                               const MaybeTensor&, bool, bool, bool);
@@ -45,14 +52,20 @@ struct Base {
   int64_t block = 0, nested_block = 0;
 };
 
+Tensor call_project(const Tensor& x, at::TensorList downs, Scales scales, double p, const MaybeTensor& seed) {
+  static const auto project = find<Project>("zerolora::lora_project");
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return project.call(x, downs, scales, p, seed);
+}
+
 Outputs call_forward(const Tensor& x, const Base& base, at::TensorList biases, at::TensorList downs,
-                     at::TensorList ups, Scales scales, double p, const MaybeTensor& seed) {
+                     at::TensorList ups, Scales scales, double p, const MaybeTensor& seed, const MaybeTensor& h) {
   static const auto lora = find<LoraForward>("zerolora::lora_forward");
   static const auto nf4 = find<Nf4Forward>("zerolora::nf4_forward");
   const at::AutoDispatchBelowADInplaceOrView guard;
-  if (base.states.empty()) return lora.call(x, base.weights, biases, downs, ups, scales, p, seed);
+  if (base.states.empty()) return lora.call(x, base.weights, biases, downs, ups, scales, p, seed, h);
   return nf4.call(x, base.weights, base.states, base.rows, base.block, base.nested_block, biases, downs, ups, scales,
-                  p, seed);
+                  p, seed, h);
 }
 
 Gradients call_backward(at::TensorList grads, const Tensor& x, const Base& base, at::TensorList downs,
@@ -69,6 +82,11 @@ Gradients call_backward(at::TensorList grads, const Tensor& x, const Base& base,
                   p, seed, need_x, need_down, need_up);
 }
 
+// What a context keeps of its own accord is filed only after `forward` has returned.
+struct Kept : torch::CustomClassHolder {
+  std::vector<torch::autograd::SavedVariable> variables;
+};
+
 // Variables in the order of the arguments below: x, weights, states, biases, downs, ups, then the seed.
 struct Group : torch::autograd::Function<Group> {
   static Tensors forward(AutogradContext* ctx, const Tensor& x, const at::TensorList& weights,
@@ -76,11 +94,14 @@ struct Group : torch::autograd::Function<Group> {
                          const at::TensorList& ups, at::IntArrayRef rows, int64_t block, int64_t nested_block,
                          Scales scales, double p, const MaybeTensor& seed) {
     const Base base{weights, states, rows, block, nested_block};
-    auto [outputs, h] = call_forward(x, base, biases, downs, ups, scales, p, seed);
-    Tensors saved{x, h, seed.value_or(Tensor())};
+    const Tensor h = call_project(x, downs, scales, p, seed);
+    const auto kept = c10::make_intrusive<Kept>();
+    kept->variables.reserve(3 + 3 * weights.size() + states.size());
+    for (const Tensor& tensor : {x, h, seed.value_or(Tensor())}) kept->variables.emplace_back(tensor, false);
     for (const at::TensorList& list : {weights, downs, ups, states})
-      saved.insert(saved.end(), list.begin(), list.end());
-    ctx->save_for_backward(std::move(saved));
+      for (const Tensor& tensor : list) kept->variables.emplace_back(tensor, false);
+    ctx->saved_data["kept"] = c10::IValue::make_capsule(kept);
+    Tensors outputs = std::get<0>(call_forward(x, base, biases, downs, ups, scales, p, seed, h));
     ctx->saved_data["counts"] = std::vector<int64_t>{static_cast<int64_t>(weights.size()),
                                                      static_cast<int64_t>(states.size()),
                                                      static_cast<int64_t>(biases.size()), block, nested_block};
@@ -96,7 +117,7 @@ struct Group : torch::autograd::Function<Group> {
   static Tensors backward(AutogradContext* ctx, Tensors grads) {
     const std::vector<int64_t> counts = ctx->saved_data["counts"].toIntVector();
     const size_t n = counts[0], states = counts[1], biases = counts[2];
-    const Tensors saved = ctx->get_saved_variables();
+    const Tensors saved = take_kept(ctx);
     const at::TensorList all(saved);
     const Tensor& x = all[0];
     const at::TensorList weights = all.slice(3, n), downs = all.slice(3 + n, n), ups = all.slice(3 + 2 * n, n);
@@ -134,7 +155,27 @@ struct Group : torch::autograd::Function<Group> {
     std::copy(grad_ups.begin(), grad_ups.end(), results.begin() + static_cast<int64_t>(first_up));
     return results;
   }
+
+  // What was kept; let go of where the graph is not retained, as the engine does with a context's own list.
+  static Tensors take_kept(AutogradContext* ctx) {
+    ctx->get_saved_variables();  // there are none, but it refuses a second backward through a graph that was freed
+    const auto capsule = ctx->saved_data["kept"].toCapsule();
+    auto& variables = static_cast<Kept*>(capsule.get())->variables;
+    Tensors tensors;
+    tensors.reserve(variables.size());
+    for (const auto& variable : variables) tensors.push_back(variable.unpack());
+    if (!torch::autograd::get_current_graph_task_keep_graph()) variables.clear();
+    return tensors;
+  }
 };
+
+// Whether a derivative will be asked for; without one nothing is kept.
+bool differentiated(const Tensor& x, const Base& base, at::TensorList biases, at::TensorList downs,
+                    at::TensorList ups, const MaybeTensor& h) {
+  const bool wanted = torch::autograd::compute_requires_grad(x, base.weights, biases, downs, ups);
+  TORCH_CHECK_VALUE(!wanted || !h.has_value(), "h was given: the derivative is known for the whole forward alone");
+  return wanted;
+}
 
 Outputs split(Tensors outputs) {
   Tensor h = std::move(outputs.back());
@@ -143,22 +184,32 @@ Outputs split(Tensors outputs) {
 }
 
 Outputs lora_forward(const Tensor& x, at::TensorList weights, at::TensorList biases, at::TensorList downs,
-                     at::TensorList ups, Scales scales, double p, const MaybeTensor& seed) {
+                     at::TensorList ups, Scales scales, double p, const MaybeTensor& seed, const MaybeTensor& h) {
+  const Base base{weights, {}, {}};
+  if (!differentiated(x, base, biases, downs, ups, h))
+    return call_forward(x, base, biases, downs, ups, scales, p, seed, h);
   return split(Group::apply(x, weights, at::TensorList(), biases, downs, ups, at::IntArrayRef(), int64_t{0},
                             int64_t{0}, scales, p, seed));
 }
 
 Outputs nf4_forward(const Tensor& x, at::TensorList packed, at::TensorList states, at::IntArrayRef rows, int64_t block,
                     int64_t nested_block, at::TensorList biases, at::TensorList downs, at::TensorList ups,
-                    Scales scales, double p, const MaybeTensor& seed) {
+                    Scales scales, double p, const MaybeTensor& seed, const MaybeTensor& h) {
+  const Base base{packed, states, rows, block, nested_block};
+  if (!differentiated(x, base, biases, downs, ups, h))
+    return call_forward(x, base, biases, downs, ups, scales, p, seed, h);
   return split(
       Group::apply(x, packed, states, biases, downs, ups, rows, block, nested_block, scales, p, seed));
 }
 
 }  // namespace
 
-// For CUDA tensors alone: others keep the formula that Python registered for every device.
-TORCH_LIBRARY_IMPL(zerolora, AutogradCUDA, library) {
+// For CUDA tensors alone: others keep the formula that Python registered for every device. The tests register it for
+// CPU tensors instead.
+#ifndef ZEROLORA_AUTOGRAD
+#define ZEROLORA_AUTOGRAD AutogradCUDA
+#endif
+TORCH_LIBRARY_IMPL(zerolora, ZEROLORA_AUTOGRAD, library) {
   library.impl("lora_forward", lora_forward);
   library.impl("nf4_forward", nf4_forward);
   // A second derivative is refused, not silently zero.

@@ -13,17 +13,30 @@ namespace {
 
 using Weight = c10::function_ref<Matrix(size_t)>;  // the frozen weight [O, I] of a sibling, stored or dequantised
 
+Tensor lora_project(const Tensor& x, at::TensorList downs, at::ArrayRef<double> scales, double p,
+                    const std::optional<Tensor>& seed) {
+  check_downs(x, downs, scales, p);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(x.get_device());
+  const Layout layout(downs);
+  const Adapters adapters = pack_adapters(downs, {}, layout, x, stream);
+  return project(x, rows_of(x), adapters.downs, layout, scales, dropout_of(p, seed), stream);
+}
+
+// `given` is what `lora_project` has made before of the same arguments; h comes back empty then.
 std::tuple<Tensors, Tensor> forward(const Tensor& x, at::IntArrayRef outs, Weight weight, at::TensorList biases,
                                     at::TensorList downs, at::TensorList ups, at::ArrayRef<double> scales, double p,
-                                    const std::optional<Tensor>& seed) {
+                                    const std::optional<Tensor>& seed, const std::optional<Tensor>& given) {
   check_adapters(x, outs, downs, ups, scales, p);
   check_biases(biases, outs);
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(x.get_device());
   const Layout layout(downs);
   const Matrix rows = rows_of(x);
-  const Adapters adapters = pack_adapters(downs, ups, layout, x, stream);
-  const Tensor h = project(x, rows, adapters.downs, layout, scales, dropout_of(p, seed), stream);
+  if (given.has_value()) check_h(*given, x, rows, layout);
+  const Adapters adapters = pack_adapters(given.has_value() ? at::TensorList() : downs, ups, layout, x, stream);
+  const Tensor h =
+      given.has_value() ? *given : project(x, rows, adapters.downs, layout, scales, dropout_of(p, seed), stream);
   const Matrix h_rows = rows_of(h);
   Tensors ys;
   for (size_t i = 0; i < layout.size(); ++i) {
@@ -36,7 +49,7 @@ std::tuple<Tensors, Tensor> forward(const Tensor& x, at::IntArrayRef outs, Weigh
     else product(y, 1.f, columns, false, adapters.ups[i], true, product_first ? 1.f : 0.f, stream);
     if (!product_first) product(y, 1.f, rows, false, weight(i), true, 1.f, stream);
   }
-  return {std::move(ys), h};
+  return {std::move(ys), given.has_value() ? at::empty({0, 0}, x.options()) : h};
 }
 
 // target = m * (dh A), or added to it. The masked expansion reads A by columns, so that is turned first.
@@ -121,9 +134,10 @@ std::vector<int64_t> rows_of_each(at::TensorList weights) {
 
 std::tuple<Tensors, Tensor> lora_forward(const Tensor& x, at::TensorList weights, at::TensorList biases,
                                          at::TensorList downs, at::TensorList ups, at::ArrayRef<double> scales,
-                                         double p, const std::optional<Tensor>& seed) {
+                                         double p, const std::optional<Tensor>& seed,
+                                         const std::optional<Tensor>& h) {
   const auto weight = [&](size_t i) { return stored_weight(weights[i], x); };
-  return forward(x, rows_of_each(weights), weight, biases, downs, ups, scales, p, seed);
+  return forward(x, rows_of_each(weights), weight, biases, downs, ups, scales, p, seed, h);
 }
 
 std::tuple<Tensor, Tensors, Tensors> lora_backward(at::TensorList grads, const Tensor& x, at::TensorList weights,
@@ -181,9 +195,10 @@ struct PackedWeights {
 std::tuple<Tensors, Tensor> nf4_forward(const Tensor& x, at::TensorList packed, at::TensorList states,
                                         at::IntArrayRef rows, int64_t block, int64_t nested_block,
                                         at::TensorList biases, at::TensorList downs, at::TensorList ups,
-                                        at::ArrayRef<double> scales, double p, const std::optional<Tensor>& seed) {
+                                        at::ArrayRef<double> scales, double p, const std::optional<Tensor>& seed,
+                                        const std::optional<Tensor>& h) {
   const PackedWeights weight{packed, states, rows, x.size(-1), block, nested_block, x.scalar_type()};
-  return forward(x, rows, weight, biases, downs, ups, scales, p, seed);
+  return forward(x, rows, weight, biases, downs, ups, scales, p, seed, h);
 }
 
 std::tuple<Tensor, Tensors, Tensors> nf4_backward(at::TensorList grads, const Tensor& x, at::TensorList packed,
@@ -251,6 +266,7 @@ Tensor rank_expand(const Tensor& h, const Tensor& q, double dropout_p, const std
 }  // namespace
 
 TORCH_LIBRARY_IMPL(zerolora, CUDA, library) {
+  library.impl("lora_project", lora_project);
   library.impl("lora_forward", lora_forward);
   library.impl("lora_backward", lora_backward);
   library.impl("nf4_forward", nf4_forward);

@@ -89,7 +89,7 @@ class Case:
 
     def forward(self, i: int, p: float = 0.0) -> tuple[list[Tensor], Tensor]:
         args = self.x[i], [self.weight], [], [self.down], [self.up], [self.scale], p, self.seed if p else None
-        return torch.ops.zerolora.lora_forward(*args)
+        return torch.ops.zerolora.lora_forward(*args, None)
 
     def backward(self, i: int, h: Tensor, p: float = 0.0, need_x: bool = True) -> object:
         args = [self.dy[i]], self.x[i], [self.weight], [self.down], [self.up], h, [self.scale], p

@@ -86,9 +86,10 @@ def run_operator(problem: Problem) -> Results:
     """Forward and backward through the dispatcher (the kernels for CUDA tensors, once loaded)."""
     biases = [] if problem.bias is None else [problem.bias]
     tail = [problem.scale], problem.p, problem.seed
-    ys, h = torch.ops.zerolora.lora_forward(problem.x, [problem.weight], biases, [problem.down], [problem.up], *tail)
+    adapters = [problem.down], [problem.up]
+    ys, h = torch.ops.zerolora.lora_forward(problem.x, [problem.weight], biases, *adapters, *tail, None)
     grad_x, grad_downs, grad_ups = torch.ops.zerolora.lora_backward(
-        [problem.grad], problem.x, [problem.weight], [problem.down], [problem.up], h, *tail, True, True, True
+        [problem.grad], problem.x, [problem.weight], *adapters, h, *tail, True, True, True
     )
     return Results(ys[0], grad_x, grad_downs[0], grad_ups[0])
 

@@ -7,6 +7,7 @@ import ops
 from ops import lora, reference
 from tests.numerics import cases
 
+PROJECT = torch.ops.zerolora.lora_project
 FORWARD = torch.ops.zerolora.lora_forward
 BACKWARD = torch.ops.zerolora.lora_backward
 
@@ -29,7 +30,7 @@ def test_gradcheck(bias, p):
 
     def function(x, *rest):
         b, d, u = rest[: len(biases)], rest[len(biases) : len(biases) + 2], rest[len(biases) + 2 :]
-        return tuple(FORWARD(x, weights, list(b), list(d), list(u), [2.0, 0.5], p, seed)[0])
+        return tuple(FORWARD(x, weights, list(b), list(d), list(u), [2.0, 0.5], p, seed, None)[0])
 
     assert torch.autograd.gradcheck(function, (x, *biases, *downs, *ups))
 
@@ -39,19 +40,37 @@ def test_opcheck(p):
     x, weights, biases, downs, ups = group(dtype=torch.float32)
     seed = torch.tensor([5]) if p else None
     tail = [2.0, 0.5], p, seed
-    torch.library.opcheck(FORWARD.default, (x, weights, biases, downs, ups, *tail))
-    ys, h = FORWARD(x, weights, biases, downs, ups, *tail)
+    torch.library.opcheck(FORWARD.default, (x, weights, biases, downs, ups, *tail, None))
+    ys, h = FORWARD(x, weights, biases, downs, ups, *tail, None)
     grads = [torch.randn_like(y) for y in ys]
     tensors = [t.detach() for t in (x, h)], [[t.detach() for t in ts] for ts in (weights, downs, ups)]
     args = grads, tensors[0][0], *tensors[1], tensors[0][1], *tail
     torch.library.opcheck(BACKWARD.default, (*args, True, True, True))
     torch.library.opcheck(BACKWARD.default, (*args, False, True, False))
+    torch.library.opcheck(PROJECT.default, (tensors[0][0], tensors[1][1], *tail))
+    constants = [[t.detach() for t in ts] for ts in (weights, biases, downs, ups)]
+    torch.library.opcheck(FORWARD.default, (tensors[0][0], *constants, *tail, tensors[0][1]))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_a_projection_made_before_gives_the_same_outputs(p):
+    x, *lists = group(dtype=torch.float32)
+    seed = torch.tensor([5]) if p else None
+    tail = [2.0, 0.5], p, seed
+    with torch.no_grad():
+        ys, h = FORWARD(x, *lists, *tail, None)
+        before = PROJECT(x, lists[2], *tail)
+        others, nothing = FORWARD(x, *lists, *tail, before)
+    assert torch.equal(h, before) and nothing.numel() == 0
+    assert all(torch.equal(one, other) for one, other in zip(ys, others, strict=True))
+    with pytest.raises(ValueError, match=r"h \(\d+, 8\)"), torch.no_grad():
+        FORWARD(x, *lists, *tail, before[:, :8])
 
 
 def test_opcheck_non_contiguous_and_plain():
     _, weights, _, downs, ups = group(dtype=torch.float32, bias=False)
     turned = torch.randn(16, 6).t().requires_grad_()
-    torch.library.opcheck(FORWARD.default, (turned, weights, [], downs, ups, [1.0, 1.0], 0.0, None))
+    torch.library.opcheck(FORWARD.default, (turned, weights, [], downs, ups, [1.0, 1.0], 0.0, None, None))
     grad, down, up = torch.randn(6, 24), downs[0].detach(), ups[0].detach()
     targets = torch.zeros(6, 16), torch.zeros_like(down), torch.zeros_like(up)
     plain = torch.ops.zerolora.adapter_backward_.default
@@ -223,7 +242,7 @@ def test_nf4_matches_bitsandbytes(nested):
     ):
         assert torch.equal(a, b)
     states = list(nf4.state)
-    args = x, [packed], states, [24], 64, nf4.nested_block, [], adapter[1], adapter[2], [1.5], 0.0, None
+    args = x, [packed], states, [24], 64, nf4.nested_block, [], adapter[1], adapter[2], [1.5], 0.0, None, None
     torch.library.opcheck(torch.ops.zerolora.nf4_forward.default, args)
 
 
