@@ -49,10 +49,15 @@ def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
     A base model's end-of-text token is not what an adapter trained on conversations ends its turns with.
     """
     own = model.generation_config.eos_token_id
-    stops = set(own if isinstance(own, list) else [own]) | {tokenizer.eos_token_id}
+    stops = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
     if tokenizer.chat_template:
-        turns = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
-        tail = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(_PROBE)[2].strip()
-        after = tokenizer(tail, add_special_tokens=False)["input_ids"]
-        stops |= {token for token in after[:1] if token in tokenizer.added_tokens_decoder}
+        stops.add(end_of_turn(tokenizer))
     return sorted(token for token in stops if token is not None)
+
+
+def end_of_turn(tokenizer: Any) -> int | None:
+    """The token that the chat template puts after an answer; None if it puts text there, or nothing."""
+    turns = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
+    tail = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(_PROBE)[2].strip()
+    after = tokenizer(tail, add_special_tokens=False)["input_ids"]
+    return next((token for token in after[:1] if token in tokenizer.added_tokens_decoder), None)

@@ -57,6 +57,9 @@ def load_tokenizer(base_model: str, section: ModelSection) -> Any:
                 name, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
             ),
         )
+    if hasattr(tokenizer, "legacy"):
+        # transformers does not save it, and without it puts spaces elsewhere when it reads the tokenizer back.
+        tokenizer.init_kwargs["legacy"] = tokenizer.legacy
     if section.added_tokens:
         tokenizer.add_tokens(list(section.added_tokens))
     _ensure_pad_token(tokenizer, section)

@@ -1,5 +1,6 @@
 """Adapters onto real layers: what is matched, what is said, and that every tensor must learn."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,20 @@ def test_a_missing_pad_token_is_found_or_named(folder: Path, tmp_path: Path) -> 
     assert load_tokenizer(str(tmp_path), ModelSection(pad_token="<|im_start|>")).pad_token == "<|im_start|>"
     with pytest.raises(UserError, match=r"model.pad_token=\[NO\]: not in the vocabulary"):
         load_tokenizer(str(tmp_path), ModelSection(pad_token="[NO]"))
+
+
+def test_a_saved_llama_tokenizer_puts_spaces_where_it_did(tmp_path: Path) -> None:
+    """transformers reads `legacy` and does not save it: without it there is no space after a special token."""
+    from transformers import AutoTokenizer, LlamaTokenizer
+
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "\u2581": 4, "\u2581a": 5}
+    LlamaTokenizer(vocab=vocabulary, merges=[("\u2581", "a")]).save_pretrained(tmp_path / "base")
+    settings = json.loads((tmp_path / "base" / "tokenizer_config.json").read_text()) | {"legacy": True}
+    (tmp_path / "base" / "tokenizer_config.json").write_text(json.dumps(settings))
+    for source, output in (("base", "adapter"), ("adapter", "merged")):
+        load_tokenizer(str(tmp_path / source), ModelSection()).save_pretrained(tmp_path / output)
+    assert AutoTokenizer.from_pretrained(tmp_path / "base")("a</s>a").input_ids[-3:] == [5, 2, 5]
+    assert AutoTokenizer.from_pretrained(tmp_path / "merged")("a</s>a").input_ids[-3:] == [5, 2, 5]
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])

@@ -14,12 +14,14 @@ from trainer.finished_run import find_run, load_trained, saved_tokenizer
 from trainer.model import load_tokenizer
 
 
-def make_run(folder: Path, *, llama: dict[str, Any] | None = None, **settings: Any) -> Path:
+def make_run(
+    folder: Path, *, llama: dict[str, Any] | None = None, base: Path | None = None, **settings: Any
+) -> Path:
     """A run as training leaves it, without the training: the adapter's B is drawn and not learned."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    base_model = make_model(folder / "model", **(llama or {}))
+    base_model = base or make_model(folder / "model", **(llama or {}))
     write_chats(folder / "held.jsonl", 9, seed=1)
     dataset = {"path": str(folder / "gone.jsonl"), "max_length": 96, "cache_dir": str(folder / "cache")}
     dataset["evaluation"] = {"path": str(folder / "held.jsonl")}

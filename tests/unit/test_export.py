@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import CHATML
 from tests.unit.test_after_run import make_run
-from tests.unit.test_gguf import logits_of
+from tests.unit.test_gguf import logits_of, make_saved, sentencepiece_like
 from trainer.export.__main__ import main
 from trainer.export.ollama import chat_parts, modelfile
 from trainer.finished_run import find_run, saved_tokenizer
@@ -53,6 +53,17 @@ def test_a_run_becomes_a_gguf_file_with_the_merged_weights(
     torch.testing.assert_close(logits_of(output.parent, gguf_file=output.name), logits_of(merged), atol=1e-5, rtol=1e-5)
 
 
+def test_what_llama_cpp_computes_otherwise_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = make_saved(tmp_path / "base", "mistral", {"sliding_window": 64})
+    tokenizer = sentencepiece_like(legacy=False)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    tokenizer.save_pretrained(base)
+    assert main([str(make_run(tmp_path, base=base)), "--format", "gguf", "--output", str(tmp_path / "a.gguf")]) == 0
+    said = capsys.readouterr().out
+    assert "context of 64 tokens, the model's sliding window" in said
+    assert "puts spaces otherwise than this tokenizer: chats differ in those" in said
+
+
 def test_peft_reads_what_is_exported_for_it(run_dir: Path, tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -88,13 +99,29 @@ NO_SYSTEM = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+# As Gemma has it: the system turn goes into the user's.
+FOLDS = (
+    "{% if messages[0].role == 'system' %}{% set first, rest = messages[0].content + ' ', messages[1:] %}{% else %}"
+    "{% set first, rest = '', messages %}{% endif %}{% for m in rest %}[{{ m.role }}]{{ first if loop.first }}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+BRACE = "{% for m in messages %}{{ m.role }}: {{ '{' }}{{ m.content }}}\n{% endfor %}"
+BRACE += "{% if add_generation_prompt %}assistant: {{ '{' }}{% endif %}"
 COUNTS = "{% for m in messages %}{{ loop.index }} {{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
 @pytest.mark.parametrize(
     ("template", "expected"),
-    [(CHATML, ""), (DEFAULT_SYSTEM, "<|im_start|>system\nBe kind.<|im_end|>\n"), (NO_SYSTEM, ""), (COUNTS, None)],
-    ids=["chatml", "default system", "no system", "more than turns"],
+    [
+        (CHATML, ""),
+        (DEFAULT_SYSTEM, "<|im_start|>system\nBe kind.<|im_end|>\n"),
+        (NO_SYSTEM, ""),
+        (COUNTS, None),
+        (FOLDS, None),
+        (BRACE, None),
+        (CHATML.replace("\n", "\u00a0"), None),
+    ],
+    ids=["chatml", "default system", "no system", "more than turns", "folded", "braces run together", "not printable"],
 )
 def test_a_chat_template_becomes_one_of_turns_only_if_it_is_one(
     template: str, expected: str | None, run_dir: Path
@@ -105,6 +132,22 @@ def test_a_chat_template_becomes_one_of_turns_only_if_it_is_one(
     assert (parts.without_system if parts else None) == expected
     text = modelfile("m.gguf", tokenizer, system_prompt="Short.")
     assert ('TEMPLATE """' in text) is (expected is not None) and 'SYSTEM """Short."""' in text
+
+
+@pytest.mark.parametrize("prompt", ["No\u00a0break.", 'Say """\nnothing.'])
+def test_a_system_prompt_that_ollama_would_change_is_left_out(prompt: str, run_dir: Path) -> None:
+    text = modelfile("m.gguf", saved_tokenizer(find_run(run_dir)), system_prompt=prompt)
+    assert "\nSYSTEM" not in text and "\n# No SYSTEM: Ollama would change the system prompt" in text
+    kept = modelfile("m.gguf", saved_tokenizer(find_run(run_dir)), system_prompt='Say """so""", 😀:\n\t"yes"')
+    assert kept.endswith('\nSYSTEM """Say """so""", 😀:\n\t"yes""""\n')
+
+
+def test_answers_stop_where_turns_end_without_a_template_too(run_dir: Path) -> None:
+    tokenizer = saved_tokenizer(find_run(run_dir))
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.chat_template = COUNTS.replace("\n", "<|im_end|>\n")
+    text = modelfile("m.gguf", tokenizer, system_prompt=None)
+    assert text.endswith('\nPARAMETER stop "<|endoftext|>"\nPARAMETER stop "<|im_end|>"\n')
 
 
 def test_a_first_token_is_left_to_llama_cpp_only_if_encoding_puts_it(run_dir: Path) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from tests.tiny import CHATML, WORDS, make_tokenizer
 from trainer.config import UserError
 from trainer.export.gguf import write_gguf
+from trainer.export.gguf_vocabulary import chats_differ
 
 TEXTS = ["the red cat runs", "  two  spaces, 12345 and\n\na line", "<|im_start|>user\nüber 7<|im_end|>"]
 SETTINGS = {
@@ -107,10 +108,11 @@ def byte_level(digits: str) -> PreTrainedTokenizerFast:
     """A tokenizer that splits as llama.cpp's rule of that name does."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from trainer.export.gguf_vocabulary import NAMES_OF_SPLITS
+    from trainer.export.gguf_vocabulary import MERGED_WORDS, NAMES_OF_SPLITS, WHOLE_WORDS
 
     by_name = {name: pattern for pattern, name in NAMES_OF_SPLITS.items()}
-    tokenizer = Tokenizer(models.BPE())
+    by_name[MERGED_WORDS] = by_name[WHOLE_WORDS]
+    tokenizer = Tokenizer(models.BPE(ignore_merges=digits == WHOLE_WORDS))
     if digits == "smollm":
         first: Any = pre_tokenizers.Digits(individual_digits=True)
     else:
@@ -124,14 +126,17 @@ def byte_level(digits: str) -> PreTrainedTokenizerFast:
         vocab_size=390, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([" ".join(WORDS), "12345 123"] * 8, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    state = json.loads(tokenizer.to_str())
+    state["model"]["vocab"]["qz"] = len(state["model"]["vocab"])  # no merge makes it: only a whole word can be it
+    source = Tokenizer.from_str(json.dumps(state))
+    return PreTrainedTokenizerFast(tokenizer_object=source, eos_token="<|im_end|>", pad_token="<|endoftext|>")
 
 
 def fields(path: Path) -> dict[str, Any]:
     return {name: field.contents() for name, field in GGUFReader(path).fields.items()}
 
 
-@pytest.mark.parametrize("name", ["smollm", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize("name", ["smollm", "llama-bpe", "smaug-bpe", "qwen2"])
 def test_a_byte_level_tokenizer_is_written_under_the_name_of_its_splitting(name: str, tmp_path: Path) -> None:
     folder = make_saved(tmp_path / "model", "llama", {})
     byte_level(name).save_pretrained(folder)
@@ -157,9 +162,9 @@ def test_the_tokens_are_those_of_the_tokenizer(tmp_path: Path) -> None:
     assert [read(text).input_ids for text in TEXTS] == [tokenizer(text).input_ids for text in TEXTS]
 
 
-def test_a_sentencepiece_tokenizer_is_written_with_its_ranks(tmp_path: Path) -> None:
+def sentencepiece_like(*, legacy: bool = True) -> PreTrainedTokenizerFast:
     """As Llama 2 and TinyLlama have it: bytes as tokens, a space before a text, pairs joined by rank."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, trainers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     source = Tokenizer(models.BPE(unk_token="<unk>"))
     source.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -173,10 +178,18 @@ def test_a_sentencepiece_tokenizer_is_written_with_its_ranks(tmp_path: Path) -> 
     merges = [tuple(merge) for merge in state["model"]["merges"]]
     model = models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     tokenizer = Tokenizer(model)
-    tokenizer.normalizer = source.normalizer
+    if legacy:
+        tokenizer.normalizer = source.normalizer
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens(specials)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+def test_a_sentencepiece_tokenizer_is_written_with_its_ranks(tmp_path: Path) -> None:
+    fast = sentencepiece_like()
+    merges = [tuple(merge) for merge in json.loads(fast.backend_tokenizer.to_str())["model"]["merges"]]
     folder = make_saved(tmp_path / "model", "llama", {})
     fast.save_pretrained(folder)
     write_gguf(folder, tmp_path / "model.gguf", dtype="f32")
@@ -212,6 +225,7 @@ def joined_by_score(text: str, scores: dict[str, float]) -> list[str]:
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "rotary embedding of type dynamic is not written here",
         ),
+        ("qwen2", {"rope_parameters": LLAMA3}, "rotary embedding of type llama3 is not written here for Qwen2"),
     ],
 )
 def test_what_is_not_written_here_is_refused_with_the_way_out(
@@ -220,6 +234,53 @@ def test_what_is_not_written_here_is_refused_with_the_way_out(
     folder = make_saved(tmp_path / "model", model_type, settings)
     with pytest.raises(UserError, match=f"{complaint}.*--converter"):
         write_gguf(folder, tmp_path / "model.gguf", dtype="auto")
+
+
+def test_another_activation_is_refused(tmp_path: Path) -> None:
+    folder = make_saved(tmp_path / "model", "llama", {"hidden_act": "gelu"})
+    with pytest.raises(UserError, match=r"llama.cpp computes LlamaForCausalLM with SiLU, not with gelu"):
+        write_gguf(folder, tmp_path / "model.gguf", dtype="auto")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "context"),
+    [
+        ("mistral", {"sliding_window": 64}, 64),
+        ("mistral", {"sliding_window": 512}, 256),
+        ("mistral", {"sliding_window": None}, 256),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, 256),
+        ("qwen2", {"sliding_window": 64}, 256),
+    ],
+)
+def test_the_context_ends_where_a_window_would_slide(
+    model_type: str, settings: dict[str, Any], context: int, tmp_path: Path
+) -> None:
+    folder = make_saved(tmp_path / "model", model_type, settings)
+    write_gguf(folder, tmp_path / "model.gguf", dtype="f32")
+    found = fields(tmp_path / "model.gguf")
+    assert found[f"{found['general.architecture']}.context_length"] == context
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_a_tokenizer_that_changes_the_text_is_refused(kind: str, tmp_path: Path) -> None:
+    from tokenizers import normalizers
+
+    tokenizer = byte_level("smollm") if kind == "byte-level" else sentencepiece_like(legacy=False)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    folder = make_saved(tmp_path / "model", "llama", {})
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(UserError, match=r"text by Lowercase and .* --converter"):
+        write_gguf(folder, tmp_path / "model.gguf", dtype="auto")
+
+
+def test_chats_that_llama_cpp_reads_otherwise_are_known() -> None:
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    for legacy, start, differ in [(True, "", False), (False, "{{ bos_token }}", False), (False, "", True)]:
+        tokenizer = sentencepiece_like(legacy=legacy)
+        tokenizer.chat_template = start + turns
+        assert chats_differ(tokenizer) is differ, (legacy, start)
+    assert not chats_differ(byte_level("smollm"))
 
 
 def test_a_tokenizer_with_a_splitting_of_its_own_is_refused(tmp_path: Path) -> None:

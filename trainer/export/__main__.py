@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 
 from trainer.config import UserError
-from trainer.export.gguf import FORMATS, check_architecture, convert, write_gguf
+from trainer.export.gguf import FORMATS, check_architecture, convert, longest_context, write_gguf
+from trainer.export.gguf_vocabulary import chats_differ
 from trainer.export.ollama import modelfile
 from trainer.finished_run import ADAPTER, FinishedRun, exit_code_of, find_run, quiet_libraries, saved_tokenizer
 from trainer.merge import check_output, merge
@@ -39,22 +40,30 @@ def export_peft(run: FinishedRun, output: Path) -> list[str]:
 
 def export_gguf(run: FinishedRun, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
     """The merged model as one GGUF file, by the `gguf` package or by the converter."""
+    config = load_model_config(run.config.base_model, run.config.model)
     if converter is None:
-        check_architecture(load_model_config(run.config.base_model, run.config.model))
+        check_architecture(config)
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".writing-{output.name}")
     with tempfile.TemporaryDirectory(prefix=".merged.", dir=output.parent) as work:
         merged = merge(run, Path(work) / "model")
         try:
             if converter is None:
-                dtype = write_gguf(merged, partial, dtype=dtype)
+                dtype = write_gguf(merged, partial, dtype=dtype, name=run.run_dir.resolve().name)
             else:
                 convert(merged, partial, dtype=dtype, converter=converter)
             os.replace(partial, output)
         finally:
             partial.unlink(missing_ok=True)
     written_by = "the gguf package" if converter is None else str(converter)
-    return [f"{output.stat().st_size / 2**20:,.1f} MiB in {dtype}, written by {written_by}"]
+    lines = [f"{output.stat().st_size / 2**20:,.1f} MiB in {dtype}, written by {written_by}"]
+    if converter is None and longest_context(config) < config.max_position_embeddings:
+        lines.append(
+            f"context of {longest_context(config):,} tokens, the model's sliding window, which llama.cpp has not for it"
+        )
+    if converter is None and chats_differ(saved_tokenizer(run)):
+        lines.append("after special tokens llama.cpp puts spaces otherwise than this tokenizer: chats differ in those")
+    return lines
 
 
 def export_ollama(run: FinishedRun, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
@@ -64,6 +73,8 @@ def export_ollama(run: FinishedRun, output: Path, *, dtype: str, converter: Path
     (output / "Modelfile").write_text(text, encoding="utf-8")
     if "TEMPLATE" not in text.partition("#")[0]:
         lines.append("without TEMPLATE: this chat template is not made of turns alone; see the Modelfile")
+    if "\n# No SYSTEM" in text:
+        lines.append("without SYSTEM: Ollama would change the system prompt; see the Modelfile")
     return [*lines, f"ollama create NAME -f {output / 'Modelfile'}"]
 
 

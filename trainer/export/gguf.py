@@ -58,12 +58,26 @@ def check_architecture(config: Any) -> None:
     if name not in ARCHITECTURES:
         raise UserError(f"--format gguf: {name} is not one of {', '.join(ARCHITECTURES)}; {way_out}")
     kind = config.rope_parameters.get("rope_type", "default")
-    if kind not in ("default", "linear", "llama3"):
-        raise UserError(f"--format gguf: rotary embedding of type {kind} is not written here; {way_out}")
+    # llama.cpp reads a divisor of each frequency for this one of the architectures only.
+    known = ("default", "linear", "llama3") if ARCHITECTURES[name][0] == MODEL_ARCH.LLAMA else ("default", "linear")
+    if kind not in known:
+        raise UserError(f"--format gguf: rotary embedding of type {kind} is not written here for {name}; {way_out}")
+    if config.hidden_act not in ("silu", "swish"):
+        raise UserError(f"--format gguf: llama.cpp computes {name} with SiLU, not with {config.hidden_act}")
 
 
-def write_gguf(model_folder: Path, output: Path, *, dtype: str) -> str:
+def longest_context(config: Any) -> int:
+    """Positions that llama.cpp computes as transformers does: for these architectures it knows no sliding window."""
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None) or ["sliding_attention"]
+    whole: int = config.max_position_embeddings
+    return min(whole, window) if window and "sliding_attention" in layers else whole
+
+
+def write_gguf(model_folder: Path, output: Path, *, dtype: str, name: str | None = None) -> str:
     """Write a saved model and its tokenizer as `output`; returns the format, `auto` being that of the weights.
+
+    `name` is what llama.cpp shows for the model, the folder's if not given.
 
     Raises UserError for an architecture or a tokenizer that is not written here, RuntimeError if what was read back
     differs in number or shape.
@@ -76,6 +90,7 @@ def write_gguf(model_folder: Path, output: Path, *, dtype: str) -> str:
     stored = _stored_tensors(model_folder, config, dtype)
     dtype = stored[0].dtype if dtype == "auto" else dtype
     writer = GGUFWriter(output, MODEL_ARCH_NAMES[architecture])
+    writer.add_name(name or model_folder.name)
     _add_settings(writer, config, FORMATS[dtype][1])
     add_vocabulary(writer, AutoTokenizer.from_pretrained(model_folder), rows=config.vocab_size)
     factors = _frequency_factors(config)
@@ -168,10 +183,9 @@ def _neighbours(weight: torch.Tensor, heads: int) -> torch.Tensor:
 def _add_settings(writer: Any, config: Any, file_type: LlamaFileType) -> None:
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters
-    writer.add_name(Path(config.name_or_path).name)
     writer.add_file_type(file_type)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(longest_context(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)

@@ -2,6 +2,8 @@
 
 llama.cpp splits text before BPE by rules of its own that GGUF only names. The name is found from the tokenizer's own
 splitting; a tokenizer that splits in another way is refused rather than written under a name that does not fit.
+Two differences cannot be written: llama.cpp composes no characters (NFC, of Qwen's tokenizers), and of tokenizers as
+sentencepiece makes them it puts a space before a text that begins with one, and after every special token or none.
 """
 
 import json
@@ -9,12 +11,17 @@ import re
 from typing import Any
 
 from gguf import TokenType
+from jinja2 import TemplateError
 
+from trainer.answers import end_of_turn
 from trainer.config import UserError
+from trainer.data.chat import chat_template_of
 
 # The splitting of GPT-4's descendants, %s being how digits are grouped.
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 NAMES_OF_SPLITS = {SPLIT % r"\p{N}{1,3}": "llama-bpe", SPLIT % r"\p{N}": "qwen2"}
+# The rule that takes a word whole if it is a token, and the same rule without that.
+WHOLE_WORDS, MERGED_WORDS = "llama-bpe", "smaug-bpe"
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
@@ -31,10 +38,10 @@ def add_vocabulary(writer: Any, tokenizer: Any, *, rows: int) -> None:
     if model.get("byte_fallback"):
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        writer.add_add_space_prefix(_adds_space(state))
+        writer.add_add_space_prefix(_adds_space(state, tokenizer))
     else:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_name_of_split(state["pre_tokenizer"]))
+        writer.add_tokenizer_pre(_name_of_split(state))
         writer.add_token_merges(merges)
     tokens, types = _tokens(tokenizer, rows)
     writer.add_token_list(tokens)
@@ -49,12 +56,25 @@ def add_vocabulary(writer: Any, tokenizer: Any, *, rows: int) -> None:
         token_id = getattr(tokenizer, f"{name}_token_id")
         if token_id is not None:
             getattr(writer, f"add_{name}_token_id")(token_id)
-    # What encoding puts around a text, seen on one.
+    _add_marks(writer, tokenizer)
+
+
+def _add_marks(writer: Any, tokenizer: Any) -> None:
+    """Write what llama.cpp puts around a text, the token that ends a turn, and the chat template."""
     encoded = tokenizer("a").input_ids
-    writer.add_add_bos_token(tokenizer.bos_token_id is not None and encoded[:1] == [tokenizer.bos_token_id])
+    begins = tokenizer.bos_token_id is not None and encoded[:1] == [tokenizer.bos_token_id]
+    # llama.cpp puts the first token before chats too, where it is not there yet; in training it was not put.
+    chats = _chats(tokenizer)
+    writer.add_add_bos_token(begins and all(chat.startswith(tokenizer.bos_token) for chat in chats))
     writer.add_add_eos_token(tokenizer.eos_token_id is not None and encoded[-1:] == [tokenizer.eos_token_id])
-    if isinstance(tokenizer.chat_template, str):
-        writer.add_chat_template(tokenizer.chat_template)
+    template = chat_template_of(tokenizer, None)
+    if template:
+        writer.add_chat_template(template)
+    if chats:
+        # llama.cpp stops where turns end only if it knows the token by name, or is told.
+        end = end_of_turn(tokenizer)
+        if end is not None and end != tokenizer.eos_token_id:
+            writer.add_eot_token_id(end)
 
 
 def _tokens(tokenizer: Any, rows: int) -> tuple[list[str], list[TokenType]]:
@@ -77,30 +97,82 @@ def _tokens(tokenizer: Any, rows: int) -> tuple[list[str], list[TokenType]]:
     return tokens, types
 
 
-def _adds_space(state: dict[str, Any]) -> bool:
-    """Whether a space is put before a text, by the normaliser of older files or the splitter of newer ones."""
-    normalizer = state["normalizer"] or {}
-    steps = normalizer.get("normalizers", [normalizer])
-    splitter = state["pre_tokenizer"] or {}
-    prepends = any(step.get("type") == "Prepend" for step in steps)
-    return prepends or splitter.get("prepend_scheme", "never") in ("first", "always")
+def _chats(tokenizer: Any) -> list[str]:
+    """Prompts as the chat template writes them; none without a template, or if it refuses them."""
+    if not tokenizer.chat_template:
+        return []
+    turns = [{"role": role, "content": "Some words."} for role in ("user", "assistant", "user")]
+    try:
+        return [
+            str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+            for chat in (turns[:1], turns)
+        ]
+    except TemplateError:
+        return []
 
 
-def _name_of_split(splitter: dict[str, Any] | None) -> str:
+def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
+    """Whether llama.cpp is to put spaces before texts, where one rule reads chats as the tokenizer does, that one."""
+    normalizers, splitters = _steps(state["normalizer"], "normalizers"), _steps(state["pre_tokenizer"], "pretokenizers")
+    kinds = [step["type"] for step in (*normalizers, *splitters)]
+    if not set(kinds) <= {"Prepend", "Replace", "Metaspace", "Split"}:
+        raise UserError(
+            f"--format gguf: a tokenizer with byte fallback that changes text by {' and '.join(kinds)} is not written "
+            "here; give llama.cpp's convert_hf_to_gguf.py with --converter"
+        )
+    own = "Prepend" in kinds or any(step.get("prepend_scheme", "never") != "never" for step in splitters)
+    return next((space for space in (own, not own) if reads_chats_alike(tokenizer, space)), own)
+
+
+def reads_chats_alike(tokenizer: Any, space: bool) -> bool:
+    """Whether llama.cpp makes the tokenizer's own tokens of chats, with or without a space before each text.
+
+    llama.cpp cuts the prompt at special tokens and puts the space before every piece; tokenizers may put it before the
+    first only, or not where there is one already.
+    """
+    names = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+    pieces = re.compile(f"({'|'.join(map(re.escape, names))})")
+    numbers, model = tokenizer.get_vocab(), tokenizer.backend_tokenizer.model
+    for chat in _chats(tokenizer):
+        tokens: list[int] = []
+        for piece in filter(None, pieces.split(chat)):
+            marked = ("▁" if space else "") + piece.replace(" ", "▁")
+            tokens += [numbers[piece]] if piece in names else [token.id for token in model.tokenize(marked)]
+        if tokens != tokenizer(chat, add_special_tokens=False).input_ids:
+            return False
+    return True
+
+
+def chats_differ(tokenizer: Any) -> bool:
+    """Whether llama.cpp makes other tokens of this tokenizer's chats, by a space more or less, whatever is written."""
+    of_sentencepiece = json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("byte_fallback")
+    return bool(of_sentencepiece) and not any(reads_chats_alike(tokenizer, space) for space in (True, False))
+
+
+def _steps(step: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
+    """The steps of a normaliser or splitter, which may be one, several or none."""
+    return [] if step is None else step.get(several, [step])
+
+
+def _name_of_split(state: dict[str, Any]) -> str:
     """llama.cpp's name of a byte-level tokenizer's splitting."""
-    steps = (splitter or {}).get("pretokenizers", [splitter or {}])
-    kinds = [step.get("type") for step in steps]
-    last = steps[-1]
-    if kinds[-1] == "ByteLevel" and not last.get("add_prefix_space"):
-        if kinds == ["ByteLevel"] and last.get("use_regex", True):
+    steps = _steps(state["pre_tokenizer"], "pretokenizers")
+    changes = [step["type"] for step in _steps(state["normalizer"], "normalizers") if step["type"] != "NFC"]
+    kinds = [step["type"] for step in steps]
+    whole_words = state["model"].get("ignore_merges", False)
+    if kinds[-1:] == ["ByteLevel"] and not steps[-1].get("add_prefix_space") and not changes:
+        own_rule = steps[-1].get("use_regex", True)
+        if kinds == ["ByteLevel"] and own_rule and not whole_words:
             return "gpt-2"
-        if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and last.get("use_regex", True):
+        if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and own_rule and not whole_words:
             return "smollm"
-        if kinds == ["Split", "ByteLevel"] and not last.get("use_regex", True):
+        if kinds == ["Split", "ByteLevel"] and not own_rule:
             name = NAMES_OF_SPLITS.get(steps[0]["pattern"].get("Regex", ""))
-            if name:
+            if name == WHOLE_WORDS:
+                return WHOLE_WORDS if whole_words else MERGED_WORDS
+            if name and not whole_words:
                 return name
     raise UserError(
-        f"--format gguf: llama.cpp's name for a tokenizer that splits text by {' and '.join(map(str, kinds))} in this "
-        "way is not known here; give llama.cpp's convert_hf_to_gguf.py with --converter"
+        f"--format gguf: llama.cpp's name for a tokenizer that splits text by {' and '.join([*changes, *kinds])} in "
+        "this way is not known here; give llama.cpp's convert_hf_to_gguf.py with --converter"
     )

@@ -4,11 +4,14 @@ Ollama writes prompts by a template in Go's language. It is derived from the tok
 conversations, and kept only if it then writes the same text for others; a template of another build has none.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
+
+from trainer.answers import end_of_turn
 
 TEXTS = {"system": "SYSTEM-TEXT", "user": "QUESTION-TEXT", "assistant": "ANSWER-TEXT"}
 Messages = list[dict[str, str]]
@@ -29,8 +32,9 @@ class ChatParts:
 
     def can_be_written(self) -> bool:
         """Whether none of it would be taken for marks of the template or of the Modelfile."""
-        text = self.without_system + "".join("".join(pair) for pair in self.around.values())
-        return "{{" not in text and '"""' not in text
+        texts = [self.without_system, *(text for pair in self.around.values() for text in pair)]
+        # A brace at a text's end would run into those of the mark behind it.
+        return is_kept("".join(texts)) and not any("{{" in text or '"""' in text or text[-1:] == "{" for text in texts)
 
     def in_go(self) -> str:
         """The same as a template of Ollama's."""
@@ -44,18 +48,25 @@ class ChatParts:
         return start + turns + self.around["assistant"][0]
 
 
+def is_kept(text: str) -> bool:
+    """Whether Ollama reads this text between three quotes as it is: it drops what is not printable (such as U+00A0).
+
+    Three quotes at the end of a line end the text.
+    """
+    return all(sign.isprintable() or sign in "\n\r\t" for sign in text) and not re.search(r'"""[ \t]*[\r\n]', text)
+
+
 def chat_parts(tokenizer: Any) -> ChatParts | None:
     """The parts of the tokenizer's chat template; None if it has none, or one that does more than join turns."""
     if not isinstance(tokenizer.chat_template, str):
         return None
-    # Some templates know no system turn and refuse one.
     for roles in (("system", "user", "assistant"), ("user", "assistant")):
         try:
             parts = _derive(tokenizer, roles)
-            if parts is not None and all(parts.render(chat) == _prompt(tokenizer, chat) for chat in _trials(roles)):
-                return parts if parts.can_be_written() else None
+            alike = parts is not None and all(parts.render(chat) == _prompt(tokenizer, chat) for chat in _trials(roles))
+            return parts if parts is not None and alike and parts.can_be_written() else None
         except (TemplateError, ValueError):
-            continue
+            continue  # some templates know no system turn and refuse one
     return None
 
 
@@ -97,6 +108,14 @@ def _without_start(tokenizer: Any, text: str) -> str:
     return text.removeprefix(tokenizer.bos_token) if puts_it else text
 
 
+def _end_of_turn(tokenizer: Any) -> str | None:
+    try:
+        token = end_of_turn(tokenizer) if tokenizer.chat_template else None
+    except (TemplateError, ValueError):
+        return None
+    return None if token is None else str(tokenizer.convert_ids_to_tokens(token))
+
+
 def modelfile(gguf: str, tokenizer: Any, *, system_prompt: str | None) -> str:
     """The Modelfile for the file `gguf` beside it."""
     lines = [f"FROM ./{gguf}"]
@@ -107,8 +126,11 @@ def modelfile(gguf: str, tokenizer: Any, *, system_prompt: str | None) -> str:
         )
     else:
         lines.append(f'TEMPLATE """{parts.in_go()}"""')
-    stops = dict.fromkeys([tokenizer.eos_token, *([parts.around["assistant"][1].strip()] if parts else [])])
+    after = parts.around["assistant"][1].strip() if parts else _end_of_turn(tokenizer)
+    stops = dict.fromkeys([tokenizer.eos_token, after])
     lines += [f'PARAMETER stop "{stop}"' for stop in stops if stop and '"' not in stop]
-    if system_prompt:
+    if system_prompt and is_kept(system_prompt):
         lines.append(f'SYSTEM """{system_prompt}"""')
+    elif system_prompt:
+        lines.append("# No SYSTEM: Ollama would change the system prompt (signs that are not printable, or quotes).")
     return "\n".join(lines) + "\n"
