@@ -5,7 +5,9 @@
 #   tests/bench/gpu_performance.sh profile    1 GPU: the time of a step by category, and the gap to the floor
 #   tests/bench/gpu_performance.sh curve      1 GPU: no, selective and full recomputation; AdamW in 32 and 8 bits
 # More arguments go to every `zerolora bench`: --steps 10, zero.stage=0, --peer unsloth, ...
-# PYTHON (default python3), OUT (results, default runs/performance), SECONDS_LIMIT (default 500) and SHAPE may be set.
+# PYTHON (default python3), OUT (results, default runs/performance), SECONDS_LIMIT (default 500) and SHAPE may be set;
+# for `figures` CASES ("bf16 bf16-recompute-offload": a part that takes half of the time) and PEERS, a folder with
+# Unsloth's packages (pack_peers.sh), which Unsloth alone sees; for `scaling` GPUS (default all).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 mode=${1:?figures, scaling, profile or curve}
@@ -13,6 +15,10 @@ shift
 python=${PYTHON:-python3}
 out=${OUT:-runs/performance}
 limit=${SECONDS_LIMIT:-500}
+if ! PATH=$(dirname "$(command -v "$python")"):$PATH command -v deepspeed > /dev/null; then
+  echo "no deepspeed on PATH: zerolora starts its ranks with it" >&2
+  exit 2
+fi
 scratch=$(mktemp -d)
 mkdir -p "$out"
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
@@ -44,29 +50,34 @@ bench() {
 
 case $mode in
   figures)
-    bench all --case bf16 --case bf16-recompute --case nf4 --case nf4-recompute-offload \
-      --peer unsloth --peer deepspeed --peer peft-liger "$@"
+    cases=()
+    for name in ${CASES:-bf16 bf16-recompute-offload nf4 nf4-recompute-offload}; do
+      cases+=(--case "$name")
+    done
+    # Unsloth, too, keeps what it recomputes from in host memory; the others cannot.
+    bench "${CASES:+${CASES%% *}-}all" --peer unsloth --peer deepspeed --peer peft-liger \
+      ${PEERS:+--peer-packages "unsloth=$PEERS"} "${cases[@]}" "$@"
     ;;
   scaling)
-    count=$("$python" -c "import torch; print(torch.cuda.device_count())")
+    count=${GPUS:-$("$python" -c "import torch; print(torch.cuda.device_count())")}
     if ((count < 2)); then
       echo "scaling: this machine has $count GPU, and 2 are needed at least" >&2
       exit 2
     fi
     bench 1-zero2 --num-gpus 1 --case bf16 --case nf4 "$@"
+    bench "$count-zero2" --num-gpus "$count" --case bf16 --case nf4 "$@"
+    bench "$count-zero3" --num-gpus "$count" --case bf16 --case nf4 "$@" zero.stage=3
     if ((count > 2)); then
       bench 2-zero2 --num-gpus 2 --case bf16 "$@"
     fi
-    bench "$count-zero2" --num-gpus "$count" --case bf16 --case nf4 "$@"
-    bench "$count-zero3" --num-gpus "$count" --case bf16 --case nf4 "$@" zero.stage=3
     bench "$count-deepspeed-zero2" --num-gpus "$count" --no-product --peer deepspeed --case bf16 "$@"
     bench "$count-deepspeed-zero3" --num-gpus "$count" --no-product --peer deepspeed --case bf16 "$@" zero.stage=3
     ;;
   profile)
-    bench all --case bf16 --case bf16-recompute --case nf4 --case nf4-recompute-offload --profile "$@"
+    bench all --case bf16 --case bf16-recompute-offload --case nf4 --case nf4-recompute-offload --profile "$@"
     ;;
   curve)
-    bench recomputation --case bf16 --case bf16-selective --case bf16-recompute "$@"
+    bench recomputation --case bf16 --case bf16-selective --case bf16-recompute --case bf16-recompute-offload "$@"
     bench adamw-8bit --case bf16 "$@" training.optimizer=adamw_8bit
     ;;
   *)

@@ -14,7 +14,7 @@ from rich.table import Table
 # case -> tokens/s/GPU aimed at and largest peak GiB, on an H200 with the shape of Llama-3.1-8B
 FIGURES = {
     "bf16": (18_500, 45.0),
-    "bf16-recompute": (13_000, 17.5),
+    "bf16-recompute-offload": (13_000, 17.5),
     "nf4": (17_500, 36.0),
     "nf4-recompute-offload": (12_300, 8.2),
 }
@@ -36,27 +36,33 @@ def rate(record: Record | None, case: str, stack: str = "zerolora") -> float | N
     return next(rates, None)
 
 
-def peak(record: Record, case: str) -> float:
-    return next(one["peak_gib"] for one in record["results"] if (one["case"], one["stack"]) == (case, "zerolora"))
+def peak(record: Record, case: str) -> float | None:
+    """GiB of zerolora's run of a case; None on a CPU."""
+    peaks: list[float | None] = [
+        one["peak_gib"] for one in record["results"] if (one["case"], one["stack"]) == (case, "zerolora")
+    ]
+    return peaks[0]
 
 
 def figures(records: dict[str, Record]) -> Table:
     """One GPU: ratios to each other trainer, and whether rate and peak are reached."""
     ratios = ("x Unsloth", "x DeepSpeed", "x PEFT+Liger")
     table = table_of("case", "zerolora", *ratios, "must", "aim", "peak GiB", "verdict")
-    record = records.get("all")
+    merged: Record = {"results": [one for record in records.values() for one in record["results"]]}
     for case, (aim, limit) in FIGURES.items():
-        ours = rate(record, case)
-        if ours is None or record is None:
-            table.add_row(case, "not measured")
+        ours = rate(merged, case)
+        if ours is None:
+            if any(one["case"] == case for one in merged["results"]):
+                table.add_row(case, "not measured")
             continue
-        others = [rate(record, case, stack) for stack in ("unsloth", "deepspeed", "peft-liger")]
+        others = [rate(merged, case, stack) for stack in ("unsloth", "deepspeed", "peft-liger")]
         over = [f"{ours / other:.3f}" if other else "-" for other in others]
-        used = peak(record, case)
+        used = peak(merged, case)
         reached = others[0] is not None and ours >= MUST * others[0]
         rated = "aim" if ours >= aim else "must" if reached else "below" if others[0] else "no Unsloth"
-        fits = "" if used <= limit else f", peak above {limit}"
-        table.add_row(case, f"{ours:,.0f}", *over, f"{MUST}", f"{aim:,}", f"{used:.1f}", rated + fits)
+        fits = "" if used is None or used <= limit else f", peak above {limit}"
+        size = f"{used:.1f}" if used is not None else "-"
+        table.add_row(case, f"{ours:,.0f}", *over, f"{MUST}", f"{aim:,}", size, rated + fits)
     return table
 
 
@@ -102,9 +108,9 @@ def curve(records: dict[str, Record]) -> Table:
         for one in record["results"]:
             ours = one["tokens_per_second_per_gpu"]
             if ours and base and base_rate:
-                used = one["peak_gib"]
-                time, memory = f"{base_rate / ours - 1:+.1%}", f"{used / peak(base, 'bf16') - 1:+.1%}"
-                table.add_row(name, one["case"], f"{ours:,.0f}", time, f"{used:.2f}", memory)
+                used, whole = one["peak_gib"], peak(base, "bf16")
+                memory = (f"{used:.2f}", f"{used / whole - 1:+.1%}") if used and whole else ("-", "-")
+                table.add_row(name, one["case"], f"{ours:,.0f}", f"{base_rate / ours - 1:+.1%}", *memory)
     return table
 
 

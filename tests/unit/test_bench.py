@@ -120,10 +120,14 @@ def test_no_step_is_the_short_last_one_of_an_epoch(tmp_path: Path) -> None:
     assert text_count(run, steps=10, ranks=1) >= 10
 
 
-def test_what_is_not_installed_is_named_by_its_package() -> None:
+def test_what_is_not_installed_is_named_with_its_way_in(tmp_path: Path) -> None:
     assert missing_package("peft") is None
-    assert missing_package("unsloth") in (None, "unsloth")
-    assert missing_package("peft-liger") in (None, "liger-kernel")
+    assert missing_package("peft-liger") in (None, "not installed: pip install liger-kernel")
+    # It cannot be installed beside zerolora's datasets: a folder of its own is looked into.
+    assert "--peer-packages unsloth=FOLDER" in (missing_package("unsloth") or "--peer-packages unsloth=FOLDER")
+    (tmp_path / "unsloth").mkdir()
+    (tmp_path / "unsloth" / "__init__.py").touch()
+    assert missing_package("unsloth", str(tmp_path)) is None
 
 
 def records(*step_ms: float) -> list[dict[str, Any]]:

@@ -71,6 +71,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--num-gpus", type=int, default=1, help="GPUs, or CPU ranks (default 1)")
     parser.add_argument("--peers", action="store_true", help="measure the other trainers as well")
     parser.add_argument("--peer", action="append", choices=STACKS, help="only this one of them, may be repeated")
+    parser.add_argument(
+        "--peer-packages",
+        action="append",
+        default=[],
+        metavar="PEER=FOLDER",
+        help="packages that this one alone sees, before all others: those of `pip install --target FOLDER`",
+    )
     parser.add_argument("--no-product", action="store_true", help="measure the other trainers alone")
     parser.add_argument("--profile", action="store_true", help="the time by category, and the gap to the floor")
     parser.add_argument("--json", type=Path, help="write everything to this file")
@@ -78,6 +85,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     arguments = parser.parse_intermixed_args(argv)
     if arguments.steps < 1 or arguments.warmup < 1:
         parser.error("--steps and --warmup must be 1 or more")
+    for word in arguments.peer_packages:
+        stack, _, folder = word.partition("=")
+        if stack not in STACKS or not Path(folder).is_dir():
+            parser.error(f"--peer-packages {word}: say PEER=FOLDER, PEER one of {', '.join(STACKS)}")
     return arguments
 
 
@@ -89,6 +100,8 @@ class Bench:
         self.results: list[Measurement] = []
         self.profiles: dict[str, Any] = {}
         self.on_gpu = torch.cuda.is_available()
+        words_of = (word.partition("=") for word in arguments.peer_packages)
+        self.packages = {stack: str(Path(path).absolute()) for stack, _, path in words_of}
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self) -> None:
@@ -163,8 +176,8 @@ class Bench:
 
     def _peer(self, stack: str) -> None:
         """One other trainer: its cases in one process, and in a fresh one after a failure."""
-        package = missing_package(stack)
-        reason = f"not installed: pip install {package}" if package else ""
+        packages = self.packages.get(stack)
+        reason = missing_package(stack, packages) or ""
         if not reason and self.arguments.num_gpus > 1 and stack != "deepspeed":
             reason = "measured on one GPU only"
         if reason:
@@ -177,7 +190,7 @@ class Bench:
         while left:
             log = self.folder / f"{stack}-{left[0].name.replace(' ', '-')}.log"
             title = f"{', '.join(case.name for case in left)}: {stack}"
-            failure = self._call(title, self._peer_command(stack, left), log)
+            failure = self._call(title, self._peer_command(stack, left), log, packages)
             lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith(RESULT)]
             done = [json.loads(line.removeprefix(RESULT)) for line in lines]
             done = done or [{"case": left[0].name, "error": failure or "gave no result"}]
@@ -214,11 +227,11 @@ class Bench:
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.num_gpus}"]
         return [sys.executable, *(ranks if stack == "deepspeed" else []), "-m", "trainer.bench.peers", stack, str(file)]
 
-    def _call(self, title: str, command: Sequence[str], log: Path) -> str:
+    def _call(self, title: str, command: Sequence[str], log: Path, packages: str | None = None) -> str:
         """Run a command into a log; empty if it did well, else why not, after the end of the log was shown."""
         started = time.monotonic()
         print(f"{title} ...", end="", file=sys.stderr, flush=True)
-        paths = os.pathsep.join(path for path in (str(ROOT), os.environ.get("PYTHONPATH")) if path)
+        paths = os.pathsep.join(path for path in (str(ROOT), packages, os.environ.get("PYTHONPATH")) if path)
         with log.open("wb") as output:
             # In the folder, where some leave compiled kernels behind.
             child = subprocess.Popen(

@@ -24,13 +24,15 @@ DEFAULTS: dict[str, Any] = {
 }
 AS_CONFIGURED = "as configured"
 _RECOMPUTE = {"training.gradient_checkpointing": "non_reentrant"}
+_OFFLOAD = {**_RECOMPUTE, "training.offload_activations": True}
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {"adapter": "lora"},
     "bf16-recompute": {"adapter": "lora", **_RECOMPUTE},
+    "bf16-recompute-offload": {"adapter": "lora", **_OFFLOAD},
     "bf16-selective": {"adapter": "lora", "training.gradient_checkpointing": "selective"},
     "nf4": {"adapter": "qlora"},
     "nf4-recompute": {"adapter": "qlora", **_RECOMPUTE},
-    "nf4-recompute-offload": {"adapter": "qlora", **_RECOMPUTE, "training.offload_activations": True},
+    "nf4-recompute-offload": {"adapter": "qlora", **_OFFLOAD},
 }
 MOST_SEQUENCES = 64  # of a micro-batch, where `auto` is still to say
 IN_REACH = 1e-6  # a share that any adapter passes in its first steps

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -82,10 +83,15 @@ class Task:
         return torch.tensor(ids).view(-1, case.batch_size, case.length)
 
 
-def missing_package(stack: str) -> str | None:
-    """The package to install for a stack, or None if all are there; imports nothing."""
-    missing = [name for name in NEEDS[stack] if importlib.util.find_spec(name) is None]
-    return PACKAGE_OF.get(missing[0], missing[0]) if missing else None
+def missing_package(stack: str, folder: str | None = None) -> str | None:
+    """How to install what a stack misses, or None if all is there, looked for in `folder` first; imports nothing."""
+    paths = [folder, *sys.path] if folder else sys.path
+    missing = [name for name in NEEDS[stack] if PathFinder.find_spec(name, paths) is None]
+    if not missing:
+        return None
+    if stack == "unsloth":  # wants datasets < 5, zerolora datasets >= 5.2
+        return "not installed: pip install it into a folder of its own, and --peer-packages unsloth=FOLDER"
+    return f"not installed: pip install {PACKAGE_OF.get(missing[0], missing[0])}"
 
 
 def packages_of(stack: str) -> dict[str, str]:
