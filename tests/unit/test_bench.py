@@ -12,7 +12,7 @@ from rich.console import Console
 from trainer.bench.__main__ import main
 from trainer.bench.cases import AS_CONFIGURED, CASES, peer_case, prepared, resolve, text_count, write_texts
 from trainer.bench.floor import measure_floor
-from trainer.bench.peers import Task, missing_package
+from trainer.bench.peers import missing_package
 from trainer.bench.report import (
     PRODUCT,
     Measurement,
@@ -21,6 +21,7 @@ from trainer.bench.report import (
     profile_table,
     result_table,
 )
+from trainer.bench.task import Task
 from trainer.bench.trace import ADAPTER, ATTENTION, CATEGORIES, FROZEN, HEAD, IDLE, NORMS
 from trainer.bench.unsloth import write_hollow_checkpoint
 from trainer.config import load_config

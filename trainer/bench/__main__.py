@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 
 from trainer.bench.cases import AS_CONFIGURED, CASES, peer_case, prepared, resolve, text_count, write_texts
-from trainer.bench.peers import RESULT, STACKS, Case, Task, missing_package
+from trainer.bench.peers import RESULT, STACKS, missing_package
 from trainer.bench.report import (
     MFU_FORMULA,
     PRODUCT,
@@ -33,6 +33,7 @@ from trainer.bench.report import (
     profile_table,
     result_table,
 )
+from trainer.bench.task import Case, Task
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.run_record import commit, package_versions
 

@@ -17,11 +17,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from trainer.bench.task import Case, Task
 
 STACKS = ("peft", "peft-liger", "deepspeed", "unsloth")
 NEEDS = {
@@ -33,54 +34,6 @@ NEEDS = {
 PACKAGE_OF = {"liger_kernel": "liger-kernel"}
 RESULT = "RESULT "
 LEFT_OVER_GIB = 0.2
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is the same for every stack."""
-
-    name: str
-    base_model: str
-    four_bit: bool
-    recompute: bool
-    rank: int
-    alpha: float
-    targets: list[str]
-    stage: int
-    bf16: bool
-    batch_size: int
-    length: int
-
-
-@dataclass(frozen=True)
-class Task:
-    """The cases and what they are measured with."""
-
-    cases: list[Case]
-    texts: str
-    """The .jsonl file that zerolora trains on."""
-    warmup: int
-    steps: int
-    folder: str
-    """Where a stack may put files."""
-
-    @classmethod
-    def read(cls, path: Path) -> "Task":
-        """From JSON."""
-        values = json.loads(path.read_text())
-        return cls(**(values | {"cases": [Case(**case) for case in values["cases"]]}))
-
-    def batches(self, case: Case) -> Any:
-        """Token ids [steps, batch, length], those that zerolora's own tokenizer makes of the same texts."""
-        import torch
-
-        from trainer.random_model import byte_tokenizer
-
-        texts = [json.loads(line)["text"] for line in Path(self.texts).read_text().splitlines()]
-        count = (self.warmup + self.steps) * case.batch_size
-        chosen = [texts[number % len(texts)] for number in range(count)]
-        ids = [row[: case.length] for row in byte_tokenizer()(chosen)["input_ids"]]
-        return torch.tensor(ids).view(-1, case.batch_size, case.length)
 
 
 def missing_package(stack: str, folder: str | None = None) -> str | None:

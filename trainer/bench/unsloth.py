@@ -6,18 +6,16 @@ weights in the file are one hole (zeros that take no room on the disk) and are d
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from trainer.bench.task import Case
 from trainer.config import ModelSection
 from trainer.model import empty_model, load_model_config
 
-if TYPE_CHECKING:
-    from trainer.bench.peers import Case
 
-
-def unsloth_model(case: "Case", folder: Path) -> Any:
+def unsloth_model(case: Case, folder: Path) -> Any:
     """Unsloth's model from a checkpoint of zeros that takes no room on the disk, its weights then drawn in place."""
     from unsloth import FastLanguageModel
 
