@@ -91,7 +91,8 @@ class Failure:
 
         def order(rank: int) -> tuple[bool, bool, float]:
             death = self.deaths[rank]
-            killed = (death.status or 0) < 0 and death.when - first < TOGETHER_S
+            # By SIGTERM launchers end what is left; a rank that is on its way out already does not handle it any more.
+            killed = (death.status or 0) < 0 and death.status != -signal.SIGTERM and death.when - first < TOGETHER_S
             return not killed, not _has_cause(texts[rank]), death.when
 
         return min(self.deaths, key=order)

@@ -131,7 +131,7 @@ def test_a_mistake_of_the_user_is_2(start: Start, tmp_path: Path) -> None:
 
 def test_a_failed_rank_is_1_and_named_with_its_host_step_and_traceback(start: Start) -> None:
     code, _, err = start(mischief="1:raise:9").end()
-    assert code == 1
+    assert code == 1, err
     lines = err.splitlines()
     assert lines[0].startswith(f"the run failed: rank 1 on {HOST} ended with exit code 1 (step "), err
     assert "ValueError: the middle of the model is missing" in err

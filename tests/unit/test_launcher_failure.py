@@ -95,6 +95,15 @@ def test_the_killed_rank_is_blamed_though_the_launcher_saw_another_first(
     assert "usually host memory ran out (at its last sign of life 0.2 GiB were free)" in shown
 
 
+def test_a_rank_that_the_launcher_tidied_up_is_not_blamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was about to end because of the other one, and so did not handle the signal any more."""
+    (tmp_path / "rank-0.log").write_text(PEER)
+    (tmp_path / "rank-1.log").write_text(OWN)
+    leave_beat(tmp_path, 1)
+    assert Failure(tmp_path, {}, {0: Death(1.2, -15), 1: Death(1.0)}, 1).tell() == 1
+    assert capsys.readouterr().err.startswith("the run failed: rank 1 on n1 ended with exit code 1")
+
+
 def test_all_ranks_that_were_killed_together_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for rank in range(3):
         (tmp_path / f"rank-{rank}.log").write_text("working\n")
