@@ -136,7 +136,7 @@ def holder(path: Path, seconds: float) -> "subprocess.Popen[str]":
 
 def test_the_second_builder_waits_and_names_the_first(tmp_path, capsys):
     path = tmp_path / "node.lock"
-    first = holder(path, 1.0)
+    first = holder(path, 3.0)
     begin = time.monotonic()
     with build_lock(path):
         waited = time.monotonic() - begin
@@ -152,4 +152,4 @@ def test_a_killed_builder_leaves_no_lock(tmp_path):
     first.wait()
     begin = time.monotonic()
     with build_lock(path):
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 30

@@ -132,7 +132,7 @@ def test_a_second_interrupt_ends_ranks_that_do_not_listen(runs: dict[str, Run]) 
     run.process.send_signal(signal.SIGINT)
     before = time.monotonic()
     assert run.end() == 130
-    assert time.monotonic() - before < 5.0
+    assert time.monotonic() - before < 30.0  # the ranks would never end
     assert run.left_behind() == []
 
 
