@@ -140,9 +140,10 @@ def restore_checkpoint(checkpoint: Path, engine: Any, ranks: Ranks) -> dict[str,
 def _publish(folder: Path, final: Path) -> None:
     """Rename when everything is on the disk: a checkpoint is whole or it is not there."""
     (folder / MARKER).write_text("")
-    for path in folder.iterdir():
-        with path.open("rb") as handle:
-            os.fsync(handle.fileno())
+    for path in folder.rglob("*"):  # a tokenizer with several chat templates has a folder of them
+        if path.is_file():
+            with path.open("rb") as handle:
+                os.fsync(handle.fileno())
     if final.exists():
         shutil.rmtree(final)
     os.replace(folder, final)

@@ -20,12 +20,16 @@ from trainer.checkpoint import whole_checkpoints
 pytestmark = pytest.mark.distributed
 
 COMMAND = [sys.executable, "-m", "launcher.cli", "train"]
+TEMPLATE = "additional_chat_templates/tool_use.jinja"
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("train")
-    make_model(folder / "model")
+    model = make_model(folder / "model")
+    # A second chat template is a file in a folder, in what the run saves too.
+    (model / TEMPLATE).parent.mkdir()
+    (model / TEMPLATE).write_text("{{ messages[0]['content'] }}")
     write_chats(folder / "train.jsonl", 200)
     settings = {
         "base_model": str(folder / "model"),
@@ -82,7 +86,7 @@ def test_the_console_is_calm(finished: subprocess.CompletedProcess[str], workpla
 def test_the_run_is_complete(finished: subprocess.CompletedProcess[str], workplace: Path) -> None:
     run = workplace / "run"
     assert [path.name for path in whole_checkpoints(run)] == ["checkpoint-6", "checkpoint-12", "checkpoint-13"]
-    for name in ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "report.html", "run.json"):
+    for name in ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "report.html", "run.json", TEMPLATE):
         assert (run / name).exists(), name
     assert list((run / "tensorboard").rglob("events.out.tfevents.*"))
     assert (run / "plots" / "loss.png").stat().st_size > 1000
