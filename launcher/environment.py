@@ -1,6 +1,7 @@
 """Which variables of this shell the ranks on other hosts get: ssh passes on none of them."""
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,9 +25,13 @@ def exported_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_environment(file: Path, env: Mapping[str, str]) -> None:
-    """Write `file` for DeepSpeed's launcher, which reads DS_ENV_FILE in place of ~/.deepspeed_env: both are in it."""
+    """Write `file` for DeepSpeed's launcher, which reads DS_ENV_FILE in place of ~/.deepspeed_env: both are in it.
+
+    The folder of this Python comes first in PATH there, too: operators are built by the ninja beside it. Another ninja
+    would build all of them again, and without one the ranks would fail.
+    """
     own = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-    lines: list[str] = []
+    lines = [f"PATH={Path(sys.executable).parent}:$PATH"]
     for folder in (Path.home(), Path()):
         if (folder / own).is_file():
             lines += [line for line in (folder / own).read_text().splitlines() if "=" in line]

@@ -128,8 +128,11 @@ def _answers(node: str) -> bool:
 
 
 def _ranks_per_node(env: Mapping[str, str]) -> int | None:
-    """GPUs of a node, else tasks asked for on it; None if the job says neither."""
-    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
+    """GPUs asked for on a node, else those it got, else tasks; None if the job says nothing of them.
+
+    With `--exclusive` a node gives all GPUs that it has, however few were asked for.
+    """
+    for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE"):
         # `h200:8` names the type as well.
         count = env.get(name, "").rpartition(":")[2]
         if count.isdigit() and int(count):

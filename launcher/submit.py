@@ -87,6 +87,10 @@ def submit(
     compare_seeds: Annotated[
         int | None, typer.Option(help="`zerolora compare` instead of training: an array with a task for each seed.")
     ] = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(help="An option of `zerolora compare`, `--controllers=none,pi`; may be repeated."),
+    ] = None,
     dependency: Annotated[str | None, typer.Option(help="SLURM's, `afterok:123`.")] = None,
     sbatch: Annotated[list[str] | None, typer.Option(help="Any option of sbatch, `--mem=0`; may be repeated.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and stop.")] = False,
@@ -104,7 +108,9 @@ def submit(
             raise UserError(f"--compare-seeds {compare_seeds}: must be 1 or more, and without --sweep")
         first = loaded.config.seed
         lines = [f"seed={seed}" for seed in range(first, first + compare_seeds)]
-        before, after = ["compare"], ["--output", str(run_dir), "--seeds", "1"]
+        before, after = ["compare"], ["--output", str(run_dir), "--seeds", "1", *(compare or [])]
+    elif compare:
+        raise UserError(f"--compare={compare[0]}: needs --compare-seeds N")
     if array is not None and not lines and not array.endswith("%1"):
         raise UserError(
             f"--array {array}: its tasks would train into one folder at the same time; give each its settings with "

@@ -15,7 +15,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -232,8 +232,8 @@ class Supervisor:
         if RestartNote.is_left(self.logs):
             return EXIT_RESTART
         failed = {rank: death for rank, death in self.deaths.items() if self.ranks[rank].pid not in successes}
-        if self.spread:
-            failed = self._fallen_elsewhere() | failed
+        if self.reach is not None:
+            failed = self._fallen_elsewhere(self.reach, failed)
         elif self.ranks:
             # Ranks are started together; one that was never seen died before the first look.
             failed |= {rank: Death(0.0) for rank in range(self.command.ranks) if rank not in self.ranks}
@@ -243,13 +243,22 @@ class Supervisor:
             return EXIT_USAGE
         return 128 - status if status < 0 else EXIT_FAILED
 
-    def _fallen_elsewhere(self) -> dict[int, Death]:
-        """Ranks whose heartbeats tell of no success; one that was killed falls silent before the others do."""
-        to_monotonic = time.monotonic() - time.time()
+    def _fallen_elsewhere(self, reach: Reach, seen: Mapping[int, Death]) -> dict[int, Death]:
+        """Ranks whose heartbeats tell of no success; one that was killed falls silent before the others do.
+
+        How one ended that could not say it itself stands in the launcher's log, unless it was `seen` on this host.
+        """
+        now, to_monotonic = time.monotonic(), time.monotonic() - time.time()
         beats = read_beats(self.logs)
-        return {
-            rank: Death(beat.time + to_monotonic, beat.exit_code) for rank, beat in beats.items() if beat.exit_code != 0
-        }
+        told = reach.statuses(self._log(), beats)
+        fallen = dict(seen)
+        for rank, beat in beats.items():
+            if beat.exit_code != 0:
+                death = seen.get(rank, Death(beat.time + to_monotonic, beat.exit_code))
+                status = told.get(rank) if death.status is None else death.status
+                # Nobody knows of its end, but of another's: it was ended here, at last.
+                fallen[rank] = Death(now if told and status is None else death.when, status)
+        return fallen
 
     def _all_succeeded(self, successes: set[int]) -> bool:
         if not self.spread:

@@ -5,14 +5,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.cluster.hosts import Hosts, needs_root
+from tests.cluster.hosts import LOGIN, Hosts, needs_root
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.tiny import make_model, write_chats
 
@@ -21,6 +21,22 @@ ZEROLORA = [sys.executable, "-m", "launcher.cli"]
 STEPS = 160
 # Long enough for every rank's imports on a machine that is busy with others.
 PATIENCE_S = 420.0
+
+SERVER = """\
+HostKey {folder}/host_key
+AuthorizedKeysFile {folder}/user_key.pub
+PidFile none
+StrictModes no
+UsePAM no
+PermitRootLogin yes
+PasswordAuthentication no
+"""
+CLIENT = """\
+IdentityFile {folder}/user_key
+StrictHostKeyChecking no
+UserKnownHostsFile /dev/null
+LogLevel ERROR
+"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,6 +68,30 @@ def wait_for(condition: Callable[[], Any], what: Callable[[], str]) -> Any:
         assert time.monotonic() < deadline, what()
         time.sleep(0.1)
     return result
+
+
+def end_of(slurm: SlurmCluster, job: str) -> str:
+    """Wait until a job is over; the state it ended in."""
+    wait_for(lambda: slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), lambda: slurm.run("squeue"))
+    return slurm.state(job)
+
+
+def kill_rank(hosts: Hosts, host: str, *, other: str) -> None:
+    """SIGKILL to the rank on a host, while the one on the other host is halted and cannot notice."""
+    ranks = {
+        name: [found for found in hosts.processes(name) if found.cmdline()[1:4] == ["-u", "-m", "trainer.train"]]
+        for name in (host, other)
+    }
+    for process in ranks[other]:
+        process.suspend()
+    assert ranks[host]
+    for process in ranks[host]:
+        process.kill()
+
+
+def log_of(workplace: Path, name: str) -> str:
+    parts = [workplace / f"{name}.log", *sorted((workplace / name / "logs").glob("*.log"))]
+    return "\n".join(f"== {part}\n{part.read_text()[-3000:]}" for part in parts if part.exists())
 
 
 @pytest.fixture(scope="session")
@@ -92,6 +132,16 @@ def reference(workplace: Path) -> list[float]:
 
 
 @pytest.fixture(scope="session")
+def six_steps(workplace: Path) -> list[float]:
+    """The same of a run of six steps; its learning rate falls sooner than in a longer one."""
+    command = [*ZEROLORA, "train", str(workplace / "config.yaml"), f"output_dir={workplace / 'six'}"]
+    command.append("training.max_steps=6")
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return losses(workplace / "six")
+
+
+@pytest.fixture(scope="session")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """`login`, `n1` and `n2`."""
     needs_root()
@@ -105,3 +155,36 @@ def slurm(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> SlurmCluste
     """A SLURM cluster of n1 and n2, four GPUs in the books of each; it ends with the hosts."""
     needs_root("munged", "slurmctld", "slurmd", "sbatch")
     return SlurmCluster(hosts, tmp_path_factory.mktemp("slurm"), environment())
+
+
+@pytest.fixture(scope="session")
+def ssh(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
+    """Both nodes let this user in; the environment of a shell whose `ssh` knows how."""
+    needs_root("sshd", "ssh", "pdsh")
+    folder = tmp_path_factory.mktemp("ssh")
+    for key in ("host_key", "user_key"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
+    (folder / "sshd_config").write_text(SERVER.format(folder=folder))
+    (folder / "ssh_config").write_text(CLIENT.format(folder=folder))
+    (folder / "bin").mkdir()
+    (folder / "bin" / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {folder}/ssh_config "$@"\n')
+    (folder / "bin" / "ssh").chmod(0o755)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    daemons = [
+        hosts.start(node, ["/usr/sbin/sshd", "-D", "-f", str(folder / "sshd_config")], stdin=subprocess.DEVNULL)
+        for node in ("n1", "n2")
+    ]
+    env = environment()
+    env["PATH"] = f"{folder}/bin:{env['PATH']}"
+    for node in ("n1", "n2"):
+        wait_for(lambda node=node: hosts.run(LOGIN, ["ssh", node, "true"], env=env).returncode == 0, lambda: "no sshd")
+    yield env
+    for daemon in daemons:
+        daemon.terminate()
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    path = tmp_path / "hostfile"
+    path.write_text("# the two nodes\nn1 slots=1\nn2 slots=1\n")
+    return path

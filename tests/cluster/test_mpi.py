@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import ROOT, ZEROLORA, environment, losses
-from tests.cluster.hosts import needs_programs
+from tests.cluster.conftest import ROOT, ZEROLORA, environment, kill_rank, losses, wait_for
+from tests.cluster.hosts import LOGIN, Hosts, needs_programs
 
 pytestmark = pytest.mark.slow
 PYTHON = sys.executable
@@ -24,14 +25,6 @@ def run(command: list[str], workplace: Path, name: str, **variables: str) -> sub
     )
 
 
-@pytest.fixture(scope="module")
-def six_steps(workplace: Path) -> list[float]:
-    """The losses of `zerolora train` with two ranks; the learning rate falls sooner than in a longer run."""
-    done = run([*ZEROLORA, "train"], workplace, "six")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return losses(workplace / "six")
-
-
 def test_mpirun_starts_the_console_script(workplace: Path, six_steps: list[float]) -> None:
     needs_programs("mpirun")
     done = run([*MPIRUN, str(BESIDE / "zerolora-rank")], workplace, "mpi")
@@ -45,6 +38,51 @@ def test_zerolora_train_starts_mpirun(workplace: Path, six_steps: list[float]) -
     done = run([*ZEROLORA, "train", "--launcher", "mpi", "--num-gpus", "2"], workplace, "train-mpi")
     assert done.returncode == 0, done.stdout + done.stderr
     assert losses(workplace / "train-mpi") == pytest.approx(six_steps, rel=1e-4)
+
+
+def test_mpirun_starts_a_rank_on_each_of_two_hosts(
+    hosts: Hosts, ssh: Mapping[str, str], workplace: Path, six_steps: list[float]
+) -> None:
+    """As docs/cluster.md has it; Open MPI passes on the variables that it is told to, and no others."""
+    needs_programs("mpirun")
+    command = ["mpirun", "-np", "2", "--host", "n1:1,n2:1", "--bind-to", "none"]
+    for name in ("PATH", "PYTHONPATH", "DS_ACCELERATOR", "OMP_NUM_THREADS"):
+        command += ["-x", name]
+    command += ["zerolora-rank", str(workplace / "config.yaml"), "training.max_steps=6"]
+    command.append(f"output_dir={workplace / 'mpi-hosts'}")
+    done = hosts.run(LOGIN, command, env={**ssh, **AS_ROOT}, cwd=ROOT, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "world        2 ranks on n1, n2: cpu" in done.stdout
+    assert losses(workplace / "mpi-hosts") == pytest.approx(six_steps, rel=1e-4)
+
+
+def test_zerolora_train_starts_mpirun_on_the_hosts_of_a_file(
+    hosts: Hosts, ssh: Mapping[str, str], workplace: Path, six_steps: list[float], hostfile: Path
+) -> None:
+    needs_programs("mpirun")
+    command = [*ZEROLORA, "train", str(workplace / "config.yaml"), "--launcher", "mpi", "--hostfile", str(hostfile)]
+    command += [f"output_dir={workplace / 'mpi-hostfile'}", "training.max_steps=6"]
+    done = hosts.run(LOGIN, command, env={**ssh, **AS_ROOT}, cwd=ROOT, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "world        2 ranks on n1, n2: cpu" in done.stdout
+    assert losses(workplace / "mpi-hostfile") == pytest.approx(six_steps, rel=1e-4)
+
+
+def test_a_rank_of_mpirun_killed_on_another_host_is_137(
+    hosts: Hosts, ssh: Mapping[str, str], workplace: Path, hostfile: Path
+) -> None:
+    needs_programs("mpirun")
+    run = workplace / "mpi-killed"
+    command = [*ZEROLORA, "train", str(workplace / "config.yaml"), "--launcher", "mpi", "--hostfile", str(hostfile)]
+    command += [f"output_dir={run}", "training.max_steps=100000"]
+    process = hosts.start(
+        LOGIN, command, env={**ssh, **AS_ROOT}, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    wait_for(lambda: losses(run) or process.poll() is not None, lambda: "no step")
+    kill_rank(hosts, "n2", other="n1")
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 137, out
+    assert "the run failed: rank 1 on n2 was killed by signal 9 (SIGKILL) (" in out
 
 
 def test_mpirun_without_mpi4py_says_how_to_get_it(workplace: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Jobs on a real SLURM cluster of two nodes: trained, preempted, bereft of a node, swept."""
+"""Jobs on a real SLURM cluster of two nodes: trained, preempted, out of time, bereft of a node."""
 
 import json
 import re
@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import ROOT, STEPS, ZEROLORA, losses, wait_for
+from tests.cluster.conftest import ROOT, STEPS, ZEROLORA, end_of, kill_rank, log_of, losses, wait_for
 from tests.cluster.slurm_cluster import SlurmCluster
 from trainer.checkpoint import whole_checkpoints
 
 pytestmark = pytest.mark.slow
 SIZE = ["--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1", "--time=30"]
+SALLOC = ["salloc", "--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1"]
+MISCHIEF = Path(__file__).parent / "mischief"
 
 
 def batch(slurm: SlurmCluster, workplace: Path, name: str, *settings: str, options: list[str] | None = None) -> str:
@@ -20,17 +22,6 @@ def batch(slurm: SlurmCluster, workplace: Path, name: str, *settings: str, optio
     command = ["sbatch", "--parsable", *SIZE, *(options or []), f"--output={workplace}/{name}.log"]
     command += ["slurm/train.sbatch", str(workplace / "config.yaml"), f"output_dir={workplace / name}", *settings]
     return slurm.run(*command).strip()
-
-
-def end_of(slurm: SlurmCluster, job: str) -> str:
-    """Wait until a job is over; the state it ended in."""
-    wait_for(lambda: slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), lambda: slurm.run("squeue"))
-    return slurm.state(job)
-
-
-def log_of(workplace: Path, name: str) -> str:
-    parts = [workplace / f"{name}.log", *sorted((workplace / name / "logs").glob("*.log"))]
-    return "\n".join(f"== {part}\n{part.read_text()[-3000:]}" for part in parts if part.exists())
 
 
 def test_a_script_by_hand_trains_on_two_nodes(slurm: SlurmCluster, workplace: Path, reference: list[float]) -> None:
@@ -48,9 +39,14 @@ def test_submit_trains_under_zero_3_and_status_tells_of_it(
     run = workplace / "zero3"
     arguments = [str(workplace / "config.yaml"), f"output_dir={run}", "zero.stage=3"]
     options = ["--nodes", "2", "--gpus-per-node", "1", "--time", "30", "--partition", "all", "--cpus-per-task", "1"]
+    options += ["--account", "team", "--job-name", "third", "--sbatch=--mem=0", "--sbatch=--exclusive"]
     told = slurm.run(*ZEROLORA, "submit", *arguments, *options).strip()
     job, log = told.split()
     assert log == f"{run}/logs/slurm-{job}.log"
+    assert (slurm.field(job, "Account"), slurm.field(job, "JobName")) == ("team", "third")
+    after = slurm.run(*ZEROLORA, "submit", *arguments, *options, "--dependency", f"afterok:{job}").split()[0]
+    assert slurm.field(after, "Dependency").startswith(f"afterok:{job}")
+    slurm.run("scancel", after)
     shown = slurm.run(*ZEROLORA, "status", job)
     assert f"job      {job} " in shown and f"run      {run}" in shown
     assert end_of(slurm, job) == "COMPLETED", log_of(workplace, "zero3")
@@ -82,6 +78,17 @@ def test_usr1_saves_and_the_requeued_job_ends_where_the_whole_run_did(
     assert losses(run) == pytest.approx(reference, rel=1e-4)
 
 
+def test_scancel_ends_a_job_for_good_and_the_ranks_save(slurm: SlurmCluster, workplace: Path) -> None:
+    """SIGTERM to all of the job, and KillWait for what they do then."""
+    run = workplace / "cancelled"
+    job = batch(slurm, workplace, "cancelled", "training.max_steps=100000", "training.save_steps=0")
+    wait_for(lambda: losses(run), lambda: log_of(workplace, "cancelled"))
+    slurm.run("scancel", job)
+    assert end_of(slurm, job) == "CANCELLED" and slurm.restarts(job) == 0
+    wait_for(lambda: "stopped at step" in log_of(workplace, "cancelled"), lambda: log_of(workplace, "cancelled"))
+    assert int(whole_checkpoints(run)[-1].name.rpartition("-")[2]) == len(losses(run))
+
+
 def test_a_lost_node_is_named_and_the_job_queued_again(
     slurm: SlurmCluster, workplace: Path, reference: list[float]
 ) -> None:
@@ -101,27 +108,56 @@ def test_a_lost_node_is_named_and_the_job_queued_again(
     assert losses(run) == pytest.approx(reference, rel=1e-4)
 
 
-def test_a_sweep_is_an_array_with_a_folder_for_each_run(slurm: SlurmCluster, workplace: Path) -> None:
-    run = workplace / "sweep"
-    arguments = [str(workplace / "config.yaml"), f"output_dir={run}", "training.max_steps=2"]
-    options = [
-        "--gpus-per-node",
-        "1",
-        "--time",
-        "30",
-        "--cpus-per-task",
-        "1",
-        "--sweep",
-        "training.learning_rate=0.001,0.002",
+def test_a_job_that_reaches_its_limit_ends_where_the_whole_run_did(
+    slurm: SlurmCluster, workplace: Path, reference: list[float]
+) -> None:
+    """slurmctld itself sends SIGUSR1, 60 to 90 seconds after the start; the steps are slow enough to last longer."""
+    run = workplace / "limit"
+    arguments = [str(workplace / "config.yaml"), f"output_dir={run}"]
+    options = ["--nodes", "2", "--gpus-per-node", "1", "--cpus-per-task", "1", "--time", "2", "--grace", "30"]
+    slow = ["env", f"PYTHONPATH={MISCHIEF}:{ROOT}", "ZEROLORA_MISCHIEF=1:slow step:1"]
+    job = slurm.run(*slow, *ZEROLORA, "submit", *arguments, *options).split()[0]
+    # On a machine that is busy with others the time may be up before there is anything to save.
+    wait_for(
+        lambda: slurm.state(job) in ("PENDING", "COMPLETED") and run.exists() and whole_checkpoints(run),
+        lambda: log_of(workplace, "limit"),
+    )
+    stopped_at = int(whole_checkpoints(run)[-1].name.rpartition("-")[2])
+    assert 0 < stopped_at < STEPS and len(losses(run)) == stopped_at
+    slurm.start_now(job)
+    assert end_of(slurm, job) == "COMPLETED", log_of(workplace, "limit")
+    log = (run / "logs" / f"slurm-{job}.log").read_text()
+    assert log.count("== queued again") == slurm.restarts(job), log
+    assert f"at step {stopped_at}" in log
+    assert losses(run) == pytest.approx(reference, rel=1e-4)
+
+
+def test_a_shell_of_salloc_trains_and_srun_alone_does_too(
+    slurm: SlurmCluster, workplace: Path, six_steps: list[float]
+) -> None:
+    config = workplace / "config.yaml"
+    commands = [
+        f"zerolora train {config} output_dir={workplace / 'salloc'} training.max_steps=6",
+        f"srun -n 2 python -m trainer.train {config} output_dir={workplace / 'srun'} training.max_steps=6",
     ]
-    job = slurm.run(*ZEROLORA, "submit", *arguments, *options).split()[0]
-    for task in (0, 1):
-        assert end_of(slurm, f"{job}_{task}") == "COMPLETED", log_of(workplace, "sweep")
-    rates = {
-        json.loads((run / f"learning_rate={rate}" / "training_config.json").read_text())["training"]["learning_rate"]
-        for rate in ("0.001", "0.002")
-    }
-    assert rates == {0.001, 0.002}
+    slurm.run(*SALLOC, "bash", "-c", " && ".join(commands), timeout=600)
+    for name in ("salloc", "srun"):
+        assert losses(workplace / name) == pytest.approx(six_steps, rel=1e-4)
+
+
+def test_a_rank_killed_on_another_node_is_137(slurm: SlurmCluster, workplace: Path) -> None:
+    """The other rank is halted, so that only srun has seen the end of the one."""
+    run = workplace / "srun-killed"
+    command = [*SALLOC, *ZEROLORA, "train", str(workplace / "config.yaml"), f"output_dir={run}"]
+    process = slurm.hosts.start(
+        "login", [*command, "training.max_steps=100000"], env=slurm.environment(), cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    wait_for(lambda: losses(run) or process.poll() is not None, lambda: "no step")
+    kill_rank(slurm.hosts, "n2", other="n1")
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 137, out
+    assert "the run failed: rank 1 on n2 was killed by signal 9 (SIGKILL) (" in out
 
 
 def test_more_ranks_than_were_started_is_refused_on_every_node(slurm: SlurmCluster, workplace: Path) -> None:

@@ -1,5 +1,6 @@
 """Hostfiles and the filters on them: everything wrong is said, nothing falls back to this machine."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,7 +114,8 @@ def test_secrets_do_not_travel_on_command_lines(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     write(tmp_path / ".deepspeed_env", "OWN=1\n")
     write_environment(tmp_path / "e", env)
-    assert (tmp_path / "e").read_text().splitlines() == ["OWN=1", "HF_HOME=/shared", "NCCL_DEBUG=WARN"]
+    path = f"PATH={Path(sys.executable).parent}:$PATH"
+    assert (tmp_path / "e").read_text().splitlines() == [path, "OWN=1", "HF_HOME=/shared", "NCCL_DEBUG=WARN"]
 
 
 def test_srun_starts_every_rank_of_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,10 @@ def test_a_comparison_is_an_array_over_seeds(config: Path, tmp_path: Path) -> No
     script = dry_run(config, "seed=7", "--compare-seeds", "3")
     assert "--array=0-2" in options_of(script)
     assert f"set -- compare {config} seed=7 --output {tmp_path}/run --seeds 1 @{tmp_path}/run/logs/sweep.txt" in script
+    script = dry_run(config, "--compare-seeds", "3", "--compare=--controllers=none,pi")
+    assert f" --seeds 1 --controllers=none,pi @{tmp_path}/run/logs/sweep.txt" in script
+    done = CliRunner().invoke(app, ["submit", str(config), "--dry-run", "--compare=--controllers=none,pi"])
+    assert isinstance(done.exception, UserError) and "needs --compare-seeds" in str(done.exception)
 
 
 def test_a_task_takes_its_line_of_the_sweep(tmp_path: Path) -> None:

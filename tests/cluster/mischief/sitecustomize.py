@@ -1,6 +1,7 @@
-"""What goes wrong on purpose in a rank of tests/cluster/test_ends.py, which puts this folder on PYTHONPATH.
+"""What goes wrong on purpose in a rank of a test that puts this folder on PYTHONPATH.
 
-ZEROLORA_MISCHIEF=RANK:KIND:CALLS: the rank with that number misbehaves from the CALLS-th call of a function on.
+ZEROLORA_MISCHIEF=RANK:KIND:CALLS: the rank with that number misbehaves in the CALLS-th call of a function, a slow one
+from then on.
 """
 
 import os
@@ -16,13 +17,18 @@ PLACES = {
     "hang": ("trainer.step", "sum_over_ranks"),
     "raise": ("trainer.step", "sum_over_ranks"),
     "eat": ("trainer.step", "sum_over_ranks"),
+    "slow step": ("trainer.step", "sum_over_ranks"),
     "slow save": ("trainer.checkpoint", "save_file"),
     "dead save": ("trainer.checkpoint", "save_file"),
 }
 SLOW_S = 25.0
+SLOW_CALL_S = 0.25  # two of them a step
 
 
 def misbehave() -> None:
+    if KIND == "slow step":
+        time.sleep(SLOW_CALL_S)
+        return
     if KIND == "raise":
         raise ValueError("the middle of the model is missing")
     if KIND == "eat":
@@ -42,7 +48,7 @@ def wrap(module: Any, name: str) -> None:
     def wrapped(*arguments: Any, **options: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == int(CALLS):
+        if calls == int(CALLS) or (KIND == "slow step" and calls > int(CALLS)):
             misbehave()
         return original(*arguments, **options)
 
@@ -70,5 +76,5 @@ class Finder:
         return spec
 
 
-if KIND and os.environ.get("RANK") == RANK:
+if KIND and os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == RANK:
     sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
