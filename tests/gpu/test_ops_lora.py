@@ -6,6 +6,7 @@ import torch
 import ops
 from ops import reference
 from tests.numerics import cases
+from tests.numerics.early_stop import assert_last_outputs_are_computed_once
 
 pytestmark = [
     pytest.mark.gpu,
@@ -185,6 +186,11 @@ def test_partial_gradients_biases_and_unused_siblings():
     exact_up = parts[0].grad.double().t() @ (x.double() @ parts[0].down.double().t())
     plain_up = parts[0].grad.t() @ (x @ parts[0].down.t())
     assert not cases.worse_than_torch(grad_up, plain_up, exact_up)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_checkpoint_does_not_compute_its_last_outputs_again(dropout):
+    assert_last_outputs_are_computed_once("cuda", dropout)
 
 
 def test_a_second_derivative_is_refused():

@@ -26,54 +26,12 @@ flags = [*LoraOpBuilder().cxx_args(), "-O0", "-DZEROLORA_AUTOGRAD=AutogradCPU"]
 options = dict(extra_cflags=flags, build_directory=sys.argv[2], is_python_module=False)
 cpp_extension.load(sys.argv[1], [str(CSRC / "autograd.cpp")], **options)
 """
-# A decoder layer in small: the last linear of the region that is computed again has outputs nobody asks for.
 EARLY_STOP = """
 import sys
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 import tests.numerics.autograd_on_cpu
-from ops import lora_group
+from tests.numerics.early_stop import assert_last_outputs_are_computed_once
 
-NAMES = "lora_project", "lora_forward", "lora_backward"
-
-class Calls(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.name().removeprefix("zerolora::")
-        self.names += [name] if name in NAMES else []
-        return function(*args, **(kwargs or {}))
-
-torch.manual_seed(0)
-p = float(sys.argv[1])
-x = torch.randn(12, 16, requires_grad=True)
-shapes = (16, 24), (24, 16)
-weights = [torch.randn(out, width) for width, out in shapes]
-adapters = [[torch.randn(4, i, requires_grad=True), torch.randn(o, 4, requires_grad=True)] for i, o in shapes]
-leaves = [x, *adapters[0], *adapters[1]]
-
-def layer(x):
-    y = x
-    for weight, (down, up) in zip(weights, adapters):
-        (y,) = lora_group(torch.tanh(y), [weight], [None], [down], [up], [0.5], p)
-    return x + y
-
-def gradients(run):
-    torch.manual_seed(1)
-    with Calls() as calls:
-        loss = run(layer, x).square().sum()
-        forward = len(calls.names)
-        found = torch.autograd.grad(loss, leaves)
-    return found, calls.names[:forward], calls.names[forward:]
-
-plain, forward, backward = gradients(lambda function, x: function(x))
-again, first, second = gradients(lambda function, x: checkpoint(function, x, use_reentrant=False))
-assert all(torch.equal(one, other) for one, other in zip(plain, again, strict=True))
-assert forward == first == ["lora_project", "lora_forward"] * 2, forward
-assert backward == ["lora_backward"] * 2, backward
-assert second == ["lora_project", "lora_forward", "lora_project", "lora_backward", "lora_backward"], second
+assert_last_outputs_are_computed_once("cpu", float(sys.argv[1]))
 """
 LIFETIME = """
 import gc, weakref

@@ -43,6 +43,7 @@ _HEAD = re.compile(r"cross_entropy|softmax|nll_loss|token_loss", re.I)
 _DEQUANTISATION = re.compile(r"dequant|nf4", re.I)
 _PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|aten::(mm|addmm|addmm_|bmm|baddbmm|matmul|linear)$", re.I)
 _NORMS = re.compile(r"rms_?norm|layer_?norm|silu|swiglu|gelu|rope|rotary", re.I)
+FROZEN_PRODUCT = "zerolora::frozen_product"  # ops/csrc/binding.cpp
 _OUR_KERNEL = re.compile(r"zerolora::")
 _ENGINE = re.compile(rf"{OPTIMIZER}|AccumulateGrad|Optimizer\.step|multi_tensor", re.I)
 _BACKWARD_NODE = "autograd::engine::evaluate_function"
@@ -101,7 +102,7 @@ def work_of(events: Iterable[dict[str, Any]], shape: Shape) -> list[Work]:
             continue
         step = next((number for number, (start, end, _) in enumerate(steps) if start <= place.time < end), None)
         if step is not None:
-            context = place.names + (forward.get(place.node or 0, ()) if _is_backward(place.names) else ())
+            context = (forward.get(place.node or 0, ()) if _is_backward(place.names) else ()) + place.names
             category = categorise(event["name"], context, place.sizes, shape, memcpy=event.get("cat") == "gpu_memcpy")
             works.append(Work(event["name"], category, event["ts"], event["ts"] + event["dur"], step))
     return sorted(works, key=lambda work: work.start)
@@ -110,7 +111,11 @@ def work_of(events: Iterable[dict[str, Any]], shape: Shape) -> list[Work]:
 def categorise(
     name: str, context: tuple[str, ...], sizes: frozenset[int], shape: Shape, *, memcpy: bool = False
 ) -> str:
-    """The category of one kernel by its name, the operators around it, and the sizes of the innermost one's inputs."""
+    """The category of one kernel by its name, the operators around it, and the sizes of the innermost one's inputs.
+
+    `context` is in order from the outermost to the innermost, in a backward pass after those of the forward.
+    """
+    innermost = context[-1] if context else ""
     around = "\n".join(context)
     if _COMMUNICATION.search(name) or _COMMUNICATION.search(around):
         return COMMUNICATION
@@ -127,8 +132,12 @@ def categorise(
     if _ATTENTION.search(name) or _ATTENTION.search(around):
         return ATTENTION
     if _OUR_KERNEL.search(name):
+        return NORMS if _NORMS.search(name) else ADAPTER
+    if innermost == FROZEN_PRODUCT:
+        return FROZEN
+    if innermost.startswith(("zerolora::lora_", "zerolora::nf4_")):
         return ADAPTER
-    if _PRODUCT.search(name) or _PRODUCT.search(context[-1] if context else ""):
+    if _PRODUCT.search(name) or _PRODUCT.search(innermost):
         return ADAPTER if sizes and min(sizes) <= 4 * shape.rank else FROZEN
     return NORMS if _NORMS.search(name) or _NORMS.search(around) else ELEMENTWISE
 
