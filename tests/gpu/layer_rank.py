@@ -58,7 +58,7 @@ def measure(quantization: QuantizationSection | None, shards: LayerShards | None
         torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
         losses.append(float(loss) / ids.numel())
-    return {
+    figures = {
         "step_ms": 1e3 * statistics.median(times[WARM:]),
         "wait_ms": sum(before.elapsed_time(after) for before, after in waits) / STEPS,
         "load_peak": load_peak,
@@ -68,6 +68,9 @@ def measure(quantization: QuantizationSection | None, shards: LayerShards | None
         "units": [] if shards is None else [unit.bytes_gathered for unit in shards.units],
         "share": 0 if shards is None else sum(unit.bytes_held for unit in shards.units),
     }
+    for unit in shards.units if shards is not None else ():
+        unit.free()  # NCCL keeps the memory of a gather that nobody has waited for, and the next model would count it
+    return figures
 
 
 def main() -> int:

@@ -167,11 +167,12 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, An
         "zero": {"stage": case["stage"]},
         "logging": {"report_to": "none"},
     }
-    file = arguments.worker / f"{name}.yaml"
+    ranks = Ranks.from_environment()
+    file = arguments.worker / f"{name}-{ranks.rank}.yaml"  # one each: another rank may read while this one writes
     file.write_text(yaml.safe_dump(config))
     loaded = load_config(file, arguments.overrides)
-    with (arguments.worker / f"{name}.txt").open("w") as console:
-        run = Measured(loaded, prepare(loaded.config), Ranks.from_environment(), Console(file=console), StopRequest())
+    with (arguments.worker / f"{name}-{ranks.rank}.txt").open("w") as console:
+        run = Measured(loaded, prepare(loaded.config), ranks, Console(file=console), StopRequest())
         run.train()
     found = run.memory.found
     assert found is not None, run.memory.notes

@@ -35,6 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp16": {"training__precision": "fp16"},
 }
 OFFLOADED = ("fp32", "qlora", "recompute")
+ALSO = ("fp32", "bf16", "qlora")  # by DeepSpeed's own stage 3, and on one rank
 
 
 def plan() -> list[dict[str, Any]]:
@@ -45,7 +46,14 @@ def plan() -> list[dict[str, Any]]:
         cases.append(case(f"{name}-3", zero__stage=3, **common))
         if name in OFFLOADED:
             cases.append(case(f"{name}-offloaded", zero__stage=3, **OFFLOAD, **common))
-    return cases
+    module = {"base_model": "wide", "zero__stage": 3, "zero__gather": "module"}
+    return cases + [case(f"{name}-module", **module, **VARIANTS[name]) for name in ALSO]
+
+
+def plan_of_one_rank() -> list[dict[str, Any]]:
+    """The same global batches on one GPU."""
+    accumulation = {"training__gradient_accumulation_steps": 2 * GPUS}
+    return [case(f"{name}-alone", base_model="wide", zero__stage=2, **accumulation, **VARIANTS[name]) for name in ALSO]
 
 
 def environment() -> dict[str, str]:
@@ -60,7 +68,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     folder: Path = tmp_path_factory.mktemp("layers-gpu")
     make_model(folder / "wide", vocab_size=4096)
     launch(folder, GPUS, plan(), environment())
-    return Matrix(folder, plan())
+    if GPUS > 1:
+        launch(folder, 1, plan_of_one_rank(), environment())
+    return Matrix(folder, [*plan(), *plan_of_one_rank()])
 
 
 @pytest.mark.parametrize("name", [*(f"{name}-3" for name in VARIANTS), *(f"{name}-offloaded" for name in OFFLOADED)])
@@ -72,6 +82,23 @@ def test_losses_are_those_of_stage_2(runs: Matrix, name: str) -> None:
     assert layer.losses == pytest.approx(expected.losses, rel=1e-5 if variant == "fp32" else 1e-3)
     cut = GPUS > 1 or place == "offloaded"
     assert ("base: cut into 4 layers" if cut else "base: whole on the only rank") in layer.console
+
+
+@pytest.mark.parametrize("variant", ALSO)
+def test_deepspeeds_own_stage_3_has_the_losses_of_stage_2(runs: Matrix, variant: str) -> None:
+    """It computes siblings one by one, which in 16 bits rounds elsewhere."""
+    module = runs[f"{variant}-module"]
+    assert module.losses == pytest.approx(runs[f"{variant}-2"].losses, rel=1e-5 if variant == "fp32" else 5e-3)
+    assert "base: gathered by DeepSpeed (zero.gather: module, asked for)" in module.console
+
+
+@pytest.mark.skipif(GPUS < 2, reason="one GPU is one rank already")
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("variant", ALSO)
+def test_one_rank_has_the_losses_of_many(runs: Matrix, variant: str, stage: int) -> None:
+    """In 16 bits the gradients of the ranks are rounded before they are summed."""
+    alone, many = runs[f"{variant}-alone"], runs[f"{variant}-{stage}"]
+    assert many.losses == pytest.approx(alone.losses, rel=1e-5 if variant == "fp32" else 5e-3)
 
 
 @pytest.fixture(scope="module")

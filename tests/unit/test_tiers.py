@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +190,23 @@ def test_weights_are_real_where_they_can_be_had(tmp_path: Path, monkeypatch: pyt
     assert (random.model, random.real) == ("random:tinyllama-1.1b", False)
     assert "`zerolora download TinyLlama/TinyLlama-1.1B-Chat-v1.0` gets it" in random.text
     assert find_weights(config, "tinyllama-1.1b", "random:tiny", None).real is False
+
+
+def test_looking_for_model_and_data_does_not_send_the_run_to_the_cpu(tmp_path: Path) -> None:
+    """The runs inherit this process's environment, where the demonstration must not have chosen a device."""
+    program = (
+        "import os\nfrom trainer.tiers.__main__ import TIERS\n"
+        "from trainer.tiers.machine import find_data, find_weights\n"
+        "config = TIERS['quick'].config; find_data(config)\n"
+        "print(find_weights(config, 'smollm2-135m', None, None).real, os.environ.get('DS_ACCELERATOR'))"
+    )
+    nothing = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+    environment = os.environ | nothing | {"ZEROLORA_CACHE": str(tmp_path / "cache")}
+    environment.pop("DS_ACCELERATOR", None)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tiers.ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["False None"]
 
 
 def test_the_time_on_a_cpu_grows_with_the_model() -> None:

@@ -59,11 +59,12 @@ def recorded_collectives() -> tuple[str | None, int | None]:
         if dump is None:
             continue
         trace: dict[str, Any] = json.loads(dump(True, True))  # with the collectives, the active ones only
-        begun = trace.get("pg_status", {}).get("0", {}).get("last_enqueued_collective")
-        if begun is not None and int(begun) >= 0:
+        # Of all groups: DeepSpeed reduces and gathers in one of its own.
+        begun = [int(status["last_enqueued_collective"]) for status in trace.get("pg_status", {}).values()]
+        if any(count >= 0 for count in begun):
             active = [entry for entry in trace.get("entries", []) if not entry.get("retired")]
             oldest = str(active[0]["profiling_name"]).partition(":")[2] if active else None
-            return oldest, int(begun)
+            return oldest, sum(max(count, 0) for count in begun)
     return None, None
 
 

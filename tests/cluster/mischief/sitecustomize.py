@@ -17,6 +17,7 @@ PLACES = {
     "hang": ("trainer.step", "sum_over_ranks"),
     "raise": ("trainer.step", "sum_over_ranks"),
     "eat": ("trainer.step", "sum_over_ranks"),
+    "spin": ("trainer.step", "sum_over_ranks"),
     "slow step": ("trainer.step", "sum_over_ranks"),
     "slow save": ("trainer.checkpoint", "save_file"),
     "dead save": ("trainer.checkpoint", "save_file"),
@@ -31,6 +32,11 @@ def misbehave() -> None:
         return
     if KIND == "raise":
         raise ValueError("the middle of the model is missing")
+    if KIND == "spin":
+        import torch
+
+        torch.cuda._sleep(2**50)  # a kernel of some days, before which nothing else on this stream runs
+        return
     if KIND == "eat":
         eaten = bytearray(0)
         while True:

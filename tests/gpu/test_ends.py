@@ -1,0 +1,153 @@
+"""How runs on several GPUs end when NCCL is stuck: as test_ends.py of tests/cluster has it for CPU ranks."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+
+from tests.cluster.test_ends import HOST, MISCHIEF, TRAIN, Run
+from tests.distributed.conftest import ROOT
+from tests.tiny import make_model, write_chats
+from trainer.checkpoint import whole_checkpoints
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+# Minutes; before and in the first step, where kernels are compiled, three times as long.
+SOON = "training.hang_timeout=0.25"
+Start = Callable[..., Run]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ends-gpu")
+    make_model(folder / "model")
+    write_chats(folder / "train.jsonl", 200)
+    settings = {
+        "base_model": str(folder / "model"),
+        "output_dir": "unset",
+        "lora": {"r": 8},
+        "dataset": {"path": str(folder / "train.jsonl"), "max_length": 96, "cache_dir": str(folder / "cache")},
+        "training": {"batch_size": 2, "max_steps": 100_000, "learning_rate": 1e-3, "save_steps": 0},
+        "logging": {"report_to": "none", "progress": "off"},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+@pytest.fixture
+def start(workplace: Path, tmp_path: Path) -> Iterator[Start]:
+    runs: list[Run] = []
+
+    def start_run(*settings: str, mischief: str = "") -> Run:
+        paths = [*([str(MISCHIEF)] if mischief else []), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        env |= {"ZEROLORA_MISCHIEF": mischief} if mischief else {}
+        env.pop("DS_ACCELERATOR", None)
+        command = [*TRAIN, str(workplace / "config.yaml"), "--num-gpus", "2", f"output_dir={tmp_path / 'run'}"]
+        process = subprocess.Popen(
+            [*command, *settings], env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        runs.append(Run(process, tmp_path / "run" / "logs"))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        if run.process.poll() is None:
+            for rank in (0, 1):
+                if "pid" in run.beat(rank) and psutil.pid_exists(run.pid(rank)):
+                    os.kill(run.pid(rank), signal.SIGKILL)
+            run.process.kill()
+            run.process.communicate()
+
+
+def end_soon(run: Run, within_s: float) -> tuple[int, str]:
+    """Exit code and stderr of a run that must end within so many seconds, and whose ranks must be gone then."""
+    started = time.monotonic()
+    code, _, err = run.end()
+    took = time.monotonic() - started
+    print(f"ended after {took:.1f} s with {code}: {err.splitlines()[:1]}")
+    assert took < within_s, err
+    for rank in (0, 1):
+        pid = run.pid(rank)
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return code, err
+
+
+def gpus_of(pid: int) -> list[int]:
+    """The GPUs on which a process has a context, by the driver."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    found = [
+        index
+        for index, handle in enumerate(handles)
+        if any(process.pid == pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle))
+    ]
+    pynvml.nvmlShutdown()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_rank_that_fails_ends_the_other_in_its_collective(start: Start, stage: int) -> None:
+    run = start(f"zero.stage={stage}", mischief="1:raise:40")
+    run.wait_for_step(2)
+    code, err = end_soon(run, 60.0)
+    assert code == 1 and err.startswith(f"the run failed: rank 1 on {HOST} ended with exit code 1"), err
+    assert "ValueError: the middle of the model is missing" in err
+
+
+def test_a_killed_rank_ends_the_other_in_its_collective(start: Start) -> None:
+    run = start()
+    run.wait_for_step(3)
+    os.kill(run.pid(1), signal.SIGKILL)
+    code, err = end_soon(run, 60.0)
+    assert code == 137 and err.startswith(f"the run failed: rank 1 on {HOST} was killed by signal 9"), err
+
+
+def test_a_stopped_rank_is_named_and_nobody_looks_from_another_gpu(start: Start) -> None:
+    """Rank 0, which has the store that NCCL's own threads ask, and the GPU that threads begin on."""
+    run = start(SOON)
+    run.wait_for_step(3)
+    own = [gpus_of(run.pid(rank)) for rank in (0, 1)]
+    os.kill(run.pid(0), signal.SIGSTOP)
+    time.sleep(3.0)
+    if all(own):  # not where the driver numbers processes otherwise, as in containers
+        assert [len(gpus) for gpus in own] == [1, 1] and gpus_of(run.pid(1)) == own[1]
+    code, err = end_soon(run, 60.0)
+    first = err.splitlines()[0]
+    assert code == 1 and f"rank 0 on {HOST}" in first and "the process is stopped (SIGSTOP, or a debugger)" in first
+    assert "; rank 1 waits for it in" in first, first
+
+
+def test_a_rank_that_hangs_in_python_is_named_while_nccl_runs(start: Start) -> None:
+    run = start(SOON, mischief="1:hang:40")
+    run.wait_for_step(2)
+    code, err = end_soon(run, 120.0)
+    first = err.splitlines()[0]
+    assert code == 1 and f"rank 1 on {HOST}" in first and "misbehave" in first, err
+    assert "; rank 0 waits for it in" in first, first
+
+
+def test_a_kernel_that_never_ends_is_a_hang(start: Start) -> None:
+    """Nobody can tell whose kernel it is; all ranks end, and their GPUs are free again."""
+    run = start(SOON, mischief="1:spin:40")
+    run.wait_for_step(2)
+    code, err = end_soon(run, 120.0)
+    assert code == 1 and "the run hangs" in err.splitlines()[0], err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 75)])
+def test_a_signal_saves_and_ends(start: Start, tmp_path: Path, number: signal.Signals, code: int) -> None:
+    run = start()
+    run.wait_for_step(3)
+    run.process.send_signal(number)
+    assert end_soon(run, 60.0)[0] == code
+    assert len(whole_checkpoints(tmp_path / "run")) == 1
