@@ -16,7 +16,7 @@ import psutil
 from launcher.beats import own_host
 from launcher.build_locks import extensions_folder, find_locks
 from launcher.requirements import GIB, gpu_findings, package_findings
-from trainer.config import RunConfig
+from trainer.config import RunConfig, collective_timeout
 
 State = Literal["OK", "WARN", "FAIL"]
 LEAST_FREE_GIB = 1.0
@@ -175,17 +175,16 @@ def _listeners(port: int) -> list[str]:
 
 
 def check_timeouts(config: RunConfig | None) -> Iterator[Check]:
-    """The time limits in force, and whether they get in each other's way."""
+    """The time limits in force, and whether a hang would be noticed."""
     if config is None:
         return
     training = config.training
-    found = f"collectives {training.timeout_minutes:g} min, hang {training.hang_timeout:g} min (first step three times)"
+    found = f"collectives {collective_timeout(training):g} min, "
+    found += f"hang {training.hang_timeout:g} min (first step three times)"
     state: State = "OK"
     fix = ""
     if not training.hang_timeout:
         state, fix = "WARN", "training.hang_timeout: 10, so that a run that gets nowhere is ended and the rank named"
-    elif training.hang_timeout >= training.timeout_minutes:
-        state, fix = "WARN", "training.hang_timeout below training.timeout_minutes, so that the rank behind is named"
     for name in ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "NCCL_TIMEOUT", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_IB_TIMEOUT"):
         if name in os.environ:
             found += f", {name}={os.environ[name]}"

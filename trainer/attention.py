@@ -45,6 +45,8 @@ def varlen_attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if cu_seqlens is None:
+        if attention_mask is None:
+            attention_mask = _mask_of_one_text(query.shape[2], key.shape[2], sliding_window, query.device)
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0], None
     assert max_seqlen is not None
     for name in ("softcap", "s_aux"):
@@ -89,9 +91,21 @@ def _of_equal_lengths(
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _register() -> None:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
+def _mask_of_one_text(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+    """[1, 1, queries, keys], true where a query looks; None where sdpa's own causal attention does the same.
 
+    The last query belongs to the last key; there is no padding, for rows of several lengths are never generated from.
+    """
+    if (window is None or keys <= window) and queries in (1, keys):
+        return None
+    last = torch.arange(keys, device=device)
+    back = last[keys - queries :, None] - last
+    return ((back >= 0) & (back < (window or keys)))[None, None]
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    # No mask is registered, so that transformers makes none: it would build L x L in every forward pass, and find out
+    # by a wait for the device whether documents are packed.
     AttentionInterface.register(VARLEN, varlen_attention)
-    AttentionMaskInterface.register(VARLEN, sdpa_mask)

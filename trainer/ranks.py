@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from trainer.config import UserError
 from trainer.liveness.progress import phase
-from trainer.rank_variables import OPEN_MPI, PMI, SRUN, host_name, read_place, srun_meeting_point
+from trainer.rank_variables import FAMILIES, OPEN_MPI, PMI, SRUN, host_name, read_place, srun_meeting_point
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,10 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
                 f"{torch.cuda.device_count()} GPUs; start one rank per GPU"
             )
         torch.cuda.set_device(device)
+        # DeepSpeed takes the number of its device from here, and insists that Open MPI's variable says the same.
+        os.environ["LOCAL_RANK"] = str(device.index)
+        if FAMILIES[OPEN_MPI][2] in os.environ:
+            os.environ[FAMILIES[OPEN_MPI][2]] = str(device.index)
     deepspeed.init_distributed(
         dist_backend="nccl" if device.type == "cuda" else "gloo",
         auto_mpi_discovery=False,  # done above, for the ranks meet before they form a group
@@ -80,6 +85,16 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
     )
     if device.type == "cpu":
         _unlink_shared_buffer(ranks)
+
+
+def extend_timeouts(minutes: float) -> None:
+    """Let every process group wait as long as the first one: DeepSpeed makes one of its own, which has torch's default.
+
+    That is ten minutes for NCCL.
+    """
+    if dist.is_initialized():
+        for group in list(distributed_c10d._world.pg_map):
+            distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=minutes), group)
 
 
 def _unlink_shared_buffer(ranks: Ranks) -> None:

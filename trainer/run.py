@@ -18,7 +18,7 @@ from trainer.answers import answer_prompt
 from trainer.attention import FLAT_ATTENTION
 from trainer.build import build_model, make_batches
 from trainer.checkpoint import find_checkpoint, restore_checkpoint, save_checkpoint
-from trainer.config import LoadedConfig, engine_zero
+from trainer.config import LoadedConfig, collective_timeout, engine_zero
 from trainer.data import Batches, evaluation_batches
 from trainer.flat import flatten_adapter, why_not_flat
 from trainer.liveness.progress import phase
@@ -30,7 +30,7 @@ from trainer.mfu import MfuMeter
 from trainer.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
 from trainer.prepare import Prepared
 from trainer.profiling import StepProfiler
-from trainer.ranks import Ranks, form_process_group
+from trainer.ranks import Ranks, extend_timeouts, form_process_group
 from trainer.run_record import remove_earlier_run, write_run_record
 from trainer.signals import StopRequest
 from trainer.steering import Steering
@@ -91,7 +91,7 @@ class Run:
         """Join the other ranks."""
         training = self.config.training
         world = meet(self.ranks, self.config)
-        form_process_group(self.ranks, training.timeout_minutes)
+        form_process_group(self.ranks, collective_timeout(training))
         self.say(world.summary)
         self.device = self.ranks.device()
         self.precision = resolve_precision(training.precision, self.device)
@@ -206,6 +206,7 @@ class Run:
 
     def _parts(self, engine: Any, total_steps: int) -> Parts:
         self.recovery = Recovery(self.config, self.ranks, engine, self.batches, self.say)
+        extend_timeouts(collective_timeout(self.config.training))
         return Parts(
             engine=engine,
             schedule=self.schedule,
@@ -220,7 +221,7 @@ class Run:
             recovery=self.recovery,
             steering=self.steering,
             gradient_check=GradientCheck(engine.module, finite=self.precision != "fp16"),
-            mfu=MfuMeter.of(engine.module, self.device, self.precision),
+            mfu=MfuMeter.of(engine.module, self.device, self.precision) if self.ranks.is_main else None,
             profiler=StepProfiler.of_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
         )
 

@@ -25,7 +25,7 @@ from trainer import scu
 from trainer.config import ScuSection, TrainingSection, ZeroSection
 from trainer.ranks import Ranks, form_process_group, leave_process_group, sum_over_ranks
 from trainer.steering import ScuFault, Steering
-from trainer.zero import deepspeed_config, start_engine
+from trainer.zero import deepspeed_config, gradient_norm, start_engine
 
 WORLD, ACCUMULATION, BATCH, LENGTH, VOCABULARY, TOKENS = 2, 2, 2, 12, 64, 400
 RATE = 0.05
@@ -120,7 +120,7 @@ def on_engine(
     section = ScuSection(measure=measure, check_every=7, **SETTINGS)
     steering = Steering(section, model, target_tokens=TOKENS, total_steps=steps, base_parameters=1)
     low, high = steering.information.reachable_squares(0.0, 0.0)
-    rank, out = dist.get_rank(), {"lambda": [], "squares": [], "partitioned": 0, "before": [low, high]}
+    rank, out = dist.get_rank(), {"lambda": [], "squares": [], "partitioned": 0, "before": [low, high], "norms": []}
     for step in range(1, steps + 1):
         target_tokens, loss_sum_local = count(step), torch.zeros(())
         for micro, row in enumerate(batches(step)):
@@ -139,14 +139,25 @@ def on_engine(
                 loss_sum_global, squares_global = sum_over_ranks(sums)
                 steering.observe(step, loss_sum_global, target_tokens, squares_global)
                 out["squares"].append(squares_global.item())
+                if stage in (1, 2):
+                    out["norms"].append(norms_of(engine.optimizer))
             engine.step()
     steering.settle()
+    out["timed"] = engine.tput_timer.config.enabled
     out["data_bpt"] = [record["data_bpt"] for record in steering.records]
     if inspect is not None:
         out["inspected"] = inspect(steering, steps)
     out["weights"] = weights_of(model)
     engine.destroy()
     return out
+
+
+def norms_of(optimizer: Any) -> list[float]:
+    """The norm of the reduced gradients: DeepSpeed's, ours, and ours with a NaN on the last rank."""
+    gradients, parameters = optimizer.averaged_gradients[0], optimizer.params_in_partition[0]
+    norms = [optimizer.get_grad_norm_direct(gradients, parameters), gradient_norm(optimizer, gradients, parameters)]
+    broken = [g * math.nan if dist.get_rank() == WORLD - 1 else g for g in gradients]
+    return [float(norm) for norm in (*norms, gradient_norm(optimizer, broken, parameters))]
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -165,6 +176,8 @@ def compare(got: dict[str, Any], want: dict[str, Any]) -> dict[str, Any]:
         "weight_moved": moved,
         "partitioned": got["partitioned"],
         "before": got["before"],
+        "norms": got["norms"],
+        "timed": got["timed"],
         **{key: [got[key], want[key]] for key in ("lambda", "squares", "data_bpt")},
     }
 

@@ -1,6 +1,7 @@
 """The controller on two gloo ranks and real DeepSpeed engines of every ZeRO stage equals one process without any."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -45,6 +46,23 @@ def test_param_bpt_equals_the_unsharded_value(results: dict[str, Any], case: str
 def test_the_adapter_can_be_read_before_the_first_forward(results: dict[str, Any], case: str) -> None:
     """As the check of the target does: with a reach of 0 both bounds are the value of the first step."""
     assert results[case]["before"] == pytest.approx([results[case]["squares"][1][0]] * 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_engine_does_not_time_the_throughput(results: dict[str, Any], case: str) -> None:
+    """DeepSpeed's timer waits for the device twice a micro-step."""
+    assert results[case]["timed"] is False
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "stage1" in case or "stage2" in case])
+def test_our_gradient_norm_is_deepspeeds_and_not_finite_where_one_rank_has_a_nan(
+    results: dict[str, Any], case: str
+) -> None:
+    norms = results[case]["norms"]
+    assert len(norms) == 3
+    for theirs, ours, broken in norms:
+        assert theirs > 0 and ours == pytest.approx(theirs, rel=1e-6)
+        assert math.isnan(broken)
 
 
 @pytest.mark.parametrize("measure", ["delta", "factors"])

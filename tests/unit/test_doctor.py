@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from launcher.build_locks import remove_stale_locks
 from launcher.doctor import _run, show
@@ -27,6 +29,7 @@ from launcher.doctor_local import (
 )
 from trainer.config import DatasetSection, RunConfig, TrainingSection
 from trainer.doctor.probe import check_data, check_model, missing_shards
+from trainer.doctor.ranks import check_all_reduce
 from trainer.world import Report, differences
 
 CHECKOUT = Path(__file__).parents[2]
@@ -102,12 +105,15 @@ def test_a_folder_that_cannot_be_written_fails() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hang", "collectives", "state"), [(10.0, 30.0, "OK"), (0.0, 30.0, "WARN"), (30.0, 20.0, "WARN")]
+    ("hang", "collectives", "in_force", "state"),
+    [(10.0, 60.0, 60.0, "OK"), (0.0, 30.0, 30.0, "WARN"), (10.0, 30.0, 35.0, "OK"), (30.0, 20.0, 95.0, "OK")],
 )
-def test_time_limits_that_get_in_each_others_way(tmp_path: Path, hang: float, collectives: float, state: str) -> None:
+def test_torch_gives_a_collective_up_after_the_watchdog_could_have_spoken(
+    tmp_path: Path, hang: float, collectives: float, in_force: float, state: str
+) -> None:
     training = TrainingSection(hang_timeout=hang, timeout_minutes=collectives)
     (check,) = check_timeouts(config(tmp_path, training=training))
-    assert check.state == state and f"hang {hang:g} min" in check.found
+    assert check.state == state and f"collectives {in_force:g} min, hang {hang:g} min" in check.found
 
 
 def test_a_model_with_a_missing_shard_fails(tmp_path: Path) -> None:
@@ -190,6 +196,15 @@ def test_an_mpi_library_that_does_not_load_is_told(tmp_path: Path, monkeypatch: 
     monkeypatch.syspath_prepend(str(tmp_path))
     check = next(check for check in check_mpi() if check.name == "mpi4py")
     assert check.state == "FAIL" and "libmpi.so.40" in check.found
+
+
+def test_one_rank_has_no_link_to_be_slow() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = [(finding.name, finding.state) for finding in check_all_reduce(torch.device("cpu"))]
+    finally:
+        dist.destroy_process_group()
+    assert found == [("all-reduce", "OK")]
 
 
 def test_versions_that_differ_are_named_by_host() -> None:

@@ -6,11 +6,18 @@ from trainer.config.gather import engine_stage, engine_zero, gathers_by_layer, t
 from trainer.config.load import LoadedConfig, dump_yaml, load_config
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
 from trainer.config.sections import LoggingSection, OutputSection, RunConfig, ScuSection
-from trainer.config.training_sections import OpsSection, TrainingSection, ZeroSection
+from trainer.config.training_sections import (
+    FIRST_STEP_FACTOR,
+    OpsSection,
+    TrainingSection,
+    ZeroSection,
+    collective_timeout,
+)
 from trainer.config.types import AUTO
 
 __all__ = [
     "AUTO",
+    "FIRST_STEP_FACTOR",
     "DatasetSection",
     "LoadedConfig",
     "LoggingSection",
@@ -25,6 +32,7 @@ __all__ = [
     "TrainingSection",
     "UserError",
     "ZeroSection",
+    "collective_timeout",
     "dump_yaml",
     "engine_stage",
     "engine_zero",

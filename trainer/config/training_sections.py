@@ -18,6 +18,11 @@ def _checkpointing_word(value: Any) -> Any:
     return value
 
 
+# A step's first run compiles, tunes and allocates.
+FIRST_STEP_FACTOR = 3.0
+TO_SPEAK_MINUTES = 5.0
+
+
 class TrainingSection(Section):
     """The loop: how long, how fast, when to look and when to save."""
 
@@ -97,9 +102,16 @@ class TrainingSection(Section):
     memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Share of the GPU's memory that this run may take."""
     timeout_minutes: Positive = 30.0
-    """How long a collective waits for a rank before the run fails."""
+    """How long a collective waits for a rank before the run fails; at least 5 minutes more than 3 x hang_timeout."""
     hang_timeout: NonNegative = 10.0
     """Minutes without progress of a rank after which the run is ended and the rank named; 0 turns the watchdog off."""
+
+
+def collective_timeout(training: TrainingSection) -> float:
+    """Minutes after which torch gives a collective up: later than the watchdog, which can say whom it waits for."""
+    if not training.hang_timeout:
+        return training.timeout_minutes
+    return max(training.timeout_minutes, FIRST_STEP_FACTOR * training.hang_timeout + TO_SPEAK_MINUTES)
 
 
 class ZeroSection(Section):

@@ -19,8 +19,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed
 
+from trainer.config import FIRST_STEP_FACTOR
 from trainer.liveness.heartbeat import Board, Folder, Heartbeat, Store
 from trainer.liveness.progress import LONG_PHASES, PROGRESS
 from trainer.liveness.vital_signs import (
@@ -36,8 +38,6 @@ from trainer.liveness.vital_signs import (
 from trainer.rank_variables import host_name
 from trainer.ranks import Ranks
 
-# A step's first run compiles, tunes and allocates.
-FIRST_STEP_FACTOR = 3.0
 # Another process builds meanwhile, and what a killed one has left is removed by the launcher.
 BUILD_PATIENCE_S = 600.0
 STACK_MARK = "Python stack of rank"
@@ -113,6 +113,9 @@ class Watchdog:
         collective, begun = collective_of(frame), None
         in_long_phase = not LONG_PHASES.isdisjoint(progress.phases)
         if in_long_phase or now - progress.changed_at > self._interval_s:
+            if torch.distributed.is_initialized() and torch.cuda.is_initialized():
+                # A thread begins on GPU 0: asked from there, NCCL's events would open this rank's context on that card.
+                torch.cuda.set_device(self._ranks.device())
             recorded, begun = recorded_collectives()
             collective = collective or recorded
         # A rank that waits for the GPU spins, which looks like work: only outside of collectives is it any.
