@@ -5,6 +5,7 @@ all of them. Not by a collective: a rank that sees no GPU would form a gloo grou
 """
 
 import hashlib
+import itertools
 import json
 import platform
 from collections import defaultdict
@@ -47,6 +48,8 @@ class Report:
     facts: dict[str, str]
     """What must be the same everywhere, by name."""
 
+_MEETINGS = itertools.count()
+
 
 @dataclass(frozen=True)
 class World:
@@ -70,7 +73,8 @@ def meet(ranks: Ranks, config: RunConfig) -> World:
     find_meeting_point(ranks)
     patience = timedelta(minutes=config.training.timeout_minutes)
     store, _, _ = next(rendezvous("env://", timeout=patience))
-    answer = _exchange(PrefixStore("zerolora_world", store), ranks, report, patience)
+    # What an earlier run of these processes left in the store is not this one's.
+    answer = _exchange(PrefixStore(f"zerolora_world_{next(_MEETINGS)}", store), ranks, report, patience)
     if answer["wrong"]:
         raise UserError(answer["wrong"])
     return World(answer["summary"], store)

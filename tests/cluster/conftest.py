@@ -157,9 +157,12 @@ def slurm(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> SlurmCluste
     return SlurmCluster(hosts, tmp_path_factory.mktemp("slurm"), environment())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ssh(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
-    """Both nodes let this user in; the environment of a shell whose `ssh` knows how."""
+    """Both nodes let this user in; the environment of a shell whose `ssh` knows how.
+
+    Not for longer than a module: those of SLURM switch a node off, and the daemon with it.
+    """
     needs_root("sshd", "ssh", "pdsh")
     folder = tmp_path_factory.mktemp("ssh")
     for key in ("host_key", "user_key"):
@@ -181,6 +184,7 @@ def ssh(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapp
     yield env
     for daemon in daemons:
         daemon.terminate()
+        daemon.wait()
 
 
 @pytest.fixture
