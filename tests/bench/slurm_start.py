@@ -10,12 +10,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import yaml
-
 from tests.cluster.conftest import ROOT, environment
 from tests.cluster.hosts import LOGIN, Hosts
 from tests.cluster.slurm_cluster import SlurmCluster
-from tests.tiny import make_model, write_chats
+from tests.ends import write_endless_run
 
 TIMED = "TIMEFORMAT='time %U %S'; time ( {command} > {log}-$SLURM_NODEID.log 2>&1 )"
 FIRST_PORT = 20_000
@@ -23,28 +21,12 @@ FIRST_PORT = 20_000
 
 def commands(folder: Path, run: str, port: int) -> dict[str, str]:
     """The two ways to start one rank on each node."""
-    arguments = f"{folder}/config.yaml output_dir={folder}/{run} --world-size=2"
+    arguments = f"{folder}/config.yaml output_dir={folder}/{run} training.max_steps=1 --world-size=2"
     deepspeed = f"deepspeed --hostfile={folder}/hosts --no_ssh --node_rank=$SLURM_NODEID --master_addr=n1"
     return {
         "srun": f"python -u -m trainer.train {arguments}",
         "deepspeed": f"{deepspeed} --master_port={port} --module trainer.train {arguments}",
     }
-
-
-def write_run(folder: Path) -> None:
-    """One step of a tiny model."""
-    make_model(folder / "model")
-    write_chats(folder / "train.jsonl", 60)
-    settings = {
-        "base_model": str(folder / "model"),
-        "output_dir": "unset",
-        "lora": {"r": 4},
-        "dataset": {"path": str(folder / "train.jsonl"), "max_length": 96, "cache_dir": str(folder / "cache")},
-        "training": {"batch_size": 2, "max_steps": 1, "precision": "fp32", "save_steps": 0},
-        "logging": {"report_to": "none"},
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    (folder / "hosts").write_text("n1 slots=1\nn2 slots=1\n")
 
 
 def measure(cluster: SlurmCluster, folder: Path, runs: int) -> dict[str, list[tuple[float, list[float]]]]:
@@ -77,7 +59,8 @@ def main() -> int:
         folder = Path(name)
         for part in ("hosts-files", "slurm"):
             (folder / part).mkdir()
-        write_run(folder)
+        write_endless_run(folder)
+        (folder / "hosts").write_text("n1 slots=1\nn2 slots=1\n")
         hosts = Hosts(["n1", "n2"], folder / "hosts-files")
         try:
             cluster = SlurmCluster(hosts, folder / "slurm", environment())

@@ -3,11 +3,9 @@
 Real runs of two CPU ranks on a tiny model; what goes wrong in a rank comes from mischief/sitecustomize.py.
 """
 
-import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,95 +15,32 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
 from tests.distributed.conftest import environment, free_port
-from tests.tiny import make_model, write_chats
+from tests.ends import HOST, PATIENCE_S, TRAIN, Run, Start, runs_below, write_endless_run
 from trainer.checkpoint import whole_checkpoints
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-HOST = socket.gethostname()
-MISCHIEF = Path(__file__).parent / "mischief"
-TRAIN = (sys.executable, "-m", "launcher.cli", "train")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "trainer.train")
 # Minutes; the first step may take three times as long.
 SOON = "training.hang_timeout=0.1"
-# A loaded machine needs minutes where an idle one needs seconds; what must be quick is measured by itself.
-PATIENCE_S = 300.0
-
-
-class Run:
-    """One run under way."""
-
-    def __init__(self, process: subprocess.Popen[str], logs: Path) -> None:
-        self.process = process
-        self.logs = logs
-
-    def beat(self, rank: int) -> dict[str, object]:
-        try:
-            found: dict[str, object] = json.loads((self.logs / f"heartbeat-{rank}.json").read_text())
-            return found
-        except (OSError, ValueError):
-            return {"step": 0}
-
-    def pid(self, rank: int) -> int:
-        return int(str(self.beat(rank)["pid"]))
-
-    def wait_for_step(self, step: int) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while any(int(str(self.beat(rank)["step"])) < step for rank in (0, 1)):
-            assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()
-            time.sleep(0.1)
-
-    def end(self) -> tuple[int, str, str]:
-        """Exit code, stdout, stderr."""
-        out, err = self.process.communicate(timeout=PATIENCE_S)
-        return self.process.returncode, out, err
-
-
-Start = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ends")
-    make_model(folder / "model")
-    write_chats(folder / "train.jsonl", 200)
-    settings = {
-        "base_model": str(folder / "model"),
-        "output_dir": "unset",
-        "lora": {"r": 4},
-        "dataset": {"path": str(folder / "train.jsonl"), "max_length": 96, "cache_dir": str(folder / "cache")},
-        "training": {"batch_size": 2, "max_steps": 100_000, "learning_rate": 1e-3, "save_steps": 0},
-        "logging": {"report_to": "none", "progress": "off"},
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    return folder
+    return write_endless_run(tmp_path_factory.mktemp("ends"))
 
 
 @pytest.fixture
 def start(workplace: Path, tmp_path: Path) -> Iterator[Start]:
-    runs: list[Run] = []
+    with runs_below(tmp_path, environment()) as start_run:
 
-    def start_run(*settings: str, mischief: str = "", launcher: tuple[str, ...] = TRAIN, folder: str = "run") -> Run:
-        path = os.pathsep.join([str(MISCHIEF), environment()["PYTHONPATH"]])
-        process = subprocess.Popen(
-            [*launcher, str(workplace / "config.yaml"), f"output_dir={tmp_path / folder}", *settings],
-            env=environment() | ({"ZEROLORA_MISCHIEF": mischief, "PYTHONPATH": path} if mischief else {}),
-            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        runs.append(Run(process, tmp_path / folder / "logs"))
-        return runs[-1]
+        def start(*settings: str, mischief: str = "", launcher: tuple[str, ...] = TRAIN, folder: str = "run") -> Run:
+            command = [*launcher, str(workplace / "config.yaml")]
+            return start_run(command, *settings, mischief=mischief, name=folder)
 
-    yield start_run
-    for run in runs:
-        if run.process.poll() is None:
-            for rank in (0, 1):
-                if "pid" in run.beat(rank) and psutil.pid_exists(run.pid(rank)):
-                    os.kill(run.pid(rank), signal.SIGKILL)
-            run.process.kill()
-            run.process.communicate()
+        yield start
 
 
 def assert_nobody_is_left(run: Run) -> None:

@@ -24,6 +24,16 @@ def assert_no_rank_is_left(hosts: Hosts) -> None:
     assert not [command for command in left if "trainer.train" in command], left
 
 
+def train_on(
+    hosts: Hosts, env: Mapping[str, str], hostfile: Path, workplace: Path, name: str
+) -> subprocess.Popen[str]:
+    """An endless run on both hosts that has taken its first step."""
+    command = train(workplace, name, "--hostfile", str(hostfile), "training.max_steps=100000")
+    process = hosts.start(LOGIN, command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wait_for(lambda: losses(workplace / name) or process.poll() is not None, lambda: "no step")
+    return process
+
+
 def test_a_hostfile_trains_on_both_hosts(
     hosts: Hosts, ssh: Mapping[str, str], hostfile: Path, workplace: Path, reference: list[float]
 ) -> None:
@@ -38,9 +48,7 @@ def test_ctrl_c_on_the_launching_host_saves_on_the_others(
 ) -> None:
     """The launching host runs no rank itself, and no rank outlives the command."""
     run = workplace / "interrupted"
-    command = train(workplace, "interrupted", "--hostfile", str(hostfile), "training.max_steps=100000")
-    process = hosts.start(LOGIN, command, env=ssh, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    wait_for(lambda: losses(run) or process.poll() is not None, lambda: "no step")
+    process = train_on(hosts, ssh, hostfile, workplace, run.name)
     os.kill(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 130, out
@@ -53,10 +61,7 @@ def test_a_rank_killed_on_another_host_is_137_and_takes_the_run_down(
     hosts: Hosts, ssh: Mapping[str, str], hostfile: Path, workplace: Path
 ) -> None:
     """The other rank is halted, so that only the launcher on n2 has seen how the one ended."""
-    run = workplace / "killed"
-    command = train(workplace, "killed", "--hostfile", str(hostfile), "training.max_steps=100000")
-    process = hosts.start(LOGIN, command, env=ssh, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    wait_for(lambda: losses(run) or process.poll() is not None, lambda: "no step")
+    process = train_on(hosts, ssh, hostfile, workplace, "killed")
     kill_rank(hosts, "n2", other="n1")
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 137, out

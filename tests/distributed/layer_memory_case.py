@@ -1,6 +1,5 @@
 """How much memory a rank needs at most to load a base by layers and to train on it; see test_layer_shards.py."""
 
-import argparse
 import gc
 import json
 import sys
@@ -12,13 +11,14 @@ from typing import Any
 import torch
 
 from tests.distributed.memory_case import _status
+from tests.rank_program import join
 from trainer.adapt import apply_adapter
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.layers.plan import plan_units
 from trainer.layers.shards import LayerShards
 from trainer.layers.unit import ShardedUnit
 from trainer.model import load_base_model
-from trainer.ranks import Ranks, form_process_group, leave_process_group
+from trainer.ranks import leave_process_group
 
 KINDS: dict[str, tuple[torch.dtype, QuantizationSection | None]] = {
     "fp32": (torch.float32, None),
@@ -88,12 +88,7 @@ def watch_gathered(shards: LayerShards) -> list[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=0)
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    ranks = Ranks.from_environment()
-    form_process_group(ranks, 5)
+    folder, ranks = join(timeout_minutes=5)
     peaks = {}
     for name in ("small", "model"):  # the first round pays for imports and what libraries set up once for such shapes
         for kind in KINDS:

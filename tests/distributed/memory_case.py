@@ -1,6 +1,5 @@
 """How much memory a rank needs at most while the base model is loaded; see test_memory.py."""
 
-import argparse
 import gc
 import json
 import sys
@@ -8,9 +7,10 @@ from pathlib import Path
 
 import torch
 
+from tests.rank_program import join
 from trainer.config import ModelSection, QuantizationSection, TrainingSection, ZeroSection
 from trainer.model import load_base_model
-from trainer.ranks import Ranks, form_process_group, leave_process_group
+from trainer.ranks import leave_process_group
 from trainer.zero import deepspeed_config
 
 
@@ -33,12 +33,7 @@ def _status(name: str) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=0)
-    parser.add_argument("folder", type=Path)
-    folder = parser.parse_args().folder
-    ranks = Ranks.from_environment()
-    form_process_group(ranks, 5)
+    folder, ranks = join(timeout_minutes=5)
     partitioned = deepspeed_config(TrainingSection(), ZeroSection(stage=3), "fp32", on_gpu=False)
     cases = {"whole": (None, None), "lora": (None, partitioned), "qlora": (QuantizationSection(), partitioned)}
     peaks = {}

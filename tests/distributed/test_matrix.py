@@ -42,7 +42,8 @@ def test_losses_and_gradients_do_not_depend_on_how_the_batch_is_cut(matrix: Matr
         assert other.losses == pytest.approx(cut_up.losses, abs=1e-5)
         assert other.records("train/grad_norm") == pytest.approx(cut_up.records("train/grad_norm"), rel=1e-4)
         for name, value in cut_up.adapter().items():
-            torch.testing.assert_close(other.adapter()[name], value, atol=2e-5, rtol=1e-4)
+            # In 32 bits: gradients are added up in other orders, and AdamW divides by their size.
+            torch.testing.assert_close(other.adapter()[name], value, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -3,23 +3,22 @@
 deepspeed --module tests.gpu.layer_rank OUT.json      prints a line for each base; no engine and no optimizer take part
 """
 
-import argparse
 import gc
 import json
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.rank_program import join
 from trainer.adapt import apply_adapter
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.fuse import fuse
 from trainer.layers.shards import LayerShards
 from trainer.model import load_base_model
-from trainer.ranks import Ranks, form_process_group, leave_process_group
+from trainer.ranks import leave_process_group
 from trainer.token_loss import TokenLoss
 
 BASE = "random:llama3.1-8b,num_hidden_layers=8"
@@ -74,12 +73,7 @@ def measure(quantization: QuantizationSection | None, shards: LayerShards | None
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=0)
-    parser.add_argument("out", type=Path)
-    out = parser.parse_args().out
-    ranks = Ranks.from_environment()
-    form_process_group(ranks, 10)
+    out, ranks = join(timeout_minutes=10)
     device, found = ranks.device(), {}
     for kind, quantization in (("bf16", None), ("nf4", QuantizationSection())):
         for gather in ("whole", "layer"):

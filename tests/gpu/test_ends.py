@@ -2,69 +2,38 @@
 
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-import yaml
 
-from tests.cluster.test_ends import HOST, MISCHIEF, TRAIN, Run
 from tests.distributed.conftest import ROOT
-from tests.tiny import make_model, write_chats
+from tests.ends import HOST, TRAIN, Run, Start, runs_below, write_endless_run
 from trainer.checkpoint import whole_checkpoints
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 # Minutes; before and in the first step, where kernels are compiled, three times as long.
 SOON = "training.hang_timeout=0.25"
-Start = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ends-gpu")
-    make_model(folder / "model")
-    write_chats(folder / "train.jsonl", 200)
-    settings = {
-        "base_model": str(folder / "model"),
-        "output_dir": "unset",
-        "lora": {"r": 8},
-        "dataset": {"path": str(folder / "train.jsonl"), "max_length": 96, "cache_dir": str(folder / "cache")},
-        "training": {"batch_size": 2, "max_steps": 100_000, "learning_rate": 1e-3, "save_steps": 0},
-        "logging": {"report_to": "none", "progress": "off"},
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    return folder
+    return write_endless_run(tmp_path_factory.mktemp("ends-gpu"))
 
 
 @pytest.fixture
 def start(workplace: Path, tmp_path: Path) -> Iterator[Start]:
-    runs: list[Run] = []
-
-    def start_run(*settings: str, mischief: str = "") -> Run:
-        paths = [*([str(MISCHIEF)] if mischief else []), str(ROOT), os.environ.get("PYTHONPATH", "")]
-        env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        env |= {"ZEROLORA_MISCHIEF": mischief} if mischief else {}
-        env.pop("DS_ACCELERATOR", None)
-        command = [*TRAIN, str(workplace / "config.yaml"), "--num-gpus", "2", f"output_dir={tmp_path / 'run'}"]
-        process = subprocess.Popen(
-            [*command, *settings], env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        runs.append(Run(process, tmp_path / "run" / "logs"))
-        return runs[-1]
-
-    yield start_run
-    for run in runs:
-        if run.process.poll() is None:
-            for rank in (0, 1):
-                if "pid" in run.beat(rank) and psutil.pid_exists(run.pid(rank)):
-                    os.kill(run.pid(rank), signal.SIGKILL)
-            run.process.kill()
-            run.process.communicate()
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    env.pop("DS_ACCELERATOR", None)
+    with runs_below(tmp_path, env) as start_run:
+        command = [*TRAIN, str(workplace / "config.yaml"), "--num-gpus", "2"]
+        yield partial(start_run, command)
 
 
 def end_soon(run: Run, within_s: float) -> tuple[int, str]:

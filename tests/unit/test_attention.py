@@ -51,7 +51,8 @@ def generated(model: Any, prompt: int, *, cached: bool) -> Any:
 def test_it_generates_what_sdpa_does(folder: Path, window: int | None, prompt: int, cached: bool) -> None:
     ours, theirs = (generated(load(folder, window, name), prompt, cached=cached) for name in (VARLEN, "sdpa"))
     assert ours.sequences.tolist() == theirs.sequences.tolist()
-    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits), atol=1e-4, rtol=1e-4)
+    # In 32 bits: the window is a mask here and bounds there, and the sums are taken in another order.
+    torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits), atol=1e-5, rtol=1e-5)
 
 
 def test_the_window_matters_here(folder: Path) -> None:

@@ -71,11 +71,11 @@ def test_the_model_computes_the_same(architecture, settings, norms, mlps, monkey
     model = adapted(model)
     assert forget_inputs(model) == sum("lora_A" in name for name in gradients)
     again, others = loss_and_gradients(model)
-    torch.testing.assert_close(again, loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(again, loss, rtol=1e-6, atol=0)  # in 32 bits, a few roundings
     assert others.keys() == gradients.keys()
     for name, gradient in gradients.items():
         # In 32 bits; the norms and the sums over tokens take their terms in another order.
-        torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()))
+        torch.testing.assert_close(others[name], gradient, rtol=1e-5, atol=2e-6 * float(gradient.abs().max()))
 
 
 def test_activations_are_computed_again_in_the_backward(monkeypatch):

@@ -52,7 +52,8 @@ def test_values_gradients_and_loss_are_those_of_separate_tensors(tmp_path: Path,
     assert gradients.keys() == separate.keys() == dict(trained_parameters(model)).keys()
     for name, parameter in trained_parameters(model):
         torch.testing.assert_close(parameter.data, separate[name].data, rtol=0, atol=0)
-        torch.testing.assert_close(gradients[name].view_as(parameter), separate[name].grad, rtol=1e-5, atol=1e-7)
+        # The same operators write here into a view of the buffer: a rounding of 32 bits at most.
+        torch.testing.assert_close(gradients[name].view_as(parameter), separate[name].grad, rtol=1e-6, atol=1e-8)
     # What stands between the factors, which start at multiples of 16 bytes, never moves.
     padded = sum(buffer.numel() for buffer in flat.buffers)
     assert padded > sum(parameter.numel() for parameter in separate.values())
@@ -127,6 +128,7 @@ def test_information_is_the_same_and_its_gradient_reaches_the_buffer(tmp_path: P
     gradients = flat_gradients(model, flat)
     for name, parameter in plain.named_parameters():
         if parameter.requires_grad:
+            # 32 bits; the squares of all layers are added up in one product instead of one a layer.
             torch.testing.assert_close(gradients[name].view_as(parameter), parameter.grad, rtol=1e-5, atol=1e-7)
 
 

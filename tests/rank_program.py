@@ -1,0 +1,17 @@
+"""How a program begins that DeepSpeed's launcher starts as several ranks of a test."""
+
+import argparse
+from pathlib import Path
+
+from trainer.ranks import Ranks, form_process_group
+
+
+def join(timeout_minutes: float) -> tuple[Path, Ranks]:
+    """The one path on the command line, beside the launcher's --local_rank, and this rank, joined to the others."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int, default=0)
+    parser.add_argument("path", type=Path)
+    path: Path = parser.parse_args().path
+    ranks = Ranks.from_environment()
+    form_process_group(ranks, timeout_minutes)
+    return path, ranks
