@@ -1,7 +1,7 @@
 """`zerolora scu-train`: the flags and defaults of the published SCU guide, as a configuration for `zerolora train`.
 
 The flags become OUTPUT/logs/scu-train.yaml, which `zerolora train` then runs; what it shows is also written to
-OUTPUT/logs/cuda_optimized_training.log, `logs/` being where the guide's script put it, below its output folder.
+logs/cuda_optimized_training.log, below the current folder, where the guide's script has it.
 Three options are ours: --model, --data and --measure. The guide's target was found with the measure `factors`, whose S
 starts far above it; with `delta`, the default here, S starts at 0.
 """
@@ -28,7 +28,7 @@ from trainer.config import UserError, load_config
 MODEL = "ibm-granite/granite-4.0-h-1b"
 OUTPUT = "./granite_1b_cuda_output"
 CONFIG_FILE = "scu-train.yaml"
-LOG_FILE = "cuda_optimized_training.log"
+LOG_FILE = Path("logs", "cuda_optimized_training.log")
 # The demonstration's data, made from the standard library on first use; the launcher itself imports no trainer.
 DEMO_DATA = (
     "import os; from pathlib import Path; from trainer.demo import demo_data; "
@@ -65,10 +65,15 @@ def run(arguments: Sequence[str]) -> int:
     if options.dry_run:
         print(header + text, end="")
         return EXIT_OK
+    try:
+        LOG_FILE.parent.mkdir(exist_ok=True)
+        LOG_FILE.open("ab").close()
+    except OSError as error:
+        raise UserError(f"{LOG_FILE}: {error.strerror}; start this in a folder where the log can be written") from None
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(header + text, encoding="utf-8")
     print(f"the same as: zerolora {shlex.join(train)}", flush=True)
-    return _logged([sys.executable, "-m", "launcher.cli", *train], config.with_name(LOG_FILE))
+    return _logged([sys.executable, "-m", "launcher.cli", *train], LOG_FILE)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -229,7 +229,7 @@ def test_a_test_run_trains_and_leaves_its_log(tmp_path: Path) -> None:
     result = zerolora("scu-train", *flags, f"dataset.cache_dir={tmp_path}/cache", cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     out = tmp_path / "out"
-    log = (out / "logs" / "cuda_optimized_training.log").read_text()
+    log = (tmp_path / "logs" / "cuda_optimized_training.log").read_text()
     assert "step 10/10" in log and log in result.stdout
     assert f"the same as: zerolora train out/logs/scu-train.yaml dataset.cache_dir={tmp_path}/cache" in result.stdout
     steps = [record["step"] for record in json.loads((out / "scu_metrics.json").read_text())]
@@ -243,3 +243,10 @@ def zerolora(*arguments: str, cwd: Path = CHECKOUT) -> "subprocess.CompletedProc
     environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "DS_ACCELERATOR": "cpu", "COLUMNS": "120"}
     command = [sys.executable, "-m", "launcher.cli", *arguments]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_a_folder_that_takes_no_log_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file where the folder should be")
+    result = zerolora("scu-train", "--test-run", "--model", str(tmp_path), "--output-dir", "out", cwd=tmp_path)
+    assert result.returncode == 2 and "start this in a folder where the log can be written" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
