@@ -137,9 +137,25 @@ def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, confi
     partition = config["zero_optimization"]
     partition["reduce_bucket_size"] = max(1, min(partition["reduce_bucket_size"], elements))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trainable, config=config)
+    if config["zero_optimization"]["stage"] == 0:
+        _undo_the_step_of_zeros(engine.optimizer)
     if config["zero_optimization"]["stage"] == 3:
         _gather_with_the_adapted_layer(model)
     return engine
+
+
+def _undo_the_step_of_zeros(optimizer: Any) -> None:
+    """Give a 16-bit optimizer of stage 0 an empty state and the weights of the model.
+
+    DeepSpeed 0.19.8 creates the state by an update with gradients of zero: it decays the weights, and it counts, so that
+    Adam's correction of its first moments would be that of the second step (0.74 of the update that is due).
+    """
+    if not hasattr(optimizer, "fp32_groups"):
+        return
+    optimizer.optimizer.state.clear()
+    for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for weight, master in zip(weights, masters, strict=True):
+            master.data.copy_(weight.data)
 
 
 def _gather_with_the_adapted_layer(model: torch.nn.Module) -> None:
