@@ -147,8 +147,8 @@ def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, confi
 def _undo_the_step_of_zeros(optimizer: Any) -> None:
     """Give a 16-bit optimizer of stage 0 an empty state and the weights of the model.
 
-    DeepSpeed 0.19.8 creates the state by an update with gradients of zero: it decays the weights, and it counts, so that
-    Adam's correction of its first moments would be that of the second step (0.74 of the update that is due).
+    DeepSpeed 0.19.8 creates the state by an update with gradients of zero: it decays the weights, and it counts, so
+    that Adam's correction of its first moments would be that of the second step (0.74 of the update that is due).
     """
     if not hasattr(optimizer, "fp32_groups"):
         return

@@ -23,7 +23,7 @@ from trainer.bench.report import (
 )
 from trainer.bench.task import Task
 from trainer.bench.trace import ADAPTER, ATTENTION, CATEGORIES, FROZEN, HEAD, IDLE, NORMS
-from trainer.bench.unsloth import write_hollow_checkpoint
+from trainer.bench.unsloth import draw_weights, write_hollow_checkpoint
 from trainer.config import load_config
 
 SETTINGS = ["dataset.max_length=64", "training.batch_size=3"]
@@ -112,6 +112,24 @@ def test_a_checkpoint_of_holes_loads_and_takes_no_room(tmp_path: Path) -> None:
     assert model.config.hidden_size == 512
     assert not any(parameter.any() for parameter in model.parameters())
     assert AutoTokenizer.from_pretrained(tmp_path).eos_token == "</s>"
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_weights_in_4_bits_are_those_of_a_normal_distribution(nested: bool) -> None:
+    import bitsandbytes
+    from bitsandbytes.functional import dequantize_4bit
+
+    layer = bitsandbytes.nn.Linear4bit(256, 512, bias=False, quant_type="nf4", compress_statistics=nested)
+    layer.weight = bitsandbytes.nn.Params4bit(
+        torch.zeros(512, 256), requires_grad=False, quant_type="nf4", compress_statistics=nested
+    )
+    layer.to("cpu")  # quantises
+    draw_weights(layer)
+    values = dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+    assert values.std().item() == pytest.approx(0.02, rel=0.02)
+    # Every block has a largest value of its own, so there are many more than the 16 of the code.
+    assert values.unique().numel() > 500
+    assert values.abs().max() > 3 * 0.02
 
 
 def test_no_step_is_the_short_last_one_of_an_epoch(tmp_path: Path) -> None:

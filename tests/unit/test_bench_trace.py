@@ -1,6 +1,7 @@
 """Where the time of a step goes: categories of kernels, time counted once, and a real trace of a CPU."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from trainer.bench.trace import (
     read_trace,
     work_of,
 )
-from trainer.profiling import StepProfiler
+from trainer.profiling import STEP, StepProfiler
 
 SHAPE = Shape(vocabulary=128256, rank=16)
 
@@ -93,6 +94,36 @@ def test_time_is_counted_once_and_adds_up() -> None:
 def test_one_step_is_too_few() -> None:
     with pytest.raises(ValueError, match="1 recorded steps"):
         breakdown([Work("gemm", FROZEN, 0, 1, step=0)])
+
+
+def test_the_device_runs_behind_the_host_and_no_step_counts_twice() -> None:
+    """Kernels belong to the step that launched them; the range that the profiler repeats on the device is no step."""
+    events: list[dict[str, Any]] = []
+    for step in range(3):
+        host, device = 100.0 * step, 100.0 * step + 150.0
+        name = f"{STEP} {step + 1}"
+        events += [
+            {"ph": "X", "cat": "user_annotation", "name": name, "ts": host, "dur": 100.0, "tid": 1},
+            {"ph": "X", "cat": "gpu_user_annotation", "name": name, "ts": device, "dur": 80.0, "tid": 7},
+            {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": host + 10, "dur": 80.0, "tid": 1},
+        ]
+        for half in range(2):
+            launched, ran, which = host + 15 + 50 * half, device + 40 * half, {"correlation": 2 * step + half}
+            events += [
+                {
+                    "ph": "X",
+                    "cat": "cuda_runtime",
+                    "name": "launch",
+                    "ts": launched,
+                    "dur": 5.0,
+                    "tid": 1,
+                    "args": which,
+                },
+                {"ph": "X", "cat": "kernel", "name": "gemm", "ts": ran, "dur": 40.0, "args": which},
+            ]
+    by_category, step_ms, steps = breakdown(work_of(events, SHAPE))
+    assert (step_ms, steps) == (pytest.approx(0.1), 2)
+    assert by_category[FROZEN] == pytest.approx(0.08) and by_category[IDLE] == pytest.approx(0.02)
 
 
 class Engine:

@@ -88,7 +88,9 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 def work_of(events: Iterable[dict[str, Any]], shape: Shape) -> list[Work]:
     """Every kernel of the recorded steps with its category, in order of time."""
     complete = [event for event in events if event.get("ph") == "X"]
-    steps = sorted((e["ts"], e["ts"] + e["dur"], i) for i, e in enumerate(complete) if e["name"].startswith(STEP + " "))
+    # A range on the host has a shadow on the device, which begins and ends later.
+    ranges = (event for event in complete if event.get("cat") != "gpu_user_annotation")
+    steps = sorted((e["ts"], e["ts"] + e["dur"], i) for i, e in enumerate(ranges) if e["name"].startswith(STEP + " "))
     kernels = [event for event in complete if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if kernels:
         places = _launches(complete)

@@ -25,7 +25,7 @@ def unsloth_model(case: Case, folder: Path) -> Any:
     model, _ = FastLanguageModel.from_pretrained(
         str(path), max_seq_length=case.length, dtype=torch.bfloat16, load_in_4bit=case.four_bit
     )
-    _draw(model)
+    draw_weights(model)
     targets = case.targets
     if targets == ["all-linear"]:
         targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -70,14 +70,26 @@ def write_hollow_checkpoint(base_model: str, folder: Path) -> None:
     config.save_pretrained(folder)
 
 
-def _draw(model: Any) -> None:
-    """Random values for every weight, as in trainer/random_model.py; of a 4-bit weight random codes and one scale."""
+def draw_weights(model: torch.nn.Module) -> None:
+    """Random values for every weight, as in trainer/random_model.py; 4-bit ones are quantised by bitsandbytes again.
+
+    The speed of a product depends on its values (the fewer bits change, the less power it draws, and the clock follows
+    the power), so the others must have weights like ours.
+    """
+    from bitsandbytes.functional import quantize_4bit
+
     for parameter in model.parameters():
         state = getattr(parameter, "quant_state", None)
         if state is not None:
-            parameter.data.random_(0, 256)
-            # The scales are stored as differences to their mean: with the others zero this is the scale of all.
-            (state.offset if state.nested else state.absmax).fill_(0.04)
+            weight = torch.empty(state.shape, dtype=torch.bfloat16, device=parameter.device).normal_(std=0.02)
+            packed, fresh = quantize_4bit(
+                weight, blocksize=state.blocksize, quant_type=state.quant_type, compress_statistics=state.nested
+            )
+            parameter.data.copy_(packed.view_as(parameter))
+            state.absmax.copy_(fresh.absmax)
+            if state.nested:
+                state.offset.copy_(fresh.offset)
+                state.state2.absmax.copy_(fresh.state2.absmax)
         elif parameter.dim() > 1:
             torch.nn.init.normal_(parameter.data, std=0.02)
         else:
