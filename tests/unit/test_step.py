@@ -1,5 +1,7 @@
 """One optimizer step and its loss: only targets count, documents are alone, a bad gradient changes nothing."""
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from tests.tiny import make_model
 from trainer.config import LoraSection, TrainingSection
 from trainer.data.batches import collate
 from trainer.data.samples import Sample
+from trainer.loop import garbage_of_steps_only
 from trainer.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
 from trainer.step import count_targets, count_tokens
 from trainer.token_loss import TokenLoss
@@ -115,3 +118,22 @@ def test_a_restored_schedule_goes_on_where_it_was(name: str) -> None:
         stepped.step()
         restored.step()
         assert restored.get_last_lr() == stepped.get_last_lr() == [rates[stepped.last_epoch]]
+
+
+def test_the_collector_leaves_alone_what_was_there_before_the_steps() -> None:
+    class Node:
+        me: "Node"
+
+    def cycle() -> "weakref.ref[Node]":
+        node = Node()
+        node.me = node
+        return weakref.ref(node)
+
+    with garbage_of_steps_only():
+        assert gc.get_freeze_count() > 100_000
+        assert len(gc.get_objects()) < 10_000
+        of_a_step = cycle()
+        gc.collect()
+        assert of_a_step() is None
+    assert gc.get_freeze_count() == 0
+    assert len(gc.get_objects()) > 100_000
