@@ -6,8 +6,9 @@
 #   tests/bench/gpu_performance.sh curve      1 GPU: no, selective and full recomputation; AdamW in 32 and 8 bits
 # More arguments go to every `zerolora bench`: --steps 10, zero.stage=0, --peer unsloth, ...
 # PYTHON (default python3), OUT (results, default runs/performance), SECONDS_LIMIT (default 500) and SHAPE may be set;
-# for `figures` CASES ("bf16 bf16-recompute-offload": a part that takes half of the time) and PEERS, a folder with
-# Unsloth's packages (pack_peers.sh), which Unsloth alone sees; for `scaling` GPUS (default all).
+# for `figures`, `profile` and `curve` CASES ("bf16 nf4": a part that takes half of the time); for `figures` PEERS, a
+# folder with Unsloth's packages (pack_peers.sh), which Unsloth alone sees; for `scaling` GPUS (default all).
+# What needs 1 GPU takes all of the machine's: every case has a card of its own, and its trainers follow each other there.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 mode=${1:?figures, scaling, profile or curve}
@@ -25,6 +26,7 @@ export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTH
 # Compiled operators and kernels are shared by all runs of this script.
 export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$scratch/triton}
 started=$SECONDS
+count=$("$python" -c "import torch; print(torch.cuda.device_count())")
 
 finish() {
   # What the runs logged, small enough to be kept: traces and checkpoints of zeros are not.
@@ -48,18 +50,39 @@ bench() {
     --warmup 4 --steps 12 --json "$out/$mode-$name.json" --keep "$scratch/$name" "$@" || echo "$name: exit code $?"
 }
 
+# on_cards NAMES CALL...: `bench NAME CALL... NAME` for each, as many at a time as there are cards, one card each.
+on_cards() {
+  local names=$1 cards at=0
+  shift
+  # Without a card there is one place, the CPU, which has no number.
+  IFS=, read -ra cards <<< "${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((count - 1)))}"
+  for name in $names; do
+    (
+      if ((count > 0)); then
+        export CUDA_VISIBLE_DEVICES=${cards[at % count]}
+      fi
+      bench "$name" "$@" --case "$name"
+    ) > "$scratch/$name.txt" 2>&1 &
+    at=$((at + 1))
+    if ((count == 0 || at % count == 0)); then
+      wait
+    fi
+  done
+  wait
+  for name in $names; do
+    cat "$scratch/$name.txt"
+  done
+}
+
+four="bf16 bf16-recompute-offload nf4 nf4-recompute-offload"
 case $mode in
   figures)
-    cases=()
-    for name in ${CASES:-bf16 bf16-recompute-offload nf4 nf4-recompute-offload}; do
-      cases+=(--case "$name")
-    done
     # Unsloth, too, keeps what it recomputes from in host memory; the others cannot.
-    bench "${CASES:+${CASES%% *}-}all" --peer unsloth --peer deepspeed --peer peft-liger \
-      ${PEERS:+--peer-packages "unsloth=$PEERS"} "${cases[@]}" "$@"
+    on_cards "${CASES:-$four}" --peer unsloth --peer deepspeed --peer peft-liger \
+      ${PEERS:+--peer-packages "unsloth=$PEERS"} "$@"
     ;;
   scaling)
-    count=${GPUS:-$("$python" -c "import torch; print(torch.cuda.device_count())")}
+    count=${GPUS:-$count}
     if ((count < 2)); then
       echo "scaling: this machine has $count GPU, and 2 are needed at least" >&2
       exit 2
@@ -74,10 +97,10 @@ case $mode in
     bench "$count-deepspeed-zero3" --num-gpus "$count" --no-product --peer deepspeed --case bf16 "$@" zero.stage=3
     ;;
   profile)
-    bench all --case bf16 --case bf16-recompute-offload --case nf4 --case nf4-recompute-offload --profile "$@"
+    on_cards "${CASES:-$four}" --profile "$@"
     ;;
   curve)
-    bench recomputation --case bf16 --case bf16-selective --case bf16-recompute --case bf16-recompute-offload "$@"
+    on_cards "${CASES:-bf16 bf16-selective bf16-recompute bf16-recompute-offload}" "$@"
     bench adamw-8bit --case bf16 "$@" training.optimizer=adamw_8bit
     ;;
   *)

@@ -87,7 +87,9 @@ def scaling(records: dict[str, Record]) -> Table:
 
 def profile(records: dict[str, Record]) -> Table:
     """One GPU: the gap to the floor by category, a column a case."""
-    profiles = records["all"]["profiles"] if "all" in records else {}
+    profiles: Record = {}
+    for record in records.values():
+        profiles |= record["profiles"]
     table = table_of("gap to the floor, ms", *profiles)
     categories = next(iter(profiles.values()))["by_category_ms"] if profiles else {}
     for category in categories:
@@ -102,12 +104,12 @@ def profile(records: dict[str, Record]) -> Table:
 def curve(records: dict[str, Record]) -> Table:
     """One GPU: memory saved and time paid, against neither recomputation nor 8-bit AdamW."""
     table = table_of("run", "case", "tokens/s/GPU", "time", "peak GiB", "memory")
-    base = records.get("recomputation")
+    base = records.get("bf16")
     base_rate = rate(base, "bf16")
     for name, record in records.items():
         for one in record["results"]:
             ours = one["tokens_per_second_per_gpu"]
-            if ours and base and base_rate:
+            if ours and base is not None and base_rate:
                 used, whole = one["peak_gib"], peak(base, "bf16")
                 memory = (f"{used:.2f}", f"{used / whole - 1:+.1%}") if used and whole else ("-", "-")
                 table.add_row(name, one["case"], f"{ours:,.0f}", f"{base_rate / ours - 1:+.1%}", *memory)
