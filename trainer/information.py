@@ -28,6 +28,7 @@ Measure = Literal["delta", "factors"]
 Partitionable = Any
 # Layers are batched up to this many elements: few launches, and 64 MiB of working memory in fp32.
 CHUNK_ELEMENTS = 2**24
+GRAM_PIECES = 16
 
 
 @dataclass(frozen=True)
@@ -225,10 +226,18 @@ class _WithGradient(torch.autograd.Function):
 
 def _delta(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
     a_NRI, b_NOR = chunk.stacked(_whole)
-    gram_a_NRR, gram_b_NRR = a_NRI @ a_NRI.mT, b_NOR.mT @ b_NOR
+    gram_a_NRR, gram_b_NRR = a_NRI @ a_NRI.mT, _gram(b_NOR)
     square_N11 = chunk.scale_N11.square()
     value = (square_N11 * gram_a_NRR * gram_b_NRR).sum()
     return value, (2 * square_N11 * gram_b_NRR) @ a_NRI, b_NOR @ (2 * square_N11 * gram_a_NRR)
+
+
+def _gram(b_NOR: Tensor) -> Tensor:
+    """B^T B per layer: one block of a card computes a small product, however long its sums, so these are cut up."""
+    layers, rows, rank = b_NOR.shape
+    pieces = math.gcd(rows, GRAM_PIECES)
+    parts = b_NOR.reshape(layers * pieces, rows // pieces, rank)
+    return (parts.mT @ parts).view(layers, pieces, rank, rank).sum(dim=1)
 
 
 def _factors(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
