@@ -9,7 +9,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -53,8 +53,9 @@ def download(model: str, *, revision: str | None = None, folder: Path | None = N
     except RepositoryNotFoundError:
         raise UserError(f"{model}: not on the hub, or private; check the name, or run `hf auth login`") from None
     except (OfflineModeIsEnabled, LocalEntryNotFoundError, HTTPError, HfHubHTTPError, OSError) as error:
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else type(error).__name__
         raise UserError(
-            f"{model}: the hub did not give it ({type(error).__name__}); where there is a network run "
+            f"{model}: the hub did not give it ({reason}); where there is a network run "
             f"`{hub_command(model, revision, folder or Path(model.rpartition('/')[2]))}`, copy that folder here and "
             "set base_model to it"
         ) from None

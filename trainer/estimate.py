@@ -19,10 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from trainer.config import RunConfig, UserError, gathers_by_layer, load_config
-from trainer.config.errors import shown
 from trainer.finished_run import quiet_libraries
 from trainer.memory.advice import does_not_fit
-from trainer.memory.model import GIB, Estimate, as_json
+from trainer.memory.model import CONTEXT, GIB, Estimate, as_json
 from trainer.memory.plan import Choice, Lengths, Machine, Planner, gib
 from trainer.memory.shapes import read_shapes
 
@@ -57,7 +56,7 @@ def lengths_of(config: RunConfig) -> tuple[Lengths, int, str]:
         cache = Path(config.dataset.cache_dir).expanduser()
         data = prepare_data(config.dataset, tokenizer, seed=config.seed, cache_dir=cache, max_length_of_model=longest)
     except UserError as error:
-        reason = shown(str(error).split(";")[0], limit=90)
+        reason = re.split(r"; | \(", str(error))[0]
         return Lengths.assumed(config), 0, f"every sequence counts as {config.dataset.max_length:,} tokens ({reason})"
     lengths = Lengths.of(config, data.train)
     if not lengths.samples:
@@ -139,8 +138,10 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
     parts = Table("for", "GiB", box=None, pad_edge=False)
     for name, size in sorted(estimate.terms.items(), key=lambda term: -term[1]):
         parts.add_row(name, f"{size / GIB:.2f}")
-    parts.add_row(f"peak (at the {estimate.moment})", f"{estimate.peak / GIB:.2f}")
-    parts.add_row("with the allocator's slack and CUDA's context", f"{estimate.needed / GIB:.2f}")
+    parts.add_row(f"peak (at the {estimate.moment})", f"{estimate.peak / GIB:.2f}", end_section=True)
+    parts.add_row("what torch's allocator holds unused", f"{estimate.slack / GIB:.2f}")
+    parts.add_row("CUDA's context and NCCL", f"{CONTEXT / GIB:.2f}")
+    parts.add_row("needed", f"{estimate.needed / GIB:.2f}")
     console.print(parts)
     console.print(f"host memory per rank {gib(estimate.host)} and the process itself, disk {gib(estimate.disk)}")
     stages = Table("stage", "offloaded", "peak GiB", "needed GiB", "host GiB", "", box=None, pad_edge=False)
@@ -148,14 +149,17 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
         offloaded = [name for name in ("optimizer", "parameters") if row[f"offload_{name}"]]
         label = f"{row['stage']}" + (f" by {row['gather']}" if row["gather"] else "")
         if "refused" in row:
-            stages.add_row(label, ", ".join(offloaded) or "nothing", "", "", "", f"[dim]{row['refused']}[/dim]")
+            stages.add_row(label, ", ".join(offloaded) or "nothing", "", "", "", "not possible")
             continue
         sizes = [f"{row[name] / GIB:.2f}" for name in ("peak_bytes", "needed_bytes", "host_bytes")]
         stages.add_row(label, ", ".join(offloaded) or "nothing", *sizes, "fits" if row["fits"] else "too large")
     console.print(stages)
+    for refusal in dict.fromkeys(row["refused"] for row in found["stages"] if "refused" in row):
+        console.print(f"not possible: {refusal}", highlight=False, markup=False)
     if found["recommended"] is not None:
         settings = " ".join(f"{name}={str(value).lower()}" for name, value in found["recommended"].items())
-        console.print(f"the lowest stage that fits, with the largest micro-batch: {settings}", highlight=False)
+        line = f"the lowest stage that fits, with the largest micro-batch: {settings}"
+        console.print(line if found["fits"] else f"as configured it is too large; {line}", highlight=False)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -174,9 +178,9 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.gpus < 1:
             raise UserError(f"--gpus {arguments.gpus}: must be 1 or more")
         memory = parse_memory(arguments.gpu_memory)
-        config = load_config(arguments.config, arguments.overrides).config
-        planner, notes = planner_for(config, arguments.gpus)
-        found, resolved = report(planner, config, memory, notes)
+        loaded = load_config(arguments.config, arguments.overrides)
+        planner, notes = planner_for(loaded.config, arguments.gpus)
+        found, resolved = report(planner, loaded.config, memory, [*loaded.notes, *notes])
         if arguments.json:
             print(json.dumps(found, indent=1))
         else:

@@ -42,7 +42,8 @@ def findings(config: RunConfig, prepared: Prepared) -> list[str]:
         trained = sum(layer.parameters for layer in adapted)
         where = ", ".join(f"{layer.name} ({layer.count})" for layer in adapted)
         base = "a 4-bit base" if config.adapter == "qlora" else "the base as it is"
-        lines.append(f"adapter: r={config.lora.r} on {base}, {trained:,} parameters ({trained / size:.2%}): {where}")
+        part = f"{trained:,} parameters ({trained / (size + trained):.2%} of all)"
+        lines.append(f"adapter: r={config.lora.r} on {base}, {part}: {where}")
     lines += [f"data: {line}" for line in prepared.data.stats.lines()]
     lines += [f"steps: {_steps(config, prepared)}", f"output: {Path(config.output_dir).absolute()}"]
     return lines
@@ -52,10 +53,11 @@ def _steps(config: RunConfig, prepared: Prepared) -> str:
     """The optimizer steps on one rank, which more ranks divide."""
     training, samples = config.training, prepared.data.stats.samples
     each = f"batch_size {training.batch_size} x accumulation {training.gradient_accumulation_steps}"
+    if training.batch_size == AUTO:
+        epochs = f"{training.epochs:g} epochs of {samples:,} sequences"
+        return f"{training.max_steps or epochs}; batch_size is chosen at the start"
     if training.max_steps:
         return f"{training.max_steps:,}, {each} x GPUs sequences in each"
-    if training.batch_size == AUTO:
-        return f"{training.epochs:g} epochs of {samples:,} sequences; batch_size is chosen at the start"
     steps = math.ceil(training.epochs * samples / training.batch_size / training.gradient_accumulation_steps)
     return f"{steps:,} on one GPU, {each} sequences in each; fewer on more GPUs"
 

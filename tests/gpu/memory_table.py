@@ -176,7 +176,7 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, An
         run.train()
     found = run.memory.found
     assert found is not None, run.memory.notes
-    resident = ("base model", "adapter", "optimizer", "workspaces")
+    resident = ("base model", "quantisation state", "adapter", "optimizer", "workspaces", "communication buffers")
     return {
         "predicted": found.peak,
         "measured": run.peak,

@@ -86,6 +86,9 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "training.save_steps=500", "multiple of eval_steps=3",
     ),
     "zero.stage=4": ("zero.stage=4: must be auto, 0, 1, 2 or 3",),
+    "zero.stage=-1": ("zero.stage=-1: below zero", "write auto"),
+    "training.batch_size=-1": ("training.batch_size=-1: below zero", "write auto"),
+    "zero.stage=auto ; zero.offload_parameters=true": ("only stage 3 partitions", "zero.stage=auto; use 3"),
     "zero.offload_optimizer=true ; zero.stage=0": ("zero.offload_optimizer=true: stage 0", "use zero.stage: 1, 2 or 3"),
     "zero.offload_parameters=true": ("zero.offload_parameters=true: only stage 3", "zero.stage=2", "use 3"),
     "zero.offload_parameters=true ; zero.stage=3 ; zero.gather=module ; adapter=qlora": (

@@ -18,7 +18,19 @@ from trainer.memory.activations import (
     loss_head,
     recomputed_layer,
 )
-from trainer.memory.model import GIB, Placement, base_weights, bytes_of, disk, estimate, optimizer_state
+from trainer.memory.model import (
+    GIB,
+    Placement,
+    base_weights,
+    bytes_of,
+    disk,
+    estimate,
+    gathered,
+    host_memory,
+    optimizer_state,
+    trained,
+    waiting_gradients,
+)
 from trainer.memory.shapes import Shapes, Weight, read_shapes
 from trainer.model import load_base_model, load_model_config
 from trainer.quantize import quantized_linear
@@ -188,6 +200,16 @@ def test_a_packed_weight_takes_what_bitsandbytes_gives_it(double_quant: bool, bl
     assert bytes_of(weight, placement(packed=True, double_quant=double_quant, block_size=block_size)) == real
 
 
+def test_the_scales_of_a_4_bit_base_are_a_term_of_their_own() -> None:
+    """Blocks of 64 have a scale of 8 bits, and 256 such scales one of 32 bits; a matrix has 2 KiB of code books."""
+    shapes = shapes_of("random:tinyllama-1.1b")
+    found = estimate(shapes, work(element=2), placement(packed=True), checkpoints=0)
+    assert found.terms["base model"] + found.terms["quantisation state"] == base_weights(shapes, placement(packed=True))
+    packed = [weight.elements for weight in shapes.weights if weight.packable and not weight.trained]
+    scales = sum(packed) * (1 / 64 + 4 / 64 / 256) + 2048 * len(packed)
+    assert found.terms["quantisation state"] == pytest.approx(scales, rel=0.005)
+
+
 @pytest.mark.parametrize("target", ["all-linear", "q_proj"])
 def test_parameters_are_counted_as_the_model_counts_them(target: str) -> None:
     lora = LoraSection(r=8, target_modules=(target,))
@@ -246,6 +268,18 @@ def test_the_terms_add_up_and_nothing_is_negative() -> None:
     found = estimate(shapes, work(element=2, elementwise="liger", rows=4, length=2048), placement(), checkpoints=3)
     assert found.peak == sum(found.terms.values()) and min(found.terms.values()) > 0
     assert found.needed > found.peak > 48 * GIB
+
+
+def test_weights_that_are_all_trained_are_loaded_gathered_and_offloaded_like_a_base() -> None:
+    shapes, four = shapes_of("random:smollm2-135m", 0), {"stage": 3, "world_size": 4}
+    assert host_memory(shapes, work(), placement()) == 2 * shapes.trained
+    assert min(gathered(shapes, placement(**four))) > 0
+    assert trained(shapes, placement(**four)) == -(-2 * shapes.trained // 4)
+    assert waiting_gradients(shapes, placement(**four)) == -(-2 * shapes.trained // 4)
+    offloaded = placement(**four, offload_optimizer=True, offload_parameters=True)
+    assert trained(shapes, offloaded) == waiting_gradients(shapes, offloaded) == 0
+    on_host = [host_memory(shapes, work(), placement(**four, offload_optimizer=True)), 2 * shapes.trained // 4]
+    assert host_memory(shapes, work(), offloaded) == pytest.approx(sum(on_host), rel=0.001)
 
 
 def test_a_checkpoint_is_adapter_master_and_moments() -> None:

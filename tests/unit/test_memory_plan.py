@@ -15,10 +15,10 @@ from tests.tiny import write_chats
 from trainer.config import AUTO, LoraSection, ModelSection, RunConfig, UserError, load_config
 from trainer.config.restart_note import EXIT_RESTART, RestartNote
 from trainer.estimate import main, parse_memory
-from trainer.memory.advice import does_not_fit, smaller_batch, three_changes
+from trainer.memory.advice import Advice, _together, does_not_fit, smaller_batch, three_changes
 from trainer.memory.check import plan_on
 from trainer.memory.model import GIB
-from trainer.memory.plan import Lengths, Machine, Planner, gib, with_changes
+from trainer.memory.plan import Changes, Lengths, Machine, Planner, gib, with_changes
 from trainer.memory.shapes import Shapes, read_shapes
 from trainer.model import load_model_config
 from trainer.prepare import Prepared, prepare
@@ -103,6 +103,8 @@ def test_auto_without_a_gpu(planner: Planner, config: RunConfig) -> None:
     resolved = planner.resolve(with_changes(config, {"zero.stage": AUTO, "training.batch_size": AUTO}), None)
     assert (resolved.zero.stage, resolved.training.batch_size) == (2, 1)
     assert planner.resolve(config, None) == config
+    by_layer = with_changes(config, {"zero.stage": AUTO, "zero.gather": "layer"})
+    assert planner.resolve(by_layer, None).zero.stage == 3  # the only one that gathers
 
 
 def test_three_changes_that_fit_come_first(planner: Planner, config: RunConfig) -> None:
@@ -120,7 +122,28 @@ def test_changes_are_put_together_where_none_is_enough(planner: Planner, config:
     memory = 9 * GIB
     advice = three_changes(planner, config, memory)
     assert advice[0].found.needed <= memory and len(advice[0].changes) > 2
+    assert advice[1].found.needed > memory
+    line = does_not_fit(planner, config, memory, "has")
+    assert f"set {advice[0].text()}; of help but not enough: {advice[1].text()}; {advice[2].text()}" in line
     assert "no change is enough" in does_not_fit(planner, config, 2 * GIB, "has")
+
+
+def test_a_higher_stage_stays_when_changes_are_put_together(planner: Planner, config: RunConfig) -> None:
+    whole = with_changes(config, {"zero.stage": 0})
+    parts: list[Changes] = [{"zero.stage": 3}, {"zero.stage": 1, "zero.offload_optimizer": True}]
+    together = {"zero.stage": 3, "zero.offload_optimizer": True}
+    memory = planner.of(with_changes(whole, together)).needed
+    singles = [Advice(changes, planner.of(with_changes(whole, changes))) for changes in parts]
+    assert [advice.changes for advice in _together(planner, whole, memory, singles)] == [together]
+
+
+def test_the_table_and_the_advice_know_the_same_ways_out(planner: Planner, config: RunConfig) -> None:
+    """What `zerolora estimate` calls fitting the check before a run does not call impossible."""
+    for changes in ({}, {"zero.stage": 3, "zero.gather": "module"}):
+        start = with_changes(config, changes)
+        most_offloaded = planner.table(start)[-1].found
+        assert most_offloaded is not None
+        assert "no change is enough" not in does_not_fit(planner, start, most_offloaded.needed, "has")
 
 
 def test_longer_sequences_and_higher_ranks_need_more(planner: Planner, config: RunConfig) -> None:
@@ -178,6 +201,20 @@ def test_nothing_fits_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     lines = [line for line in err.splitlines() if line.startswith("error:")]
     assert code == 2 and len(lines) == 1 and "take a smaller model or a larger GPU" in lines[0]
     assert "too large" in out
+
+
+def test_what_does_not_fit_as_it_is_or_cannot_be_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """7.7 GiB, of which 2.1 GiB are the base, which can lie in host memory."""
+    file = tmp_path / "run.yaml"
+    file.write_text("base_model: random:tinyllama-1.1b\noutput_dir: x\ndataset: {path: absent.jsonl}\n")
+    assert main([str(file), "lora_r=16", "training.batch_size=2", "--gpu-memory", "6GiB"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("lora_r is read as lora.r\n")
+    assert "as configured it is too large; the lowest stage that fits" in out
+    assert "zero.stage=3 zero.offload_optimizer=true zero.offload_parameters=true" in out
+    assert main([str(file), "training.optimizer=adamw_8bit"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("not possible: ") == 1 and "turn zero.offload_optimizer off" in out
 
 
 @pytest.mark.parametrize("arguments", [["--gpu-memory", "none"], ["--gpus", "0"], ["zero.stag=2"]])
@@ -262,11 +299,14 @@ def test_auto_is_resolved_before_the_run(prepared: tuple[RunConfig, Prepared]) -
     plan = plan_on(BF16_GPU, with_changes(config, {"zero.stage": AUTO, "training.batch_size": AUTO}), found, 80 * GIB)
     assert (plan.config.zero.stage, plan.config.training.batch_size) == (0, 5)  # 20 chats on 4 GPUs
     assert plan.notes[0].startswith("auto: ZeRO stage 0, batch_size 5, ")
+    plan = plan_on(BF16_GPU, with_changes(config, {"zero.stage": AUTO}), found, None)
+    assert plan.notes == ("auto: ZeRO stage 2, batch_size 4, the defaults, for there is no GPU to fill",)
 
 
 def test_a_model_that_the_estimate_cannot_read_still_trains(prepared: tuple[RunConfig, Prepared]) -> None:
     config, found = prepared
     unknown = replace(found, model_config=object())
     assert plan_on(BF16_GPU, config, unknown, 80 * GIB).found is None
-    with pytest.raises(UserError, match="this model has no estimate"):
-        plan_on(BF16_GPU, with_changes(config, {"zero.stage": AUTO}), unknown, 80 * GIB)
+    for memory in (80 * GIB, None):
+        with pytest.raises(UserError, match=r"this model has no estimate .* give both a number"):
+            plan_on(BF16_GPU, with_changes(config, {"zero.stage": AUTO}), unknown, memory)

@@ -163,6 +163,7 @@ def test_the_table_of_the_tiers_is_complete() -> None:
         (["all", "--cpu", "--base-model", "x"], "the tiers have models of their own; name one tier"),
         (["quick", "--cpu", "--models", "nowhere"], "--models nowhere: no such folder"),
         (["quick", "--cpu", "--base-model", "random:bert"], "no shape of that name"),
+        (["quick", "--cpu", "--base-model", "random:tiny", "--output", "/dev/null/x"], "--output /dev/null/x: cannot"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -225,6 +226,14 @@ def test_a_card_without_room_is_not_tried(tmp_path: Path, monkeypatch: pytest.Mo
     full = Machine("a card", on_gpu=True, free_gib=2.6, context_gib=1.0)
     outcome = runner(tmp_path, full, "--check-vram").run(TIERS["memory"])
     assert not outcome.passed and outcome.problem == "not run: needs 3.0 GiB free on the card, which has 2.6"
+
+
+def test_the_run_that_failed_is_the_one_whose_logs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "find_weights", lambda *arguments: Weights("random:tiny", False, "drawn"))
+    monkeypatch.setattr(tiers, "find_data", lambda config: [])
+    monkeypatch.setattr(Runner, "_train", lambda self, tier, folder, overrides: int(folder.name == "full-resumed"))
+    outcome = runner(tmp_path, Machine("a card", on_gpu=True)).run(TIERS["full"])
+    assert outcome.problem == f"zerolora train ended with exit code 1; see {tmp_path / 'full-resumed' / 'logs'}"
 
 
 def outcomes(monkeypatch: pytest.MonkeyPatch, verdicts: dict[str, bool]) -> list[str]:

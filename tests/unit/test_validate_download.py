@@ -39,7 +39,8 @@ def test_it_says_what_it_found_and_leaves_no_run(config: Path, capsys: pytest.Ca
     assert lines["note"] == "lora_r is read as lora.r"
     assert lines["model"] == f"model: LlamaForCausalLM, {model:,} parameters, 2 layers, context 256"
     adapter = 2 * 8 * (128 + 96 + 96 + 128 + 192 * 3)
-    assert lines["adapter"].startswith(f"r=8 on a 4-bit base, {adapter:,} parameters ({adapter / model:.2%}): ")
+    share = f"{adapter:,} parameters ({adapter / (model + adapter):.2%} of all): "
+    assert lines["adapter"].startswith(f"r=8 on a 4-bit base, {share}")
     assert "gate_proj (2)" in lines["adapter"]
     assert lines["steps"] == "6 on one GPU, batch_size 3 x accumulation 2 sequences in each; fewer on more GPUs"
     assert lines["OK"] == f"zerolora train {config} lora_r=8"
@@ -50,6 +51,7 @@ def test_it_says_what_it_found_and_leaves_no_run(config: Path, capsys: pytest.Ca
     ("override", "line"),
     [
         ("training.max_steps=7", "steps: 7, batch_size 3 x accumulation 2 x GPUs sequences in each"),
+        ("training.batch_size=auto", "steps: 2 epochs of 18 sequences; batch_size is chosen at the start"),
         ("adapter=none", "adapter: none, all weights are trained"),
         ("lora.init=pissa", "adapter: r=4 on the base as it is"),
     ],
@@ -76,12 +78,17 @@ def test_a_mistake_is_one_line(override: str, complaint: str, config: Path, caps
     assert "OK" not in captured.out and captured.err.count("\n") == 1 and complaint in captured.err
 
 
+def test_steps_of_a_micro_batch_that_is_still_open(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert validate.main([str(config), "training.batch_size=auto", "training.max_steps=7"]) == 0
+    assert "steps: 7; batch_size is chosen at the start" in capsys.readouterr().out
+
+
 def test_without_a_network_the_hubs_own_command_is_named(tmp_path: Path) -> None:
     """In a process of its own: the hub's library reads HF_HUB_OFFLINE when it is imported."""
     command = [sys.executable, "-m", "trainer.download", "owner/name", "--revision", "v2", "--output", "here"]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert result.returncode == 2 and result.stderr.count("\n") == 1 and "HF_HUB_OFFLINE is set" in result.stderr
     named = shlex.split(result.stderr.split("`")[1])
     assert named[:7] == ["hf", "download", "owner/name", "--local-dir", "here", "--revision", "v2"]
     hub = subprocess.run([Path(sys.executable).parent / "hf", *named[1:]], env=env, capture_output=True, text=True)

@@ -3,6 +3,7 @@
 from trainer.config.errors import UserError, shown
 from trainer.config.gather import gathers_by_layer, why_not_by_layer
 from trainer.config.sections import RunConfig
+from trainer.config.types import AUTO
 
 
 def check_combinations(config: RunConfig) -> None:
@@ -49,11 +50,12 @@ def _check_adapter(config: RunConfig) -> None:
 
 def _check_zero(config: RunConfig) -> None:
     zero = config.zero
+    stage = "auto" if zero.stage == AUTO else zero.stage
     if zero.offload_optimizer and zero.stage == 0:
         raise UserError("zero.offload_optimizer=true: stage 0 keeps the optimizer whole; use zero.stage: 1, 2 or 3")
     if zero.offload_parameters and zero.stage != 3:
         raise UserError(
-            f"zero.offload_parameters=true: only stage 3 partitions parameters, and zero.stage={zero.stage}; use 3"
+            f"zero.offload_parameters=true: only stage 3 partitions parameters, and zero.stage={stage}; use 3"
         )
     if config.training.optimizer == "adamw_8bit" and zero.offload_optimizer:
         raise UserError(

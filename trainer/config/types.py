@@ -19,6 +19,8 @@ def _list_of_words(value: Any) -> Any:
 
 
 def _auto_number(value: Any) -> Any:
+    if str(value) == str(AUTO):
+        raise ValueError("below zero; write auto if the memory estimate shall choose")
     return AUTO if value == "auto" else value
 
 

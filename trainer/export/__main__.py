@@ -120,7 +120,9 @@ def _run(options: argparse.Namespace) -> None:
     output = options.output or default
     if options.format in ("peft", "hf") and options.converter is not None:
         raise UserError(f"--converter {options.converter}: makes GGUF files, and --format is {options.format}")
-    if options.dtype == "q8_0" and options.format in ("peft", "hf"):
+    if options.dtype != "auto" and options.format == "peft":
+        raise UserError(f"--dtype {options.dtype}: --format peft keeps the adapter's own numbers; leave it out")
+    if options.dtype == "q8_0" and options.format == "hf":
         raise UserError(f"--dtype q8_0: a format of GGUF files, and --format is {options.format}; leave it out")
     run = find_run(options.run, options.base_model, needs_base=options.format != "peft")
     lines = export(run, options.format, output, dtype=options.dtype, converter=options.converter)

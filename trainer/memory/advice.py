@@ -23,7 +23,10 @@ class Advice:
 
 
 def three_changes(planner: Planner, config: RunConfig, memory: int) -> list[Advice]:
-    """Three ways to need less: those that fit alone, else those that fit together with others, then what helps most."""
+    """Three ways to need less: those that fit alone, else those that fit together with others, then what helps most.
+
+    What fits comes first.
+    """
     singles = [
         Advice(changes, found)
         for changes in _candidates(planner, config, memory)
@@ -40,13 +43,14 @@ def does_not_fit(planner: Planner, config: RunConfig, memory: int, where: str) -
     """One line: what is needed, what there is, and three changes."""
     found = planner.of(config)
     advice = three_changes(planner, config, memory)
-    options = "; or ".join(option.text() for option in advice)
+    enough = "; or ".join(option.text() for option in advice if option.found.needed <= memory)
+    less = "; ".join(option.text() for option in advice if option.found.needed > memory)
     if not advice:
         way_out = "take a smaller model or a larger GPU"
-    elif advice[0].found.needed > memory:
-        way_out = f"no change is enough, the most helpful are {options}; take a smaller model or a larger GPU"
+    elif not enough:
+        way_out = f"no change is enough, the most helpful are {less}; take a smaller model or a larger GPU"
     else:
-        way_out = f"set {options}"
+        way_out = f"set {enough}" + (f"; of help but not enough: {less}" if less else "")
     largest = max(found.terms, key=lambda name: found.terms[name])
     return (
         f"memory: each GPU needs {gib(found.needed)} (of it {gib(found.terms[largest])} for {largest}) "
@@ -67,12 +71,16 @@ def _candidates(planner: Planner, config: RunConfig, memory: int) -> list[Change
         candidates.append({"training.offload_activations": True})
     if planner.machine.world_size > 1 and config.zero.stage < 3:
         candidates.append({"zero.stage": 3})
+    if config.zero.stage == 3 and config.zero.gather == "module":
+        candidates.append({"zero.gather": "auto"})
     if config.adapter == "lora":
         candidates.append({"adapter": "qlora"})
     if not config.zero.offload_optimizer:
-        candidates.append({"zero.stage": max(1, config.zero.stage), "zero.offload_optimizer": True})
+        candidates.append(({"zero.stage": 1} if config.zero.stage == 0 else {}) | {"zero.offload_optimizer": True})
     if training.optimizer == "adamw":
         candidates.append({"training.optimizer": "adamw_8bit"})
+    if not config.zero.offload_parameters:
+        candidates.append({"zero.stage": 3, "zero.offload_optimizer": True, "zero.offload_parameters": True})
     if config.dataset.max_length > 256:
         candidates.append({"dataset.max_length": config.dataset.max_length // 2})
     return candidates
@@ -82,7 +90,8 @@ def _together(planner: Planner, config: RunConfig, memory: int, singles: list[Ad
     """The remedies one after the other until it fits, if it does."""
     changes: Changes = {}
     for advice in singles:
-        changes = changes | advice.changes
+        stages = [settings["zero.stage"] for settings in (changes, advice.changes) if "zero.stage" in settings]
+        changes = changes | advice.changes | ({"zero.stage": max(stages)} if stages else {})
         found = planner.choice(config, changes).found
         if found is not None and len(changes) > 1 and found.needed <= memory:
             return [Advice(changes, found)]

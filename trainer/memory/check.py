@@ -68,8 +68,10 @@ def plan_on(machine: Machine, config: RunConfig, prepared: Prepared, memory: int
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         # A model built in a way that the estimate does not know still trains, if nothing depends on the estimate.
         reason = f"{type(error).__name__}: {error}"
-        if is_open and memory is not None:
-            raise UserError(f"zero.stage or training.batch_size=auto: this model has no estimate ({reason})") from None
+        if is_open:
+            raise UserError(
+                f"zero.stage or training.batch_size=auto: this model has no estimate ({reason}); give both a number"
+            ) from None
         return MemoryPlan(config, None, (f"no memory estimate for this model ({reason})",))
     planner = Planner(shapes, Lengths.of(config, prepared.data.train), machine)
     resolved = planner.resolve(config, memory)
@@ -77,7 +79,8 @@ def plan_on(machine: Machine, config: RunConfig, prepared: Prepared, memory: int
     notes = []
     if is_open:
         chosen = f"ZeRO stage {resolved.zero.stage}, batch_size {resolved.training.batch_size}"
-        notes.append(f"auto: {chosen}, {gib(found.peak)} estimated")
+        reason = f"{gib(found.peak)} estimated" if memory is not None else "the defaults, for there is no GPU to fill"
+        notes.append(f"auto: {chosen}, {reason}")
     if memory is not None and found.needed > memory:
         problem = does_not_fit(planner, resolved, memory, "has free")
         if not resolved.training.ignore_memory_check:

@@ -78,17 +78,24 @@ class Estimate:
     @property
     def needed(self) -> int:
         """What must be free on the card: the peak, the allocator's slack, the CUDA context."""
-        return int(self.peak * (1 + FRAGMENTATION)) + CONTEXT
+        return self.peak + self.slack + CONTEXT
+
+    @property
+    def slack(self) -> int:
+        """What torch's allocator holds without using it."""
+        return int(self.peak * FRAGMENTATION)
 
 
 def estimate(shapes: Shapes, work: Work, placement: Placement, *, checkpoints: int) -> Estimate:
     """The memory of one rank for one configuration. `checkpoints` is how many are kept on the disk."""
     resident = {
-        "base model": base_weights(shapes, placement),
+        "base model": base_weights(shapes, placement) - quantisation_state(shapes, placement),
+        "quantisation state": quantisation_state(shapes, placement),
         "adapter" if any(weight.factor for weight in shapes.weights) else "trained weights": trained(shapes, placement),
         "gradients": waiting_gradients(shapes, placement),
         "optimizer": optimizer_state(shapes, placement),
-        "workspaces": (CUBLAS_WORKSPACE if placement.on_gpu else 0) + standing_buckets(placement),
+        "workspaces": CUBLAS_WORKSPACE if placement.on_gpu else 0,
+        "communication buffers": standing_buckets(placement),
     }
     kept = kept_by_layers(shapes, work)
     layers, outside = gathered(shapes, placement)
@@ -117,47 +124,67 @@ def rounded(size: int) -> int:
 
 
 def bytes_of(weight: Weight, placement: Placement) -> int:
-    """A frozen weight as it lies on the card: elements x e, or half a byte each with their scales.
+    """A weight as it lies on the card: elements x e, or half a byte each with their scales."""
+    if not (placement.packed and weight.packable):
+        return rounded(weight.elements * placement.element)
+    return rounded((weight.elements + 1) // 2) + scales_of(weight, placement)
+
+
+def scales_of(weight: Weight, placement: Placement) -> int:
+    """What a 4-bit weight needs besides its numbers.
 
     Scales: 4 bytes per block, or 1 byte per block and 4 bytes per 256 blocks (double quantisation); code books 16 and
     256 numbers of 32 bits per matrix.
     """
     if not (placement.packed and weight.packable):
-        return rounded(weight.elements * placement.element)
+        return 0
     blocks = -(-weight.elements // placement.block_size)
-    packed = rounded((weight.elements + 1) // 2) + rounded(64)
     if not placement.double_quant:
-        return packed + rounded(4 * blocks)
-    return packed + rounded(blocks) + rounded(4 * -(-blocks // 256)) + rounded(1024) + rounded(4)
+        return rounded(64) + rounded(4 * blocks)
+    return rounded(64) + rounded(blocks) + rounded(4 * -(-blocks // 256)) + rounded(1024) + rounded(4)
 
 
 def base_weights(shapes: Shapes, placement: Placement) -> int:
-    """The frozen weights, whole, or this rank's share under stage 3, or none where they are offloaded."""
-    whole = sum(bytes_of(weight, placement) for weight in shapes.weights if not weight.trained)
-    if placement.stage < 3:
-        return whole
-    return 0 if placement.offload_parameters else -(-whole // placement.world_size)
+    """The frozen weights with their scales: whole, or this rank's share under stage 3, or none where offloaded."""
+    return held(sum(bytes_of(weight, placement) for weight in shapes.weights if not weight.trained), placement)
+
+
+def quantisation_state(shapes: Shapes, placement: Placement) -> int:
+    """The scales among `base_weights`."""
+    return held(sum(scales_of(weight, placement) for weight in shapes.weights if not weight.trained), placement)
+
+
+def held(size: int, placement: Placement) -> int:
+    """What a rank's GPU holds of parameters that stage 3 partitions or offloads."""
+    return 0 if placement.stage == 3 and placement.offload_parameters else share(size, placement, 3)
 
 
 def gathered(shapes: Shapes, placement: Placement) -> tuple[int, int]:
     """Whole weights that stage 3 holds at once: those of layers, and of what lies outside of them.
 
-    By layer: the largest layer twice; embedding or head while it is used. By module: the same, and what DeepSpeed
-    fetches ahead, up to `max_live_parameters`. A rank that is alone copies nothing, unless from host memory.
+    By layer: the largest frozen layer twice; embedding or head while it is used. By module: the same, trained or not,
+    and what DeepSpeed fetches ahead, up to `max_live_parameters`. A rank that is alone copies nothing, unless from host
+    memory.
     """
     alone = placement.world_size == 1 and not placement.offload_parameters
     if placement.stage < 3 or alone:
         return 0, 0
+    fetched = fetched_weights(shapes, placement)
     layers = [
-        sum(bytes_of(weight, placement) for weight in shapes.frozen_of_layer(index))
+        sum(bytes_of(weight, placement) for weight in fetched if weight.layer == index)
         for index in range(len(shapes.layers))
     ]
     of_layers = GATHERED_LAYERS * max(layers, default=0)
-    outside = max((bytes_of(w, placement) for w in shapes.weights if w.layer < 0 and not w.trained), default=0)
+    outside = max((bytes_of(weight, placement) for weight in fetched if weight.layer < 0), default=0)
     if placement.by_layer:
         return of_layers, outside
     ahead = of_layers + placement.prefetch * placement.element
     return min(sum(layers), ahead, placement.live * placement.element), outside
+
+
+def fetched_weights(shapes: Shapes, placement: Placement) -> list[Weight]:
+    """What stage 3 fetches for a layer: its frozen weights and, by module, trained ones other than LoRA's factors."""
+    return [weight for weight in shapes.weights if not (weight.trained if placement.by_layer else weight.factor)]
 
 
 def share(size: int, placement: Placement, from_stage: int) -> int:
@@ -166,14 +193,18 @@ def share(size: int, placement: Placement, from_stage: int) -> int:
 
 
 def trained(shapes: Shapes, placement: Placement) -> int:
-    """The trained weights in the type they compute in; partitioned under stage 3 unless layers are gathered whole."""
+    """The trained weights in the type they compute in; as the base under stage 3 unless layers are gathered whole."""
     size = shapes.trained * placement.element
-    return size if placement.by_layer else share(size, placement, 3)
+    return size if placement.by_layer else held(size, placement)
 
 
 def waiting_gradients(shapes: Shapes, placement: Placement) -> int:
-    """Gradients of earlier micro-steps, e each, partitioned from stage 2 on; stage 3 keeps room for them always."""
-    if placement.accumulation == 1 and (placement.stage < 3 or placement.by_layer):
+    """Gradients of earlier micro-steps, e each, partitioned from stage 2 on.
+
+    DeepSpeed's own stage 3 keeps room for them always, on the host if the optimizer is there.
+    """
+    by_module = placement.stage == 3 and not placement.by_layer
+    if placement.offload_optimizer if by_module else placement.accumulation == 1:
         return 0
     return share(shapes.trained * placement.element, placement, 2)
 
@@ -236,11 +267,12 @@ def host_memory(shapes: Shapes, work: Work, placement: Placement) -> int:
         # Master, two moments, their gradient, and the updated weights on their way back.
         total += share(shapes.trained * (4 * FP32 + 2 * placement.element), placement, 1)
     if placement.offload_parameters:
-        total += share(sum(bytes_of(w, placement) for w in shapes.weights if not w.trained), placement, 3)
+        total += share(sum(bytes_of(w, placement) for w in fetched_weights(shapes, placement)), placement, 3)
     if work.offload_activations and work.recompute != "none":
         total += sum(work.tokens * layer.hidden * work.element for layer in shapes.layers)
     streamed = placement.packed or placement.stage == 3
-    loading = max((w.elements for w in shapes.weights), default=0) if streamed else shapes.frozen
+    read = [weight.elements for weight in shapes.weights if not weight.factor]
+    loading = max(read, default=0) if streamed else sum(read)
     return max(total, loading * placement.element)
 
 
@@ -254,6 +286,8 @@ def as_json(found: Estimate) -> dict[str, Any]:
     """Plain numbers for a file."""
     return {
         "peak_bytes": found.peak,
+        "slack_bytes": found.slack,
+        "context_bytes": CONTEXT,
         "needed_bytes": found.needed,
         "host_bytes": found.host,
         "disk_bytes": found.disk,

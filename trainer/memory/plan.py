@@ -15,8 +15,8 @@ from trainer.memory.shapes import Shapes
 LARGEST_BATCH = 256
 """Micro-batches beyond this are no faster on any card."""
 STAGES = (0, 1, 2, 3)
-# Where there is no GPU, memory is not what decides: the defaults.
-CPU_STAGE, CPU_BATCH = 2, 1
+# Where there is no GPU, memory is not what decides: the default.
+CPU_STAGE = 2
 # What liger-kernel 0.8.5 knows; it is not asked, for a machine without a GPU need not have it.
 LIGER = (
     "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3",
@@ -125,21 +125,21 @@ class Planner:
         """`auto` replaced: the lowest stage that fits (with micro-batch 1 if that is `auto`), then the largest batch.
 
         Where nothing fits the last stage and micro-batch 1 are taken, for the check before training to refuse.
-        Without a GPU (`memory` None): stage 2, micro-batch 1.
+        Without a GPU (`memory` None): stage 2, or the highest that other settings allow, and micro-batch 1.
         """
         stage_open, batch_open = config.zero.stage == AUTO, config.training.batch_size == AUTO
-        if memory is None:
-            defaults = {"zero.stage": CPU_STAGE} if stage_open else {}
-            return with_changes(config, defaults | ({"training.batch_size": CPU_BATCH} if batch_open else {}))
         if batch_open:
             config = with_changes(config, {"training.batch_size": 1})
         if stage_open:
-            stage = self.lowest_stage(config, memory)
+            stage = self._cpu_stage(config) if memory is None else self.lowest_stage(config, memory)
             config = with_changes(config, {"zero.stage": self._highest_allowed(config) if stage is None else stage})
-        if batch_open:
+        if batch_open and memory is not None:
             config = with_changes(config, {"training.batch_size": max(1, self.largest_batch(config, memory))})
         check_combinations(config)
         return config
+
+    def _cpu_stage(self, config: RunConfig) -> int | None:
+        return CPU_STAGE if self.choice(config, {"zero.stage": CPU_STAGE}).found is not None else None
 
     def _highest_allowed(self, config: RunConfig) -> int:
         allowed = [stage for stage in STAGES if self.choice(config, {"zero.stage": stage}).found is not None]

@@ -90,10 +90,6 @@ class Shapes:
         """Frozen elements."""
         return sum(weight.elements for weight in self.weights if not weight.trained)
 
-    def frozen_of_layer(self, layer: int) -> tuple[Weight, ...]:
-        """The frozen weights of one decoder layer."""
-        return tuple(weight for weight in self.weights if weight.layer == layer and not weight.trained)
-
 
 def read_shapes(
     model_config: Any, section: ModelSection, lora: LoraSection | None, *, vocabulary_at_least: int = 0

@@ -100,14 +100,15 @@ class Runner:
         started = time.monotonic()
         code = self._train(tier, folder, overrides)
         seconds = time.monotonic() - started
-        resumed = self.options.output / f"{tier.name}-resumed"
+        last, resumed = folder, self.options.output / f"{tier.name}-resumed"
         if code == 0 and tier.resume_at is not None:
             checkpoint = folder / f"checkpoint-{tier.resume_at}"
+            last = resumed
             code = self._train(tier, resumed, [*overrides, f"training.resume_from_checkpoint={checkpoint}"])
         if code == EXIT_INTERRUPTED:
             raise KeyboardInterrupt
         if code:
-            problem = f"zerolora train ended with exit code {code}; see {folder / 'logs'}"
+            problem = f"zerolora train ended with exit code {code}; see {last / 'logs'}"
             return self._conclude(Outcome(tier.name, weights.model, False, seconds, (), problem))
         finished = TierRun(
             folder,
@@ -137,7 +138,12 @@ class Runner:
         environment = {**os.environ, "PYTHONPATH": search}
         if not self.machine.on_gpu:
             environment["DS_ACCELERATOR"] = CPU
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--output {self.options.output}: cannot be written ({error.strerror}); name another folder"
+            ) from None
         log = folder.with_suffix(".log")
         with contextlib.ExitStack() as stack:
             output: Any = sys.stderr if self.options.verbose else stack.enter_context(log.open("wb"))
