@@ -25,6 +25,7 @@ from trainer.config import UserError
 from trainer.engine_state import EngineState
 from trainer.liveness.progress import phase
 from trainer.ranks import Ranks
+from trainer.zero import loss_scaler
 
 MARKER = "COMPLETE"
 FORMAT = 1
@@ -197,16 +198,16 @@ def _loss_scale(engine: Any) -> dict[str, float] | None:
     """The state of fp16's dynamic loss scale."""
     if not engine.fp16_enabled():
         return None
-    scaler = getattr(engine.optimizer, "loss_scaler", None) or engine.optimizer
-    names = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-    return {name: float(getattr(scaler, name)) for name in names if hasattr(scaler, name)}
+    scaler = loss_scaler(engine.optimizer)
+    known = {name: getattr(scaler, name, None) for name in ("cur_scale", "cur_iter", "last_overflow_iter")}
+    return {name: float(value) for name, value in known.items() if value is not None}  # a scale may be fixed
 
 
 def _restore_loss_scale(engine: Any, saved: dict[str, float] | None) -> None:
     if saved and engine.fp16_enabled():
-        scaler = getattr(engine.optimizer, "loss_scaler", None) or engine.optimizer
+        scaler = loss_scaler(engine.optimizer)
         for name, value in saved.items():
-            if hasattr(scaler, name):
+            if getattr(scaler, name, None) is not None:
                 setattr(scaler, name, type(getattr(scaler, name))(value))
 
 

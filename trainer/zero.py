@@ -75,7 +75,9 @@ def deepspeed_config(
         # A step with a gradient that is not finite is then skipped, as with fp16, instead of destroying the weights.
         config["bf16"] = {"enabled": True, "check_grad_overflow": not clips}
     elif precision == "fp16":
-        config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000}
+        # Without hysteresis, which stage 0 does not know: the scale falls at the first overflow, not at the second.
+        dynamic = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1}
+        config["fp16"] = {"enabled": True, **dynamic}
     return _merged(config, zero.extra)
 
 
@@ -139,6 +141,10 @@ def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, confi
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trainable, config=config)
     if config["zero_optimization"]["stage"] == 0:
         _undo_the_step_of_zeros(engine.optimizer)
+    if engine.fp16_enabled():
+        raise_the_loss_scale_last(engine.optimizer)
+        if config["zero_optimization"]["stage"] == 0:
+            _scale_the_loss(engine)
     if config["zero_optimization"]["stage"] == 3:
         _gather_with_the_adapted_layer(model)
     return engine
@@ -156,6 +162,44 @@ def _undo_the_step_of_zeros(optimizer: Any) -> None:
     for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
         for weight, master in zip(weights, masters, strict=True):
             master.data.copy_(weight.data)
+
+
+def raise_the_loss_scale_last(optimizer: Any) -> None:
+    """Let fp16's loss scale rise after the step and not within it; give the norm of stage 0 without the scale.
+
+    DeepSpeed 0.19.8 doubles the scale before it divides the gradients by it: the step in which it rises would be taken
+    with half of them. Its optimizer of stage 0 reports the norm times the scale.
+    """
+    step, update = optimizer.step, optimizer._update_scale
+    scaled_norm = hasattr(optimizer, "loss_scale_config")
+
+    def update_after_overflow(overflow: bool) -> None:
+        if overflow:
+            update(True)
+
+    def step_and_update(*args: Any, **kwargs: Any) -> Any:
+        result = step(*args, **kwargs)
+        if not optimizer.overflow:
+            if scaled_norm:
+                optimizer._global_grad_norm /= optimizer.loss_scale
+            update(False)
+        return result
+
+    optimizer.step, optimizer._update_scale = step_and_update, update_after_overflow
+
+
+def _scale_the_loss(engine: Any) -> None:
+    """DeepSpeed 0.19.8 divides the gradients of stage 0 by fp16's loss scale, by which it never multiplied the loss.
+
+    Of gradients 65,536 times too small Adam's epsilon would leave little.
+    """
+    backward = engine.backward
+    engine.backward = lambda loss: backward(loss * engine.optimizer.loss_scale)
+
+
+def loss_scaler(optimizer: Any) -> Any:
+    """What holds the loss scale of a 16-bit optimizer of DeepSpeed, and when it last fell."""
+    return optimizer.loss_scale_config if hasattr(optimizer, "loss_scale_config") else optimizer.loss_scaler
 
 
 def _gather_with_the_adapted_layer(model: torch.nn.Module) -> None:
