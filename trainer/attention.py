@@ -35,6 +35,7 @@ def varlen_attention(
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
     sliding_window: int | None = None,
+    dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each document; query, key, value [1, heads, T, head_dim] -> [1, T, heads, head_dim].
@@ -47,7 +48,8 @@ def varlen_attention(
     if cu_seqlens is None:
         if attention_mask is None:
             attention_mask = _mask_of_one_text(query.shape[2], key.shape[2], sliding_window, query.device)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0], None
+        kwargs |= {"scaling": scaling, "dropout": dropout}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0], None
     assert max_seqlen is not None
     for name in ("softcap", "s_aux"):
         if kwargs.get(name) is not None:
@@ -58,7 +60,7 @@ def varlen_attention(
     documents, tokens = len(cu_seqlens) - 1, query.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < max_seqlen else None
     if documents * max_seqlen == tokens and window is None:
-        return _of_equal_lengths(query, key, value, documents, scaling).unsqueeze(0), None
+        return _of_equal_lengths(query, key, value, documents, scaling, dropout).unsqueeze(0), None
     # The operator below varlen_attn: in torch 2.11 that one knows no shared key heads, and copies them.
     out, *_ = torch.ops.aten._flash_attention_forward(
         *(tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)),
@@ -66,7 +68,7 @@ def varlen_attention(
         cu_seqlens,
         max_seqlen,
         max_seqlen,
-        0.0,
+        dropout,
         True,  # causal
         False,  # no debug mask
         scale=scaling,
@@ -77,7 +79,7 @@ def varlen_attention(
 
 
 def _of_equal_lengths(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: int, scaling: float | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: int, scaling: float | None, dropout: float
 ) -> torch.Tensor:
     """Documents as rows of a batch, [T, heads, head_dim]: dense kernels (cuDNN's on Hopper) need 58 % of the time.
 
@@ -86,7 +88,7 @@ def _of_equal_lengths(
     # squeeze, not [0]: the derivative of an index is a copy into zeros
     q, k, v = (tensor.squeeze(0).unflatten(1, (documents, -1)).transpose(0, 1) for tensor in (query, key, value))
     out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
     return out.transpose(1, 2).flatten(0, 1)
 

@@ -28,8 +28,7 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
         model.enable_input_require_grads()
         return "recomputed in the backward pass: every layer (reentrant)"
-    drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
-    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=drops)
+    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=_draws(model))
     kept = "kept on the GPU"
     if training.offload_activations:
         offload = HostCopies()
@@ -51,6 +50,22 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
         if hasattr(module, "_gradient_checkpointing_func"):
             module._gradient_checkpointing_func = run
     return f"recomputed in the backward pass: every layer; their inputs are {kept}"
+
+
+def _draws(model: Any) -> bool:
+    """True if training draws random numbers, which the recomputation has to draw again.
+
+    OPT, Seed-OSS and others drop through torch's function and not a module: only their settings tell.
+    """
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        return True
+    settings = model.config.get_text_config().to_dict()
+    return any(isinstance(settings[name], float) and settings[name] > 0 for name in settings if _is_noise(name))
+
+
+def _is_noise(setting: str) -> bool:
+    """Such as attention_dropout, resid_pdrop, layerdrop, router_jitter_noise."""
+    return "drop" in setting or "jitter" in setting
 
 
 def feed_forward_parts(model: nn.Module) -> list[nn.Module]:

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from trainer.attention import VARLEN, _register
+from trainer.attention import VARLEN, _register, varlen_attention
 
 WINDOW = 6
 
@@ -65,3 +65,16 @@ def test_transformers_builds_no_mask_for_packed_documents(folder: Path, make: An
     config = load(folder, WINDOW, VARLEN).config
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     assert make(config, torch.zeros(1, 8, 32), None, past_key_values=None, position_ids=positions) is None
+
+
+def test_documents_of_equal_lengths_drop_what_the_model_asks_for() -> None:
+    """A model with attention dropout is trained with it, packed or not: some weights are 0, the others doubled."""
+    query = torch.zeros(1, 1, 8, 8)  # every key weighs the same, 1 / (t + 1) at position t
+    value = torch.eye(8)[None, None]
+    bounds = torch.tensor([0, 8], dtype=torch.int32)
+    module = torch.nn.Module()
+    kept, _ = varlen_attention(module, query, query, value, None, cu_seqlens=bounds, max_seqlen=8)
+    torch.manual_seed(0)
+    some, _ = varlen_attention(module, query, query, value, None, cu_seqlens=bounds, max_seqlen=8, dropout=0.5)
+    share = (some / kept).nan_to_num()  # [1, T, heads, head_dim]: 1 / kept share, or 0
+    assert set(share.flatten().round(decimals=4).tolist()) == {0.0, 2.0}

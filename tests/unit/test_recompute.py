@@ -1,0 +1,46 @@
+"""Recomputation draws the random numbers again that the forward pass drew, wherever a model draws them."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+from trainer.adapt import apply_adapter
+from trainer.config import LoraSection
+from trainer.config.training_sections import TrainingSection
+from trainer.recompute import enable_recomputation
+
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+# Neither has a dropout module: both call torch's function with a number from their settings.
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, intermediate_size=48, attention_dropout=0.3)),
+    "opt": lambda: OPTForCausalLM(OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=32, dropout=0.3)),
+}
+
+
+def gradients(architecture: str, checkpointing: str, seed: int) -> list[torch.Tensor]:
+    """Of the adapter, after one pass whose random numbers begin at `seed`."""
+    torch.manual_seed(0)
+    model = apply_adapter(MODELS[architecture](), LoraSection(r=4), torch.float32)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:  # B begins at zero, and A would get no gradient
+        torch.nn.init.normal_(parameter, std=0.1)
+    enable_recomputation(model, TrainingSection.model_validate({"gradient_checkpointing": checkpointing}))
+    model.train()
+    ids = torch.randint(1, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(seed)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return [parameter.grad for parameter in trained if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("checkpointing", ["non_reentrant", "reentrant"])
+@pytest.mark.parametrize("architecture", MODELS)
+def test_dropout_that_is_no_module_is_drawn_again(architecture: str, checkpointing: str) -> None:
+    kept, recomputed, other = (
+        gradients(architecture, kind, seed) for kind, seed in (("none", 2), (checkpointing, 2), ("none", 3))
+    )
+    assert len(kept) == len(recomputed) > 0
+    for ours, expected in zip(recomputed, kept, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-7, rtol=1e-5)
+    assert any(not torch.allclose(a, b, rtol=0.1) for a, b in zip(kept, other, strict=True)), "nothing was dropped"
