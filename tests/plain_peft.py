@@ -31,7 +31,7 @@ def plain_losses(config: RunConfig, *, ranks: int, attention: str = "sdpa", devi
     model = _with_adapter(model, config)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=training.learning_rate, weight_decay=training.weight_decay)
+    optimizer = torch.optim.AdamW(_groups(model, config), weight_decay=training.weight_decay)
     schedule = build_schedule(optimizer, training, training.max_steps)
     batches = Batches(
         prepared.data.train,
@@ -71,6 +71,17 @@ def _with_adapter(model: Any, config: RunConfig) -> Any:
     return adapted
 
 
+def _groups(model: Any, config: RunConfig) -> list[dict[str, Any]]:
+    """The factors A and B, whose learning rate LoRA+ multiplies."""
+    sides: tuple[list[Any], list[Any]] = ([], [])
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            sides["lora_B" in name].append(parameter)
+    rate = config.training.learning_rate
+    rates = (rate, rate * (config.lora.loraplus_lr_ratio or 1.0))
+    return [{"params": side, "lr": lr} for side, lr in zip(sides, rates, strict=True)]
+
+
 def _documents(sample: Sample) -> list[Sample]:
     """A pack's documents, each alone."""
     documents, begin = [], 0
@@ -90,7 +101,7 @@ def _step(model: Any, documents: list[Sample], rows: int, pad_token_id: int, dev
     targets = sum(int((part["targets"] != -100).sum()) for part in parts)
     total = 0.0
     for part in parts:
-        part = {name: value.to(device) for name, value in part.items()}
+        part = {name: part[name].to(device) for name in ("input_ids", "attention_mask", "targets")}
         with torch.autocast(device.type, torch.bfloat16, enabled=model.dtype == torch.bfloat16):
             logits = model(input_ids=part["input_ids"], attention_mask=part["attention_mask"], use_cache=False).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), part["targets"].flatten(), reduction="sum")

@@ -79,10 +79,7 @@ def count_targets(batches: list[MicroBatch]) -> int:
 
 def count_tokens(batches: list[MicroBatch]) -> int:
     """Tokens that are not padding in this rank's micro-batches."""
-    return sum(
-        int(batch["attention_mask"].sum()) if "attention_mask" in batch else batch["input_ids"].numel()
-        for batch in batches
-    )
+    return sum(int(batch["tokens"]) for batch in batches)
 
 
 def train_step(

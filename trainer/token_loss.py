@@ -88,7 +88,7 @@ class TokenLoss:
         is most of its work; `kept` are the others.
         """
         # Padding is on the right, where causal attention never looks back from: no mask, and no slower kernel for one.
-        left_out = ["targets", "attention_mask"]
+        left_out = ["targets", "attention_mask", "tokens"]
         if not self._takes_bounds:
             left_out += ["cu_seqlens", "max_seqlen"]
         inputs = {key: to_device(value, device) for key, value in batch.items() if key not in left_out}

@@ -24,7 +24,10 @@ def plan() -> list[dict[str, Any]]:
     cases += [case(f"packed-{stage}", zero__stage=stage, dataset__packing=True, **common) for stage in (2, 3)]
     # Weight decay: DeepSpeed's stage 0 begins with an update by gradients of zero, which would decay and count.
     bf16 = {"training__precision": "bf16", "training__weight_decay": DECAY, **common}
-    return [*cases, *(case(f"bf16-{stage}", zero__stage=stage, **bf16) for stage in STAGES)]
+    cases += [case(f"bf16-{stage}", zero__stage=stage, **bf16) for stage in STAGES]
+    # Stage 3 by layers is DeepSpeed's stage 2 underneath; by modules it is DeepSpeed's own.
+    module = {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0}
+    return [*cases, case("fp32-module", **module, **common), case("bf16-module", **module, **bf16)]
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +48,8 @@ def plain_fp32(runs: Matrix) -> list[float]:
     return plain(runs["fp32-0"].folder.parent)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_fp32_losses_are_those_of_plain_peft(runs: Matrix, plain_fp32: list[float], stage: int) -> None:
+@pytest.mark.parametrize("stage", [*STAGES, "module"])
+def test_fp32_losses_are_those_of_plain_peft(runs: Matrix, plain_fp32: list[float], stage: int | str) -> None:
     assert len(plain_fp32) == STEPS
     assert plain_fp32[-1] < plain_fp32[0] - 0.1, "nothing was learned that could differ"
     assert runs[f"fp32-{stage}"].losses == pytest.approx(plain_fp32, rel=RELATIVE)
@@ -76,7 +79,7 @@ def test_bf16_losses_are_as_near_as_two_kernels_of_attention_are(
         assert min(one, other) - spread <= ours <= max(one, other) + spread
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_bf16_losses_are_those_of_stage_2(runs: Matrix, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 3, "module"])
+def test_bf16_losses_are_those_of_stage_2(runs: Matrix, stage: int | str) -> None:
     """The same arithmetic; DeepSpeed's own start of the optimizer's state at stage 0 was 5e-4 away."""
     assert runs[f"bf16-{stage}"].losses == pytest.approx(runs["bf16-2"].losses, rel=1e-4)

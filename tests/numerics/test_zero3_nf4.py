@@ -37,10 +37,5 @@ def test_losses_agree_over_stages_and_checkpointing(base, tmp_path):
     assert set(losses) == {f"{stage} {kind}" for stage in STAGES for kind in KINDS}
     expected = losses["0 none"]
     assert expected[-1] < expected[0]
-    for kind in KINDS:
-        assert losses[f"0 {kind}"] == expected, kind
-        for stage in STAGES[1:]:
-            assert losses[f"{stage} {kind}"] == losses["1 none"], (stage, kind)
-    # Stage 0 in bf16 is another optimizer in DeepSpeed (no fp32 copy of the parameters): equal until the first step.
-    assert losses["1 none"][0] == expected[0]
-    assert losses["1 none"] == pytest.approx(expected, rel=0.03)
+    for case, found in losses.items():
+        assert found == expected, case

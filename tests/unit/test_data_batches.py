@@ -73,6 +73,7 @@ def test_a_padded_batch() -> None:
     assert batch["input_ids"].tolist() == [[100, 101, 102], [200, 201, PAD]]
     assert batch["targets"].tolist() == [[IGNORED, 102, IGNORED], [201, IGNORED, IGNORED]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert batch.pop("tokens") == 5
     assert set(batch) == {"input_ids", "targets", "attention_mask"}
     assert {value.dtype for value in batch.values()} == {torch.int64}
 
@@ -84,7 +85,7 @@ def test_a_packed_batch_keeps_documents_apart() -> None:
     # 200 is trained, and nobody's target: what stands before it is another document.
     assert batch["targets"].tolist() == [[101, 102, IGNORED, 201, IGNORED], [301, IGNORED, IGNORED, IGNORED, IGNORED]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
-    assert set(batch) == {"input_ids", "targets", "position_ids"}
+    assert set(batch) == {"input_ids", "targets", "position_ids", "tokens"} and batch["tokens"] == 7
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -96,6 +97,7 @@ def test_a_flat_batch_has_no_padding(packed: bool) -> None:
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1]]
     assert batch["cu_seqlens"].tolist() == [0, 3, 5, 7] and batch["cu_seqlens"].dtype == torch.int32
     assert batch["max_seqlen"] == 3 and type(batch["max_seqlen"]) is int
+    assert batch["tokens"] == 7
 
 
 @pytest.mark.parametrize(("packed", "flat"), [(False, False), (True, False), (True, True)])
@@ -103,6 +105,7 @@ def test_a_dummy_has_no_targets(packed: bool, flat: bool) -> None:
     batch = collate([], PAD, packed=packed, flat=flat)
     assert batch["input_ids"].shape[0] == 1 and set(batch["input_ids"].flatten().tolist()) == {PAD}
     assert set(batch["targets"].flatten().tolist()) == {IGNORED}
+    assert batch["tokens"] == 0
 
 
 def test_a_document_has_the_same_loss_alone_and_packed() -> None:
@@ -114,7 +117,7 @@ def test_a_document_has_the_same_loss_alone_and_packed() -> None:
     model = LlamaForCausalLM(config).eval()
 
     def losses(batch: MicroBatch) -> torch.Tensor:
-        inputs = {key: value for key, value in batch.items() if key != "targets"}
+        inputs = {key: value for key, value in batch.items() if key not in ("targets", "tokens")}
         logits = model(**inputs, use_cache=False).logits
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="none")
 

@@ -141,8 +141,9 @@ def collate(samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat:
     targets[t] = input_ids[t + 1] where token t + 1 is trained and in the same document, else -100. Unpacked: int64
     [B, L] with a right-padded `attention_mask`. Packed: `position_ids` [B, L] from 0 in every document, the padding
     being one of its own. Flat: all documents in one row [1, T] without padding, with `position_ids`, `cu_seqlens` int32
-    [D + 1] and the int `max_seqlen`.
+    [D + 1] and the int `max_seqlen`. Always the int `tokens`, without padding and without the row that fills up.
     """
+    tokens = sum(len(sample.input_ids) for sample in samples)
     rows = list(samples) or [Sample([pad_token_id] * _DUMMY_LENGTH, [False] * _DUMMY_LENGTH, [_DUMMY_LENGTH])]
     if flat:
         lengths = [length for row in rows for length in row.document_lengths]
@@ -153,6 +154,7 @@ def collate(samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat:
             "position_ids": torch.from_numpy(_positions(lengths)[None]),
             "cu_seqlens": torch.from_numpy(bounds.astype(np.int32)),
             "max_seqlen": max(lengths),
+            "tokens": tokens,
         }
     longest = max(len(row.input_ids) for row in rows)
     input_ids = np.full((len(rows), longest), pad_token_id, dtype=np.int64)
@@ -168,6 +170,7 @@ def collate(samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat:
         "input_ids": torch.from_numpy(input_ids),
         "targets": torch.from_numpy(targets),
         name: torch.from_numpy(extra),
+        "tokens": tokens,
     }
 
 
