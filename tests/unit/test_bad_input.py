@@ -58,6 +58,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "dataset.lenght=9": ("dataset.lenght: unknown setting",),
     "qqq=1": ("qqq: unknown setting", "`zerolora config --schema` lists all"),
     "load_in_4bit=true": ("load_in_4bit: not a setting here; write `adapter: qlora`",),
+    "zero.extra.data_types.grad_accum_dtype=fp32": ("zero.extra.data_types=", "no checkpoint", "leave it out"),
     "deepspeed=ds.json": ("deepspeed: not a setting here", "zero.extra"),
     "lora=5": ("lora=5: must be a section", "`lora.r=...`"),
     "seed.x=5 ; seed=1 ; seed.y=2": ("seed.y=2: seed is 1, not a section",),
