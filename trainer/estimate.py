@@ -4,7 +4,6 @@ Needs neither a GPU nor weights: the model is built empty. The data decides how 
 cannot be read every sequence counts as `dataset.max_length` tokens. Exit code 0, or 2 after one line on stderr.
 """
 
-import argparse
 import json
 import os
 import re
@@ -18,7 +17,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 from rich.console import Console
 from rich.table import Table
 
-from trainer.config import RunConfig, UserError, gathers_by_layer, load_config
+from trainer.config import CommandParser, RunConfig, UserError, gathers_by_layer, load_config
 from trainer.finished_run import quiet_libraries
 from trainer.memory.advice import does_not_fit
 from trainer.memory.model import CONTEXT, GIB, Estimate, as_json
@@ -164,7 +163,7 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0; 2 after one line on stderr if nothing fits or something is wrong."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="zerolora estimate", description="What a run needs, without a GPU or weights."
     )
     parser.add_argument("config", metavar="CONFIG")

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from trainer.config import DatasetSection, SourceSection, UserError
+from trainer.config import CommandParser, DatasetSection, SourceSection, UserError
 from trainer.data import Sample, Samples, prepare_data
 from trainer.data.batches import collate
 from trainer.finished_run import (
@@ -236,7 +236,7 @@ def _positive(text: str) -> int:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="zerolora eval", description="Loss, bits per token and perplexity of base and adapter on held-out data."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainer.answers import stop_tokens
-from trainer.config import UserError
+from trainer.config import CommandParser, UserError
 from trainer.finished_run import find_run, load_trained, quiet_libraries, run_device, saved_tokenizer
 from trainer.model import context_length
 
@@ -111,7 +111,7 @@ def _lines(terminal: bool) -> Iterator[str]:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="zerolora generate",
         description="Answer prompts with a trained adapter; without a PROMPT, every line of standard input is one.",
     )

@@ -4,7 +4,6 @@ Shows examples with the tokens that carry loss in colour (in ⟦brackets⟧ wher
 trained tokens, what was cut, how full the packs are, and warns of masks that are usually mistakes.
 """
 
-import argparse
 import sys
 from itertools import groupby, islice
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.panel import Panel
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import UserError, load_config
+from trainer.config import CommandParser, UserError, load_config
 from trainer.data import DataStats, PreparedData, Sample, Samples, prepare_data
 from trainer.model import context_length, load_model_config, load_tokenizer
 
@@ -115,7 +114,7 @@ def _figures_of(samples: list[Sample], max_length: int) -> DataStats:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 2 after one line on stderr."""
-    parser = argparse.ArgumentParser(prog="zerolora inspect", description="Show examples, trained tokens in colour.")
+    parser = CommandParser(prog="zerolora inspect", description="Show examples, trained tokens in colour.")
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--examples", type=int, default=3, help="how many to show (3)")

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from trainer.config import UserError
+from trainer.config import CommandParser, UserError
 from trainer.finished_run import FinishedRun, exit_code_of, find_run, put_adapter, quiet_libraries, saved_tokenizer
 from trainer.model import load_base_model, load_model_config
 from trainer.zero import DTYPES
@@ -133,7 +133,7 @@ def check_saved(model: nn.Module, folder: Path) -> None:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="zerolora merge", description="Merge an adapter into its full-precision base model; safetensors."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")

@@ -4,7 +4,6 @@
 ranks find both done. Every failure is a UserError: one line, exit code 2, nothing written to the output folder.
 """
 
-import argparse
 import importlib.util
 import os
 import shutil
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainer.config import RunConfig, UserError, load_config
+from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.data import PreparedData, prepare_data
 from trainer.data.chat import chat_template_of
 
@@ -141,7 +140,7 @@ def _check_adapter_folder(config: RunConfig) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """`python -m trainer.prepare CONFIG [key=value ...]`: exit code 0, or 2 after one line on stderr."""
-    parser = argparse.ArgumentParser(prog="zerolora prepare", description="Check a run and tokenise its data.")
+    parser = CommandParser(prog="zerolora prepare", description="Check a run and tokenise its data.")
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", help="key=value")
     arguments = parser.parse_args(argv)

@@ -20,7 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError,
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
 from trainer.checkpoint import step_of
-from trainer.config import UserError
+from trainer.config import CommandParser, UserError
 from trainer.finished_run import ADAPTER, FinishedRun, exit_code_of, find_run, quiet_libraries, saved_tokenizer
 from trainer.metrics import Record, read_metrics
 from trainer.report.write import summary_rows, values_of
@@ -207,7 +207,7 @@ def _refusal(status: int) -> str:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="zerolora push", description="Upload adapter, tokenizer and model card to the Hugging Face hub."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")

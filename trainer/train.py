@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from trainer.config import LoadedConfig, UserError, load_config
+from trainer.config import CommandParser, LoadedConfig, UserError, load_config
 from trainer.console import open_console, tell_torchrun
 from trainer.liveness.progress import phase
 from trainer.liveness.watchdog import Watchdog
@@ -80,7 +80,7 @@ def _refuse(error: UserError, ranks: Ranks) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="trainer.train", description="Train as CONFIG says; one process per GPU.")
+    parser = CommandParser(prog="trainer.train", description="Train as CONFIG says; one process per GPU.")
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", help="key=value")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed command")

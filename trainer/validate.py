@@ -4,7 +4,6 @@ The model's configuration, tokenizer and targets are looked at and the data is t
 read, and nothing is written to the run's folder. Exit code 0, or 2 after one line on stderr.
 """
 
-import argparse
 import math
 import os
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 # Before any library that asks DeepSpeed for a device: nothing here computes on one.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from trainer.config import AUTO, RunConfig, UserError, load_config
+from trainer.config import AUTO, CommandParser, RunConfig, UserError, load_config
 from trainer.finished_run import quiet_libraries
 from trainer.prepare import Prepared, prepare
 
@@ -64,7 +63,7 @@ def _steps(config: RunConfig, prepared: Prepared) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 2 after one line on stderr."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="zerolora validate", description="Check a configuration, its model and its data without training."
     )
     parser.add_argument("config", metavar="CONFIG")

@@ -4,6 +4,7 @@ The first table goes through `zerolora train`, which reads the configuration bef
 through `trainer.prepare`, which looks at model, tokenizer, data and folders before a weight is loaded.
 """
 
+import importlib
 import subprocess
 import sys
 from collections.abc import Callable
@@ -288,3 +289,26 @@ def test_train_ends_with_what_the_checks_say(ground: Path, monkeypatch: pytest.M
     assert result.returncode == 2
     assert result.stderr.startswith("error: dataset.path=broken.jsonl") and result.stderr.count("\n") == 1
     assert result.stdout == "" and everything_in(ground) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("estimate", ["c.yaml", "--gpu-memory", "-5GiB"]),
+        ("estimate", []),
+        ("validate", ["--colour"]),
+        ("bench.__main__", ["--steps", "many"]),
+        ("tiers.__main__", ["quick", "--json", "x", "--nope"]),
+        ("export.__main__", ["run", "--format", "onnx"]),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(
+    command: str, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    module = importlib.import_module(f"trainer.{command}")
+    with pytest.raises(SystemExit) as ended:
+        module.main(words)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "--help` says how" in line

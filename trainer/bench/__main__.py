@@ -34,7 +34,7 @@ from trainer.bench.report import (
     result_table,
 )
 from trainer.bench.task import Case, Task
-from trainer.config import AUTO, RunConfig, UserError
+from trainer.config import AUTO, CommandParser, RunConfig, UserError
 from trainer.run_record import commit, package_versions
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="zerolora bench",
         description="Measure training on this machine: random weights of a named shape, no download.",
     )

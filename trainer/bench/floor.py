@@ -12,7 +12,6 @@ head         logits and their gradient as products, and one pass over the logits
 Recomputation adds the forward pass of every layer. Dequantisation is not in it: a product may read 4 bits itself.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -25,7 +24,7 @@ import torch
 from torch import nn
 
 from trainer.bench.trace import ADAPTER, ATTENTION, FROZEN, HEAD, NORMS
-from trainer.config import ModelSection, UserError
+from trainer.config import CommandParser, ModelSection, UserError
 from trainer.mfu import is_attention
 from trainer.model import empty_model, load_model_config
 
@@ -163,7 +162,7 @@ def _median(operation: Callable[[], Any], device: torch.device, repeats: int) ->
 
 def main(argv: list[str] | None = None) -> int:
     """Print the floor of a shape on this machine's first GPU, or its CPU, as one JSON line."""
-    parser = argparse.ArgumentParser(prog="trainer.bench.floor", description="The floor of a LoRA step on this card.")
+    parser = CommandParser(prog="trainer.bench.floor", description="The floor of a LoRA step on this card.")
     parser.add_argument("base_model", help="random:SHAPE, or a model")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)

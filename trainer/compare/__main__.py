@@ -22,7 +22,7 @@ from trainer.compare.plots import draw_comparison
 from trainer.compare.report import NOTES, result_tables, statements, write_results
 from trainer.compare.results import Comparison, read_results
 from trainer.compare.trials import CONTROLLERS, MEASURES, Trial, plan, run_trials
-from trainer.config import RunConfig, UserError, load_config
+from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.finished_run import quiet_libraries
 from trainer.prepare import prepare
 
@@ -134,7 +134,7 @@ def slots(options: argparse.Namespace) -> list[str | None]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options, lists of lambdas sorted and each once."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="zerolora compare",
         description="Controllers of the Shannon Control Unit side by side: one run each per lambda and seed, a table "
         "of held-out bits per token with intervals, CSV, JSON and plots. Run it again to go on where it was stopped.",

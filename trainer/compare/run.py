@@ -5,7 +5,6 @@ paired differences need; they are written at the end, to heldout_documents.json,
 comparison has no use for is left out: checkpoints (an interrupted run starts again) and the report of the run.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from trainer.config import LoadedConfig, UserError, load_config
+from trainer.config import CommandParser, LoadedConfig, UserError, load_config
 from trainer.console import open_console
 from trainer.data import Samples
 from trainer.data.batches import collate
@@ -32,7 +31,7 @@ DOCUMENTS_FILE = "heldout_documents.json"
 
 def main(argv: list[str] | None = None) -> int:
     """Train; exit code 0 done, 1 failed, 2 usage, 128 + signal when stopped."""
-    parser = argparse.ArgumentParser(prog="trainer.compare.run", description="One run of `zerolora compare`.")
+    parser = CommandParser(prog="trainer.compare.run", description="One run of `zerolora compare`.")
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", help="key=value")
     arguments = parser.parse_args(argv)

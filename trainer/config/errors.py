@@ -1,8 +1,9 @@
 """The one exception for mistakes of the user, and the search for the name they meant."""
 
+import argparse
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NoReturn
 
 
 class UserError(Exception):
@@ -13,6 +14,14 @@ class UserError(Exception):
     def __init__(self, message: str) -> None:
         # One line is a promise to whoever reads a cluster log: messages of libraries are folded into it.
         super().__init__(" ".join(message.split()))
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse, whose mistakes are one line and exit code 2 like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        """End the process."""
+        self.exit(UserError.exit_code, f"error: {' '.join(message.split())}; `{self.prog} --help` says how\n")
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from trainer.config import UserError
+from trainer.config import CommandParser, UserError
 from trainer.export.gguf import FORMATS, check_architecture, convert, longest_context, write_gguf
 from trainer.export.gguf_vocabulary import chats_differ
 from trainer.export.ollama import modelfile
@@ -94,7 +94,7 @@ def export(
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="zerolora export", description="A trained adapter for other programs.")
+    parser = CommandParser(prog="zerolora export", description="A trained adapter for other programs.")
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
     parser.add_argument("--format", choices=("peft", "hf", "gguf", "ollama"), required=True)
     parser.add_argument("--output", type=Path, metavar="PATH", help="file for gguf, else folder (RUN/export-FORMAT)")

@@ -1,17 +1,16 @@
 """`python -m trainer.report RUN [--open]`: plots and an HTML page of a run."""
 
-import argparse
 import sys
 import webbrowser
 from pathlib import Path
 
-from trainer.config import UserError
+from trainer.config import CommandParser, UserError
 from trainer.report.write import write_report
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 2 after one line on stderr."""
-    parser = argparse.ArgumentParser(prog="zerolora report", description="Plots and an HTML page of a run.")
+    parser = CommandParser(prog="zerolora report", description="Plots and an HTML page of a run.")
     parser.add_argument("run", type=Path, help="output folder of the run")
     parser.add_argument("--open", action="store_true", help="show the page in a browser")
     arguments = parser.parse_args(argv)

@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from trainer.config import UserError, load_config
+from trainer.config import CommandParser, UserError, load_config
 from trainer.metrics import METRICS_FILE, read_metrics
 from trainer.tiers import checks
 from trainer.tiers.checks import Check, TierRun
@@ -193,7 +193,7 @@ def _last_step(folder: Path) -> str:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="zerolora tier", description="Real runs on one GPU, and what must be true of each; docs/tiers.md."
     )
     parser.add_argument("name", metavar="NAME", help=f"{', '.join(TIERS)}, or all")
