@@ -139,13 +139,14 @@ def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, confi
     partition = config["zero_optimization"]
     partition["reduce_bucket_size"] = max(1, min(partition["reduce_bucket_size"], elements))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trainable, config=config)
-    if config["zero_optimization"]["stage"] == 0:
+    stage = partition["stage"]
+    if stage == 0:
         _undo_the_step_of_zeros(engine.optimizer)
     if engine.fp16_enabled():
         raise_the_loss_scale_last(engine.optimizer)
-        if config["zero_optimization"]["stage"] == 0:
+        if stage == 0:
             _scale_the_loss(engine)
-    if config["zero_optimization"]["stage"] == 3:
+    if stage == 3:
         _gather_with_the_adapted_layer(model)
     return engine
 

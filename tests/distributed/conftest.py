@@ -48,9 +48,10 @@ class Matrix:
 
     def __getitem__(self, name: str) -> Case:
         plan = {case["name"]: case for case in self._cases}
-        failed = sorted(self._folder.glob(f"{name}-failed-*.txt"))
-        if failed:
-            pytest.fail(f"case {name} failed:\n{failed[0].read_text()}")
+        if not (self._folder / f"{name}-done-0").exists():
+            told = [*self._folder.glob(f"{name}-*ed-0.txt")] or [*self._folder.glob("launch-*.log")]
+            lines = "\n".join(file.read_text()[-3000:] for file in told)
+            pytest.fail(f"case {name} did not come to its end:\n{lines}")
         folder = Path(plan[name]["overrides"].get("output_dir", name))
         return Case(self._folder / folder, (self._folder / f"{name}-console-0.txt").read_text())
 

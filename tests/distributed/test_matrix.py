@@ -43,7 +43,7 @@ def test_losses_and_gradients_do_not_depend_on_how_the_batch_is_cut(matrix: Matr
         assert other.records("train/grad_norm") == pytest.approx(cut_up.records("train/grad_norm"), rel=1e-4)
         for name, value in cut_up.adapter().items():
             # In 32 bits: gradients are added up in other orders, and AdamW divides by their size.
-            torch.testing.assert_close(other.adapter()[name], value, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(other.adapter()[name], value, atol=3e-7, rtol=1e-6)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -235,7 +235,7 @@ def test_clipping_changes_the_steps_but_not_the_reported_norm(matrix: Matrix) ->
 def test_a_loss_that_is_not_finite_stops_the_run(matrix: Matrix, stage: int) -> None:
     """The step that would have destroyed the weights is named and was not applied."""
     folder = matrix["lora-2-none"].folder.parent
-    assert "the loss or a gradient is not finite" in (folder / f"nonfinite-stop-{stage}-failed-0.txt").read_text()
+    assert "the loss or a gradient is not finite" in (folder / f"nonfinite-stop-{stage}-diverged-0.txt").read_text()
     records = (folder / f"nonfinite-stop-{stage}" / "metrics.jsonl").read_text()
     assert '"step": 1' in records and '"step": 8' not in records
     assert not (folder / f"nonfinite-stop-{stage}" / "adapter_model.safetensors").exists()
@@ -243,7 +243,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(matrix: Matrix, stage: int) -> 
 
 def test_steps_that_are_not_finite_are_skipped_ten_times_at_most(matrix: Matrix) -> None:
     folder = matrix["lora-2-none"].folder.parent
-    assert "not finite" in (folder / "nonfinite-skip-2-failed-0.txt").read_text()
+    assert "not finite" in (folder / "nonfinite-skip-2-diverged-0.txt").read_text()
     lines = [json.loads(line) for line in (folder / "nonfinite-skip-2" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "train/loss" in line]
     finite = [line for line in steps if line["train/loss"] is not None]

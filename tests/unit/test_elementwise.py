@@ -75,7 +75,7 @@ def test_the_model_computes_the_same(architecture, settings, norms, mlps, monkey
     assert others.keys() == gradients.keys()
     for name, gradient in gradients.items():
         # In 32 bits; the norms and the sums over tokens take their terms in another order.
-        torch.testing.assert_close(others[name], gradient, rtol=1e-5, atol=2e-6 * float(gradient.abs().max()))
+        torch.testing.assert_close(others[name], gradient, rtol=5e-6, atol=1e-6 * float(gradient.abs().max()))
 
 
 def test_activations_are_computed_again_in_the_backward(monkeypatch):
