@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -39,6 +39,9 @@ MODULES = {
     "ops": ("ops.builder", "Build the fused operators, or report on them."),
 }
 
+UsageError: Any = typer.BadParameter.__base__
+"""click's, which some versions of Typer carry within them."""
+
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[key=value]...", help="Settings in place of the file's.")
@@ -47,7 +50,6 @@ Overrides = Annotated[
 app = typer.Typer(
     name="zerolora",
     help="Train LoRA and QLoRA adapters of Hugging Face causal language models on DeepSpeed.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -123,7 +125,16 @@ for _name, (_module, _text) in MODULES.items():
 def main() -> None:
     """Run the command line; a mistake of the user is one line on stderr and exit code 2."""
     try:
-        app(standalone_mode=True)
+        # Not standalone: Typer would draw a box of five lines around a mistake.
+        sys.exit(app(args=sys.argv[1:] or ["--help"], prog_name="zerolora", standalone_mode=False))
+    except UsageError as error:
+        hint = error.ctx.command_path if error.ctx else "zerolora"
+        mistake = error.format_message()
+        say(f"error: {mistake}{'' if mistake.endswith(('.', '?')) else ';'} `{hint} --help` says how")
+        sys.exit(EXIT_USAGE)
+    except typer.Abort:
+        say("error: stopped before an answer was given")
+        sys.exit(EXIT_FAILED)
     except UserError as error:
         say(f"error: {error}")
         sys.exit(EXIT_USAGE)
