@@ -53,25 +53,23 @@ std::tuple<Tensors, Tensor> forward(const Tensor& x, at::IntArrayRef outs, Weigh
     const Tensor bias = biases.empty() ? Tensor() : biases[i].to(x.scalar_type()).contiguous();
     const bool product_first = rows.rows < kFewTokens && !bias.defined();
     if (product_first) frozen_product(y, rows, weight(i), true, 0.f, stream);
-    if (bias.defined()) expand(columns, adapters.ups[i], bias, y, false, {}, x, stream);
-    else product(y, 1.f, columns, false, adapters.ups[i], true, product_first ? 1.f : 0.f, stream);
+    if (bias.defined()) expand(columns, adapters.ups[i], false, bias, y, false, {}, x, stream);
+    else if (product_first || !prefill(y, columns, adapters.ups[i], false, x, stream))
+      product(y, 1.f, columns, false, adapters.ups[i], true, product_first ? 1.f : 0.f, stream);
     if (!product_first) frozen_product(y, rows, weight(i), true, 1.f, stream);
   }
   return {std::move(ys), given.has_value() ? at::empty({0, 0}, x.options()) : h};
 }
 
-// target = m * (dh A), or added to it. The masked expansion reads A by columns, so that is turned first.
+// target = m * (dh A), or added to it.
 void share_of_x(const Matrix& target, const Matrix& dh, const Matrix& downs, bool accumulate, const Dropout& dropout,
                 const Tensor& x, cudaStream_t stream) {
   if (dropout.seed == nullptr) {
-    product(target, 1.f, dh, false, downs, false, accumulate ? 1.f : 0.f, stream);
+    if (accumulate || !prefill(target, dh, downs, true, x, stream))
+      product(target, 1.f, dh, false, downs, false, accumulate ? 1.f : 0.f, stream);
     return;
   }
-  const Matrix turned = rows_of(at::empty({downs.cols, downs.rows}, x.options()));
-  const PackJob job{downs.data, downs.type, downs.type, 1, downs.ld, downs.cols, downs.rows, turned.data, turned.rows,
-                    turned.cols};
-  check(launch_pack(&job, 1, stream), "turning lora_down");
-  expand(dh, turned, {}, target, accumulate, dropout, x, stream);
+  expand(dh, downs, true, {}, target, accumulate, dropout, x, stream);
 }
 
 // dX = sum of dY W + m*(dh A), the adapter's share before the products or after them.
@@ -94,8 +92,11 @@ std::tuple<Tensor, Tensors, Tensors> backward(at::TensorList grads, const Tensor
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(x.get_device());
   const Layout layout(downs);
-  const Dropout dropout = dropout_of(p, seed);
+  Dropout dropout = dropout_of(p, seed);
   const Matrix rows = rows_of(x), h_rows = rows_of(h);
+  const Tensor bits =
+      need_x && need_down && dropout.seed != nullptr ? room_for_bits(rows, layout.total, x) : Tensor();
+  if (bits.defined()) dropout.bits = static_cast<uint32_t*>(bits.mutable_data_ptr());
   const Adapters adapters = pack_adapters(downs, ups, layout, x, stream);
   const Tensor dh_tensor = at::empty(h.sizes(), h.options());
   const Matrix dh = rows_of(dh_tensor);
@@ -262,12 +263,15 @@ std::tuple<Tensor, Tensor> rank_pass(const Tensor& z, const std::optional<Tensor
   return {u, g};
 }
 
-// For benchmarks: the other primitive alone, y = m * (h q^T), q given as [D,R].
+// For benchmarks: the other primitive alone, y = m * (h q^T), q given as [D,R], or as the transpose of an [R,D], which
+// is how the backward has it.
 Tensor rank_expand(const Tensor& h, const Tensor& q, double dropout_p, const std::optional<Tensor>& seed) {
   const c10::cuda::CUDAGuard guard(h.device());
   Tensor y = at::empty({h.size(0), q.size(0)}, h.options());
-  expand(rows_of(h), rows_of(q), {}, rows_of(y), false, dropout_of(dropout_p, seed), h,
-         c10::cuda::getCurrentCUDAStream(h.get_device()));
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(h.get_device());
+  const Dropout dropout = dropout_of(dropout_p, seed);
+  if (q.is_contiguous()) expand(rows_of(h), rows_of(q), false, {}, rows_of(y), false, dropout, h, stream);
+  else share_of_x(rows_of(y), rows_of(h), rows_of(q.t()), false, dropout, h, stream);
   return y;
 }
 

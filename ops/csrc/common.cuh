@@ -82,17 +82,24 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
 #endif
 }
 
+// Both halves of a product: one instruction, where a product of 64-bit integers costs an addition more.
+__device__ __forceinline__ uint2 multiply(uint32_t a, uint32_t b) {
+  uint2 product;
+  asm("{\n.reg .b64 wide;\nmul.wide.u32 wide, %2, %3;\nmov.b64 {%0, %1}, wide;\n}"
+      : "=r"(product.x), "=r"(product.y)
+      : "r"(a), "r"(b));
+  return product;
+}
+
 // Philox4x32 with 7 rounds (Salmon et al., SC 2011, table 2: the fewest that pass BigCrush).
 __device__ __forceinline__ uint4 philox(uint64_t key, uint64_t counter) {
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
   uint32_t c0 = static_cast<uint32_t>(counter), c1 = static_cast<uint32_t>(counter >> 32), c2 = 0, c3 = 0;
 #pragma unroll
   for (int round = 0; round < 7; ++round) {
-    const uint64_t low = static_cast<uint64_t>(c0) * 0xD2511F53u, high = static_cast<uint64_t>(c2) * 0xCD9E8D57u;
-    c0 = static_cast<uint32_t>(high >> 32) ^ c1 ^ k0;
-    c2 = static_cast<uint32_t>(low >> 32) ^ c3 ^ k1;
-    c1 = static_cast<uint32_t>(high);
-    c3 = static_cast<uint32_t>(low);
+    const uint2 low = multiply(c0, 0xD2511F53u), high = multiply(c2, 0xCD9E8D57u);
+    c0 = high.y ^ c1 ^ k0, c2 = low.y ^ c3 ^ k1;
+    c1 = high.x, c3 = low.x;
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
@@ -110,8 +117,8 @@ struct Mask {
         groups(static_cast<uint64_t>((width + 7) / 8)),
         thresholds(d.threshold | d.threshold << 16),
         keep_scale(d.keep_scale) {}
-  __device__ __forceinline__ uint4 draw(int64_t t, int64_t d) const {
-    return philox(key, static_cast<uint64_t>(t) * groups + static_cast<uint64_t>(d) / 8);
+  __device__ __forceinline__ uint64_t counter(int64_t t, int64_t d) const {
+    return static_cast<uint64_t>(t) * groups + static_cast<uint64_t>(d) / 8;
   }
   // Both halves at once: the top bit of 0x8000 + number - threshold says "kept"; prmt spreads it over its half.
   __device__ __forceinline__ uint32_t keep_bits(uint32_t word) const {
@@ -119,12 +126,30 @@ struct Mask {
     asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(bits) : "r"((word | 0x80008000u) - thresholds));
     return bits;
   }
-  // Zeroes the dropped ones of 8 16-bit values. The factor keep_scale is left to the fp32 sum.
-  __device__ __forceinline__ uint4 zero(uint4 values, uint4 drawn) const {
-    return make_uint4(values.x & keep_bits(drawn.x), values.y & keep_bits(drawn.y), values.z & keep_bits(drawn.z),
-                      values.w & keep_bits(drawn.w));
+  // All ones over the 16-bit values to keep, of the 8 elements of one call. The factor keep_scale is left to the fp32
+  // sum.
+  __device__ __forceinline__ uint4 draw(uint64_t counter) const {
+    const uint4 n = philox(key, counter);
+    return make_uint4(keep_bits(n.x), keep_bits(n.y), keep_bits(n.z), keep_bits(n.w));
   }
 };
+__device__ __forceinline__ uint4 zero_dropped(uint4 values, uint4 keep) {
+  return make_uint4(values.x & keep.x, values.y & keep.y, values.z & keep.z, values.w & keep.w);
+}
+
+// Dropout::bits, where four calls share a word: of call q, element 2j is bit 4q + j and element 2j + 1 bit 16 + 4q + j.
+__device__ __forceinline__ uint32_t pack_kept(uint4 keep) {  // as call 0
+  return (keep.x & 0x00010001u) | (keep.y & 0x00020002u) | (keep.z & 0x00040004u) | (keep.w & 0x00080008u);
+}
+template <int kBit> __device__ __forceinline__ uint32_t spread_kept(uint32_t word) {
+  uint32_t bits;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(bits) : "r"(word << (7 - kBit % 8)), "n"(kBit < 8 ? 0xAA88 : 0xBB99));
+  return bits;
+}
+template <int kCall> __device__ __forceinline__ uint4 unpack_kept(uint32_t word) {
+  return make_uint4(spread_kept<4 * kCall>(word), spread_kept<4 * kCall + 1>(word), spread_kept<4 * kCall + 2>(word),
+                    spread_kept<4 * kCall + 3>(word));
+}
 
 // A kernel launched with `launch_overlapped` may start while its predecessor in the stream still runs: nothing that the
 // predecessor wrote, or reads, may be touched before this.

@@ -1,5 +1,7 @@
 // Y[T,D] (+)= m * (H[T,R] Q^T) + bias on mma.sync: little is read, Y is written once in 16-byte pieces.
 // It prefills the output that the frozen product then accumulates into (beta = 1).
+#include <algorithm>
+
 #include "common.cuh"
 
 namespace zerolora {
@@ -29,6 +31,30 @@ template <typename T> __device__ __forceinline__ void load_q(T* shared, const Ex
   }
 }
 
+// From Q by rank, R a multiple of 8: a thread reads one column, its neighbours in the warp the columns beside it.
+template <typename T, int kSteps>
+__device__ __forceinline__ void load_q_by_rank(T* shared, const Expand& e, int64_t col0, int depth) {
+  constexpr int kBatch = kSteps > 0 ? kSteps : 1;  // all on their way before the first is stored
+  const int col = threadIdx.x % kCols;
+  for (int first = threadIdx.x / kCols * 8; first < depth; first += kBatch * 16) {
+    T values[kBatch][8];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int rank = first + b * 16;
+      const bool valid = col0 + col < e.D && rank < e.R;
+      const T* const q = static_cast<const T*>(e.q) + rank * e.ldq + col0 + col;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values[b][i] = valid ? q[i * e.ldq] : from_float<T>(0.f);
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      uint4 packed;
+      memcpy(&packed, values[b], 16);
+      *reinterpret_cast<uint4*>(shared + shared_row(col) * (depth + kPad) + first + b * 16) = packed;
+    }
+  }
+}
+
 // The A operand of m16n8k16 straight from H: it is small and stays in the caches.
 template <typename T> __device__ __forceinline__ void load_a(uint32_t (&a)[4], const Expand& e, int64_t row, int rank) {
   const T* const h = static_cast<const T*>(e.h);
@@ -40,94 +66,138 @@ template <typename T> __device__ __forceinline__ void load_a(uint32_t (&a)[4], c
   }
 }
 
-// Mask, bias and the old values join in fp32 here, on 16-byte pieces of a row.
-template <typename T>
-__device__ __forceinline__ void finish(const Expand& e, const Mask& mask, const float (&c)[4][4], int half, int64_t row,
-                                       int64_t col) {
-  T* const address = static_cast<T*>(e.y) + row * e.ldy + col;
-  uint4 keep = make_uint4(~0u, ~0u, ~0u, ~0u);
-  if (e.dropout.seed != nullptr) {
-    const uint4 n = mask.draw(row, col);
-    keep = make_uint4(mask.keep_bits(n.x), mask.keep_bits(n.y), mask.keep_bits(n.z), mask.keep_bits(n.w));
+// Stores a 16-byte piece of a row; kAdd: bias and the old values join in fp32.
+template <typename T, bool kAdd>
+__device__ __forceinline__ void finish(T* address, const Expand& e, uint4 keep, float scale, const float (&c)[4][4],
+                                       int half, int64_t col) {
+  uint4 old_bits{}, bias_bits{};
+  if constexpr (kAdd) {
+    old_bits = load16(address, e.accumulate);
+    bias_bits = load16(static_cast<const T*>(e.bias) + col, e.bias != nullptr);
   }
-  const uint32_t words[4] = {keep.x, keep.y, keep.z, keep.w};
-  const uint4 old_bits = load16(address, e.accumulate);
-  const uint4 bias_bits = load16(static_cast<const T*>(e.bias) + col, e.bias != nullptr);
   T old[8], bias[8];
   memcpy(old, &old_bits, 16);
   memcpy(bias, &bias_bits, 16);
+  const uint32_t words[4] = {keep.x, keep.y, keep.z, keep.w};
   uint32_t packed[4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const float low = (words[j] & 1u) ? c[j][half * 2] * mask.keep_scale : 0.f;
-    const float high = (words[j] >> 16) ? c[j][half * 2 + 1] * mask.keep_scale : 0.f;
-    packed[j] = pack2<T>(low + to_float(bias[2 * j]) + to_float(old[2 * j]),
-                         high + to_float(bias[2 * j + 1]) + to_float(old[2 * j + 1]));
+    const float low = c[j][half * 2] * scale, high = c[j][half * 2 + 1] * scale;
+    if constexpr (kAdd)
+      packed[j] = pack2<T>((words[j] & 1u ? low : 0.f) + to_float(bias[2 * j]) + to_float(old[2 * j]),
+                           (words[j] >> 16 ? high : 0.f) + to_float(bias[2 * j + 1]) + to_float(old[2 * j + 1]));
+    else packed[j] = pack2<T>(low, high) & words[j];
   }
-  *reinterpret_cast<uint4*>(address) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+  // As an assignment the compiler may split it into four stores of 4 bytes.
+  __stwb(reinterpret_cast<uint4*>(address), make_uint4(packed[0], packed[1], packed[2], packed[3]));
 }
 
-// kSteps: 16 ranks each, A in registers; 0: any rank, A loaded again for each group of columns.
+// c = H Q^T of 16 rows and a group of 32 columns. kSteps: 16 ranks each, A in registers; 0: any rank, A loaded again
+// for each group.
 template <typename T, int kSteps>
-__global__ void __launch_bounds__(kThreads) expand_kernel(const __grid_constant__ Expand e, const int64_t col_tiles) {
+__device__ __forceinline__ void multiply_group(float (&c)[4][4], uint32_t (&a)[kSteps > 0 ? kSteps : 1][4],
+                                               const Expand& e, int64_t row, uint32_t q, int depth) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < (kSteps > 0 ? kSteps : depth / 16); ++k) {
+    if constexpr (kSteps == 0) load_a<T>(a[0], e, row, k * 16 + lane % 4 * 2);
+    const uint32_t (&left)[4] = a[kSteps > 0 ? k : 0];
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      uint32_t b[4];
+      ldmatrix(b, q + (pair * 16 * (depth + kPad) + k * 16) * 2);
+      mma<T>(c[pair * 2], left, b[0], b[1]);
+      mma<T>(c[pair * 2 + 1], left, b[2], b[3]);
+    }
+  }
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kBlocksFewer = 1;  // ptxas would spill up to 24 bytes a thread
+#else
+constexpr int kBlocksFewer = 0;
+#endif
+
+// A CTA keeps Q of its columns and walks over its rows. Without kAdd a mask is always drawn; threshold 0 keeps all.
+// The draws keep the integer units busy, so that every other instruction of the loop costs time.
+template <typename T, int kSteps, bool kAdd>
+__global__ void __launch_bounds__(kThreads, (kSteps > 1 ? 3 : 4) - kBlocksFewer)
+    expand_kernel(const __grid_constant__ Expand e, const int64_t col_tiles, const int64_t rows_per_cta) {
 #if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(16) char raw[];
   T* const q = reinterpret_cast<T*>(raw);
   const int depth = kSteps > 0 ? kSteps * 16 : (e.R + 15) / 16 * 16;
-  const int64_t row0 = blockIdx.x / col_tiles * kRows, col0 = blockIdx.x % col_tiles * kCols;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t row = row0 + warp * 16 + lane / 4;
+  const int64_t row_begin = blockIdx.x / col_tiles * rows_per_cta, col0 = blockIdx.x % col_tiles * kCols;
+  const int64_t row_end = min(e.T, row_begin + rows_per_cta);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, piece = lane % 4;
   wait_for_predecessor();
   const Mask mask(e.dropout, e.D);
-  uint32_t a[kSteps > 0 ? kSteps : 1][4];
-  load_q(q, e, col0, depth);
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k) load_a<T>(a[k], e, row, k * 16 + lane % 4 * 2);
+  if (e.q_by_rank) load_q_by_rank<T, kSteps>(q, e, col0, depth);
+  else load_q(q, e, col0, depth);
   __syncthreads();
   const uint32_t b_address = shared_address(q + (lane % 8 + lane / 16 * 8) * (depth + kPad) + lane / 8 % 2 * 8);
+  const int cols = static_cast<int>(min(e.D - col0, int64_t{kCols})) - piece * 8;  // from this thread's first one on
 #pragma unroll 1
-  for (int group = 0; group < kCols / kGroup; ++group) {
-    const int64_t col = col0 + group * kGroup + lane % 4 * 8;
-    float c[4][4] = {};
+  for (int64_t row = row_begin + warp * 16 + lane / 4; row - lane / 4 < row_end; row += kRows) {
+    uint32_t a[kSteps > 0 ? kSteps : 1][4];
 #pragma unroll
-    for (int k = 0; k < (kSteps > 0 ? kSteps : depth / 16); ++k) {
-      if constexpr (kSteps == 0) load_a<T>(a[0], e, row, k * 16 + lane % 4 * 2);
-      const uint32_t (&left)[4] = a[kSteps > 0 ? k : 0];
+    for (int k = 0; k < kSteps; ++k) load_a<T>(a[k], e, row, k * 16 + piece * 2);
+    const uint64_t counter = mask.counter(row, col0 + piece * 8);
+    T* const y = static_cast<T*>(e.y) + row * e.ldy + col0 + piece * 8;
+    uint32_t kept[2] = {};  // Dropout::bits of this thread's two rows
+#pragma unroll 1
+    for (int group = 0; group < kCols / kGroup; ++group) {
+      float c[4][4] = {};
+      multiply_group<T, kSteps>(c, a, e, row, b_address + group * kGroup * (depth + kPad) * 2, depth);
 #pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        uint32_t b[4];
-        ldmatrix(b, b_address + ((group * kGroup + pair * 16) * (depth + kPad) + k * 16) * 2);
-        mma<T>(c[pair * 2], left, b[0], b[1]);
-        mma<T>(c[pair * 2 + 1], left, b[2], b[3]);
+      for (int half = 0; half < 2; ++half) {
+        uint4 keep = make_uint4(~0u, ~0u, ~0u, ~0u);
+        if (!kAdd || e.dropout.seed != nullptr)
+          keep = mask.draw(counter + 8 * half * mask.groups + group * (kGroup / 8));
+        kept[half] |= pack_kept(keep) << (4 * group);
+        if (group * kGroup < cols && row + 8 * half < e.T)
+          finish<T, kAdd>(y + 8 * half * e.ldy + group * kGroup, e, keep, mask.keep_scale, c, half,
+                          col0 + group * kGroup + piece * 8);
       }
     }
-    if (col >= e.D) continue;
-    if (row < e.T) finish<T>(e, mask, c, 0, row, col);
-    if (row + 8 < e.T) finish<T>(e, mask, c, 1, row + 8, col);
+    if (e.dropout.bits == nullptr) continue;
+    uint32_t* const bits = e.dropout.bits + (col0 / kCols * e.T + row) * 4 + piece;
+    if (row < e.T) bits[0] = kept[0];
+    if (row + 8 < e.T) bits[8 * 4] = kept[1];
   }
 #endif
 }
 
-template <typename T, int kSteps> cudaError_t start(const Expand& e, const Device& device, cudaStream_t stream) {
+template <typename T, int kSteps, bool kAdd>
+cudaError_t start(const Expand& e, const Device& device, cudaStream_t stream) {
+  constexpr int64_t kLongest = 8;  // tiles
   const int64_t col_tiles = (e.D + kCols - 1) / kCols, row_tiles = (e.T + kRows - 1) / kRows;
+  const int64_t wanted = 4 * device.multiprocessors;  // CTAs: enough for every place on the card
+  const int64_t length = std::clamp((col_tiles * row_tiles + wanted - 1) / wanted, int64_t{1}, kLongest);
+  const int64_t ctas = col_tiles * ((row_tiles + length - 1) / length);
   const int depth = kSteps > 0 ? kSteps * 16 : (e.R + 15) / 16 * 16, bytes = kCols * (depth + kPad) * 2;
-  const auto kernel = expand_kernel<T, kSteps>;
+  const auto kernel = expand_kernel<T, kSteps, kAdd>;
   if (bytes > 48 * 1024) {
-    const cudaError_t status = allow_shared_bytes<expand_kernel<T, kSteps>>(bytes);
+    const cudaError_t status = allow_shared_bytes<expand_kernel<T, kSteps, kAdd>>(bytes);
     if (status != cudaSuccess) return status;
   }
-  return launch_overlapped(kernel, dim3(static_cast<unsigned>(col_tiles * row_tiles)), kThreads, bytes,
-                           device.capability >= 90, 1, stream, e, col_tiles);
+  return launch_overlapped(kernel, dim3(static_cast<unsigned>(ctas)), kThreads, bytes, device.capability >= 90, 1,
+                           stream, e, col_tiles, length * kRows);
+}
+
+template <typename T, bool kAdd> cudaError_t dispatch(const Expand& e, const Device& device, cudaStream_t stream) {
+  switch ((e.R + 15) / 16) {
+    case 1: return start<T, 1, kAdd>(e, device, stream);
+    case 2: return start<T, 2, kAdd>(e, device, stream);
+    case 3: return start<T, 3, kAdd>(e, device, stream);
+    case 4: return start<T, 4, kAdd>(e, device, stream);
+    default: return start<T, 0, kAdd>(e, device, stream);
+  }
 }
 
 template <typename T> cudaError_t dispatch(const Expand& e, const Device& device, cudaStream_t stream) {
-  switch ((e.R + 15) / 16) {
-    case 1: return start<T, 1>(e, device, stream);
-    case 2: return start<T, 2>(e, device, stream);
-    case 3: return start<T, 3>(e, device, stream);
-    case 4: return start<T, 4>(e, device, stream);
-    default: return start<T, 0>(e, device, stream);
-  }
+  const bool add = e.accumulate || e.bias != nullptr;
+  return add ? dispatch<T, true>(e, device, stream) : dispatch<T, false>(e, device, stream);
 }
 
 // y *= m, for what the tensor-core kernel does not take. One thread, 8 neighbours: one draw.
@@ -137,8 +207,8 @@ __global__ void __launch_bounds__(kThreads) mask_kernel(T* y, int64_t ldy, int64
   const int64_t groups = (D + 7) / 8, index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (index >= T_rows * groups) return;
   const int64_t row = index / groups, col = index % groups * 8;
-  const uint4 n = mask.draw(row, col);
-  const uint32_t words[4] = {mask.keep_bits(n.x), mask.keep_bits(n.y), mask.keep_bits(n.z), mask.keep_bits(n.w)};
+  const uint4 keep = mask.draw(mask.counter(row, col));
+  const uint32_t words[4] = {keep.x, keep.y, keep.z, keep.w};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     if (col + i >= D) break;
@@ -154,11 +224,12 @@ bool aligned(const void* pointer, int64_t ld) { return reinterpret_cast<uintptr_
 
 bool expand_supported(const Expand& e, const Device& device) {
   return e.dtype != DType::f32 && device.capability >= 80 && e.D % 8 == 0 && e.R % 8 == 0 && e.R <= kMaxExpandRank &&
-         aligned(e.h, e.ldh) && aligned(e.q, e.ldq) && aligned(e.y, e.ldy) && aligned(e.bias, 0);
+         aligned(e.h, e.ldh) && (e.q_by_rank || aligned(e.q, e.ldq)) && aligned(e.y, e.ldy) && aligned(e.bias, 0);
 }
 
 cudaError_t launch_expand(const Expand& e, const Device& device, cudaStream_t stream) {
   if (e.T == 0 || e.D == 0) return cudaSuccess;
+  if (expand_wgmma_supported(e, device)) return launch_expand_wgmma(e, device, stream);
   return e.dtype == DType::f16 ? dispatch<__half>(e, device, stream) : dispatch<__nv_bfloat16>(e, device, stream);
 }
 

@@ -79,6 +79,14 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map
       : "memory");
 }
 
+// A run of bytes, a multiple of 16, both ends aligned to 16.
+__device__ __forceinline__ void copy_bytes(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+      "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // Shared-memory matrix descriptor (PTX ISA, "Matrix-descriptor"): address, stride between groups of 8, swizzle width.
 // Every operand here is one swizzle atom wide, so the leading stride is not used.
 enum class Swizzle : uint64_t { b128 = 1, b64 = 2, b32 = 3 };
@@ -138,6 +146,26 @@ __device__ __forceinline__ void wgmma(float (&c)[32], uint64_t a, uint64_t b) {
   if constexpr (std::is_same<T, __half>::value) ZL_WGMMA("f16");
   else ZL_WGMMA("bf16");
 #undef ZL_WGMMA
+}
+
+// A box of shared memory to a 2-D tensor at (column, row); what lies outside the tensor is not written. A thread's
+// stores form groups; `store_wait` waits until all but the newest kPending have read their shared memory.
+__device__ __forceinline__ void store_box(const CUtensorMap* map, int column, int row, uint32_t source) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column),
+               "r"(row), "r"(source)
+               : "memory");
+}
+__device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int kPending> __device__ __forceinline__ void store_wait() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Four matrices of 8 rows x 16 bytes: word i of a lane is its share of matrix i, as in the accumulators of a product;
+// lanes 8i to 8i + 7 give the addresses of the rows of matrix i.
+__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
 }
 
 // cuTensorMapEncodeTiled through the runtime, so that the library links without libcuda.

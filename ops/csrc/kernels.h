@@ -25,6 +25,10 @@ struct Dropout {
   const int64_t* seed = nullptr;  // null: no dropout
   uint32_t threshold = 0;         // an element is dropped when its number is below this: round(p * 32768)
   float keep_scale = 1.f;         // 1 / (1 - p)
+  // keep of a matrix [T,D] in bits, [ceil(D / 128), T, 4] words: word c of a row of 128 columns holds those from 8c,
+  // 8c + 32, 8c + 64 and 8c + 96 on, 8 each (common.cuh). Where this is not null `launch_expand` writes them, and a
+  // rank pass for G on wgmma reads them instead of drawing; the other paths draw.
+  uint32_t* bits = nullptr;
 };
 
 struct RankPass {
@@ -73,6 +77,7 @@ struct RankWork {
 // matrices of their own for U and G (the backward's over dY, one for each sibling) share a launch on wgmma.
 void plan_rank_works(RankWork* works, int count, const Device& device);
 cudaError_t launch_rank_works(const RankWork* works, int count, const Device& device, cudaStream_t stream);
+bool reads_dropout_bits(const RankPass& pass, const Device& device);
 
 constexpr int kMaxMerged = 6;  // works in one launch: their descriptors are parameters of the kernel, 4 KiB in all
 void plan_rank_wgmma(RankWork* works, int count, const Device& device);
@@ -108,13 +113,14 @@ struct PackJob {
 constexpr int kMaxPackJobs = 2 * kMaxSiblings;
 cudaError_t launch_pack(const PackJob* jobs, int count, cudaStream_t stream);
 
-// Y[T,D] (+)= m * (H[T,R] Q[D,R]^T) + bias[D]. Needs 16-byte aligned rows, f16 or bf16.
+// Y[T,D] (+)= m * (H[T,R] Q[D,R]^T) + bias[D]. Needs 16-byte aligned rows (not of Q by rank), f16 or bf16.
 struct Expand {
   DType dtype = DType::bf16;
   const void* h = nullptr;
   int64_t ldh = 0;
-  const void* q = nullptr;
+  const void* q = nullptr;  // [D,R], or [R,D] (q_by_rank)
   int64_t ldq = 0;
+  bool q_by_rank = false;
   const void* bias = nullptr;
   void* y = nullptr;
   int64_t ldy = 0, T = 0, D = 0;
@@ -124,6 +130,9 @@ struct Expand {
 };
 bool expand_supported(const Expand& job, const Device& device);
 cudaError_t launch_expand(const Expand& job, const Device& device, cudaStream_t stream);
+// The same on Hopper where there is no mask and nothing to add to: many rows, few ranks.
+bool expand_wgmma_supported(const Expand& job, const Device& device);
+cudaError_t launch_expand_wgmma(const Expand& job, const Device& device, cudaStream_t stream);
 
 // y *= m in place, for the types and shapes that `launch_expand` does not take.
 cudaError_t launch_mask(DType dtype, void* y, int64_t ldy, int64_t T, int64_t D, Dropout dropout, cudaStream_t stream);

@@ -95,13 +95,13 @@ inline void run_passes(const std::vector<Job>& jobs, const Tensor& like, cudaStr
         "launching the reduction");
 }
 
-// y = m * (h Q^T) + bias (or y += ...), with h [T,R] and Q [D,R], where there is a mask or a bias. Otherwise a product
-// of cuBLAS is the faster way (docs/ops.md).
-inline void expand(const Matrix& h, const Matrix& q, const Tensor& bias, const Matrix& y, bool accumulate,
+// y = m * (h Q^T) + bias (or y += ...), with h [T,R] and Q [D,R] (or [R,D]: by_rank), where there is a mask or a bias.
+// Otherwise `prefill`, or a product of cuBLAS (docs/ops.md).
+inline void expand(const Matrix& h, const Matrix& q, bool by_rank, const Tensor& bias, const Matrix& y, bool accumulate,
                    const Dropout& dropout, const Tensor& like, cudaStream_t stream) {
   Expand job;
   job.dtype = y.type;
-  job.h = h.data, job.ldh = h.ld, job.q = q.data, job.ldq = q.ld;
+  job.h = h.data, job.ldh = h.ld, job.q = q.data, job.ldq = q.ld, job.q_by_rank = by_rank;
   job.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
   job.y = y.data, job.ldy = y.ld, job.T = y.rows, job.D = y.cols, job.R = static_cast<int>(h.cols);
   job.accumulate = accumulate, job.dropout = dropout;
@@ -109,12 +109,13 @@ inline void expand(const Matrix& h, const Matrix& q, const Tensor& bias, const M
     check(launch_expand(job, card_of(like), stream), "launching the expansion");
     return;
   }
+  TORCH_INTERNAL_ASSERT(dropout.bits == nullptr, "zerolora: the expansion leaves no bits of its mask");
   Matrix target = y;
   if (accumulate) {
     target.owner = at::empty({y.rows, y.cols}, like.options());
     target.data = target.owner.data_ptr(), target.ld = y.cols;
   }
-  product(target, 1.f, h, false, q, true, 0.f, stream);
+  product(target, 1.f, h, false, q, !by_rank, 0.f, stream);
   if (dropout.seed != nullptr)
     check(launch_mask(y.type, target.data, target.ld, y.rows, y.cols, dropout, stream), "launching the mask");
   const auto view = [&](const Matrix& m) {
@@ -122,6 +123,18 @@ inline void expand(const Matrix& h, const Matrix& q, const Tensor& bias, const M
   };
   if (accumulate) view(y).add_(view(target));
   if (bias.defined()) view(y).add_(bias);
+}
+
+// y = h Q^T, Q as [D,R] or, by rank, [R,D]: true where Hopper's kernel did it, false where cuBLAS has to (docs/ops.md).
+inline bool prefill(const Matrix& y, const Matrix& h, const Matrix& q, bool by_rank, const Tensor& like,
+                    cudaStream_t stream) {
+  Expand job;
+  job.dtype = y.type;
+  job.h = h.data, job.ldh = h.ld, job.q = q.data, job.ldq = q.ld, job.q_by_rank = by_rank;
+  job.y = y.data, job.ldy = y.ld, job.T = y.rows, job.D = y.cols, job.R = static_cast<int>(h.cols);
+  if (!expand_wgmma_supported(job, card_of(like))) return false;
+  check(launch_expand_wgmma(job, card_of(like), stream), "launching the prefill");
+  return true;
 }
 
 // h = s (m*x) A^T for all siblings, [T, total].
@@ -182,6 +195,17 @@ inline void backward_outer(const std::vector<Outer>& siblings, bool accumulate, 
     job.g.push_back({0, static_cast<int>(o.grad_up.cols), 1.f, o.grad_up.data, o.grad_up.ld});
   }
   if (!jobs.empty()) run_passes(jobs, like, stream);
+}
+
+// Room for the mask's bits, where the masked dh A writes them and the pass over x reads them; else undefined.
+inline Tensor room_for_bits(const Matrix& rows, int rank, const Tensor& like) {
+  const Device& device = card_of(like);
+  RankPass pass = pass_over(rows);
+  Expand job;
+  pass.R = std::min(kRankChunk, rank);
+  job.dtype = rows.type, job.D = rows.cols, job.R = rank, job.q_by_rank = true;
+  if (!reads_dropout_bits(pass, device) || !expand_supported(job, device)) return {};
+  return at::empty({(rows.cols + kWgmmaCols - 1) / kWgmmaCols, rows.rows, 4}, like.options().dtype(at::kInt));
 }
 
 // One pass over x: dA = dh^T (m*x) for all siblings.

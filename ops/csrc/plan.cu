@@ -226,6 +226,14 @@ void plan_rank_works(RankWork* works, int count, const Device& device) {
   }
 }
 
+bool reads_dropout_bits(const RankPass& pass, const Device& device) {
+#ifdef ZEROLORA_HOPPER
+  return device.capability == 90 && tensor_cores_take(pass, device);
+#else
+  return false;
+#endif
+}
+
 cudaError_t launch_rank_works(const RankWork* works, int count, const Device&, cudaStream_t stream) {
   cudaError_t status = cudaSuccess;
   for (int i = 0; i < count && status == cudaSuccess; i += works[i].plan.merged) {

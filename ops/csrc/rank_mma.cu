@@ -79,7 +79,7 @@ __device__ __forceinline__ void mask_z(char* tile, const Mask& mask, int64_t row
   for (int i = 0; i < kRows * kChunks / kThreads; ++i) {
     const int index = threadIdx.x + i * kThreads, row = index / kChunks, chunk = index % kChunks;
     uint4* values = reinterpret_cast<uint4*>(tile + swizzle<kChunks>(row, chunk) * 16);
-    *values = mask.zero(*values, mask.draw(row0 + row, col0 + chunk * 8));
+    *values = zero_dropped(*values, mask.draw(mask.counter(row0 + row, col0 + chunk * 8)));
   }
 }
 

@@ -21,13 +21,12 @@ template <typename T>
 __device__ __forceinline__ void load8(float (&out)[8], const Args& a, const Mask& mask, int64_t row, int64_t col,
                                       int64_t row_end, int64_t col_end) {
   const T* z = static_cast<const T*>(a.z);
-  uint4 random = make_uint4(~0u, ~0u, ~0u, ~0u);
-  if (a.dropout.seed != nullptr) random = mask.draw(row, col);
-  const uint32_t words[4] = {mask.keep_bits(random.x), mask.keep_bits(random.y), mask.keep_bits(random.z),
-                             mask.keep_bits(random.w)};
+  uint4 keep = make_uint4(~0u, ~0u, ~0u, ~0u);
+  if (a.dropout.seed != nullptr) keep = mask.draw(mask.counter(row, col));
+  const uint32_t words[4] = {keep.x, keep.y, keep.z, keep.w};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const bool kept = a.dropout.seed == nullptr || (words[i / 2] >> (i % 2 * 16) & 1u) != 0;
+    const bool kept = (words[i / 2] >> (i % 2 * 16) & 1u) != 0;
     const bool valid = row < row_end && col + i < col_end;
     out[i] = valid && kept ? to_float(z[row * a.ldz + col + i]) : 0.f;
   }

@@ -15,8 +15,8 @@ namespace zerolora {
 namespace {
 
 template <int RP, int kBlocks, bool kU, bool kG>
-__device__ __forceinline__ void copy_tiles(const Problem& a, uint32_t base, int tiles, int col_blocks,
-                                           const Place& place) {
+__device__ __forceinline__ void copy_tiles(const Problem& a, const uint32_t* bits, uint32_t base, int tiles,
+                                           int col_blocks, const Place& place) {
   using L = Layout<RP, kBlocks, kU, kG>;
   const uint32_t ring = base + L::kPBytes, v = ring + L::kStages * L::kStageBytes;
   const Barriers<L::kStages> barriers{base + L::kBarriers};
@@ -31,10 +31,13 @@ __device__ __forceinline__ void copy_tiles(const Problem& a, uint32_t base, int 
     const int row = static_cast<int>(place.row0) + tile / col_blocks * kRows, block = tile % col_blocks;
     const int col = static_cast<int>(place.col0) + block * kCols;
     const uint32_t stage = ring + at.stage * L::kStageBytes, ready = barriers.full(at.stage);
+    const bool stored = L::kBitsBytes > 0 && bits != nullptr && col < a.D;
+    const uint32_t bits_bytes = stored ? static_cast<uint32_t>(min(a.T - row, int64_t{kRows})) * kBitsRow : 0;
     barrier_wait(barriers.empty(at.stage), at.parity ^ 1);
-    barrier_expect(ready, kTileBytes + L::kPTileBytes + (kG && block == 0 ? L::kVBytes : 0));
+    barrier_expect(ready, kTileBytes + bits_bytes + L::kPTileBytes + (kG && block == 0 ? L::kVBytes : 0));
     copy_box(stage, &a.z, col, row, ready);
     copy_box(stage + kHalfBytes, &a.z, col + 64, row, ready);
+    if (stored) copy_bytes(stage + kTileBytes, bits + (col / kCols * a.T + row) * 4, bits_bytes, ready);
     if constexpr (kG)
       if (block == 0) copy_box(v + tile / col_blocks % L::kVSlots * L::kVBytes, &a.v, 0, row, ready);
     if constexpr (kU && !kG) {
@@ -44,36 +47,50 @@ __device__ __forceinline__ void copy_tiles(const Problem& a, uint32_t base, int 
   }
 }
 
-// Drops elements in place; wgmma reads shared memory through another proxy, hence the fence.
+// Drops elements in place; wgmma reads shared memory through another proxy, hence the fence. A thread takes the pieces
+// of 8 elements `piece`, + 4, + 8 and + 12 of two rows of a tile: in each row those of one word of Dropout::bits.
 template <int RP, int kBlocks, bool kU, bool kG>
 __device__ __forceinline__ void mask_tiles(const Dropout& dropout, int64_t width, char* shared, int tiles,
-                                           int col_blocks, const Place& place) {
+                                           const Place& place) {
   using L = Layout<RP, kBlocks, kU, kG>;
   const Barriers<L::kStages> barriers{shared_address(shared) + L::kBarriers};
   const Mask mask(dropout, width);
+  const bool stored = L::kBitsBytes > 0 && dropout.bits != nullptr;
+  const int thread = static_cast<int>(threadIdx.x) - kConsumers - kCopiers;
+  const int row = thread / 32 * 8 + thread % 8, piece = thread / 8 % 4;
+  const int slot = (piece ^ row % 8) * 16;  // the atom's swizzle; the piece 4 further on lies 64 bytes across
   Ring at;
   for (int tile = 0; tile < tiles; ++tile, at.next(L::kStages)) {
-    const int64_t tile_row = place.row0 + tile / col_blocks * kRows;
-    const int64_t tile_col = place.col0 + tile % col_blocks * kCols;
-    uint4* const values = reinterpret_cast<uint4*>(shared + L::kPBytes + at.stage * L::kStageBytes);
-    constexpr int kBatch = 4;  // independent draws, so that one's latency hides behind the others
-    for (int first = threadIdx.x - kConsumers - kCopiers; first < kTileBytes / 16; first += kBatch * L::kMaskers) {
-      uint4 keep[kBatch];
+    const int64_t tile_row = place.row0 + (kG ? tile / kBlocks : 0) * kRows;
+    const int64_t tile_col = place.col0 + (kG ? tile % kBlocks : tile) * kCols;
+    char* const stage = shared + L::kPBytes + at.stage * L::kStageBytes;
+#pragma unroll 1
+    for (int half_row = row; half_row < kRows; half_row += kRows / 2) {
+      uint4 keep[4];
+      if (!stored) {  // four draws, so that one's latency hides behind the others
+        const uint64_t counter = mask.counter(tile_row + half_row, tile_col + piece * 8);
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        const int i = first + b * L::kMaskers;
-        const int half = i / (kHalfBytes / 16), row = i / 8 % kRows, chunk = (i ^ row) % 8;  // the atom's swizzle
-        keep[b] = mask.draw(tile_row + row, tile_col + half * 64 + chunk * 8);
+        for (int i = 0; i < 4; ++i) keep[i] = mask.draw(counter + 4 * i);
       }
-      if (first < L::kMaskers) barrier_wait(barriers.full(at.stage), at.parity);  // the first draws need no tile
+      if (half_row == row) barrier_wait(barriers.full(at.stage), at.parity);  // the first draws need no tile
+      if (stored) {
+        const uint32_t word = reinterpret_cast<const uint32_t*>(stage + kTileBytes)[half_row * 4 + piece];
+        keep[0] = unpack_kept<0>(word), keep[1] = unpack_kept<1>(word);
+        keep[2] = unpack_kept<2>(word), keep[3] = unpack_kept<3>(word);
+      }
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        uint4* const chunk = values + first + b * L::kMaskers;
-        *chunk = mask.zero(*chunk, keep[b]);
+      for (int half = 0; half < 2; ++half) {
+        char* const values = stage + half * kHalfBytes + half_row * kBox;
+        uint4* const near = reinterpret_cast<uint4*>(values + slot);
+        uint4* const far = reinterpret_cast<uint4*>(values + (slot ^ 64));
+        const uint4 first = *near, second = *far;
+        *near = zero_dropped(first, keep[2 * half]);
+        *far = zero_dropped(second, keep[2 * half + 1]);
       }
     }
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    barrier_arrive(barriers.masked(at.stage));
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(barriers.masked(at.stage));
   }
 }
 
@@ -161,10 +178,10 @@ __global__ void __launch_bounds__(Layout<RP, kBlocks, kU, kG>::kThreads, 1)
     for (int i = 0; i < L::kStages; ++i) {
       barrier_init(barriers.full(i), 1);
       barrier_init(barriers.empty(i), 2);
-      barrier_init(barriers.masked(i), L::kMaskers > 0 ? L::kMaskers : 1);
+      barrier_init(barriers.masked(i), L::kMaskers > 0 ? L::kMaskers / 32 : 1);
     }
     barrier_init(barriers.p_full(), 1);
-        barrier_init(barriers.slices_full(), 1);
+    barrier_init(barriers.slices_full(), 1);
     barrier_init(barriers.slices_free(), args.cluster);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -177,7 +194,7 @@ __global__ void __launch_bounds__(Layout<RP, kBlocks, kU, kG>::kThreads, 1)
   } else if (threadIdx.x < kConsumers + kCopiers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(L::kCopierRegisters));
     if (threadIdx.x == kConsumers)
-      copy_tiles<RP, kBlocks, kU, kG>(a, shared_address(shared), tiles, col_blocks, place);
+      copy_tiles<RP, kBlocks, kU, kG>(a, args.dropout.bits, shared_address(shared), tiles, col_blocks, place);
     if constexpr (L::kBoth)
       if (args.cluster > 1 && threadIdx.x >= kConsumers + kCopiers - kAdders)
         add_slices<RP>(a.u + place.col_split / args.cluster * a.T * RP, a.T, place.row0, row_blocks,
@@ -185,7 +202,7 @@ __global__ void __launch_bounds__(Layout<RP, kBlocks, kU, kG>::kThreads, 1)
   } else if constexpr (L::kMaskers > 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kMaskerRegisters));
     if (args.dropout.seed != nullptr)
-      mask_tiles<RP, kBlocks, kU, kG>(args.dropout, a.D, shared, tiles, col_blocks, place);
+      mask_tiles<RP, kBlocks, kU, kG>(args.dropout, a.D, shared, tiles, place);
   }
   if constexpr (L::kBoth) cluster_sync();  // nobody leaves while others still write here
 #endif

@@ -10,6 +10,7 @@ constexpr int kRows = kWgmmaRows, kCols = kWgmmaCols, kConsumers = 256, kCopiers
 constexpr int kBox = 64 * 2;              // bytes in a row of a box of Z: one 128-byte swizzle atom
 constexpr int kHalfBytes = kRows * kBox;  // 128 rows x 64 columns
 constexpr int kTileBytes = 2 * kHalfBytes;
+constexpr int kBitsRow = 16;  // bytes of Dropout::bits in a row of a tile
 
 struct Problem {
   CUtensorMap z, p, v;
@@ -47,7 +48,8 @@ template <int RP, int kBlocks, bool kU, bool kG> struct Layout {
   static constexpr int kStages = (RP == 64 ? 4 : 5) - (kBoth && RP > 16 ? 1 : 0);
   // A slot of V is overwritten when the tile `kStages` back is done: with 4 blocks to a row that is a row later.
   static constexpr int kVSlots = kG ? (kBlocks >= kStages - 1 ? 2 : kStages) : 0;
-  static constexpr int kStageBytes = kTileBytes + kPTileBytes;
+  static constexpr int kBitsBytes = kG && !kU ? kRows * kBitsRow : 0;   // G alone: the mask may have been drawn before
+  static constexpr int kStageBytes = kTileBytes + kPTileBytes + kBitsBytes;
   static constexpr int kExchange = kPBytes + kStages * kStageBytes + kVSlots * kVBytes;
   static constexpr int kBarriers = kExchange + (kBoth ? kRows * RP * 4 : 0);
   static constexpr int kBytes = 1024 + kBarriers + (3 * kStages + 3) * 8;  // 1024: the atoms want that alignment

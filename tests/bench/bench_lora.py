@@ -129,7 +129,7 @@ def line_of_passes(name: str, c: Case, copy: float) -> str:
         lambda i: c.backward(i, c.h, need_x=False),
         c.torch_gradients,
         lambda i: c.dx.addmm_(c.dh, c.down),
-        lambda i: torch.mm(c.dh, c.down, out=c.dx),
+        lambda i: torch.ops.zerolora.rank_expand(c.dh, c.down.t(), 0.0, None),
     )
     mine, theirs = gradients + (prefill if c.T >= FEW_TOKENS else t_share), t_gradients + t_share
     gb = [c.T * d * 2 / us / 1e3 for d, us in ((c.width, h), (c.out, dy), (c.width, da))]

@@ -59,6 +59,31 @@ def test_dropout_uses_the_reference_mask_forward_and_backward(T, width, out, ran
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("T", "width", "out", "rank"),
+    [(513, 1024, 512, 16), (257, 520, 264, 64), (4100, 392, 128, 32), (4097, 1032, 64, 200), (8192, 4096, 256, 16)],
+)
+def test_the_mask_that_dx_leaves_is_the_mask_that_is_drawn(T, width, out, rank, dtype):
+    """With dX, dA takes the bits of the mask that dX has drawn; without dX it draws them."""
+    c = cases.make(T, width, out, rank, dtype, "cuda", p=0.1)
+    adapter = [c.weight], [c.down], [c.up]
+    _, h = torch.ops.zerolora.lora_forward(c.x, [c.weight], [], *adapter[1:], [c.scale], c.p, c.seed, None)
+    args = [c.grad], c.x, *adapter, h, [c.scale], c.p, c.seed
+    _, (grad_down,), _ = torch.ops.zerolora.lora_backward(*args, True, True, True)
+    _, (drawn,), _ = torch.ops.zerolora.lora_backward(*args, False, True, True)
+    assert torch.equal(grad_down, drawn)
+
+
+@pytest.mark.parametrize("T", [300, 4200])
+def test_dropout_with_an_adapter_at_an_odd_address(T):
+    """A lies two bytes beyond an aligned address, as in a flat buffer: the masked dh A reads it where it lies."""
+    problem = cases.make(T, 512, 384, 16, torch.bfloat16, "cuda", p=0.1)
+    flat = torch.empty(problem.down.numel() + 1, device="cuda", dtype=torch.bfloat16)
+    problem.down = flat[1:].view(problem.down.shape).copy_(problem.down)
+    check(problem)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_fp32_adapters_on_a_16_bit_base(dtype):
     results = check(cases.make(1000, 512, 768, 16, dtype, "cuda", adapter_dtype=torch.float32))
     assert results.grad_down.dtype == results.grad_up.dtype == torch.float32
@@ -101,6 +126,25 @@ def test_twenty_runs_give_the_same_bits(rank):
     for _ in range(19):
         for name, value in cases.run_operator(problem).named().items():
             assert torch.equal(value, first.named()[name]), name
+
+
+@pytest.mark.parametrize("rank", [16, 32, 64])
+@pytest.mark.parametrize(("T", "D"), [(8191, 6152), (2048, 28672)])
+def test_long_passes(T, D, rank):  # many tiles a CTA: every slot of the rings is used again and again
+    z, p, v = (torch.randn(shape, device="cuda").bfloat16() for shape in ((T, D), (D, rank), (T, rank)))
+    wide = [t.double() for t in (z, p, v)]
+    sizes = [t.abs() for t in wide]
+    u, g = torch.ops.zerolora.rank_pass(z, p, v, 0.0, None)
+    alone = torch.ops.zerolora.rank_pass(z, p.t().contiguous(), None, 0.0, None)[0]
+    by_rank = torch.ops.zerolora.rank_pass(z, None, v, 0.0, None)[1]
+    for results, (left, right), (a, b), depth in (
+        ((u, alone), (wide[0], wide[1]), (sizes[0], sizes[1]), D),
+        ((g, by_rank.t()), (wide[0].t(), wide[2]), (sizes[0].t(), sizes[2]), T),
+    ):
+        truth = left @ right
+        bound = cases.UNIT[torch.bfloat16] * truth.abs() + 2 * depth * cases.FP32 * (a @ b)
+        for result in results:
+            assert bool(((result.double() - truth).abs() <= bound).all())
 
 
 def test_offsets_beyond_32_bits():

@@ -72,16 +72,37 @@ def test_rank_pass_alone(T, D, rank, dtype, what):
         assert bool(((result.cpu().double() - true).abs() <= _bound(true, sizes, depth, dtype)).all())
 
 
-@pytest.mark.parametrize(("T", "D", "rank", "p"), [(300, 264, 16, 0.0), (130, 136, 64, 0.1), (65, 520, 128, 0.1)])
-def test_rank_expand_alone(T, D, rank, p):
+def _check_expand(T, D, rank, dtype, by_rank, p):
     ops.load("cuda")
     generator = torch.Generator().manual_seed(0)
-    h, q = (torch.randn(rows, rank, generator=generator).bfloat16() for rows in (T, D))
+    h, q = (torch.randn(rows, rank, generator=generator).to(dtype) for rows in (T, D))
     seed = torch.tensor([77]) if p else None
-    got = torch.ops.zerolora.rank_expand(h.cuda(), q.cuda(), p, None if seed is None else seed.cuda())
+    on_card = q.t().contiguous().cuda().t() if by_rank else q.cuda()
+    got = torch.ops.zerolora.rank_expand(h.cuda(), on_card, p, None if seed is None else seed.cuda())
     truth = torch.ops.zerolora.rank_expand(h.double(), q.double(), p, seed)
     terms = torch.ops.zerolora.rank_expand(h.double().abs(), q.double().abs(), p, seed)
-    assert bool(((got.cpu().double() - truth).abs() <= _bound(truth, terms, rank, torch.bfloat16)).all())
+    assert bool(((got.cpu().double() - truth).abs() <= _bound(truth, terms, rank, dtype)).all())
+
+
+@pytest.mark.parametrize(("T", "D", "rank", "p"), [(300, 264, 16, 0.0), (130, 136, 64, 0.1), (65, 520, 128, 0.1)])
+def test_rank_expand_alone(T, D, rank, p):
+    _check_expand(T, D, rank, torch.bfloat16, False, p)
+
+
+@pytest.mark.parametrize("by_rank", [False, True])
+@pytest.mark.parametrize(
+    ("T", "D", "rank", "dtype"),
+    [
+        (4096, 8, 8, torch.bfloat16),
+        (4099, 1288, 16, torch.float16),
+        (4161, 520, 32, torch.bfloat16),
+        (5000, 1544, 48, torch.float16),
+        (4500, 2056, 64, torch.bfloat16),
+    ],
+)
+def test_rank_expand_through_bulk_stores(T, D, rank, dtype, by_rank):
+    """Without a mask and from 4096 tokens on Hopper stores through the bulk copy engine (not seen by initcheck)."""
+    _check_expand(T, D, rank, dtype, by_rank, 0.0)
 
 
 @pytest.mark.parametrize("count", [(24, 64), (3, 64), (7, 9)])
