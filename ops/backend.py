@@ -17,6 +17,7 @@ _REFERENCE = {
     "adapter_backward_": plain.reference_adapter_backward_,
     "rank_pass": plain.reference_rank_pass,
     "rank_expand": plain.reference_rank_expand,
+    "frozen_product": plain.reference_frozen_product,
     **elementwise.REFERENCE,
 }
 

@@ -20,6 +20,11 @@ torch.library.define(
     "(Tensor z, Tensor? p, Tensor? v, float dropout, Tensor? seed) -> (Tensor u, Tensor g)",
 )
 torch.library.define("zerolora::rank_expand", "(Tensor h, Tensor q, float dropout, Tensor? seed) -> Tensor")
+torch.library.define(
+    "zerolora::frozen_product",
+    "(Tensor[] x, Tensor[] w, Tensor h, Tensor q, Tensor? bias, float dropout, Tensor? seed, bool forced=True)"
+    " -> Tensor",
+)
 
 
 def reference_adapter_backward_(
@@ -64,7 +69,25 @@ def reference_rank_expand(h: Tensor, q: Tensor, dropout: float, seed: Tensor | N
     return y if mask is None else y * mask
 
 
+def reference_frozen_product(
+    x: list[Tensor],
+    w: list[Tensor],
+    h: Tensor,
+    q: Tensor,
+    bias: Tensor | None,
+    dropout: float,
+    seed: Tensor | None,
+    forced: bool = True,
+) -> Tensor:
+    """y[T,D] = m * (h[T,R] q^T) + sum of x[T,K] w^T + bias[D] for q[D,R], w[D,K]; `forced` is for kernels."""
+    y = reference_rank_expand(h, q, dropout, seed)
+    for x_TK, w_DK in zip(x, w, strict=True):
+        y = y + x_TK @ w_DK.t()
+    return y if bias is None else y + bias
+
+
 torch.library.impl("zerolora::rank_expand", "cpu")(reference_rank_expand)
+torch.library.impl("zerolora::frozen_product", "cpu")(reference_frozen_product)
 torch.library.impl("zerolora::adapter_backward_", "cpu")(reference_adapter_backward_)
 torch.library.impl("zerolora::rank_pass", "cpu")(reference_rank_pass)
 

@@ -1,25 +1,14 @@
-// CUDA implementations of the operators that ops/lora.py and ops/nf4.py declare: the order of the passes and products.
-// The frozen product stays with cuBLAS and adds into what the adapter wrote (beta = 1); docs/ops.md has the
-// measurement.
-#include <ATen/record_function.h>
+// CUDA implementations of the operators that ops/lora.py, ops/nf4.py and ops/plain.py declare: the order of the passes
+// and products.
 #include <torch/extension.h>
 #include <torch/library.h>
 
 #include <tuple>
 
-#include "passes.h"
+#include "products.h"
 
 namespace zerolora {
 namespace {
-
-using Weight = c10::function_ref<Matrix(size_t)>;  // the frozen weight [O, I] of a sibling, stored or dequantised
-
-// A product with a frozen weight W: x W^T forward, dY W backward. A profile tells it from the adapter's by its name.
-void frozen_product(const Matrix& y, const Matrix& x, const Matrix& weight, bool forward, float beta,
-                    cudaStream_t stream) {
-  RECORD_FUNCTION("zerolora::frozen_product", c10::ArrayRef<const c10::IValue>());
-  product(y, 1.f, x, false, weight, forward, beta, stream);
-}
 
 Tensor lora_project(const Tensor& x, at::TensorList downs, at::ArrayRef<double> scales, double p,
                     const std::optional<Tensor>& seed) {
@@ -32,9 +21,10 @@ Tensor lora_project(const Tensor& x, at::TensorList downs, at::ArrayRef<double> 
 }
 
 // `given` is what `lora_project` has made before of the same arguments; h comes back empty then.
-std::tuple<Tensors, Tensor> forward(const Tensor& x, at::IntArrayRef outs, Weight weight, at::TensorList biases,
-                                    at::TensorList downs, at::TensorList ups, at::ArrayRef<double> scales, double p,
-                                    const std::optional<Tensor>& seed, const std::optional<Tensor>& given) {
+std::tuple<Tensors, Tensor> forward(const Tensor& x, at::IntArrayRef outs, const Weights& weights,
+                                    at::TensorList biases, at::TensorList downs, at::TensorList ups,
+                                    at::ArrayRef<double> scales, double p, const std::optional<Tensor>& seed,
+                                    const std::optional<Tensor>& given) {
   check_adapters(x, outs, downs, ups, scales, p);
   check_biases(biases, outs);
   const c10::cuda::CUDAGuard guard(x.device());
@@ -51,41 +41,12 @@ std::tuple<Tensors, Tensor> forward(const Tensor& x, at::IntArrayRef outs, Weigh
     const Matrix y = rows_of(ys.emplace_back(at::empty(shape_like(x, outs[i]), x.options())));
     const Matrix columns = h_rows.columns(layout.begin[i], layout.padded[i]);
     const Tensor bias = biases.empty() ? Tensor() : biases[i].to(x.scalar_type()).contiguous();
-    const bool product_first = rows.rows < kFewTokens && !bias.defined();
-    if (product_first) frozen_product(y, rows, weight(i), true, 0.f, stream);
-    if (bias.defined()) expand(columns, adapters.ups[i], false, bias, y, false, {}, x, stream);
-    else if (product_first || !prefill(y, columns, adapters.ups[i], false, x, stream))
-      product(y, 1.f, columns, false, adapters.ups[i], true, product_first ? 1.f : 0.f, stream);
-    if (!product_first) frozen_product(y, rows, weight(i), true, 1.f, stream);
+    output(y, rows, weights.of(i), columns, adapters.ups[i], bias, x, stream);
   }
   return {std::move(ys), given.has_value() ? at::empty({0, 0}, x.options()) : h};
 }
 
-// target = m * (dh A), or added to it.
-void share_of_x(const Matrix& target, const Matrix& dh, const Matrix& downs, bool accumulate, const Dropout& dropout,
-                const Tensor& x, cudaStream_t stream) {
-  if (dropout.seed == nullptr) {
-    if (accumulate || !prefill(target, dh, downs, true, x, stream))
-      product(target, 1.f, dh, false, downs, false, accumulate ? 1.f : 0.f, stream);
-    return;
-  }
-  expand(dh, downs, true, {}, target, accumulate, dropout, x, stream);
-}
-
-// dX = sum of dY W + m*(dh A), the adapter's share before the products or after them.
-Tensor gradient_of_x(const Tensor& x, const std::vector<Outer>& siblings, Weight weight, const Matrix& dh,
-                     const Matrix& downs, const Dropout& dropout, cudaStream_t stream) {
-  Tensor grad_x = at::empty(x.sizes(), x.options());
-  const Matrix target = rows_of(grad_x);
-  const bool share_first = target.rows >= kFewTokens;
-  if (share_first) share_of_x(target, dh, downs, false, dropout, x, stream);
-  for (size_t i = 0; i < siblings.size(); ++i)
-    frozen_product(target, siblings[i].grad, weight(i), false, share_first || i > 0 ? 1.f : 0.f, stream);
-  if (!share_first) share_of_x(target, dh, downs, true, dropout, x, stream);
-  return grad_x;
-}
-
-std::tuple<Tensor, Tensors, Tensors> backward(at::TensorList grads, const Tensor& x, Weight weight,
+std::tuple<Tensor, Tensors, Tensors> backward(at::TensorList grads, const Tensor& x, const Weights& weights,
                                               at::TensorList downs, at::TensorList ups, const Tensor& h,
                                               at::ArrayRef<double> scales, double p, const std::optional<Tensor>& seed,
                                               bool need_x, bool need_down, bool need_up) {
@@ -94,8 +55,7 @@ std::tuple<Tensor, Tensors, Tensors> backward(at::TensorList grads, const Tensor
   const Layout layout(downs);
   Dropout dropout = dropout_of(p, seed);
   const Matrix rows = rows_of(x), h_rows = rows_of(h);
-  const Tensor bits =
-      need_x && need_down && dropout.seed != nullptr ? room_for_bits(rows, layout.total, x) : Tensor();
+  const Tensor bits = need_x && dropout.seed != nullptr ? room_for_bits(rows, layout.total, x) : Tensor();
   if (bits.defined()) dropout.bits = static_cast<uint32_t*>(bits.mutable_data_ptr());
   const Adapters adapters = pack_adapters(downs, ups, layout, x, stream);
   const Tensor dh_tensor = at::empty(h.sizes(), h.options());
@@ -114,7 +74,7 @@ std::tuple<Tensor, Tensors, Tensors> backward(at::TensorList grads, const Tensor
                         grad_up, static_cast<float>(scales[i])});
   }
   backward_outer(siblings, false, x, stream);
-  Tensor grad_x = need_x ? gradient_of_x(x, siblings, weight, dh, adapters.downs, dropout, stream)
+  Tensor grad_x = need_x ? gradient_of_x(x, siblings, weights, dh, adapters.downs, dropout, stream)
                          : at::empty({0}, x.options());
   if (need_down) {
     for (const Tensor& down : downs) grad_downs.push_back(at::empty(down.sizes(), down.options()));
@@ -146,7 +106,7 @@ std::tuple<Tensors, Tensor> lora_forward(const Tensor& x, at::TensorList weights
                                          double p, const std::optional<Tensor>& seed,
                                          const std::optional<Tensor>& h) {
   const auto weight = [&](size_t i) { return stored_weight(weights[i], x); };
-  return forward(x, rows_of_each(weights), weight, biases, downs, ups, scales, p, seed, h);
+  return forward(x, rows_of_each(weights), {weight, kMaxParts}, biases, downs, ups, scales, p, seed, h);
 }
 
 std::tuple<Tensor, Tensors, Tensors> lora_backward(at::TensorList grads, const Tensor& x, at::TensorList weights,
@@ -155,7 +115,7 @@ std::tuple<Tensor, Tensors, Tensors> lora_backward(at::TensorList grads, const T
                                                    const std::optional<Tensor>& seed, bool need_x, bool need_down,
                                                    bool need_up) {
   const auto weight = [&](size_t i) { return stored_weight(weights[i], x); };
-  return backward(grads, x, weight, downs, ups, h, scales, p, seed, need_x, need_down, need_up);
+  return backward(grads, x, {weight, kMaxParts}, downs, ups, h, scales, p, seed, need_x, need_down, need_up);
 }
 
 // state: [absmax, code] or, double-quantised, [absmax, code, nested absmax, nested code, offset].
@@ -207,7 +167,7 @@ std::tuple<Tensors, Tensor> nf4_forward(const Tensor& x, at::TensorList packed, 
                                         at::ArrayRef<double> scales, double p, const std::optional<Tensor>& seed,
                                         const std::optional<Tensor>& h) {
   const PackedWeights weight{packed, states, rows, x.size(-1), block, nested_block, x.scalar_type()};
-  return forward(x, rows, weight, biases, downs, ups, scales, p, seed, h);
+  return forward(x, rows, {weight, 1}, biases, downs, ups, scales, p, seed, h);
 }
 
 std::tuple<Tensor, Tensors, Tensors> nf4_backward(at::TensorList grads, const Tensor& x, at::TensorList packed,
@@ -217,7 +177,7 @@ std::tuple<Tensor, Tensors, Tensors> nf4_backward(at::TensorList grads, const Te
                                                   const std::optional<Tensor>& seed, bool need_x, bool need_down,
                                                   bool need_up) {
   const PackedWeights weight{packed, states, rows, x.size(-1), block, nested_block, x.scalar_type()};
-  return backward(grads, x, weight, downs, ups, h, scales, p, seed, need_x, need_down, need_up);
+  return backward(grads, x, {weight, 1}, downs, ups, h, scales, p, seed, need_x, need_down, need_up);
 }
 
 // The adapter alone, h recomputed: gradients are written into the given tensors, or added to what they hold.
@@ -275,6 +235,42 @@ Tensor rank_expand(const Tensor& h, const Tensor& q, double dropout_p, const std
   return y;
 }
 
+// For benchmarks: y = m * (h q^T) + sum of x w^T + bias, by our kernel wherever it takes it (forced), or as the
+// operators do it. Every w is given as [D,K] and q as [D,R]; the backward has them as transposes of [K,D] and [R,D].
+Tensor frozen_product_alone(at::TensorList x, at::TensorList w, const Tensor& h, const Tensor& q,
+                            const std::optional<Tensor>& bias, double dropout_p, const std::optional<Tensor>& seed,
+                            bool forced) {
+  TORCH_CHECK_VALUE(!x.empty() && x.size() == w.size() && x.size() <= kMaxParts, text(x.size()), " x and ",
+                    text(w.size()), " w: as many of each, 1 to ", text(kMaxParts));
+  const c10::cuda::CUDAGuard guard(h.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(h.get_device());
+  const Device& device = card_of(h);
+  const bool forward = w[0].stride(1) == 1;
+  const auto rows = [forward](const Tensor& matrix) { return rows_of(forward ? matrix : matrix.t()); };
+  const auto weight = [&](size_t i) { return rows(w[i]); };
+  const Tensor y = at::empty({h.size(0), w[0].size(0)}, h.options());
+  const Matrix target = rows_of(y), left = rows_of(h), right = rows(q);
+  Dropout dropout = dropout_of(dropout_p, seed);
+  const Tensor bits = dropout.seed != nullptr ? room_for_bits(target, left.cols, h) : Tensor();
+  if (bits.defined()) dropout.bits = static_cast<uint32_t*>(bits.mutable_data_ptr());
+  std::vector<Operand> operands;
+  std::vector<Outer> siblings(x.size());
+  for (size_t i = 0; i < x.size(); ++i) {
+    operands.push_back({rows_of(x[i]), weight(i)});
+    siblings[i].grad = operands[i].x;
+  }
+  if (forced) {
+    const Frozen job = frozen_job(target, operands, left, right, forward, bias.value_or(Tensor()), dropout);
+    TORCH_CHECK_VALUE(frozen_supported(job, device), "frozen_product of ", text(y), " in ", type_name(h),
+                      ": the kernel needs compute capability 9.0, 16 bits, rows that begin at multiples of 16 bytes");
+    run_frozen(job, device, stream);
+    return y;
+  }
+  if (!forward) return gradient_of_x(y, siblings, {weight, kMaxParts}, left, right, dropout, stream);
+  output(target, operands[0].x, operands[0].weight, left, right, bias.value_or(Tensor()), h, stream);
+  return y;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(zerolora, CUDA, library) {
@@ -287,6 +283,7 @@ TORCH_LIBRARY_IMPL(zerolora, CUDA, library) {
   library.impl("adapter_backward_", adapter_backward_);
   library.impl("rank_pass", rank_pass);
   library.impl("rank_expand", rank_expand);
+  library.impl("frozen_product", frozen_product_alone);
 }
 
 }  // namespace zerolora

@@ -79,6 +79,16 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map
       : "memory");
 }
 
+// The same to this address in every CTA of the cluster whose bit is set; each CTA's own barrier counts its bytes.
+__device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map, int column, int row, uint32_t barrier,
+                                         uint16_t ctas) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(ctas)
+      : "memory");
+}
+
 // A run of bytes, a multiple of 16, both ends aligned to 16.
 __device__ __forceinline__ void copy_bytes(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier) {
   asm volatile(
@@ -88,11 +98,16 @@ __device__ __forceinline__ void copy_bytes(uint32_t target, const void* source, 
 }
 
 // Shared-memory matrix descriptor (PTX ISA, "Matrix-descriptor"): address, stride between groups of 8, swizzle width.
-// Every operand here is one swizzle atom wide, so the leading stride is not used.
+// kAtomBytes: stride between swizzle atoms along M or N where the rows run that way; operands one atom wide use none.
 enum class Swizzle : uint64_t { b128 = 1, b64 = 2, b32 = 3 };
-template <int kGroupBytes, Swizzle kSwizzle> __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
-  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | 1ull << 16 | static_cast<uint64_t>(kGroupBytes >> 4) << 32 |
-         static_cast<uint64_t>(kSwizzle) << 62;
+template <int kGroupBytes, Swizzle kSwizzle, int kAtomBytes = 16>
+__device__ __forceinline__ uint64_t descriptor(uint32_t address) {
+  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | static_cast<uint64_t>(kAtomBytes >> 4) << 16 |
+         static_cast<uint64_t>(kGroupBytes >> 4) << 32 | static_cast<uint64_t>(kSwizzle) << 62;
+}
+// The descriptor of what lies `bytes` further on: one addition, as no address of shared memory carries out of 32 bits.
+__device__ __forceinline__ uint64_t advance(uint64_t descriptor, int bytes) {
+  return (descriptor & ~0xFFFFFFFFull) | (static_cast<uint32_t>(descriptor) + static_cast<uint32_t>(bytes >> 4));
 }
 template <int kBytes> __host__ __device__ constexpr Swizzle swizzle_of() {  // of rows of kBytes
   return kBytes == 128 ? Swizzle::b128 : kBytes == 64 ? Swizzle::b64 : Swizzle::b32;
@@ -100,7 +115,9 @@ template <int kBytes> __host__ __device__ constexpr Swizzle swizzle_of() {  // o
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+template <int kPending = 0> __device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
 
 // Keeps the compiler from moving accumulators across the asynchronous products.
 template <int N> __device__ __forceinline__ void hold(float (&c)[N]) {
@@ -143,6 +160,26 @@ __device__ __forceinline__ void wgmma(float (&c)[32], uint64_t a, uint64_t b) {
                "}, %32, %33, 1, 1, 1, %34, %35;"                                       \
                : ZL_C16(0), ZL_C16(16)                                                 \
                : "l"(a), "l"(b), "n"(kTransA), "n"(kTransB))
+  if constexpr (std::is_same<T, __half>::value) ZL_WGMMA("f16");
+  else ZL_WGMMA("bf16");
+#undef ZL_WGMMA
+}
+
+#define ZL_C64(i) ZL_C16(i), ZL_C16(i + 16), ZL_C16(i + 32), ZL_C16(i + 48)
+#define ZL_R128                                                                                                     \
+  ZL_R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57" \
+         ",%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83" \
+         ",%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107" \
+         ",%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+// 256 columns; whether it adds to what c holds is seen at run time.
+template <typename T, int kTransA, int kTransB>
+__device__ __forceinline__ void wgmma(float (&c)[128], uint64_t a, uint64_t b, bool add) {
+#define ZL_WGMMA(type)                                                                                     \
+  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %130, 0;\n"                                          \
+               "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" ZL_R128                   \
+               "}, %128, %129, add, 1, 1, %131, %132;\n}"                                                  \
+               : ZL_C64(0), ZL_C64(64)                                                                     \
+               : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransA), "n"(kTransB))
   if constexpr (std::is_same<T, __half>::value) ZL_WGMMA("f16");
   else ZL_WGMMA("bf16");
 #undef ZL_WGMMA

@@ -26,8 +26,8 @@ struct Dropout {
   uint32_t threshold = 0;         // an element is dropped when its number is below this: round(p * 32768)
   float keep_scale = 1.f;         // 1 / (1 - p)
   // keep of a matrix [T,D] in bits, [ceil(D / 128), T, 4] words: word c of a row of 128 columns holds those from 8c,
-  // 8c + 32, 8c + 64 and 8c + 96 on, 8 each (common.cuh). Where this is not null `launch_expand` writes them, and a
-  // rank pass for G on wgmma reads them instead of drawing; the other paths draw.
+  // 8c + 32, 8c + 64 and 8c + 96 on, 8 each (common.cuh). Where this is not null `launch_expand` and `launch_frozen`
+  // write them, and a rank pass for G on wgmma reads them instead of drawing; the other paths draw.
   uint32_t* bits = nullptr;
 };
 
@@ -136,6 +136,32 @@ cudaError_t launch_expand_wgmma(const Expand& job, const Device& device, cudaStr
 
 // y *= m in place, for the types and shapes that `launch_expand` does not take.
 cudaError_t launch_mask(DType dtype, void* y, int64_t ldy, int64_t T, int64_t D, Dropout dropout, cudaStream_t stream);
+
+// The frozen product with the adapter's term inside, on Hopper, rounded once:
+//     Y[T,D] = m * (H[T,R] Q) + sum over parts of X[T,K] W (+ bias[D])
+// forward: W is [D,K] and Q [D,R]; else W is [K,D] and Q [R,D]. R = 0: the plain product. Rows are 16-byte aligned.
+constexpr int kMaxParts = 4;
+struct FrozenPart {
+  const void* x = nullptr;
+  int64_t ldx = 0;
+  const void* w = nullptr;
+  int64_t ldw = 0, K = 0;
+};
+struct Frozen {
+  DType dtype = DType::bf16;
+  FrozenPart part[kMaxParts];
+  int parts = 0;
+  bool forward = true;
+  const void *h = nullptr, *q = nullptr;
+  int64_t ldh = 0, ldq = 0;
+  int R = 0;
+  const void* bias = nullptr;  // forward only
+  void* y = nullptr;
+  int64_t ldy = 0, T = 0, D = 0;
+  Dropout dropout;  // backward only; needs its bits, which are written here
+};
+bool frozen_supported(const Frozen& job, const Device& device);
+cudaError_t launch_frozen(const Frozen& job, const Device& device, cudaStream_t stream);
 
 // bitsandbytes NF4: two values a byte, high nibble first; value = code[q] * absmax[i / block]; with double quantisation
 // absmax[b] = nested_code[absmax_q[b]] * nested_absmax[b / nested_block] + *offset.

@@ -1,6 +1,6 @@
 """Times the LoRA operators against torch's separate products and against the frozen product alone; one line per shape.
 
-    python -m tests.bench.bench_lora [--table passes|layer|small|nf4|host|all] [--tokens 8192]
+    python -m tests.bench.bench_lora [--table passes|layer|frozen|small|nf4|host|all] [--tokens 8192]
 
 Every figure is device time: calls are captured in a CUDA graph over several input sets (larger together than the L2)
 and the median of replays is taken. GB/s counts the one read of the large matrix, nothing else.
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 import ops
+from tests.bench.host_time import table_host
 
 LLAMA_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate+up": (28672, 4096), "down": (4096, 14336)}  # O, I
 SMALL = [(4, 512, 768, 16), (8, 256, 1024, 32), (2, 1024, 2048, 16)]  # batch, sequence, hidden, rank
 REPEATS = 9
-FEW_TOKENS = 4096  # kFewTokens of ops/csrc/passes.h
 
 
 def device_us(functions: Sequence[Callable[[int], object]], sets: int, loops: int = 4) -> list[float]:
@@ -114,6 +114,17 @@ class Case:
         dh = self.dy[i] @ self.up
         _ = self.dy[i].t() @ self.h, dh.t() @ self.x[i]
 
+    def frozen_dx(self, i: int) -> None:
+        torch.mm(self.dy[i], self.weight, out=self.dx)
+
+    def torch_dx(self, i: int) -> None:
+        torch.mm(self.dy[i], self.weight, out=self.dx).addmm_(self.dh, self.down)
+
+    def our_dx(self, i: int) -> Tensor:
+        """dX the way that `lora_backward` takes: in one kernel, or cuBLAS onto the adapter's share, or before it."""
+        run = torch.ops.zerolora.frozen_product
+        return run([self.dy[i]], [self.weight.t()], self.dh, self.down.t(), None, 0.0, None, False)
+
     def frozen(self, i: int) -> None:
         torch.mm(self.x[i], self.weight.t(), out=self.y)
         torch.mm(self.dy[i], self.weight, out=self.dx)
@@ -124,27 +135,26 @@ def line_of_passes(name: str, c: Case, copy: float) -> str:
     h, t_h = c.us(lambda i: run(c.x[i], c.down, None, 0.0, None), lambda i: c.x[i] @ c.down.t())
     dy, t_dy = c.us(lambda i: run(c.dy[i], c.up, c.h, 0.0, None), c.torch_dy)
     da, t_da = c.us(lambda i: run(c.x[i], None, c.dh, 0.0, None), lambda i: c.dh.t() @ c.x[i])
-    # dX: from 4096 tokens on ours is written first and the frozen product adds to it; below it is added as torch does.
-    gradients, t_gradients, t_share, prefill = c.us(
-        lambda i: c.backward(i, c.h, need_x=False),
-        c.torch_gradients,
-        lambda i: c.dx.addmm_(c.dh, c.down),
-        lambda i: torch.ops.zerolora.rank_expand(c.dh, c.down.t(), 0.0, None),
-    )
-    mine, theirs = gradients + (prefill if c.T >= FEW_TOKENS else t_share), t_gradients + t_share
+    gradients, t_gradients = c.us(lambda i: c.backward(i, c.h, need_x=False), c.torch_gradients)
+    frozen, with_adapter, t_with = c.us(c.frozen_dx, c.our_dx, c.torch_dx)
+    mine, theirs = gradients + with_adapter - frozen, t_gradients + t_with - frozen
     gb = [c.T * d * 2 / us / 1e3 for d, us in ((c.width, h), (c.out, dy), (c.width, da))]
     return (
         f"{name:<9}{c.T:>6}{c.rank:>4} | {h:7.1f}{gb[0]:6.0f}{100 * gb[0] / copy:6.0f}{t_h:7.1f} |"
         f" {dy:9.1f}{gb[1]:6.0f}{100 * gb[1] / copy:6.0f}{t_dy:7.1f} | {da:7.1f}{gb[2]:6.0f}{100 * gb[2] / copy:6.0f}"
-        f"{t_da:7.1f} | {mine:9.1f}{theirs:7.1f}{theirs / mine:6.2f}"
+        f"{t_da:7.1f} | {frozen:8.1f}{with_adapter:8.1f}{t_with:8.1f} | {mine:9.1f}{theirs:7.1f}{theirs / mine:6.2f}"
     )
 
 
 def table_passes(tokens: Sequence[int], ranks: Sequence[int], copy: float) -> None:
-    """The three passes alone, beside torch's products, and the adapter's part of the backward as a whole."""
+    """The three passes alone beside torch's products; dX; and the adapter's part of the backward as a whole.
+
+    That part is dh, dB, dA and what the adapter adds to dX: dX with it less the frozen product (cuBLAS's, alone), three
+    products in turns, for torch likewise. A frozen product of ours that is slower than cuBLAS's counts against it.
+    """
     rate = f"{'GB/s':>6}{'%copy':>6}{'torch':>7}"
     print(f"{'shape':<9}{'T':>6}{'R':>4} | {'x->h':>7}{rate} | {'dY->dh,dB':>9}{rate} | {'x->dA':>7}{rate} |", end="")
-    print(f" {'backward':>9}{'torch':>7}{'ratio':>6}")
+    print(f" {'dX alone':>8}{'with':>8}{'torch':>8} | {'backward':>9}{'torch':>7}{'ratio':>6}")
     for T in tokens:
         for name, (out, width) in LLAMA_8B.items():
             for rank in ranks:
@@ -169,6 +179,67 @@ def table_layer(tokens: Sequence[int], ranks: Sequence[int]) -> None:
         for name, (out, width) in LLAMA_8B.items():
             for rank in ranks:
                 print(line_of_layer(name, Case(T, out, width, rank, torch.bfloat16)), flush=True)
+
+
+SIBLINGS = {  # O of each, I
+    "q,k,v": ((4096, 1024, 1024), 4096),
+    "k": ((1024,), 4096),
+    "o": ((4096,), 4096),
+    "gate,up": ((14336, 14336), 4096),
+    "gate": ((14336,), 4096),
+    "down": ((4096,), 14336),
+}
+
+
+def line_of_frozen(name: str, T: int, outs: Sequence[int], width: int, ranks: Sequence[int], forward: bool) -> str:
+    def normal(*shape: int, size: float = 1.0) -> Tensor:
+        return (torch.randn(shape, device="cuda") * size).bfloat16()
+
+    depths, cols = ((width,), outs[0]) if forward else (outs, width)
+    sets = [[normal(T, depth) for depth in depths] for _ in range(2)]
+    stored = [normal(out, width, size=width**-0.5) for out in outs]
+    weights = stored if forward else [weight.t() for weight in stored]  # [D,K]
+    y = torch.empty(T, cols, device="cuda", dtype=torch.bfloat16)
+
+    def add(target: Tensor, i: int, first: int = 0) -> None:
+        for x, weight in zip(sets[i][first:], weights[first:], strict=True):
+            target.addmm_(x, weight.t())
+
+    def alone(i: int) -> None:
+        torch.mm(sets[i][0], weights[0].t(), out=y)
+        add(y, i, 1)
+
+    def ways(rank: int) -> list[Callable[[int], object]]:
+        h, factor = normal(T, rank), normal(cols, rank) if forward else normal(rank, cols).t()
+        before, inside = torch.ops.zerolora.rank_expand, torch.ops.zerolora.frozen_product
+        return [
+            lambda i: add(before(h, factor, 0.0, None), i),
+            lambda i: inside(sets[i], weights, h, factor, None, 0.0, None),
+        ]
+
+    functions = [alone, ways(0)[1], *(way for rank in ranks for way in ways(rank))]
+    frozen, *times = device_us(functions, 2)
+    rate = 2 * T * cols * sum(depths) / frozen / 1e6
+    cells = [f"{times[0]:8.1f}{100 * (times[0] / frozen - 1):6.1f}"]
+    for before, inside in zip(times[1::2], times[2::2], strict=True):
+        cells.append(f"{before:8.1f}{inside:8.1f}{100 * (inside / frozen - 1):6.1f}{before - inside:7.1f}")
+    return f"{name:<9}{T:>6} {'dX' if not forward else 'y':<3}| {frozen:8.1f}{rate:8.0f} | " + " | ".join(cells)
+
+
+def table_frozen(tokens: Sequence[int], ranks: Sequence[int]) -> None:
+    """The frozen product: cuBLAS alone, ours alone, and for each rank cuBLAS onto the adapter's term, and ours with it.
+
+    "+%" is over cuBLAS alone, "saved" what ours spares in us. Forward one sibling, backward all of them.
+    """
+    if torch.cuda.get_device_capability() != (9, 0):
+        print("frozen: our kernel needs compute capability 9.0")
+        return
+    print(f"{'shape':<9}{'T':>6}    | {'cuBLAS':>8}{'TFLOP/s':>8} | {'ours':>8}{'+%':>6}", end="")
+    print("".join(f" | R={rank:<5}{'':>1}{'with':>8}{'+%':>6}{'saved':>7}" for rank in ranks))
+    for T in tokens:
+        for name, (outs, width) in SIBLINGS.items():
+            for forward in (True, False) if len(outs) == 1 else (False,):
+                print(line_of_frozen(name, T, outs, width, ranks, forward), flush=True)
 
 
 def products(x: Tensor, dy: Tensor, down: Tensor, up: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -237,82 +308,6 @@ def table_nf4(copy: float) -> None:
         print(line_of_nf4(name, out, width, copy), flush=True)
 
 
-HOST_COPIES = 8
-HOST_GROUPS = {  # I, each O
-    "qkv": (576, (576, 192, 192)),
-    "o": (576, (576,)),
-    "gate+up": (576, (1536, 1536)),
-    "down": (1536, (576,)),
-}
-
-
-def kernels_of(function: Callable[[], None]) -> int:
-    """Kernels, copies and fills that one call puts on the card."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        function()
-        torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
-
-
-def host_us(function: Callable[[], None], calls: int = 40) -> float:
-    """Best of six batches of calls: what else the machine does only adds."""
-    times = []
-    for _ in range(6):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            function()
-        times.append((time.perf_counter() - begin) / calls * 1e6)
-    return min(times)
-
-
-def host_case(width: int, outs: Sequence[int], flat: bool, separate: bool) -> Callable[[], None]:
-    """HOST_COPIES equal groups, forward one by one and then one backward pass over them all."""
-    n = len(outs)
-    weights = [torch.randn(out, width, device="cuda").bfloat16() for out in outs]
-    grads = [torch.randn(64, out, device="cuda").bfloat16() for out in outs] * HOST_COPIES
-    shapes = [(16, width)] * n + [(out, 16) for out in outs]
-    xs, factors = [], []
-    for _ in range(HOST_COPIES):
-        xs.append(torch.randn(64, width, device="cuda").bfloat16().requires_grad_())
-        leaves = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes]
-        if flat:
-            buffer = torch.cat([leaf.detach().view(-1) for leaf in leaves]).requires_grad_()
-            pieces = buffer.split([leaf.numel() for leaf in leaves])
-            leaves = [piece.view(leaf.shape) for piece, leaf in zip(pieces, leaves, strict=True)]
-        factors.append(leaves)
-    wanted = [*xs, *(leaf for leaves in factors for leaf in leaves)]
-
-    def run() -> None:
-        ys: list[Tensor] = []
-        for x, given in zip(xs, factors, strict=True):
-            if separate:
-                pairs = zip(weights, given[:n], given[n:], strict=True)
-                ys += [x @ weight.t() + (x @ down.t() @ up.t()) * 2.0 for weight, down, up in pairs]
-            else:
-                ys += ops.lora_group(x, weights, [None] * n, given[:n], given[n:], [2.0] * n)
-        torch.autograd.grad(ys, wanted, grads)
-
-    return run
-
-
-def table_host() -> None:
-    """Time the processor spends on one group, forward and backward through autograd, at sizes the card does at once.
-
-    The groups of SmolLM2-135M at 64 tokens and rank 16, eight of each in one backward pass; "flat": the adapters are
-    views of one buffer.
-    """
-    both = f"{'host us':>8}{'kernels':>8}"
-    print(f"{'group':<9} | {'ours:':>6}{both} | {'flat:':>6}{both} | {'separate products:':>18}{both}")
-    for name, (width, outs) in HOST_GROUPS.items():
-        cells = []
-        for flat, separate in ((False, False), (True, False), (False, True)):
-            run = host_case(width, outs, flat, separate)
-            cells += [host_us(run) / HOST_COPIES, kernels_of(run) / HOST_COPIES]
-        a, ka, b, kb, c, kc = cells
-        print(f"{name:<9} | {a:14.0f}{ka:8.1f} | {b:14.0f}{kb:8.1f} | {c:26.0f}{kc:8.1f}", flush=True)
-
-
 def commit() -> str:
     found = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True
@@ -322,7 +317,7 @@ def commit() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
-    parser.add_argument("--table", default="all", choices=["passes", "layer", "small", "nf4", "host", "all"])
+    parser.add_argument("--table", default="all", choices=["passes", "layer", "frozen", "small", "nf4", "host", "all"])
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64])
     options = parser.parse_args()
@@ -335,6 +330,8 @@ def main() -> None:
         table_passes(options.tokens, options.ranks, copy)
     if wanted in ("layer", "all"):
         table_layer(options.tokens, options.ranks)
+    if wanted in ("frozen", "all"):
+        table_frozen(options.tokens, options.ranks)
     if wanted in ("small", "all"):
         table_small()
     if wanted in ("nf4", "all"):

@@ -105,6 +105,43 @@ def test_rank_expand_through_bulk_stores(T, D, rank, dtype, by_rank):
     _check_expand(T, D, rank, dtype, by_rank, 0.0)
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the kernel is Hopper's (sm_90a)"
+)
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize(
+    ("T", "D", "depths", "rank", "dtype"),
+    [
+        (1, 8, (8,), 8, torch.bfloat16),
+        (300, 520, (200,), 0, torch.float16),
+        (130, 264, (72, 8), 24, torch.bfloat16),
+        (515, 1032, (136, 64, 264), 72, torch.float16),
+    ],
+)
+def test_frozen_product_through_bulk_copies(T, D, depths, rank, dtype, forward):
+    """With a bias forward and a mask backward; its copies and stores are not seen by initcheck."""
+    ops.load("cuda")
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    def laid(cols):  # [D, cols], or the transpose of [cols, D]
+        return normal(D, cols) if forward else normal(cols, D).t()
+
+    x, w, h, q = [normal(T, depth) for depth in depths], [laid(depth) for depth in depths], normal(T, rank), laid(rank)
+    bias, p, seed = (normal(D), 0.0, None) if forward else (None, 0.1, torch.tensor([77]))
+    run = torch.ops.zerolora.frozen_product
+    on_card = [t.cuda() for t in x], [t.cuda() for t in w], h.cuda(), q.cuda()
+    got = run(*on_card, None if bias is None else bias.cuda(), p, None if seed is None else seed.cuda())
+    results = []
+    for kind in (torch.Tensor.double, lambda t: t.double().abs()):
+        wide_bias = None if bias is None else kind(bias)
+        results.append(run([kind(t) for t in x], [kind(t) for t in w], kind(h), kind(q), wide_bias, p, seed))
+    truth, terms = results
+    assert bool(((got.cpu().double() - truth).abs() <= _bound(truth, terms, sum(depths) + rank, dtype)).all())
+
+
 @pytest.mark.parametrize("count", [(24, 64), (3, 64), (7, 9)])
 def test_nf4_alone(count):
     ops.load("cuda")

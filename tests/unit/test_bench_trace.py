@@ -41,6 +41,7 @@ SHAPE = Shape(vocabulary=128256, rank=16)
         ("sm90_xmma_gemm_bf16", ("zerolora::lora_forward",), {4, 2048, 4096}, ADAPTER),
         ("sm90_xmma_gemm_bf16", ("zerolora::lora_forward", "zerolora::lora_backward"), {8192, 4096}, ADAPTER),
         ("sm90_xmma_gemm_bf16", ("zerolora::nf4_backward", "zerolora::frozen_product"), set(), FROZEN),
+        ("void zerolora::frozen_kernel<1>", ("zerolora::lora_backward", "zerolora::frozen_product"), set(), FROZEN),
         ("nvjet_sm90_tst_64x16", ("aten::linear", "aten::mm"), {8192, 4096, 16}, ADAPTER),
         ("void zerolora::(anonymous namespace)::rank_kernel<16>", ("zerolora::lora_backward",), set(), ADAPTER),
         ("void zerolora::(anonymous namespace)::nf4_kernel<bf16>", ("zerolora::nf4_forward",), set(), DEQUANTISATION),

@@ -43,7 +43,7 @@ _HEAD = re.compile(r"cross_entropy|softmax|nll_loss|token_loss", re.I)
 _DEQUANTISATION = re.compile(r"dequant|nf4", re.I)
 _PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|aten::(mm|addmm|addmm_|bmm|baddbmm|matmul|linear)$", re.I)
 _NORMS = re.compile(r"rms_?norm|layer_?norm|silu|swiglu|gelu|rope|rotary", re.I)
-FROZEN_PRODUCT = "zerolora::frozen_product"  # ops/csrc/binding.cpp
+FROZEN_PRODUCT = "zerolora::frozen_product"  # ops/csrc/products.h
 _OUR_KERNEL = re.compile(r"zerolora::")
 _ENGINE = re.compile(rf"{OPTIMIZER}|AccumulateGrad|Optimizer\.step|multi_tensor", re.I)
 _BACKWARD_NODE = "autograd::engine::evaluate_function"
@@ -133,10 +133,10 @@ def categorise(
         return HEAD
     if _ATTENTION.search(name) or _ATTENTION.search(around):
         return ATTENTION
+    if innermost == FROZEN_PRODUCT:  # by cuBLAS, or by our kernel with the adapter's term in it
+        return FROZEN
     if _OUR_KERNEL.search(name):
         return NORMS if _NORMS.search(name) else ADAPTER
-    if innermost == FROZEN_PRODUCT:
-        return FROZEN
     if innermost.startswith(("zerolora::lora_", "zerolora::nf4_")):
         return ADAPTER
     if _PRODUCT.search(name) or _PRODUCT.search(innermost):

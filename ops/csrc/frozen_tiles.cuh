@@ -1,0 +1,159 @@
+// What the CTAs of the frozen product work on: the layout of shared memory, the order of the tiles, the mask, and
+// how the accumulators leave. Overview: frozen.cu.
+#pragma once
+#include "hopper.cuh"
+
+namespace zerolora {
+namespace {
+
+constexpr int kRows = 128, kCols = 256, kDepth = 64, kGroupRows = 64, kStages = 4, kBuffers = 2;
+constexpr int kConsumers = 256, kThreads = kConsumers + 128, kDrawers = 96;
+constexpr int kConsumerRegisters = 216, kCopierRegisters = 72;
+static_assert(256 * kConsumerRegisters + 128 * kCopierRegisters <= kThreads * 168, "more registers than there are");
+constexpr int kBoxRow = 128, kBoxCols = 64;  // bytes and values in a row of a box: one 128-byte swizzle atom
+constexpr int kXBytes = kRows * kBoxRow, kWBytes = kCols * kBoxRow, kStageBytes = kXBytes + kWBytes;
+constexpr int kOutBytes = kGroupRows * kBoxRow, kAtomBytes = kDepth * kBoxRow;  // W as [K,D]: 64 columns x 64 of K
+constexpr int kOut = kStages * kStageBytes, kBarriers = kOut + 2 * kBuffers * kOutBytes;
+constexpr int kBytes = 1024 + kBarriers + (2 * kStages + 3) * 8;  // 1024: the atoms want that alignment
+static_assert(kBytes <= 232448, "more shared memory than a Hopper block may have");
+
+struct Args {
+  CUtensorMap x[kMaxParts], w[kMaxParts], h, q, y;
+  int depth_tiles[kMaxParts], parts, R, rank_tiles, all_depth_tiles;
+  int row_tiles, col_tiles, tiles, group;  // row_tiles and tiles: of the cluster; group: row tiles walked together
+  int lead;                                // stages that the first warpgroup begins ahead of the second
+  const void* bias;
+  int64_t T, D;
+  Dropout dropout;
+};
+
+// Copied (full) and read by the warpgroups of every CTA that the stage was copied to (empty); the mask of the next tile
+// drawn, and taken by every thread that multiplies.
+struct Barriers {
+  uint32_t base;
+  __device__ __forceinline__ uint32_t full(int stage) const { return base + stage * 8; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return base + (kStages + stage) * 8; }
+  __device__ __forceinline__ uint32_t drawn() const { return base + 2 * kStages * 8; }
+  __device__ __forceinline__ uint32_t taken() const { return base + (2 * kStages + 1) * 8; }
+  __device__ __forceinline__ uint32_t ahead() const { return base + (2 * kStages + 2) * 8; }
+};
+
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+// A CTA's tiles. Groups of row tiles are walked column by column, so that the tiles of one moment share X and W in L2.
+template <int kCluster> struct Walk {
+  int tile = static_cast<int>(blockIdx.x) / kCluster, row = 0, col = 0;
+  __device__ __forceinline__ explicit Walk(const Args& args) { locate(args); }
+  __device__ __forceinline__ bool inside(const Args& args) const { return tile < args.tiles; }
+  __device__ __forceinline__ void next(const Args& args) {
+    tile += static_cast<int>(gridDim.x) / kCluster;
+    locate(args);
+  }
+  __device__ __forceinline__ void locate(const Args& args) {
+    const int per_group = args.group * args.col_tiles, first = tile / per_group * args.group;
+    const int rows = min(args.group, args.row_tiles - first), within = tile % per_group;
+    const int cluster_row = first + within % max(rows, 1);
+    row = (cluster_row * kCluster + (kCluster > 1 ? cluster_rank() : 0)) * kRows;
+    col = within / max(rows, 1) * kCols;
+  }
+};
+
+// Bits of 64 rows x 256 columns, for the products here and for the passes that read them later.
+__device__ __forceinline__ void draw_bits(const Args& args, const Mask& mask, int row, int col, int thread,
+                                          int threads) {
+  constexpr int kWords = kGroupRows * 4;  // a block of 128 columns
+#pragma unroll 1
+  for (int i = thread; i < 2 * kWords; i += threads) {
+    const int64_t t = row + i / 4 % kGroupRows, d = col + i / kWords * 128 + i % 4 * 8, block = d / 128;
+    if (t >= args.T || block * 128 >= args.D) continue;
+    const uint64_t counter = mask.counter(t, d);
+    uint32_t word = 0;
+#pragma unroll 1
+    for (int call = 0; call < 4; ++call) word |= pack_kept(mask.draw(counter + 4 * call)) << 4 * call;
+    args.dropout.bits[(block * args.T + t) * 4 + i % 4] = word;
+  }
+}
+
+// This thread's bits: of the rows lane / 4 and + 8 of its warp's 16, in two blocks of 128 columns.
+struct Kept {
+  uint4 words[2][2];
+  __device__ __forceinline__ void load(const Args& args, int row, int col) {
+    row += threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int block = 0; block < 2; ++block) {
+        const int64_t t = row + half * 8, d = col + block * 128;
+        if (t < args.T && d < args.D)
+          words[half][block] = *reinterpret_cast<const uint4*>(args.dropout.bits + (d / 128 * args.T + t) * 4);
+      }
+  }
+  // Columns 8n + 2j and + 1 of a row belong to bits 4q + j and 16 + 4q + j of word n % 4, q = n / 4: common.cuh.
+  __device__ __forceinline__ void apply(float (&c)[128], float scale) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int block = 0; block < 2; ++block) {
+        const uint4 w = words[half][block];
+        const int j = threadIdx.x % 4;
+        const uint32_t shifted[4] = {w.x >> j, w.y >> j, w.z >> j, w.w >> j};
+#pragma unroll
+        for (int n = 0; n < 16; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& value = c[(block * 16 + n) * 4 + half * 2 + e];
+            value = shifted[n % 4] & 1u << (n / 4 * 4 + e * 16) ? value * scale : 0.f;
+          }
+      }
+  }
+};
+
+// Accumulators to a box of shared memory as the copy engine reads it: 16-byte piece p of row r lies at piece p ^ r % 8.
+// `place`: this lane's row and first piece; pieces go in pairs.
+template <typename T, bool kBias, int kBox>
+__device__ __forceinline__ void to_shared(const float (&c)[128], const uint32_t* bias, int columns, uint32_t place) {
+#pragma unroll
+  for (int pair = 0; pair < 4; ++pair) {
+    uint32_t words[4];
+#pragma unroll
+    for (int piece = 0; piece < 2; ++piece) {
+      const float* const v = c + kBox * 32 + pair * 8 + piece * 4;
+      float low = 0.f, high = 0.f;
+      if (kBias && pair * 16 + piece * 8 < columns) {
+        T both[2];
+        memcpy(both, bias + pair * 8 + piece * 4, 4);
+        low = to_float(both[0]), high = to_float(both[1]);
+      }
+      words[piece * 2] = kBias ? pack2<T>(v[0] + low, v[1] + high) : pack2<T>(v[0], v[1]);
+      words[piece * 2 + 1] = kBias ? pack2<T>(v[2] + low, v[3] + high) : pack2<T>(v[2], v[3]);
+    }
+    store_matrices(place ^ pair * 32, words);
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copy engine reads through another proxy
+}
+
+template <typename T, bool kBias, int kBox>
+__device__ __forceinline__ void store_columns(const Args& args, const float (&c)[128], int row, int col,
+                                              uint32_t boxes) {
+  const int group = threadIdx.x / 128, lane = threadIdx.x % 32, buffer = kBox % kBuffers;
+  const int box_row = threadIdx.x / 32 % 4 * 16 + lane % 16;  // matrices of a store: rows 0-7 and 8-15, the next piece
+  const uint32_t box = boxes + buffer * kOutBytes;
+  col += kBox * kBoxCols;
+  const int columns = static_cast<int>(args.D) - col;
+  const uint32_t* const bias = static_cast<const uint32_t*>(args.bias) + col / 2 + lane % 4;  // in pairs
+  to_shared<T, kBias, kBox>(c, bias, columns, box + box_row * kBoxRow + (lane / 16 ^ box_row % 8) * 16);
+  const bool leader = threadIdx.x % 128 == 0;
+  if (leader) store_wait<0>();  // the store of the other box, which every warp may write behind the barrier
+  asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+  if (leader && columns > 0 && row < args.T) store_box(&args.y, col, row, box);
+  if (leader) store_commit();
+}
+
+}  // namespace
+}  // namespace zerolora

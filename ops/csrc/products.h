@@ -1,0 +1,118 @@
+// Products with frozen weights W and the adapter's terms beside them: x W^T + h B^T forward, dY W + m*(dh A) backward.
+// Hopper's kernel takes both at once (frozen.cu). Otherwise cuBLAS does the frozen product and adds it to the adapter's
+// term (beta = 1), or below kFewTokens the adapter's term is added to it.
+#pragma once
+#include <ATen/record_function.h>
+
+#include "passes.h"
+
+namespace zerolora {
+
+// Siblings' weights [O, I]: views of what is stored, or dequantised when asked for.
+struct Weights {
+  c10::function_ref<Matrix(size_t)> of;
+  size_t at_once;  // how many may lie in memory together
+};
+
+// A profile tells frozen products from the adapter's by this name.
+constexpr const char* kFrozenProduct = "zerolora::frozen_product";
+
+// y = x W^T forward, dY W backward (beta = 1: added to y), by cuBLAS.
+inline void frozen_product(const Matrix& y, const Matrix& x, const Matrix& weight, bool forward, float beta,
+                           cudaStream_t stream) {
+  RECORD_FUNCTION(kFrozenProduct, c10::ArrayRef<const c10::IValue>());
+  product(y, 1.f, x, false, weight, forward, beta, stream);
+}
+
+struct Operand {
+  Matrix x, weight;
+};
+
+// y = m * (h q) + sum of x W^T + bias forward; backward, with dY and q by rank, the sum of dY W.
+inline Frozen frozen_job(const Matrix& y, const std::vector<Operand>& operands, const Matrix& h, const Matrix& q,
+                         bool forward, const Tensor& bias, const Dropout& dropout) {
+  TORCH_INTERNAL_ASSERT(operands.size() <= kMaxParts);
+  Frozen job;
+  job.dtype = y.type, job.forward = forward;
+  for (const auto& [x, weight] : operands)
+    job.part[job.parts++] = {x.data, x.ld, weight.data, weight.ld, x.cols};
+  job.h = h.data, job.ldh = h.ld, job.q = q.data, job.ldq = q.ld, job.R = static_cast<int>(h.cols);
+  job.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
+  job.y = y.data, job.ldy = y.ld, job.T = y.rows, job.D = y.cols;
+  job.dropout = dropout;
+  return job;
+}
+
+// Whether that takes less time than writing the adapter's term and cuBLAS's product onto it. What is saved grows with
+// T D, what a product that is slower than cuBLAS's loses grows with T D K: the depth K decides, whatever T and D are.
+// Measured by `python -m tests.bench.bench_lora --table frozen` (docs/ops.md).
+inline bool frozen_wins(const Frozen& job) {
+  constexpr int64_t kDeepestForward = 1 << 20, kDeepestBackward = 1 << 20;
+  int64_t K = 0;
+  for (int i = 0; i < job.parts; ++i) K += job.part[i].K;
+  return job.T >= kFewTokens && job.D > 0 && K > 0 && K <= (job.forward ? kDeepestForward : kDeepestBackward);
+}
+
+inline void run_frozen(const Frozen& job, const Device& device, cudaStream_t stream) {
+  RECORD_FUNCTION(kFrozenProduct, c10::ArrayRef<const c10::IValue>());
+  check(launch_frozen(job, device, stream), "launching the frozen product");
+}
+
+// The same where our kernel takes it and wins; false where it does not.
+inline bool run_frozen_if_best(const Frozen& job, const Tensor& like, cudaStream_t stream) {
+  if (!frozen_wins(job) || !frozen_supported(job, card_of(like))) return false;
+  run_frozen(job, card_of(like), stream);
+  return true;
+}
+
+// y = x W^T + h B^T + bias.
+inline void output(const Matrix& y, const Matrix& x, const Matrix& weight, const Matrix& h, const Matrix& up,
+                   const Tensor& bias, const Tensor& like, cudaStream_t stream) {
+  if (run_frozen_if_best(frozen_job(y, {{x, weight}}, h, up, true, bias, {}), like, stream)) return;
+  const bool product_first = x.rows < kFewTokens && !bias.defined();
+  if (product_first) frozen_product(y, x, weight, true, 0.f, stream);
+  if (bias.defined()) expand(h, up, false, bias, y, false, {}, like, stream);
+  else if (product_first || !prefill(y, h, up, false, like, stream))
+    product(y, 1.f, h, false, up, true, product_first ? 1.f : 0.f, stream);
+  if (!product_first) frozen_product(y, x, weight, true, 1.f, stream);
+}
+
+// target = m * (dh A), or added to it.
+inline void share_of_x(const Matrix& target, const Matrix& dh, const Matrix& downs, bool accumulate,
+                       const Dropout& dropout, const Tensor& like, cudaStream_t stream) {
+  if (dropout.seed == nullptr) {
+    if (accumulate || !prefill(target, dh, downs, true, like, stream))
+      product(target, 1.f, dh, false, downs, false, accumulate ? 1.f : 0.f, stream);
+    return;
+  }
+  expand(dh, downs, true, {}, target, accumulate, dropout, like, stream);
+}
+
+// dX = sum of dY W + m*(dh A): siblings go together as far as their weights may, and the first of them take the
+// adapter's share with them where our kernel does them; else it comes before the products, or after them.
+inline Tensor gradient_of_x(const Tensor& x, const std::vector<Outer>& siblings, const Weights& weights,
+                            const Matrix& dh, const Matrix& downs, const Dropout& dropout, cudaStream_t stream) {
+  Tensor grad_x = at::empty(x.sizes(), x.options());
+  const Matrix target = rows_of(grad_x);
+  const bool share_first = target.rows >= kFewTokens;
+  const size_t most = std::min(weights.at_once, static_cast<size_t>(kMaxParts));
+  for (size_t done = 0; done < siblings.size();) {
+    std::vector<Operand> together;
+    while (together.size() < most && done + together.size() < siblings.size()) {
+      const size_t i = done + together.size();
+      together.push_back({siblings[i].grad, weights.of(i)});
+    }
+    const bool first = done == 0;
+    done += together.size();
+    if (first && run_frozen_if_best(frozen_job(target, together, dh, downs, false, {}, dropout), x, stream)) continue;
+    if (first && share_first) share_of_x(target, dh, downs, false, dropout, x, stream);
+    for (const Operand& operand : together) {
+      const bool onto = share_first || !first || &operand != together.data();
+      frozen_product(target, operand.x, operand.weight, false, onto ? 1.f : 0.f, stream);
+    }
+  }
+  if (!share_first) share_of_x(target, dh, downs, true, dropout, x, stream);
+  return grad_x;
+}
+
+}  // namespace zerolora
