@@ -134,9 +134,12 @@ def _fuse(model: Any, config: RunConfig, any_token: int, device: torch.device) -
         no_groups = "zero.gather: module gathers each adapted layer for itself"
     elif config.training.torch_compile:
         no_groups = "torch.compile traces each layer alone"
-    tokens = torch.full((1, 8), any_token, device=device)
+    few = torch.full((1, 8), any_token, device=device)
+    tokens = config.training.batch_size * config.dataset.max_length
     try:
-        report = fuse(model, backend, forward=lambda: model(input_ids=tokens, use_cache=False), no_groups=no_groups)
+        report = fuse(
+            model, backend, forward=lambda: model(input_ids=few, use_cache=False), no_groups=no_groups, tokens=tokens
+        )
     except ValueError as error:
         raise UserError(str(error)) from None
     return report.lines()

@@ -21,6 +21,8 @@ from trainer.layers.shards import LayerShards, layer_shards_of
 from trainer.quantize import FrozenLinear4bit, dequantized
 
 TEST_TOKENS = 128
+MANY_TOKENS = 4096
+"""From here on the operators take other kernels (kFewTokens of ops/csrc/passes.h)."""
 Reason = tuple[str, str]  # name of a layer, why it is not fused or not grouped
 
 
@@ -58,11 +60,13 @@ def fuse(
     *,
     forward: Callable[[], object] | None,
     no_groups: str | None = None,
+    tokens: int = 0,
 ) -> FusionReport:
     """Swap the forward of every adapted layer that the operators can compute.
 
     `forward` runs the model once on a few tokens: siblings are found by watching it. `no_groups` says why there are to
-    be none. Raises ValueError if `cuda` is asked for and cannot be had, or if the operators fail their self-test.
+    be none; `tokens` of a micro-batch say which kernels the self-test has to try. Raises ValueError if `cuda` is asked
+    for and cannot be had, or if the operators fail their self-test.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -90,7 +94,7 @@ def fuse(
                 report.groups += [(name,) for name in siblings.names]
                 report.alone += [(name, "siblings differ in base or dropout") for name in siblings.names]
     groups = [_Group([members[name] for name in names]) for names in report.groups]
-    check_operators(groups, layer_shards_of(model))
+    check_operators(groups, layer_shards_of(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
     for group in groups:
         group.install()
     return report
@@ -229,10 +233,11 @@ def compute(
     return ops.lora_group(x, [member.base.weight for member in members], *arguments)
 
 
-def check_operators(groups: Sequence[_Group], shards: LayerShards | None = None) -> None:
+def check_operators(groups: Sequence[_Group], shards: LayerShards | None = None, *, many: bool = False) -> None:
     """Compare the operators with plain torch on this model's own weights, once per shape; ValueError on a mismatch.
 
-    A few random tokens go forward and backward; the error allowed is a few roundings of the compute type.
+    A few random tokens go forward and backward, and if `many`, the same again and again, MANY_TOKENS in all; the error
+    allowed is a few roundings of the compute type.
     """
     tested: set[tuple[Any, ...]] = set()
     for group in groups:
@@ -241,7 +246,7 @@ def check_operators(groups: Sequence[_Group], shards: LayerShards | None = None)
         if (shapes, members[0].kind) not in tested:
             tested.add((shapes, members[0].kind))
             with _gathered(members, shards):
-                _check_group(members)
+                _check_group(members, (1, MANY_TOKENS // TEST_TOKENS) if many else (1,))
 
 
 def _gathered(members: Sequence[_Member], shards: LayerShards | None) -> AbstractContextManager[Any]:
@@ -254,7 +259,7 @@ def _gathered(members: Sequence[_Member], shards: LayerShards | None) -> Abstrac
     return deepspeed.zero.GatheredParameters(weights) if weights else nullcontext()
 
 
-def _check_group(members: Sequence[_Member]) -> None:
+def _check_group(members: Sequence[_Member], repeats: Sequence[int]) -> None:
     first = members[0]
     device, dtype = first.down.device, first.compute_dtype
     generator = torch.Generator(device).manual_seed(0)
@@ -266,23 +271,35 @@ def _check_group(members: Sequence[_Member]) -> None:
     downs = [draw(*member.down.shape) for member in members]
     ups = [draw(*member.up.shape) for member in members]
     grads = [draw(TEST_TOKENS, up.shape[0]).detach() for up in ups]
-    inputs = [x, *downs, *ups]
-    ours = compute(members, x, (downs, ups))
-    our_grads = torch.autograd.grad(ours, inputs, grads)
-    exact = [tensor.detach().float().requires_grad_() for tensor in inputs]
+    exact = [tensor.detach().float().requires_grad_() for tensor in (x, *downs, *ups)]
     truth = _in_plain_torch(members, exact[0], exact[1 : 1 + len(members)], exact[1 + len(members) :])
-    true_grads = torch.autograd.grad(truth, exact, [grad.float() for grad in grads])
+    grad_x, *others = torch.autograd.grad(truth, exact, [grad.float() for grad in grads])
     allowed = 1e-3 if dtype == torch.float32 else 2e-2
-    for what, got, wanted in [("output", *pair) for pair in zip(ours, truth, strict=True)] + [
-        ("gradient", *pair) for pair in zip(our_grads, true_grads, strict=True)
-    ]:
-        difference = (got.detach().float() - wanted.detach()).square().mean().sqrt()
-        error = float(difference / wanted.detach().square().mean().sqrt())
-        if not error <= allowed:
-            raise ValueError(
-                f"ops.backend={ops.load().name}: self-test of layers {[tuple(up.shape) for up in ups]} in {dtype}: "
-                f"{what} is off by {error:.2g} (allowed {allowed}); use ops.backend: peft and report this card"
-            )
+    for times in repeats:
+        tokens = x.detach().repeat(times, 1).requires_grad_()
+        ours = compute(members, tokens, (downs, ups))
+        our_grads = torch.autograd.grad(ours, [tokens, *downs, *ups], [grad.repeat(times, 1) for grad in grads])
+        pairs = [("output", *pair) for pair in zip(ours, truth, strict=True)]
+        pairs += [("gradient", got, wanted) for got, wanted in zip(our_grads, (grad_x, *others), strict=True)]
+        for what, got, wanted in pairs:
+            error = _error_of(got.detach(), wanted.detach(), times)
+            if not error <= allowed:
+                raise ValueError(
+                    f"ops.backend={ops.load().name}: self-test of layers {[tuple(up.shape) for up in ups]} in {dtype}, "
+                    f"{len(tokens)} tokens: {what} is off by {error:.2g} (allowed {allowed}); use ops.backend: peft "
+                    "and report this card"
+                )
+
+
+def _error_of(got: Tensor, wanted: Tensor, times: int) -> float:
+    """Root mean square of the difference over that of what is wanted: of each repetition, or of their sum."""
+    if got.shape == wanted.shape:  # of factors, whose gradients add up
+        differences = [got.float() - times * wanted]
+        wanted = times * wanted
+    else:
+        differences = [part.float() - wanted for part in got.split(len(wanted))]  # one after the other: less memory
+    mean = sum(float(difference.square().mean()) for difference in differences) / len(differences)
+    return float((mean / wanted.square().mean()) ** 0.5)
 
 
 def _in_plain_torch(members: Sequence[_Member], x: Tensor, downs: list[Tensor], ups: list[Tensor]) -> list[Tensor]:

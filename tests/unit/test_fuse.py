@@ -152,5 +152,25 @@ def test_the_self_test_finds_a_wrong_operator(folder: Path, monkeypatch: pytest.
     check_operators([group])
     right = ops.lora_group
     monkeypatch.setattr(ops, "lora_group", lambda x, w, b, d, u, s, p: right(x, w, b, d, u, [1.0] * len(s), p))
-    with pytest.raises(ValueError, match=r"self-test of layers.*is off by"):
+    with pytest.raises(ValueError, match=r"self-test of layers.*128 tokens: output is off by"):
         check_operators([group])
+
+
+def test_the_self_test_tries_the_kernels_for_many_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is wrong from 4096 tokens on is not seen by fewer."""
+    import ops
+    from trainer import fuse as module
+
+    model = adapted(folder)
+    layer = model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj")
+    group = module._Group([module._Member(layer)])
+    check_operators([group], many=True)
+    right = ops.lora_group
+
+    def wrong(x, w, b, d, u, s, p):
+        return right(x, w, b, d, u, [3.0] * len(s) if len(x) >= module.MANY_TOKENS else s, p)
+
+    monkeypatch.setattr(ops, "lora_group", wrong)
+    check_operators([group])
+    with pytest.raises(ValueError, match=r"4096 tokens: output is off by"):
+        check_operators([group], many=True)
