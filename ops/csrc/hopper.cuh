@@ -38,6 +38,11 @@ __device__ __forceinline__ int cluster_rank() {
 __device__ __forceinline__ void cluster_sync() {  // by every thread, in whatever order the roles get here
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
+// The release of the other would wait for this thread's stores to device memory, microseconds on a busy card. This one
+// shows nothing but barriers behind `fence.mbarrier_init`; what was sent to other CTAs must have been awaited there.
+__device__ __forceinline__ void cluster_sync_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
 __device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
   uint32_t remote;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
@@ -55,6 +60,8 @@ __device__ __forceinline__ void store_remote(uint32_t target, float4 v, uint32_t
       "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
       : "memory");
 }
+// The threads that add the slices (exchange.cuh) wait for each other.
+__device__ __forceinline__ void adders_sync(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 __device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -86,6 +93,21 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
       " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
       "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(ctas)
+      : "memory");
+}
+
+// The same for what is read once: its lines leave the L2 before others do.
+__device__ __forceinline__ uint64_t first_to_leave() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void copy_box_once(uint32_t target, const CUtensorMap* map, int column, int row,
+                                              uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}],"
+      " [%4], %5;" ::"r"(target),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
       : "memory");
 }
 
@@ -184,6 +206,17 @@ __device__ __forceinline__ void wgmma(float (&c)[128], uint64_t a, uint64_t b, b
   else ZL_WGMMA("bf16");
 #undef ZL_WGMMA
 }
+
+// Of the accumulators of a product 64 rows high, two pieces of 8 columns (2 * pair and the next) of row lane / 4 (+ 8:
+// half): two lanes trade, so that each holds 4 neighbours, from column 16 * pair + quad_column() on.
+template <int N> __device__ __forceinline__ float4 quad(const float (&c)[N], int half, int pair) {
+  const bool odd = threadIdx.x % 2 == 1;
+  const int i = pair * 8 + half * 2;
+  const float x = __shfl_xor_sync(~0u, odd ? c[i] : c[i + 4], 1);
+  const float y = __shfl_xor_sync(~0u, odd ? c[i + 1] : c[i + 5], 1);
+  return odd ? make_float4(x, y, c[i + 4], c[i + 5]) : make_float4(c[i], c[i + 1], x, y);
+}
+__device__ __forceinline__ int quad_column() { return threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4; }
 
 // A box of shared memory to a 2-D tensor at (column, row); what lies outside the tensor is not written. A thread's
 // stores form groups; `store_wait` waits until all but the newest kPending have read their shared memory.

@@ -17,7 +17,10 @@ enum class DType : int { f32 = 0, f16 = 1, bf16 = 2 };
 constexpr int kMaxSiblings = 16;
 constexpr int kRankChunk = 64;                     // ranks one launch of the tensor-core path handles
 constexpr int kMmaRows = 64, kMmaCols = 128;       // tile of Z on mma.sync
-constexpr int kWgmmaRows = 128, kWgmmaCols = 128;  // and on wgmma
+constexpr int kWgmmaCols = 128;                    // and on wgmma
+// Rows there. Where both results are wanted, U leaves the accumulators with every row of tiles. Above rank 16 that
+// takes so long that the two warpgroups take U of smaller tiles in turn: one sends while the other multiplies.
+constexpr int wgmma_rows(bool both, int rank_pad) { return both && rank_pad > 16 ? 64 : 128; }
 constexpr int kMaxCluster = 8;                     // CTAs that add their U in shared memory
 
 // m = keep / (1 - p), keep drawn from Philox4x32-7 with the key *seed and one 15-bit number per element.
@@ -40,7 +43,7 @@ struct RankPass {
   bool p_by_rank = false;
   const void* v = nullptr;  // [T,R]; null: no G
   int64_t ldv = 0;
-  bool g_by_rank = false;  // partials of G as [R,D] instead of [D,R]
+  bool g_by_rank = false;  // partials of G as [R,D] instead of [D,R]; on wgmma where G alone is wanted
   int R = 0;               // ranks of this launch, at most kRankChunk on the tensor-core path
   Dropout dropout;
 };

@@ -92,25 +92,32 @@ Plan plan_rank_mma(const RankPass& pass, const Device& device) {
 #ifdef ZEROLORA_HOPPER  // the build holds sm_90a code
 namespace {
 
-// Microseconds of the work on wgmma, fitted to 38 shapes on an H200 (the cut that it chooses takes 4 % longer than the
-// best of those tried, on average; docs/ops.md): a CTA takes so long for a tile however few others run, and for each
-// row of tiles, more if it adds to its cluster's U; all together read and write kMemory bytes a microsecond, and the
-// reduction kReduce of the partial sums.
+int64_t tile_rows(const RankPass& pass) {
+  return wgmma_rows(pass.p != nullptr && pass.v != nullptr, tensor_core_plan(pass, Path::wgmma).rank_pad);
+}
+
+// Microseconds of the work on wgmma, fitted on an H200 to 38 shapes with tiles of 128 rows (the cut that it chooses
+// takes 4 % longer than the best of those tried, on average) and to 11 shapes at rank 64 with tiles of 64 rows (0.3 %;
+// docs/ops.md): a CTA takes so long for a tile however few others run, and for each row of tiles, more if it adds to
+// its cluster's U; all together read and write kMemory bytes a microsecond, and the reduction kReduce of the partial
+// sums. Rank 32 lies between 16 and 64.
 double wgmma_cost(const RankWork* works, int count, int64_t ctas, int64_t tiles_each, int slots) {
   constexpr double kStart = 2.5, kWave = 1.1, kCluster = 0.5, kMemory = 3.7e6, kReduce = 3.3e6;
   const Plan& plan = works[0].plan;
   const bool both = works[0].pass.p != nullptr && works[0].pass.v != nullptr, clustered = plan.cluster > 1;
   const bool high = plan.rank_pad == 64;
-  const double tile = high ? 1.0 : 0.4, row = (high ? 0.5 : 0.32) + (clustered ? (high ? 0.44 : 0.23) : 0.0);
+  double tile = 0.4, row = high ? 0.5 : 0.32, row_clustered = 0.23;
+  if (tile_rows(works[0].pass) == 64) tile = high ? 0.37 : 0.31, row = high ? 0.37 : 0.34, row_clustered = 0.2;
+  if (clustered) row += row_clustered;
   double u_bytes = 0.0, g_bytes = 0.0;
   for (int i = 0; i < count; ++i) {
     u_bytes += 4.0 * static_cast<double>(works[i].plan.u_floats);
     g_bytes += 4.0 * static_cast<double>(works[i].plan.g_floats);
   }
-  const double tile_bytes = kWgmmaRows * (kWgmmaCols * 2 + (both ? plan.rank_pad * 4.0 : 0.0) /
-                                                               (plan.d_blocks_per_cta * plan.cluster));
+  const double u_row = both ? plan.rank_pad * 4.0 / (plan.d_blocks_per_cta * plan.cluster) : 0.0;
+  const double tile_bytes = static_cast<double>(tile_rows(works[0].pass)) * (kWgmmaCols * 2 + u_row);
   const double running = static_cast<double>(std::min<int64_t>(ctas, slots));
-  const double per_tile = std::max((both ? tile : 0.4) + row / plan.d_blocks_per_cta, running * tile_bytes / kMemory);
+  const double per_tile = std::max(tile + row / plan.d_blocks_per_cta, running * tile_bytes / kMemory);
   return kStart + (clustered ? kCluster : 0.0) +
          static_cast<double>(ceil_div(ctas, slots)) * (static_cast<double>(tiles_each) * per_tile + kWave) +
          g_bytes / kMemory + (u_bytes + g_bytes) / kReduce;
@@ -123,9 +130,9 @@ void cut(RankWork* works, int count, int col_blocks, int cluster, int64_t length
     const RankPass& pass = works[i].pass;
     Plan& plan = works[i].plan;
     const bool u = pass.p != nullptr, g = pass.v != nullptr;
-    const int64_t row_blocks = ceil_div(pass.T, kWgmmaRows), columns = ceil_div(pass.D, kWgmmaCols);
+    const int64_t rows = tile_rows(pass), row_blocks = ceil_div(pass.T, rows), columns = ceil_div(pass.D, kWgmmaCols);
     plan.d_blocks_per_cta = col_blocks, plan.cluster = cluster;
-    plan.rows_per_split = (g ? length : 1) * kWgmmaRows;
+    plan.rows_per_split = (g ? length : 1) * rows;
     plan.cols_per_split = (g ? col_blocks : length) * kWgmmaCols;
     plan.t_splits = static_cast<int>(ceil_div(row_blocks, g ? length : 1));
     plan.d_splits = static_cast<int>(ceil_div(columns, (g ? col_blocks : length) * cluster));
@@ -139,13 +146,13 @@ void cut(RankWork* works, int count, int col_blocks, int cluster, int64_t length
 
 // Tries every way to cut the work and keeps the cheapest.
 void plan_rank_wgmma(RankWork* works, int count, const Device& device) {
-  constexpr int64_t kLongestSum = 128;  // blocks of rows: the tensor cores' sums lose bits with their length
+  constexpr int64_t kLongestSum = 16384;  // rows: the tensor cores' sums lose bits with their length
   for (int i = 0; i < count; ++i) works[i].plan = tensor_core_plan(works[i].pass, Path::wgmma);
   const RankPass& first = works[0].pass;
   works[0].plan.merged = count;
   if (first.T == 0) return;
   const bool g = first.v != nullptr, both = g && first.p != nullptr;
-  const int64_t longest = g ? ceil_div(first.T, kWgmmaRows) : ceil_div(first.D, kWgmmaCols);
+  const int64_t longest = g ? ceil_div(first.T, tile_rows(first)) : ceil_div(first.D, kWgmmaCols);
   double best = -1.0;
   int best_blocks = 1, best_cluster = 1;
   int64_t best_length = 1, ctas = 0;
@@ -154,7 +161,7 @@ void plan_rank_wgmma(RankWork* works, int count, const Device& device) {
     for (int blocks = 1; blocks <= (g ? 4 : 1); blocks *= 2)
       for (int64_t splits = 1; splits <= longest && splits <= 1024; ++splits) {
         const int64_t length = ceil_div(longest, splits);
-        if (ceil_div(longest, length) != splits || (g && length > kLongestSum)) continue;
+        if (ceil_div(longest, length) != splits || (g && length * tile_rows(first) > kLongestSum)) continue;
         cut(works, count, blocks, cluster, length, ctas);
         const double cost = wgmma_cost(works, count, ctas, length * (g ? blocks : 1), slots);
         if (best < 0.0 || cost < best) best = cost, best_blocks = blocks, best_cluster = cluster, best_length = length;

@@ -2,14 +2,14 @@
 // memory twice, along its columns for U and along its rows for G.
 //
 // One CTA a multiprocessor: a copying thread, two warpgroups that draw the dropout mask into the tile (passes over x
-// only), and two that multiply, on tiles of 128 rows x 128 columns:
-//     U[64 rows of this warpgroup, R]     += Z[64, 128] P[128, R]        over the CTA's column blocks
-//     G[64 columns of this warpgroup, R]  += Z[128, 64]^T V[128, R]      over the CTA's row blocks
+// only), and two that multiply, on tiles of 128 columns and 128 rows (64 where both results are wanted above rank 16):
+//     U[64 rows of this warpgroup, R]     += Z[64, 128] P[128, R]         over the CTA's column blocks
+//     G[64 columns of this warpgroup, R]  += Z[rows, 64]^T V[rows, R]     over the CTA's row blocks
 // Where both are wanted, CTAs side by side form a cluster and add their U through shared memory (exchange.cuh), in the
-// order of their columns: a cluster leaves one partial sum of U instead of one a CTA.
+// order of their columns: a cluster leaves one partial sum of U instead of one a CTA. With tiles of 64 rows the
+// warpgroups take U in turn, so that one multiplies while the other sends.
 #ifdef ZEROLORA_HOPPER  // set by the builder for builds that hold sm_90a, from CUDA 12.0
-#include "exchange.cuh"
-#include "wgmma_tiles.cuh"
+#include "wgmma_products.cuh"
 
 namespace zerolora {
 namespace {
@@ -20,29 +20,30 @@ __device__ __forceinline__ void copy_tiles(const Problem& a, const uint32_t* bit
   using L = Layout<RP, kBlocks, kU, kG>;
   const uint32_t ring = base + L::kPBytes, v = ring + L::kStages * L::kStageBytes;
   const Barriers<L::kStages> barriers{base + L::kBarriers};
-  if constexpr (kU && kG) {
-    barrier_expect(barriers.p_full(), L::kPBytes);
-    for (int block = 0; block < kBlocks; ++block)
-      copy_box(base + block * kCols * RP * 2, &a.p, 0, static_cast<int>(place.col0) + block * kCols,
-               barriers.p_full());
-  }
   Ring at;
+  const uint64_t policy = first_to_leave();  // Z makes way for the partial sums, which the reduction reads soon
   for (int tile = 0; tile < tiles; ++tile, at.next(L::kStages)) {
-    const int row = static_cast<int>(place.row0) + tile / col_blocks * kRows, block = tile % col_blocks;
+    const int row = static_cast<int>(place.row0) + tile / col_blocks * L::kTileRows, block = tile % col_blocks;
     const int col = static_cast<int>(place.col0) + block * kCols;
     const uint32_t stage = ring + at.stage * L::kStageBytes, ready = barriers.full(at.stage);
     const bool stored = L::kBitsBytes > 0 && bits != nullptr && col < a.D;
     const uint32_t bits_bytes = stored ? static_cast<uint32_t>(min(a.T - row, int64_t{kRows})) * kBitsRow : 0;
     barrier_wait(barriers.empty(at.stage), at.parity ^ 1);
-    barrier_expect(ready, kTileBytes + bits_bytes + L::kPTileBytes + (kG && block == 0 ? L::kVBytes : 0));
-    copy_box(stage, &a.z, col, row, ready);
-    copy_box(stage + kHalfBytes, &a.z, col + 64, row, ready);
+    barrier_expect(ready, L::kTile + bits_bytes + L::kPTileBytes + (kG && block == 0 ? L::kVBytes : 0));
+    copy_box_once(stage, &a.z, col, row, ready, policy);
+    copy_box_once(stage + L::kHalf, &a.z, col + 64, row, ready, policy);
     if (stored) copy_bytes(stage + kTileBytes, bits + (col / kCols * a.T + row) * 4, bits_bytes, ready);
     if constexpr (kG)
       if (block == 0) copy_box(v + tile / col_blocks % L::kVSlots * L::kVBytes, &a.v, 0, row, ready);
     if constexpr (kU && !kG) {
       copy_box(stage + kTileBytes, &a.p, col, 0, ready);
       copy_box(stage + kTileBytes + RP * kBox, &a.p, col + 64, 0, ready);
+    }
+    if constexpr (kU && kG) {
+      if (tile < kBlocks) {
+        barrier_expect(barriers.p_full(tile), kCols * RP * 2);
+        copy_box(base + tile * kCols * RP * 2, &a.p, 0, col, barriers.p_full(tile));
+      }
     }
   }
 }
@@ -95,67 +96,6 @@ __device__ __forceinline__ void mask_tiles(const Dropout& dropout, int64_t width
 }
 
 template <typename T, int RP, int kBlocks, bool kU, bool kG>
-__device__ __forceinline__ void consume_tiles(const Args& args, const Problem& a, uint32_t base, int tiles,
-                                              const Place& place) {
-  using L = Layout<RP, kBlocks, kU, kG>;
-  const uint32_t ring = base + L::kPBytes, v = ring + L::kStages * L::kStageBytes;
-  const Barriers<L::kStages> barriers{base + L::kBarriers};
-  const int group = threadIdx.x / 128;
-  const bool dropout = args.dropout.seed != nullptr;
-  float u[RP / 2] = {};
-  float g[kG ? kBlocks : 1][RP / 2] = {};
-  Ring at;
-  auto arrive = [&] {
-    barrier_wait(dropout ? barriers.masked(at.stage) : barriers.full(at.stage), at.parity);
-    wgmma_fence();
-    return ring + at.stage * L::kStageBytes;
-  };
-  auto release = [&] {
-    wgmma_commit();
-    wgmma_wait();
-    if (threadIdx.x % 128 == 0) barrier_arrive(barriers.empty(at.stage));
-    at.next(L::kStages);
-  };
-  if constexpr (kU && kG) barrier_wait(barriers.p_full(), 0);
-  if constexpr (kG) {
-    for (int block_row = 0; block_row * kBlocks < tiles; ++block_row) {
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        const uint32_t z = arrive();
-        if constexpr (kU) tile_u<T, RP, false>(u, z, base + block * kCols * RP * 2, group);
-        tile_g<T, RP>(g[block], z, v + block_row % L::kVSlots * L::kVBytes, group);
-        release();
-        hold(u);
-        hold(g[block]);
-        if (block == kBlocks - 1 && (block_row + 1) * kBlocks >= tiles) let_successor_start();
-      }
-      if constexpr (kU) {
-        if (args.cluster > 1) {
-          barrier_wait_cluster(barriers.slices_free(), (block_row & 1) ^ 1);
-          send_slices<RP>(u, base + L::kExchange, barriers.slices_full(), args.cluster);
-        } else {
-          store_u<RP>(u, a, place.row0 + block_row * kRows, place.col_split);
-        }
-#pragma unroll
-        for (int i = 0; i < RP / 2; ++i) u[i] = 0.f;
-      }
-    }
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block)  // warps 0-3 hold the first 64 columns of a block, 4-7 the others
-      store_g<RP>(g[block], a, place.col0 + block * kCols, place.row_split, args.g_by_rank);
-  } else {
-    for (int tile = 0; tile < tiles; ++tile) {
-      const uint32_t z = arrive();
-      tile_u<T, RP, true>(u, z, z + kTileBytes, group);
-      release();
-      hold(u);
-    }
-    let_successor_start();
-    store_u<RP>(u, a, place.row0, place.col_split);
-  }
-}
-
-template <typename T, int RP, int kBlocks, bool kU, bool kG>
 __global__ void __launch_bounds__(Layout<RP, kBlocks, kU, kG>::kThreads, 1)
     wgmma_kernel(const __grid_constant__ Args args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -173,24 +113,30 @@ __global__ void __launch_bounds__(Layout<RP, kBlocks, kU, kG>::kThreads, 1)
   const int64_t col_end = min(a.D, place.col0 + args.cols_per_split);
   const int64_t row_end = min(a.T, place.row0 + args.rows_per_split);
   const int col_blocks = kG ? kBlocks : static_cast<int>((col_end - place.col0 + kCols - 1) / kCols);
-  const int row_blocks = static_cast<int>((row_end - place.row0 + kRows - 1) / kRows), tiles = row_blocks * col_blocks;
+  const int row_blocks = static_cast<int>((row_end - place.row0 + L::kTileRows - 1) / L::kTileRows);
+  const int tiles = row_blocks * col_blocks;
   if (threadIdx.x == 0) {
     for (int i = 0; i < L::kStages; ++i) {
       barrier_init(barriers.full(i), 1);
       barrier_init(barriers.empty(i), 2);
       barrier_init(barriers.masked(i), L::kMaskers > 0 ? L::kMaskers / 32 : 1);
     }
-    barrier_init(barriers.p_full(), 1);
-    barrier_init(barriers.slices_full(), 1);
-    barrier_init(barriers.slices_free(), args.cluster);
+    if constexpr (L::kBoth) {
+      for (int i = 0; i < kBlocks; ++i) barrier_init(barriers.p_full(i), 1);
+      for (int i = 0; i < kExchanges; ++i) {
+        barrier_init(barriers.slices_full() + i * 8, 1);
+        barrier_init(barriers.slices_free() + i * 8, args.cluster);
+      }
+    }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  if constexpr (L::kBoth) cluster_sync();  // the others' barriers are ready too
+  if constexpr (L::kBoth) cluster_sync_relaxed();  // the others' barriers are ready too
   else __syncthreads();
   wait_for_predecessor();
   if (threadIdx.x < kConsumers) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(L::kConsumerRegisters));
-    consume_tiles<T, RP, kBlocks, kU, kG>(args, a, shared_address(shared), tiles, place);
+    if constexpr (L::kBoth) consume_both<T, RP, kBlocks>(args, a, shared_address(shared), row_blocks, place);
+    else consume_tiles<T, RP, kBlocks, kU, kG>(args, a, shared_address(shared), tiles, place);
   } else if (threadIdx.x < kConsumers + kCopiers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(L::kCopierRegisters));
     if (threadIdx.x == kConsumers)
@@ -204,7 +150,7 @@ __global__ void __launch_bounds__(Layout<RP, kBlocks, kU, kG>::kThreads, 1)
     if (args.dropout.seed != nullptr)
       mask_tiles<RP, kBlocks, kU, kG>(args.dropout, a.D, shared, tiles, place);
   }
-  if constexpr (L::kBoth) cluster_sync();  // nobody leaves while others still write here
+  if constexpr (L::kBoth) cluster_sync_relaxed();  // nobody leaves while others still write here
 #endif
 }
 
@@ -212,7 +158,7 @@ template <typename T, int RP, int kBlocks, bool kU, bool kG>
 cudaError_t launch(const Args& args, int ctas, cudaStream_t stream) {
   constexpr auto kernel = wgmma_kernel<T, RP, kBlocks, kU, kG>;
   constexpr int kBytes = Layout<RP, kBlocks, kU, kG>::kBytes;
-  static_assert(kBytes <= 232448, "more shared memory than a Hopper block may have");
+  static_assert(kBytes <= kSharedBytes, "more shared memory than a Hopper block may have");
   const cudaError_t status = allow_shared_bytes<wgmma_kernel<T, RP, kBlocks, kU, kG>>(kBytes);
   if (status != cudaSuccess) return status;
   return launch_overlapped(kernel, dim3(static_cast<unsigned>(ctas)), Layout<RP, kBlocks, kU, kG>::kThreads, kBytes,
@@ -233,6 +179,7 @@ template <typename T, int RP>
 cudaError_t dispatch(const Args& args, const RankWork& first, int ctas, cudaStream_t stream) {
   const int width = first.plan.d_blocks_per_cta;
   if (first.pass.v == nullptr) return launch<T, RP, 1, true, false>(args, ctas, stream);
+  if (first.pass.p != nullptr && first.pass.g_by_rank) return cudaErrorInvalidValue;
   return first.pass.p == nullptr ? dispatch_width<T, RP, false>(args, width, ctas, stream)
                                  : dispatch_width<T, RP, true>(args, width, ctas, stream);
 }
@@ -249,15 +196,15 @@ cudaError_t dispatch_rank(const Args& args, const RankWork& first, int ctas, cud
 
 cudaError_t describe(Problem& problem, const RankWork& work) {
   const RankPass& pass = work.pass;
-  const int rank_pad = work.plan.rank_pad;
+  const int rank_pad = work.plan.rank_pad, rows = wgmma_rows(pass.p != nullptr && pass.v != nullptr, rank_pad);
   problem.T = pass.T, problem.D = pass.D, problem.u = work.u, problem.g = work.g;
   problem.ctas_wide = work.plan.d_splits * work.plan.cluster;
-  cudaError_t status = make_map(&problem.z, pass.dtype, pass.z, pass.ldz, pass.T, pass.D, kRows, 64);
+  cudaError_t status = make_map(&problem.z, pass.dtype, pass.z, pass.ldz, pass.T, pass.D, rows, 64);
   if (status == cudaSuccess && pass.p != nullptr)
     status = pass.p_by_rank ? make_map(&problem.p, pass.dtype, pass.p, pass.ldp, pass.R, pass.D, rank_pad, 64)
                             : make_map(&problem.p, pass.dtype, pass.p, pass.ldp, pass.D, pass.R, kCols, rank_pad);
   if (status == cudaSuccess && pass.v != nullptr)
-    status = make_map(&problem.v, pass.dtype, pass.v, pass.ldv, pass.T, pass.R, kRows, rank_pad);
+    status = make_map(&problem.v, pass.dtype, pass.v, pass.ldv, pass.T, pass.R, rows, rank_pad);
   return status;
 }
 

@@ -1,5 +1,7 @@
 // Adds the partial sums of rank passes in the order of their splits, scales, and writes or adds into the results: one
 // launch for all results of all siblings.
+#include <algorithm>
+
 #include "common.cuh"
 
 namespace zerolora {
@@ -9,7 +11,16 @@ constexpr int kThreads = 256;
 struct Jobs {
   Reduction job[kMaxReductions];
   unsigned end[kMaxReductions];  // first block after each job's
+  bool discard[kMaxReductions];  // the job reads whole lines of the L2 that nobody else reads
 };
+constexpr int kLine = 128;  // bytes
+
+// Drops a line from the L2 without writing it to memory: what it held has been read and is of no more use.
+__device__ __forceinline__ void discard_line(const float* line) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("discard.global.L2 [%0], 128;" ::"l"(__cvta_generic_to_global(line)) : "memory");
+#endif
+}
 
 template <typename T, int V>
 __device__ __forceinline__ void write(const Reduction& r, int64_t row, int64_t col, const float (&sum)[V]) {
@@ -26,8 +37,27 @@ __device__ __forceinline__ void write(const Reduction& r, int64_t row, int64_t c
     if (k < valid) out[k] = from_float<T>(r.accumulate ? to_float(out[k]) + sum[k] : sum[k]);
 }
 
+// Adds up to N partial sums, all on their way before the first is added: a rest taken one by one would wait for each.
+// What lies beyond the last is a copy of it, not added.
+template <int N, int V>
+__device__ __forceinline__ void add_partials(float (&sum)[V], const float* source, int64_t stride, int first,
+                                             int splits) {
+  float values[N][V];
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const float* const from = source + min(first + i, splits - 1) * stride;
+    if constexpr (V == 4) *reinterpret_cast<float4*>(values[i]) = __ldcs(reinterpret_cast<const float4*>(from));
+    else values[i][0] = *from;
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+#pragma unroll
+    for (int k = 0; k < V; ++k) sum[k] += first + i < splits ? values[i][k] : 0.f;
+}
+
 // One thread: V neighbours of a row of one result. The partials' rows are padded, so that reading V never leaves them.
-template <int V> __global__ void __launch_bounds__(kThreads) reduce_kernel(const __grid_constant__ Jobs jobs) {
+// Four blocks a multiprocessor: for eight ptxas would keep to 32 registers, with half as many loads on their way.
+template <int V> __global__ void __launch_bounds__(kThreads, 4) reduce_kernel(const __grid_constant__ Jobs jobs) {
   int which = 0;
   while (blockIdx.x >= jobs.end[which]) ++which;
   const Reduction& r = jobs.job[which];
@@ -38,15 +68,9 @@ template <int V> __global__ void __launch_bounds__(kThreads) reduce_kernel(const
   const float* const source = r.partial + row * r.ld_partial + col;
   wait_for_predecessor();
   float sum[V] = {};
-#pragma unroll 8
-  for (int s = 0; s < r.splits; ++s) {
-    float value[V];
-    if constexpr (V == 4)
-      *reinterpret_cast<float4*>(value) = __ldcs(reinterpret_cast<const float4*>(source + s * r.split_stride));
-    else value[0] = source[s * r.split_stride];
-#pragma unroll
-    for (int k = 0; k < V; ++k) sum[k] += value[k];
-  }
+  int first = 0;
+  for (; r.splits - first > 2; first += 8) add_partials<8>(sum, source, r.split_stride, first, r.splits);
+  if (first < r.splits) add_partials<2>(sum, source, r.split_stride, first, r.splits);
 #pragma unroll
   for (int k = 0; k < V; ++k) sum[k] *= r.scale;
   switch (r.out_dtype) {
@@ -54,10 +78,26 @@ template <int V> __global__ void __launch_bounds__(kThreads) reduce_kernel(const
     case DType::f16: write<__half, V>(r, row, col, sum); break;
     default: write<__nv_bfloat16, V>(r, row, col, sum);
   }
+  if constexpr (V == 4) {
+    constexpr int kReaders = kLine / 16;  // threads that read one line
+    if (!jobs.discard[which]) return;
+    const int lane = threadIdx.x % 32, reader = lane % kReaders;
+    __syncwarp(((1u << kReaders) - 1) << (lane - reader));  // all have used what they read
+    for (int s = reader; s < r.splits; s += kReaders) discard_line(source - reader * V + s * r.split_stride);
+  }
 }
 
-cudaError_t launch(const Reduction* jobs, int count, const Device& device, cudaStream_t stream) {
+// Whether the job alone reads the lines that its partial sums lie in.
+bool owns_lines(const Reduction& r) {
+  return r.cols == r.ld_partial && reinterpret_cast<uintptr_t>(r.partial) % kLine == 0 &&
+         r.split_stride * 4 % kLine == 0 && r.rows * r.cols * 4 % kLine == 0;
+}
+
+cudaError_t launch(const Reduction* given, int count, const Device& device, cudaStream_t stream) {
   Jobs all{};
+  Reduction jobs[kMaxReductions];  // what takes longest begins first
+  std::copy(given, given + count, jobs);
+  std::stable_sort(jobs, jobs + count, [](const Reduction& a, const Reduction& b) { return a.splits > b.splits; });
   bool quads = true;  // 16-byte aligned groups of 4 in every row
   for (int i = 0; i < count; ++i)
     quads = quads && jobs[i].ld_partial % 4 == 0 && jobs[i].split_stride % 4 == 0 &&
@@ -67,7 +107,7 @@ cudaError_t launch(const Reduction* jobs, int count, const Device& device, cudaS
   for (int i = 0; i < count; ++i) {
     all.job[i] = jobs[i];
     blocks += static_cast<unsigned>((jobs[i].rows * ((jobs[i].cols + width - 1) / width) + kThreads - 1) / kThreads);
-    all.end[i] = blocks;
+    all.end[i] = blocks, all.discard[i] = device.capability >= 80 && owns_lines(jobs[i]);
   }
   if (blocks == 0) return cudaSuccess;
   return launch_overlapped(quads ? reduce_kernel<4> : reduce_kernel<1>, dim3(blocks), kThreads, 0,

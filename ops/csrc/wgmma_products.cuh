@@ -1,0 +1,114 @@
+// What the warpgroups that multiply do with the tiles: one result, or both. Legend and overview: rank_wgmma.cu.
+#pragma once
+#include <type_traits>
+
+#include "wgmma_tiles.cuh"
+
+namespace zerolora {
+namespace {
+
+// U alone or G alone.
+template <typename T, int RP, int kBlocks, bool kU, bool kG>
+__device__ __forceinline__ void consume_tiles(const Args& args, const Problem& a, uint32_t base, int tiles,
+                                              const Place& place) {
+  using L = Layout<RP, kBlocks, kU, kG>;
+  const uint32_t v = base + L::kStages * L::kStageBytes;  // no P stays before the ring
+  const Barriers<L::kStages> barriers{base + L::kBarriers};
+  const int group = threadIdx.x / 128;
+  const bool dropout = args.dropout.seed != nullptr;
+  float c[kBlocks][RP / 2] = {};
+  Ring at;
+  auto arrive = [&] {
+    barrier_wait(dropout ? barriers.masked(at.stage) : barriers.full(at.stage), at.parity);
+    wgmma_fence();
+    return base + at.stage * L::kStageBytes;
+  };
+  auto release = [&](int block) {
+    wgmma_commit();
+    wgmma_wait();
+    if (threadIdx.x % 128 == 0) barrier_arrive(barriers.empty(at.stage));
+    at.next(L::kStages);
+    hold(c[block]);
+  };
+  if constexpr (kG) {
+    for (int block_row = 0; block_row * kBlocks < tiles; ++block_row) {
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const uint32_t z = arrive() + group * kHalfBytes;
+        tile_g<T, RP, kRows>(c[block], z, v + block_row % L::kVSlots * L::kVBytes);
+        release(block);
+      }
+    }
+    let_successor_start();
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+      store_g<RP>(c[block], a, place.col0 + block * kCols + group * 64, place.row_split, args.g_by_rank);
+  } else {
+    for (int tile = 0; tile < tiles; ++tile) {
+      const uint32_t z = arrive();
+      tile_u<T, RP, kHalfBytes, true>(c[0], z + group * 64 * kBox, z + kTileBytes);
+      release(0);
+    }
+    let_successor_start();
+    store_u<RP>(c[0], a, place.row0 + group * 64, place.col_split);
+  }
+}
+
+// Both. With tiles of 128 rows a warpgroup takes U of its 64, with tiles of 64 rows the warpgroup `row % 2` takes all.
+template <typename T, int RP, int kBlocks>
+__device__ __forceinline__ void consume_both(const Args& args, const Problem& a, uint32_t base, int row_blocks,
+                                             const Place& place) {
+  using L = Layout<RP, kBlocks, true, true>;
+  constexpr bool kInTurn = L::kTileRows == 64;
+  const uint32_t ring = base + L::kPBytes, v = ring + L::kStages * L::kStageBytes;
+  const Barriers<L::kStages> barriers{base + L::kBarriers};
+  const int group = threadIdx.x / 128, first_row = kInTurn ? 0 : group * 64;
+  float u[RP / 2] = {};
+  float g[kBlocks][RP / 2] = {};
+  Ring at;
+  auto multiply_row = [&](auto takes_u, int row) {
+    constexpr bool kTakesU = decltype(takes_u)::value;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      if (kTakesU && row < 2) barrier_wait(barriers.p_full(block), 0);
+      barrier_wait(barriers.full(at.stage), at.parity);
+      wgmma_fence();
+      const uint32_t z = ring + at.stage * L::kStageBytes;
+      if constexpr (kTakesU)
+        tile_u<T, RP, L::kHalf, false>(u, z + first_row * kBox, base + block * kCols * RP * 2);
+      tile_g<T, RP, L::kTileRows>(g[block], z + group * L::kHalf, v + row % L::kVSlots * L::kVBytes);
+      wgmma_commit();
+      wgmma_wait();
+      if (threadIdx.x % 128 == 0) barrier_arrive(barriers.empty(at.stage));
+      at.next(L::kStages);
+      if constexpr (kTakesU) hold(u);
+      hold(g[block]);
+      if (row + 1 == row_blocks) {  // G is complete, and leaves while the tiles that follow are on their way
+        if (block == kBlocks - 1) let_successor_start();
+        store_g<RP>(g[block], a, place.col0 + block * kCols + group * 64, place.row_split, false);
+      }
+    }
+  };
+  for (int row = 0; row < row_blocks; ++row) {
+    if constexpr (kInTurn) {
+      if (row % 2 != group) {
+        multiply_row(std::false_type{}, row);
+        continue;
+      }
+    }
+    multiply_row(std::true_type{}, row);
+    if (args.cluster > 1) {
+      const int buffer = row % kExchanges;
+      barrier_wait_cluster(barriers.slices_free() + buffer * 8, (row / kExchanges & 1) ^ 1);
+      send_slices<RP>(u, base + L::kExchange + buffer * Slices<RP>::kBytes, barriers.slices_full() + buffer * 8,
+                      args.cluster);
+    } else {
+      store_u<RP>(u, a, place.row0 + row * L::kTileRows + first_row, place.col_split);
+    }
+#pragma unroll
+    for (int i = 0; i < RP / 2; ++i) u[i] = 0.f;
+  }
+}
+
+}  // namespace
+}  // namespace zerolora
