@@ -1,8 +1,8 @@
-"""The LoRA operators on a 4-bit base: packed NF4 weights go in, one weight at a time is dequantised for its product.
+"""The LoRA operators on a 4-bit base: packed NF4 weights go in, each is dequantised for its product alone.
 
 The dequantised weight is never saved: its memory returns to torch's allocator when the product is queued, and the next
-call on the stream gets the same block. Saved for the backward are the packed Parameter itself and its small state, so
-that ZeRO-3 can free the gathered bytes in between.
+call on the stream gets the same block. In the backward siblings of at most 64 MiB together share a product. Saved for
+the backward are the packed Parameter itself and its small state, so that ZeRO-3 can free the gathered bytes in between.
 
 Formulas: ops/reference.py with W = dequantize_nf4(packed, state). Layout: bitsandbytes (Dettmers et al. 2023).
 """

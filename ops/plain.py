@@ -22,8 +22,7 @@ torch.library.define(
 torch.library.define("zerolora::rank_expand", "(Tensor h, Tensor q, float dropout, Tensor? seed) -> Tensor")
 torch.library.define(
     "zerolora::frozen_product",
-    "(Tensor[] x, Tensor[] w, Tensor h, Tensor q, Tensor? bias, float dropout, Tensor? seed, bool forced=True)"
-    " -> Tensor",
+    "(Tensor[] x, Tensor[] w, Tensor h, Tensor q, Tensor? bias, Tensor? bits, bool forced=True) -> Tensor",
 )
 
 
@@ -63,10 +62,10 @@ def reference_rank_pass(
 
 
 def reference_rank_expand(h: Tensor, q: Tensor, dropout: float, seed: Tensor | None) -> Tensor:
-    """y[T,D] = m * (h[T,R] q^T) for q[D,R]."""
+    """y[T,D] = keep * (h[T,R] q^T) for q[D,R]: dropped elements are 0, the factor 1/(1-p) is left to h."""
     y = h @ q.t()
     mask = lora.mask_of(y, dropout, seed)
-    return y if mask is None else y * mask
+    return y if mask is None else y * (mask != 0)
 
 
 def reference_frozen_product(
@@ -75,12 +74,13 @@ def reference_frozen_product(
     h: Tensor,
     q: Tensor,
     bias: Tensor | None,
-    dropout: float,
-    seed: Tensor | None,
+    bits: Tensor | None,
     forced: bool = True,
 ) -> Tensor:
-    """y[T,D] = m * (h[T,R] q^T) + sum of x[T,K] w^T + bias[D] for q[D,R], w[D,K]; `forced` is for kernels."""
-    y = reference_rank_expand(h, q, dropout, seed)
+    """y[T,D] = keep * (h[T,R] q^T) + sum of x[T,K] w^T + bias[D] for q[D,R], w[D,K]; `forced` is for kernels."""
+    y = h @ q.t()
+    if bits is not None:
+        y = y * reference.unpack_mask(bits, y.shape[1])
     for x_TK, w_DK in zip(x, w, strict=True):
         y = y + x_TK @ w_DK.t()
     return y if bias is None else y + bias

@@ -46,6 +46,28 @@ def dropout_mask(seed: Tensor, rows: int, width: int, p: float, dtype: torch.dty
     return (numbers >= threshold).to(dtype) / (1.0 - p)
 
 
+def pack_mask(keep: Tensor) -> Tensor:
+    """keep[T,D], bool, as the kernels pass it on: int32 [ceil(D/128), T, 4].
+
+    Element 128b + 32q + 8c + 2j + e of a row is bit 16e + 4q + j of word c in block b.
+    """
+    rows, width = keep.shape
+    padded = torch.nn.functional.pad(keep, (0, -width % 128)).view(rows, -1, 4, 4, 4, 2)  # row, b, q, c, j, e
+    words = (padded.long() << _places(keep.device)).sum((2, 4, 5))
+    return torch.where(words < 2**31, words, words - 2**32).to(torch.int32).permute(1, 0, 2).contiguous()
+
+
+def unpack_mask(bits: Tensor, width: int) -> Tensor:
+    """keep[T, width], bool, of `pack_mask`."""
+    words = bits.permute(1, 0, 2)[:, :, None, :, None, None]
+    return (words >> _places(bits.device) & 1).bool().reshape(bits.shape[1], -1)[:, :width]
+
+
+def _places(device: torch.device) -> Tensor:
+    q, j, e = torch.arange(4, device=device), torch.arange(4, device=device), torch.arange(2, device=device)
+    return 4 * q.view(4, 1, 1, 1) + j.view(4, 1) + 16 * e
+
+
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

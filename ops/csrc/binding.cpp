@@ -3,6 +3,7 @@
 #include <torch/extension.h>
 #include <torch/library.h>
 
+#include <numeric>
 #include <tuple>
 
 #include "products.h"
@@ -55,7 +56,8 @@ std::tuple<Tensor, Tensors, Tensors> backward(at::TensorList grads, const Tensor
   const Layout layout(downs);
   Dropout dropout = dropout_of(p, seed);
   const Matrix rows = rows_of(x), h_rows = rows_of(h);
-  const Tensor bits = need_x && dropout.seed != nullptr ? room_for_bits(rows, layout.total, x) : Tensor();
+  const bool for_x = need_x && need_down && dropout.seed != nullptr;
+  const Tensor bits = for_x ? room_for_bits(rows, layout.total, x) : Tensor();
   if (bits.defined()) dropout.bits = static_cast<uint32_t*>(bits.mutable_data_ptr());
   const Adapters adapters = pack_adapters(downs, ups, layout, x, stream);
   const Tensor dh_tensor = at::empty(h.sizes(), h.options());
@@ -71,15 +73,16 @@ std::tuple<Tensor, Tensors, Tensors> backward(at::TensorList grads, const Tensor
     Matrix grad_up;
     if (need_up) grad_up = rows_of(grad_ups.emplace_back(at::empty(ups[i].sizes(), ups[i].options())));
     siblings.push_back({rows_of(grads[i]), adapters.ups[i], h_rows.columns(begin, width), dh.columns(begin, width),
-                        grad_up, static_cast<float>(scales[i])});
+                        grad_up, static_cast<float>(scales[i]) * dropout.keep_scale});
   }
   backward_outer(siblings, false, x, stream);
-  Tensor grad_x = need_x ? gradient_of_x(x, siblings, weights, dh, adapters.downs, dropout, stream)
-                         : at::empty({0}, x.options());
-  if (need_down) {
+  if (need_down) {  // first: it has time to draw the mask, which dX then finds
     for (const Tensor& down : downs) grad_downs.push_back(at::empty(down.sizes(), down.options()));
     backward_inner(rows, dh, layout, grad_downs, dropout, false, x, stream);
+    dropout.stored = bits.defined();
   }
+  Tensor grad_x = need_x ? gradient_of_x(x, siblings, weights, dh, adapters.downs, dropout, stream)
+                         : at::empty({0}, x.options());
   return {std::move(grad_x), std::move(grad_downs), std::move(grad_ups)};
 }
 
@@ -148,13 +151,19 @@ Tensor dequantize_nf4(const Tensor& packed, at::TensorList state, int64_t rows, 
   return out;
 }
 
-// The states of all siblings one after the other; the dequantised weight lives for one product and its block goes back
-// to torch's allocator, which hands the same block to the next call on this stream.
+// The states of all siblings one after the other; a dequantised weight lives for one product and its block goes back to
+// torch's allocator, which hands the same block to the next call on this stream.
 struct PackedWeights {
   at::TensorList packed, states;
   at::IntArrayRef rows;
   int64_t cols, block, nested_block;
   at::ScalarType dtype;
+  // Siblings share a product as long as they take less memory than one weight of a large model does.
+  size_t at_once() const {
+    constexpr int64_t kMostBytes = 64 << 20;
+    const int64_t all = std::accumulate(rows.begin(), rows.end(), int64_t{0}) * cols;
+    return all * static_cast<int64_t>(c10::elementSize(dtype)) <= kMostBytes ? kMaxParts : 1;
+  }
   Matrix operator()(size_t i) const {
     const size_t each = states.size() / packed.size();
     return rows_of(dequantize_nf4(packed[i], states.slice(i * each, each), rows[i], cols, block, nested_block, dtype));
@@ -177,7 +186,7 @@ std::tuple<Tensor, Tensors, Tensors> nf4_backward(at::TensorList grads, const Te
                                                   const std::optional<Tensor>& seed, bool need_x, bool need_down,
                                                   bool need_up) {
   const PackedWeights weight{packed, states, rows, x.size(-1), block, nested_block, x.scalar_type()};
-  return backward(grads, x, {weight, 1}, downs, ups, h, scales, p, seed, need_x, need_down, need_up);
+  return backward(grads, x, {weight, weight.at_once()}, downs, ups, h, scales, p, seed, need_x, need_down, need_up);
 }
 
 // The adapter alone, h recomputed: gradients are written into the given tensors, or added to what they hold.
@@ -223,8 +232,8 @@ std::tuple<Tensor, Tensor> rank_pass(const Tensor& z, const std::optional<Tensor
   return {u, g};
 }
 
-// For benchmarks: the other primitive alone, y = m * (h q^T), q given as [D,R], or as the transpose of an [R,D], which
-// is how the backward has it.
+// For benchmarks: the other primitive alone, y = keep * (h q^T), q given as [D,R], or as the transpose of an [R,D],
+// which is how the backward has it.
 Tensor rank_expand(const Tensor& h, const Tensor& q, double dropout_p, const std::optional<Tensor>& seed) {
   const c10::cuda::CUDAGuard guard(h.device());
   Tensor y = at::empty({h.size(0), q.size(0)}, h.options());
@@ -235,13 +244,14 @@ Tensor rank_expand(const Tensor& h, const Tensor& q, double dropout_p, const std
   return y;
 }
 
-// For benchmarks: y = m * (h q^T) + sum of x w^T + bias, by our kernel wherever it takes it (forced), or as the
+// For benchmarks: y = keep * (h q^T) + sum of x w^T + bias, by our kernel wherever it takes it (forced), or as the
 // operators do it. Every w is given as [D,K] and q as [D,R]; the backward has them as transposes of [K,D] and [R,D].
+// The mask comes as Dropout::bits.
 Tensor frozen_product_alone(at::TensorList x, at::TensorList w, const Tensor& h, const Tensor& q,
-                            const std::optional<Tensor>& bias, double dropout_p, const std::optional<Tensor>& seed,
-                            bool forced) {
+                            const std::optional<Tensor>& bias, const std::optional<Tensor>& bits, bool forced) {
   TORCH_CHECK_VALUE(!x.empty() && x.size() == w.size() && x.size() <= kMaxParts, text(x.size()), " x and ",
                     text(w.size()), " w: as many of each, 1 to ", text(kMaxParts));
+  TORCH_CHECK_VALUE(forced || !bits.has_value(), "bits without forced: the operators draw the mask themselves");
   const c10::cuda::CUDAGuard guard(h.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(h.get_device());
   const Device& device = card_of(h);
@@ -250,9 +260,6 @@ Tensor frozen_product_alone(at::TensorList x, at::TensorList w, const Tensor& h,
   const auto weight = [&](size_t i) { return rows(w[i]); };
   const Tensor y = at::empty({h.size(0), w[0].size(0)}, h.options());
   const Matrix target = rows_of(y), left = rows_of(h), right = rows(q);
-  Dropout dropout = dropout_of(dropout_p, seed);
-  const Tensor bits = dropout.seed != nullptr ? room_for_bits(target, left.cols, h) : Tensor();
-  if (bits.defined()) dropout.bits = static_cast<uint32_t*>(bits.mutable_data_ptr());
   std::vector<Operand> operands;
   std::vector<Outer> siblings(x.size());
   for (size_t i = 0; i < x.size(); ++i) {
@@ -260,13 +267,14 @@ Tensor frozen_product_alone(at::TensorList x, at::TensorList w, const Tensor& h,
     siblings[i].grad = operands[i].x;
   }
   if (forced) {
-    const Frozen job = frozen_job(target, operands, left, right, forward, bias.value_or(Tensor()), dropout);
+    const uint32_t* const kept = bits.has_value() ? static_cast<const uint32_t*>(bits->const_data_ptr()) : nullptr;
+    const Frozen job = frozen_job(target, operands, left, right, forward, bias.value_or(Tensor()), kept);
     TORCH_CHECK_VALUE(frozen_supported(job, device), "frozen_product of ", text(y), " in ", type_name(h),
                       ": the kernel needs compute capability 9.0, 16 bits, rows that begin at multiples of 16 bytes");
     run_frozen(job, device, stream);
     return y;
   }
-  if (!forward) return gradient_of_x(y, siblings, {weight, kMaxParts}, left, right, dropout, stream);
+  if (!forward) return gradient_of_x(y, siblings, {weight, kMaxParts}, left, right, {}, stream);
   output(target, operands[0].x, operands[0].weight, left, right, bias.value_or(Tensor()), h, stream);
   return y;
 }

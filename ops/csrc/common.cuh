@@ -111,12 +111,10 @@ __device__ __forceinline__ uint4 philox(uint64_t key, uint64_t counter) {
 struct Mask {
   uint64_t key = 0, groups = 0;
   uint32_t thresholds = 0;  // one in each half of the word
-  float keep_scale = 1.f;
   __device__ Mask(const Dropout& d, int64_t width)
       : key(d.seed == nullptr ? 0 : static_cast<uint64_t>(*d.seed)),
         groups(static_cast<uint64_t>((width + 7) / 8)),
-        thresholds(d.threshold | d.threshold << 16),
-        keep_scale(d.keep_scale) {}
+        thresholds(d.threshold | d.threshold << 16) {}
   __device__ __forceinline__ uint64_t counter(int64_t t, int64_t d) const {
     return static_cast<uint64_t>(t) * groups + static_cast<uint64_t>(d) / 8;
   }
@@ -126,8 +124,7 @@ struct Mask {
     asm("prmt.b32 %0, %1, 0, 0xBB99;" : "=r"(bits) : "r"((word | 0x80008000u) - thresholds));
     return bits;
   }
-  // All ones over the 16-bit values to keep, of the 8 elements of one call. The factor keep_scale is left to the fp32
-  // sum.
+  // All ones over the 16-bit values to keep, of the 8 elements of one call.
   __device__ __forceinline__ uint4 draw(uint64_t counter) const {
     const uint4 n = philox(key, counter);
     return make_uint4(keep_bits(n.x), keep_bits(n.y), keep_bits(n.z), keep_bits(n.w));

@@ -1,4 +1,4 @@
-// Y[T,D] (+)= m * (H[T,R] Q^T) + bias on mma.sync: little is read, Y is written once in 16-byte pieces.
+// Y[T,D] (+)= keep * (H[T,R] Q^T) + bias on mma.sync: little is read, Y is written once in 16-byte pieces.
 // It prefills the output that the frozen product then accumulates into (beta = 1).
 #include <algorithm>
 
@@ -68,8 +68,8 @@ template <typename T> __device__ __forceinline__ void load_a(uint32_t (&a)[4], c
 
 // Stores a 16-byte piece of a row; kAdd: bias and the old values join in fp32.
 template <typename T, bool kAdd>
-__device__ __forceinline__ void finish(T* address, const Expand& e, uint4 keep, float scale, const float (&c)[4][4],
-                                       int half, int64_t col) {
+__device__ __forceinline__ void finish(T* address, const Expand& e, uint4 keep, const float (&c)[4][4], int half,
+                                       int64_t col) {
   uint4 old_bits{}, bias_bits{};
   if constexpr (kAdd) {
     old_bits = load16(address, e.accumulate);
@@ -82,7 +82,7 @@ __device__ __forceinline__ void finish(T* address, const Expand& e, uint4 keep, 
   uint32_t packed[4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const float low = c[j][half * 2] * scale, high = c[j][half * 2 + 1] * scale;
+    const float low = c[j][half * 2], high = c[j][half * 2 + 1];
     if constexpr (kAdd)
       packed[j] = pack2<T>((words[j] & 1u ? low : 0.f) + to_float(bias[2 * j]) + to_float(old[2 * j]),
                            (words[j] >> 16 ? high : 0.f) + to_float(bias[2 * j + 1]) + to_float(old[2 * j + 1]));
@@ -118,7 +118,7 @@ constexpr int kBlocksFewer = 1;  // ptxas would spill up to 24 bytes a thread
 constexpr int kBlocksFewer = 0;
 #endif
 
-// A CTA keeps Q of its columns and walks over its rows. Without kAdd a mask is always drawn; threshold 0 keeps all.
+// A CTA keeps Q of its columns and walks over its rows. Without kAdd there is always a mask; threshold 0 keeps all.
 // The draws keep the integer units busy, so that every other instruction of the loop costs time.
 template <typename T, int kSteps, bool kAdd>
 __global__ void __launch_bounds__(kThreads, (kSteps > 1 ? 3 : 4) - kBlocksFewer)
@@ -145,6 +145,11 @@ __global__ void __launch_bounds__(kThreads, (kSteps > 1 ? 3 : 4) - kBlocksFewer)
     const uint64_t counter = mask.counter(row, col0 + piece * 8);
     T* const y = static_cast<T*>(e.y) + row * e.ldy + col0 + piece * 8;
     uint32_t kept[2] = {};  // Dropout::bits of this thread's two rows
+    if (e.dropout.stored) {
+      const uint32_t* const bits = e.dropout.bits + (col0 / kCols * e.T + row) * 4 + piece;
+      if (row < e.T) kept[0] = bits[0];
+      if (row + 8 < e.T) kept[1] = bits[8 * 4];
+    }
 #pragma unroll 1
     for (int group = 0; group < kCols / kGroup; ++group) {
       float c[4][4] = {};
@@ -152,18 +157,14 @@ __global__ void __launch_bounds__(kThreads, (kSteps > 1 ? 3 : 4) - kBlocksFewer)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint4 keep = make_uint4(~0u, ~0u, ~0u, ~0u);
-        if (!kAdd || e.dropout.seed != nullptr)
+        if (e.dropout.stored) keep = unpack_kept<0>(kept[half] >> 4 * group);
+        else if (!kAdd || e.dropout.seed != nullptr)
           keep = mask.draw(counter + 8 * half * mask.groups + group * (kGroup / 8));
-        kept[half] |= pack_kept(keep) << (4 * group);
         if (group * kGroup < cols && row + 8 * half < e.T)
-          finish<T, kAdd>(y + 8 * half * e.ldy + group * kGroup, e, keep, mask.keep_scale, c, half,
+          finish<T, kAdd>(y + 8 * half * e.ldy + group * kGroup, e, keep, c, half,
                           col0 + group * kGroup + piece * 8);
       }
     }
-    if (e.dropout.bits == nullptr) continue;
-    uint32_t* const bits = e.dropout.bits + (col0 / kCols * e.T + row) * 4 + piece;
-    if (row < e.T) bits[0] = kept[0];
-    if (row + 8 < e.T) bits[8 * 4] = kept[1];
   }
 #endif
 }
@@ -200,7 +201,7 @@ template <typename T> cudaError_t dispatch(const Expand& e, const Device& device
   return add ? dispatch<T, true>(e, device, stream) : dispatch<T, false>(e, device, stream);
 }
 
-// y *= m, for what the tensor-core kernel does not take. One thread, 8 neighbours: one draw.
+// y *= keep, for what the tensor-core kernel does not take. One thread, 8 neighbours: one draw.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) mask_kernel(T* y, int64_t ldy, int64_t T_rows, int64_t D, Dropout dropout) {
   const Mask mask(dropout, D);
@@ -212,9 +213,7 @@ __global__ void __launch_bounds__(kThreads) mask_kernel(T* y, int64_t ldy, int64
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     if (col + i >= D) break;
-    T* const value = y + row * ldy + col + i;
-    *value =
-        (words[i / 2] >> (i % 2 * 16) & 1u) ? from_float<T>(to_float(*value) * mask.keep_scale) : from_float<T>(0.f);
+    if (!(words[i / 2] >> (i % 2 * 16) & 1u)) y[row * ldy + col + i] = from_float<T>(0.f);
   }
 }
 

@@ -1,11 +1,11 @@
 // The frozen product with the adapter's term inside, on Hopper (sm_90a):
-//     Y[T,D] = m * (H[T,R] Q) + sum over parts of X[T,K] W (+ bias[D]),   fp32 sums, rounded once
+//     Y[T,D] = keep * (H[T,R] Q) + sum over parts of X[T,K] W (+ bias[D]),   fp32 sums, rounded once
 //
 // One CTA a multiprocessor walks over tiles of 128 rows x 256 columns. A copying thread fills a ring of stages, 64 deep
 // in K: H and Q first, then X and W of every part; two warpgroups of 64 rows multiply. CTAs one above the other form a
 // cluster and share W: each copies its part of a stage to both. Between the adapter's products and the others the
-// accumulators are masked, with bits that three warps draw one tile ahead. The sums leave through two swizzled boxes a
-// warpgroup, while the ring already holds the next tile.
+// accumulators are masked, with bits that an earlier pass has left and that are fetched one tile ahead. The sums leave
+// through two swizzled boxes a warpgroup, while the ring already holds the next tile.
 #ifdef ZEROLORA_HOPPER  // set by the builder for builds that hold sm_90a, from CUDA 12.0
 #include "frozen_tiles.cuh"
 #endif
@@ -17,11 +17,11 @@ namespace zerolora {
 #ifdef ZEROLORA_HOPPER
 namespace {
 
-template <bool kForward, int kCluster> __device__ __forceinline__ void copy_tiles(const Args& args, uint32_t base) {
+template <bool kForward> __device__ __forceinline__ void copy_tiles(const Args& args, uint32_t base) {
   const Barriers barriers{base + kBarriers};
-  const int rank = kCluster > 1 ? cluster_rank() : 0;
+  const int rank = cluster_rank();
   Ring at;
-  for (Walk<kCluster> walk(args); walk.inside(args); walk.next(args)) {
+  for (Walk walk(args); walk.inside(args); walk.next(args)) {
     const auto fill = [&](const CUtensorMap* x, const CUtensorMap* w, int k) {
       const uint32_t stage = base + at.stage * kStageBytes, ready = barriers.full(at.stage);
       barrier_wait(barriers.empty(at.stage), at.parity ^ 1);
@@ -32,9 +32,7 @@ template <bool kForward, int kCluster> __device__ __forceinline__ void copy_tile
       for (int i = 0; i < kShare; i += kStep) {
         const int col = rank * kShare + i, at_col = walk.col + col;
         const uint32_t target = stage + kXBytes + col * kBoxRow;  // 64 columns are 64 rows of 128 bytes either way
-        const int x_at = kForward ? k : at_col, y_at = kForward ? at_col : k;
-        if constexpr (kCluster > 1) copy_box(target, w, x_at, y_at, ready, (1 << kCluster) - 1);
-        else copy_box(target, w, x_at, y_at, ready);
+        copy_box(target, w, kForward ? k : at_col, kForward ? at_col : k, ready, (1 << kCluster) - 1);
       }
       at.next();
     };
@@ -45,21 +43,7 @@ template <bool kForward, int kCluster> __device__ __forceinline__ void copy_tile
   let_successor_start();
 }
 
-template <int kCluster> __device__ __forceinline__ void draw_tiles(const Args& args, uint32_t base, int thread) {
-  const Barriers barriers{base + kBarriers};
-  const Mask mask(args.dropout, args.D);
-  Walk<kCluster> walk(args);
-  walk.next(args);  // of the first tile the warpgroups draw their own
-  for (uint32_t parity = 1; walk.inside(args); walk.next(args), parity ^= 1) {
-    barrier_wait(barriers.taken(), parity);
-    draw_bits(args, mask, walk.row, walk.col, thread, kDrawers);
-    draw_bits(args, mask, walk.row + kGroupRows, walk.col, thread, kDrawers);
-    __syncwarp();
-    if (thread % 32 == 0) barrier_arrive(barriers.drawn());
-  }
-}
-
-template <typename T, bool kForward, bool kMore, int kCluster>
+template <typename T, bool kForward, bool kMore>
 __device__ __forceinline__ void multiply_tiles(const Args& args, uint32_t base) {
   constexpr bool kBias = kForward && kMore, kMask = !kForward && kMore;
   const Barriers barriers{base + kBarriers};
@@ -69,14 +53,8 @@ __device__ __forceinline__ void multiply_tiles(const Args& args, uint32_t base) 
   Ring at, done;
   float c[128];
   Kept kept;
-  uint32_t drawn = 0;
-  int lead = group == 0 ? args.lead : 0;
   const auto release = [&] {
-    if constexpr (kCluster > 1) {
-      if (thread < kCluster) barrier_arrive_remote(address_in(barriers.empty(done.stage), thread));
-    } else {
-      if (thread == 0) barrier_arrive(barriers.empty(done.stage));
-    }
+    if (thread < kCluster) barrier_arrive_remote(address_in(barriers.empty(done.stage), thread));
     done.next();
   };
   // Leaves its products in flight, so that the tensor cores do not run dry; those of the stage before are done.
@@ -94,17 +72,11 @@ __device__ __forceinline__ void multiply_tiles(const Args& args, uint32_t base) 
     at.next();
     wgmma_wait<1>();
     if (!first) release();
-    if (lead > 0 && --lead == 0 && thread == 0) barrier_arrive(barriers.ahead());
   };
   const int short_steps = (args.R % kDepth + 15) / 16 % 4;  // of the rank tile that is not whole
   const int whole_ranks = args.rank_tiles - (short_steps > 0 ? 1 : 0);
-  Walk<kCluster> walk(args);
-  if constexpr (kMask) {
-    draw_bits(args, Mask(args.dropout, args.D), walk.row + group * kGroupRows, walk.col, thread, 128);
-    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
-    kept.load(args, walk.row, walk.col);
-  }
-  if (group == 1 && args.lead > 0) barrier_wait(barriers.ahead(), 0);
+  Walk walk(args);
+  if constexpr (kMask) kept.load(args, walk.row, walk.col);
   while (walk.inside(args)) {
     bool first = true;
     if (short_steps > 0) multiply(short_steps, true), first = false;
@@ -113,19 +85,13 @@ __device__ __forceinline__ void multiply_tiles(const Args& args, uint32_t base) 
       for (; tiles > args.all_depth_tiles; --tiles, first = false) multiply(4, first);
       wgmma_wait<0>();
       hold(c);
-      kept.apply(c, args.dropout.keep_scale);
+      kept.apply(c);
     }
     for (; tiles > 0; --tiles, first = false) multiply(4, first);
     const int row = walk.row + group * kGroupRows, col = walk.col;
     walk.next(args);
-    if constexpr (kMask) {
-      if (walk.inside(args)) {  // on their way while this tile is stored
-        barrier_wait(barriers.drawn(), drawn);
-        drawn ^= 1;
-        kept.load(args, walk.row, walk.col);
-        barrier_arrive(barriers.taken());
-      }
-    }
+    if constexpr (kMask)
+      if (walk.inside(args)) kept.load(args, walk.row, walk.col);  // on their way while this tile is stored
     wgmma_wait<0>();
     hold(c);
     release();
@@ -138,7 +104,7 @@ __device__ __forceinline__ void multiply_tiles(const Args& args, uint32_t base) 
 }
 
 // kMore: with a bias (forward), with a mask (backward).
-template <typename T, bool kForward, bool kMore, int kCluster>
+template <typename T, bool kForward, bool kMore>
 __global__ void __launch_bounds__(kThreads, 1) frozen_kernel(const __grid_constant__ Args args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ char raw[];
@@ -149,32 +115,24 @@ __global__ void __launch_bounds__(kThreads, 1) frozen_kernel(const __grid_consta
       barrier_init(barriers.full(i), 1);
       barrier_init(barriers.empty(i), 2 * kCluster);
     }
-    barrier_init(barriers.drawn(), kDrawers / 32);
-    barrier_init(barriers.taken(), kConsumers);
-    barrier_init(barriers.ahead(), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
-  if constexpr (kCluster > 1) cluster_sync();  // the other's barriers are ready too
-  else __syncthreads();
+  cluster_sync();  // the other's barriers are ready too
   wait_for_predecessor();
   if (threadIdx.x < kConsumers) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
-    multiply_tiles<T, kForward, kMore, kCluster>(args, base);
+    multiply_tiles<T, kForward, kMore>(args, base);
   } else {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCopierRegisters));
-    const int thread = static_cast<int>(threadIdx.x) - kConsumers;
-    if (thread == 0) copy_tiles<kForward, kCluster>(args, base);
-    if constexpr (kMore && !kForward)
-      if (thread >= 32) draw_tiles<kCluster>(args, base, thread - 32);
+    if (threadIdx.x == kConsumers) copy_tiles<kForward>(args, base);
   }
-  if constexpr (kCluster > 1) cluster_sync();  // nobody leaves while the other still arrives here
+  cluster_sync();  // nobody leaves while the other still arrives here
 #endif
 }
 
-// What the card may run at once, in clusters of this size: they lie within a GPC, whose multiprocessors may be odd.
-template <auto kKernel, int kCluster> int slots(const Device& device) {
+// What the card may run at once, in clusters: they lie within a GPC, whose multiprocessors may be odd.
+template <auto kKernel> int slots(const Device& device) {
   static std::atomic<int> known;
-  if (kCluster == 1) return device.multiprocessors;
   if (known.load() > 0) return known.load();
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
@@ -190,41 +148,34 @@ template <auto kKernel, int kCluster> int slots(const Device& device) {
   return clusters * kCluster;
 }
 
-struct Tuning {
-  int cluster = 2, group = 8, lead = 0;  // group: rows of clusters
-};
-
-template <typename T, bool kForward, bool kMore, int kCluster>
-cudaError_t launch(Args& args, const Device& device, const Tuning& tuning, cudaStream_t stream) {
-  constexpr auto kernel = frozen_kernel<T, kForward, kMore, kCluster>;
-  args.row_tiles = static_cast<int>((args.T + kRows * kCluster - 1) / (kRows * kCluster));
-  args.col_tiles = static_cast<int>((args.D + kCols - 1) / kCols);
-  args.tiles = args.row_tiles * args.col_tiles;
-  args.group = std::min(tuning.group * 2 / kCluster, args.row_tiles);
-  args.lead = std::min(tuning.lead, args.rank_tiles + args.all_depth_tiles);
-  const cudaError_t status = allow_shared_bytes<frozen_kernel<T, kForward, kMore, kCluster>>(kBytes);
+template <typename T, bool kForward, bool kMore>
+cudaError_t launch(const Args& args, const Device& device, cudaStream_t stream) {
+  constexpr auto kernel = frozen_kernel<T, kForward, kMore>;
+  const cudaError_t status = allow_shared_bytes<frozen_kernel<T, kForward, kMore>>(kBytes);
   if (status != cudaSuccess) return status;
-  const int places = slots<frozen_kernel<T, kForward, kMore, kCluster>, kCluster>(device);
-  const int ctas = std::min(places, args.tiles * kCluster);
+  const int ctas = std::min(slots<frozen_kernel<T, kForward, kMore>>(device), args.tiles * kCluster);
   return launch_overlapped(kernel, dim3(static_cast<unsigned>(ctas)), kThreads, kBytes, true, kCluster, stream, args);
 }
 
-template <typename T, int kCluster>
-cudaError_t dispatch(Args& args, bool forward, const Device& device, const Tuning& tuning, cudaStream_t stream) {
+template <typename T>
+cudaError_t dispatch(const Args& args, bool forward, const Device& device, cudaStream_t stream) {
   if (forward)
-    return args.bias != nullptr ? launch<T, true, true, kCluster>(args, device, tuning, stream)
-                                : launch<T, true, false, kCluster>(args, device, tuning, stream);
-  return args.dropout.seed != nullptr && args.R > 0 ? launch<T, false, true, kCluster>(args, device, tuning, stream)
-                                                    : launch<T, false, false, kCluster>(args, device, tuning, stream);
+    return args.bias != nullptr ? launch<T, true, true>(args, device, stream)
+                                : launch<T, true, false>(args, device, stream);
+  return args.bits != nullptr && args.R > 0 ? launch<T, false, true>(args, device, stream)
+                                            : launch<T, false, false>(args, device, stream);
 }
 
-cudaError_t describe(Args& args, const Frozen& job, int cluster) {
+cudaError_t describe(Args& args, const Frozen& job) {
   const auto map_w = [&](CUtensorMap* map, const void* w, int64_t ld, int64_t depth) {
-    return job.forward ? make_map(map, job.dtype, w, ld, job.D, depth, kCols / cluster, kDepth)
+    return job.forward ? make_map(map, job.dtype, w, ld, job.D, depth, kCols / kCluster, kDepth)
                        : make_map(map, job.dtype, w, ld, depth, job.D, kDepth, kBoxCols);
   };
   args.parts = job.parts, args.R = job.R, args.rank_tiles = (job.R + kDepth - 1) / kDepth;
-  args.bias = job.bias, args.T = job.T, args.D = job.D, args.dropout = job.dropout;
+  args.bias = job.bias, args.bits = job.bits, args.T = job.T, args.D = job.D;
+  args.row_tiles = static_cast<int>((job.T + kRows * kCluster - 1) / (kRows * kCluster));
+  args.col_tiles = static_cast<int>((job.D + kCols - 1) / kCols);
+  args.tiles = args.row_tiles * args.col_tiles;
   cudaError_t status = make_map(&args.y, job.dtype, job.y, job.ldy, job.T, job.D, kGroupRows, kBoxCols);
   if (status == cudaSuccess && job.R > 0)
     status = make_map(&args.h, job.dtype, job.h, job.ldh, job.T, job.R, kRows, kDepth);
@@ -240,18 +191,6 @@ cudaError_t describe(Args& args, const Frozen& job, int cluster) {
   return status;
 }
 
-cudaError_t launch_tuned(const Frozen& job, const Device& device, const Tuning& tuning, cudaStream_t stream) {
-  if (job.T == 0 || job.D == 0) return cudaSuccess;
-  Args args{};
-  const cudaError_t status = describe(args, job, tuning.cluster);
-  if (status != cudaSuccess) return status;
-  if (tuning.cluster == 1)
-    return job.dtype == DType::f16 ? dispatch<__half, 1>(args, job.forward, device, tuning, stream)
-                                   : dispatch<__nv_bfloat16, 1>(args, job.forward, device, tuning, stream);
-  return job.dtype == DType::f16 ? dispatch<__half, 2>(args, job.forward, device, tuning, stream)
-                                 : dispatch<__nv_bfloat16, 2>(args, job.forward, device, tuning, stream);
-}
-
 bool aligned(const void* pointer, int64_t ld) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && ld % 8 == 0; }
 
 }  // namespace
@@ -262,8 +201,7 @@ bool frozen_supported(const Frozen& job, const Device& device) {
   if (job.T > kMost || job.D > kMost || job.D % 8 != 0 || !aligned(job.y, job.ldy) || !aligned(job.bias, 0))
     return false;
   if (job.R > 0 && !(aligned(job.h, job.ldh) && aligned(job.q, job.ldq))) return false;
-  if (job.forward ? job.dropout.seed != nullptr : job.bias != nullptr) return false;
-  if (job.dropout.seed != nullptr && job.dropout.bits == nullptr) return false;
+  if ((job.forward ? job.bits != nullptr : job.bias != nullptr) || !aligned(job.bits, 0)) return false;
   for (int i = 0; i < job.parts; ++i) {
     const FrozenPart& part = job.part[i];
     if (part.K < 1 || part.K > kMost || !aligned(part.x, part.ldx) || !aligned(part.w, part.ldw)) return false;
@@ -272,7 +210,12 @@ bool frozen_supported(const Frozen& job, const Device& device) {
 }
 
 cudaError_t launch_frozen(const Frozen& job, const Device& device, cudaStream_t stream) {
-  return launch_tuned(job, device, Tuning{}, stream);
+  if (job.T == 0 || job.D == 0) return cudaSuccess;
+  Args args{};
+  const cudaError_t status = describe(args, job);
+  if (status != cudaSuccess) return status;
+  return job.dtype == DType::f16 ? dispatch<__half>(args, job.forward, device, stream)
+                                 : dispatch<__nv_bfloat16>(args, job.forward, device, stream);
 }
 #else
 bool frozen_supported(const Frozen&, const Device&) { return false; }

@@ -7,35 +7,32 @@ namespace zerolora {
 namespace {
 
 constexpr int kRows = 128, kCols = 256, kDepth = 64, kGroupRows = 64, kStages = 4, kBuffers = 2;
-constexpr int kConsumers = 256, kThreads = kConsumers + 128, kDrawers = 96;
-constexpr int kConsumerRegisters = 216, kCopierRegisters = 72;
+constexpr int kCluster = 2;  // CTAs one above the other, which share W
+constexpr int kWalked = 8;   // clusters one above the other that are walked column by column
+constexpr int kConsumers = 256, kThreads = kConsumers + 128;
+constexpr int kConsumerRegisters = 232, kCopierRegisters = 40;
 static_assert(256 * kConsumerRegisters + 128 * kCopierRegisters <= kThreads * 168, "more registers than there are");
 constexpr int kBoxRow = 128, kBoxCols = 64;  // bytes and values in a row of a box: one 128-byte swizzle atom
 constexpr int kXBytes = kRows * kBoxRow, kWBytes = kCols * kBoxRow, kStageBytes = kXBytes + kWBytes;
 constexpr int kOutBytes = kGroupRows * kBoxRow, kAtomBytes = kDepth * kBoxRow;  // W as [K,D]: 64 columns x 64 of K
 constexpr int kOut = kStages * kStageBytes, kBarriers = kOut + 2 * kBuffers * kOutBytes;
-constexpr int kBytes = 1024 + kBarriers + (2 * kStages + 3) * 8;  // 1024: the atoms want that alignment
+constexpr int kBytes = 1024 + kBarriers + 2 * kStages * 8;  // 1024: the atoms want that alignment
 static_assert(kBytes <= 232448, "more shared memory than a Hopper block may have");
 
 struct Args {
   CUtensorMap x[kMaxParts], w[kMaxParts], h, q, y;
   int depth_tiles[kMaxParts], parts, R, rank_tiles, all_depth_tiles;
-  int row_tiles, col_tiles, tiles, group;  // row_tiles and tiles: of the cluster; group: row tiles walked together
-  int lead;                                // stages that the first warpgroup begins ahead of the second
+  int row_tiles, col_tiles, tiles;  // of a cluster
   const void* bias;
+  const uint32_t* bits;
   int64_t T, D;
-  Dropout dropout;
 };
 
-// Copied (full) and read by the warpgroups of every CTA that the stage was copied to (empty); the mask of the next tile
-// drawn, and taken by every thread that multiplies.
+// Copied (full), and read by the warpgroups of every CTA that the stage was copied to (empty).
 struct Barriers {
   uint32_t base;
   __device__ __forceinline__ uint32_t full(int stage) const { return base + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return base + (kStages + stage) * 8; }
-  __device__ __forceinline__ uint32_t drawn() const { return base + 2 * kStages * 8; }
-  __device__ __forceinline__ uint32_t taken() const { return base + (2 * kStages + 1) * 8; }
-  __device__ __forceinline__ uint32_t ahead() const { return base + (2 * kStages + 2) * 8; }
 };
 
 struct Ring {
@@ -47,7 +44,7 @@ struct Ring {
 };
 
 // A CTA's tiles. Groups of row tiles are walked column by column, so that the tiles of one moment share X and W in L2.
-template <int kCluster> struct Walk {
+struct Walk {
   int tile = static_cast<int>(blockIdx.x) / kCluster, row = 0, col = 0;
   __device__ __forceinline__ explicit Walk(const Args& args) { locate(args); }
   __device__ __forceinline__ bool inside(const Args& args) const { return tile < args.tiles; }
@@ -56,28 +53,18 @@ template <int kCluster> struct Walk {
     locate(args);
   }
   __device__ __forceinline__ void locate(const Args& args) {
-    const int per_group = args.group * args.col_tiles, first = tile / per_group * args.group;
-    const int rows = min(args.group, args.row_tiles - first), within = tile % per_group;
-    const int cluster_row = first + within % max(rows, 1);
-    row = (cluster_row * kCluster + (kCluster > 1 ? cluster_rank() : 0)) * kRows;
+    const int per_group = kWalked * args.col_tiles, first = tile / per_group * kWalked;
+    const int rows = min(kWalked, args.row_tiles - first), within = tile % per_group;
+    row = ((first + within % max(rows, 1)) * kCluster + cluster_rank()) * kRows;
     col = within / max(rows, 1) * kCols;
   }
 };
 
-// Bits of 64 rows x 256 columns, for the products here and for the passes that read them later.
-__device__ __forceinline__ void draw_bits(const Args& args, const Mask& mask, int row, int col, int thread,
-                                          int threads) {
-  constexpr int kWords = kGroupRows * 4;  // a block of 128 columns
-#pragma unroll 1
-  for (int i = thread; i < 2 * kWords; i += threads) {
-    const int64_t t = row + i / 4 % kGroupRows, d = col + i / kWords * 128 + i % 4 * 8, block = d / 128;
-    if (t >= args.T || block * 128 >= args.D) continue;
-    const uint64_t counter = mask.counter(t, d);
-    uint32_t word = 0;
-#pragma unroll 1
-    for (int call = 0; call < 4; ++call) word |= pack_kept(mask.draw(counter + 4 * call)) << 4 * call;
-    args.dropout.bits[(block * args.T + t) * 4 + i % 4] = word;
-  }
+// A product on the pipe of floating point, where a selection would take that of the test as well.
+__device__ __forceinline__ void zero_dropped(float& value, uint32_t kept) {
+  asm("{\n.reg .pred dropped;\nsetp.eq.u32 dropped, %1, 0;\n@dropped mul.f32 %0, %0, 0f00000000;\n}"
+      : "+f"(value)
+      : "r"(kept));
 }
 
 // This thread's bits: of the rows lane / 4 and + 8 of its warp's 16, in two blocks of 128 columns.
@@ -91,11 +78,11 @@ struct Kept {
       for (int block = 0; block < 2; ++block) {
         const int64_t t = row + half * 8, d = col + block * 128;
         if (t < args.T && d < args.D)
-          words[half][block] = *reinterpret_cast<const uint4*>(args.dropout.bits + (d / 128 * args.T + t) * 4);
+          words[half][block] = *reinterpret_cast<const uint4*>(args.bits + (d / 128 * args.T + t) * 4);
       }
   }
   // Columns 8n + 2j and + 1 of a row belong to bits 4q + j and 16 + 4q + j of word n % 4, q = n / 4: common.cuh.
-  __device__ __forceinline__ void apply(float (&c)[128], float scale) const {
+  __device__ __forceinline__ void apply(float (&c)[128]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -106,10 +93,8 @@ struct Kept {
 #pragma unroll
         for (int n = 0; n < 16; ++n)
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& value = c[(block * 16 + n) * 4 + half * 2 + e];
-            value = shifted[n % 4] & 1u << (n / 4 * 4 + e * 16) ? value * scale : 0.f;
-          }
+          for (int e = 0; e < 2; ++e)
+            zero_dropped(c[(block * 16 + n) * 4 + half * 2 + e], shifted[n % 4] & 1u << (n / 4 * 4 + e * 16));
       }
   }
 };

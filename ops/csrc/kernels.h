@@ -23,15 +23,17 @@ constexpr int kWgmmaCols = 128;                    // and on wgmma
 constexpr int wgmma_rows(bool both, int rank_pad) { return both && rank_pad > 16 ? 64 : 128; }
 constexpr int kMaxCluster = 8;                     // CTAs that add their U in shared memory
 
-// m = keep / (1 - p), keep drawn from Philox4x32-7 with the key *seed and one 15-bit number per element.
+// m = keep / (1 - p), keep drawn from Philox4x32-7 with the key *seed and one 15-bit number per element. The kernels
+// apply keep alone; the factor belongs into the scale of a reduction, or of dh for dh A.
 struct Dropout {
   const int64_t* seed = nullptr;  // null: no dropout
   uint32_t threshold = 0;         // an element is dropped when its number is below this: round(p * 32768)
   float keep_scale = 1.f;         // 1 / (1 - p)
   // keep of a matrix [T,D] in bits, [ceil(D / 128), T, 4] words: word c of a row of 128 columns holds those from 8c,
-  // 8c + 32, 8c + 64 and 8c + 96 on, 8 each (common.cuh). Where this is not null `launch_expand` and `launch_frozen`
-  // write them, and a rank pass for G on wgmma reads them instead of drawing; the other paths draw.
+  // 8c + 32, 8c + 64 and 8c + 96 on, 8 each (common.cuh). Where this is not null a rank pass for G on wgmma leaves them
+  // here; once they are `stored` it reads them instead of drawing, as `launch_expand` does. The other paths draw.
   uint32_t* bits = nullptr;
+  bool stored = false;
 };
 
 struct RankPass {
@@ -80,7 +82,7 @@ struct RankWork {
 // matrices of their own for U and G (the backward's over dY, one for each sibling) share a launch on wgmma.
 void plan_rank_works(RankWork* works, int count, const Device& device);
 cudaError_t launch_rank_works(const RankWork* works, int count, const Device& device, cudaStream_t stream);
-bool reads_dropout_bits(const RankPass& pass, const Device& device);
+bool leaves_dropout_bits(const RankPass& pass, const Device& device);
 
 constexpr int kMaxMerged = 6;  // works in one launch: their descriptors are parameters of the kernel, 4 KiB in all
 void plan_rank_wgmma(RankWork* works, int count, const Device& device);
@@ -116,7 +118,7 @@ struct PackJob {
 constexpr int kMaxPackJobs = 2 * kMaxSiblings;
 cudaError_t launch_pack(const PackJob* jobs, int count, cudaStream_t stream);
 
-// Y[T,D] (+)= m * (H[T,R] Q[D,R]^T) + bias[D]. Needs 16-byte aligned rows (not of Q by rank), f16 or bf16.
+// Y[T,D] (+)= keep * (H[T,R] Q[D,R]^T) + bias[D]. Needs 16-byte aligned rows (not of Q by rank), f16 or bf16.
 struct Expand {
   DType dtype = DType::bf16;
   const void* h = nullptr;
@@ -137,11 +139,11 @@ cudaError_t launch_expand(const Expand& job, const Device& device, cudaStream_t 
 bool expand_wgmma_supported(const Expand& job, const Device& device);
 cudaError_t launch_expand_wgmma(const Expand& job, const Device& device, cudaStream_t stream);
 
-// y *= m in place, for the types and shapes that `launch_expand` does not take.
+// y *= keep in place, for the types and shapes that `launch_expand` does not take.
 cudaError_t launch_mask(DType dtype, void* y, int64_t ldy, int64_t T, int64_t D, Dropout dropout, cudaStream_t stream);
 
 // The frozen product with the adapter's term inside, on Hopper, rounded once:
-//     Y[T,D] = m * (H[T,R] Q) + sum over parts of X[T,K] W (+ bias[D])
+//     Y[T,D] = keep * (H[T,R] Q) + sum over parts of X[T,K] W (+ bias[D])
 // forward: W is [D,K] and Q [D,R]; else W is [K,D] and Q [R,D]. R = 0: the plain product. Rows are 16-byte aligned.
 constexpr int kMaxParts = 4;
 struct FrozenPart {
@@ -161,7 +163,7 @@ struct Frozen {
   const void* bias = nullptr;  // forward only
   void* y = nullptr;
   int64_t ldy = 0, T = 0, D = 0;
-  Dropout dropout;  // backward only; needs its bits, which are written here
+  const uint32_t* bits = nullptr;  // Dropout::bits, backward only; null: nothing is dropped
 };
 bool frozen_supported(const Frozen& job, const Device& device);
 cudaError_t launch_frozen(const Frozen& job, const Device& device, cudaStream_t stream);

@@ -54,7 +54,7 @@ inline void add_reduction(std::vector<Reduction>& reductions, const Target& targ
 }
 
 // Runs the primitive over every job, kRankChunk ranks a launch and siblings together where the kernel can, and adds all
-// partial sums in one launch.
+// partial sums in one launch. Of a job's launches the first leaves the mask's bits to the others.
 inline void run_passes(const std::vector<Job>& jobs, const Tensor& like, cudaStream_t stream) {
   const Device& device = card_of(like);
   std::vector<RankWork> works;
@@ -63,6 +63,7 @@ inline void run_passes(const std::vector<Job>& jobs, const Tensor& like, cudaStr
       RankWork& work = works.emplace_back();
       RankPass& pass = work.pass = job.pass;
       pass.R = std::min(kRankChunk, job.pass.R - base);
+      pass.dropout.stored = pass.dropout.bits != nullptr && base > 0;
       const int64_t element = bytes_of(pass.dtype);
       if (pass.p != nullptr)
         pass.p = static_cast<const char*>(pass.p) + base * (pass.p_by_rank ? pass.ldp : 1) * element;
@@ -95,8 +96,8 @@ inline void run_passes(const std::vector<Job>& jobs, const Tensor& like, cudaStr
         "launching the reduction");
 }
 
-// y = m * (h Q^T) + bias (or y += ...), with h [T,R] and Q [D,R] (or [R,D]: by_rank), where there is a mask or a bias.
-// Otherwise `prefill`, or a product of cuBLAS (docs/ops.md).
+// y = keep * (h Q^T) + bias (or y += ...), with h [T,R] and Q [D,R] (or [R,D]: by_rank), where there is a mask or a
+// bias. Otherwise `prefill`, or a product of cuBLAS (docs/ops.md).
 inline void expand(const Matrix& h, const Matrix& q, bool by_rank, const Tensor& bias, const Matrix& y, bool accumulate,
                    const Dropout& dropout, const Tensor& like, cudaStream_t stream) {
   Expand job;
@@ -109,7 +110,6 @@ inline void expand(const Matrix& h, const Matrix& q, bool by_rank, const Tensor&
     check(launch_expand(job, card_of(like), stream), "launching the expansion");
     return;
   }
-  TORCH_INTERNAL_ASSERT(dropout.bits == nullptr, "zerolora: the expansion leaves no bits of its mask");
   Matrix target = y;
   if (accumulate) {
     target.owner = at::empty({y.rows, y.cols}, like.options());
@@ -167,7 +167,8 @@ inline bool products_win(const Matrix& z, int64_t rank, size_t siblings) {
   return z.type == DType::f32 ? rank > 16 : rank > 32 && siblings == 1 && z.rows * z.cols < kCached;
 }
 
-// What the backward of one sibling reads and writes; grad_up without data: dB is not wanted.
+// What the backward of one sibling reads and writes, dh with m's factor in `scale`; grad_up without data: dB is not
+// wanted.
 struct Outer {
   Matrix grad, up, h, dh, grad_up;
   float scale = 1.f;
@@ -197,18 +198,15 @@ inline void backward_outer(const std::vector<Outer>& siblings, bool accumulate, 
   if (!jobs.empty()) run_passes(jobs, like, stream);
 }
 
-// Room for the mask's bits, where the masked dh A writes them and the pass over x reads them; else undefined.
+// Room for the mask's bits, where the pass over x leaves them to the masked dh A; else undefined.
 inline Tensor room_for_bits(const Matrix& rows, int rank, const Tensor& like) {
-  const Device& device = card_of(like);
   RankPass pass = pass_over(rows);
-  Expand job;
   pass.R = std::min(kRankChunk, rank);
-  job.dtype = rows.type, job.D = rows.cols, job.R = rank, job.q_by_rank = true;
-  if (!reads_dropout_bits(pass, device) || !expand_supported(job, device)) return {};
+  if (!leaves_dropout_bits(pass, card_of(like))) return {};
   return at::empty({(rows.cols + kWgmmaCols - 1) / kWgmmaCols, rows.rows, 4}, like.options().dtype(at::kInt));
 }
 
-// One pass over x: dA = dh^T (m*x) for all siblings.
+// One pass over x: dA = dh^T (m*x) for all siblings, with m's factor in dh.
 inline void backward_inner(const Matrix& rows, const Matrix& dh, const Layout& layout, const Tensors& grad_downs,
                            const Dropout& dropout, bool accumulate, const Tensor& like, cudaStream_t stream) {
   // G alone for one sibling: cuBLAS reads x once too, and wins while x is small.
@@ -224,7 +222,7 @@ inline void backward_inner(const Matrix& rows, const Matrix& dh, const Layout& l
   job.pass.g_by_rank = true, job.pass.dropout = dropout;
   job.g_type = type_of(grad_downs[0]), job.accumulate_g = accumulate;
   for (size_t i = 0; i < layout.size(); ++i)
-    job.g.push_back({layout.begin[i], layout.rank[i], dropout.keep_scale, grad_downs[i].data_ptr(), rows.cols});
+    job.g.push_back({layout.begin[i], layout.rank[i], 1.f, grad_downs[i].data_ptr(), rows.cols});
   run_passes(jobs, like, stream);
 }
 

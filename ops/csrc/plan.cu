@@ -233,7 +233,7 @@ void plan_rank_works(RankWork* works, int count, const Device& device) {
   }
 }
 
-bool reads_dropout_bits(const RankPass& pass, const Device& device) {
+bool leaves_dropout_bits(const RankPass& pass, const Device& device) {
 #ifdef ZEROLORA_HOPPER
   return device.capability == 90 && tensor_cores_take(pass, device);
 #else

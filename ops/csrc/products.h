@@ -28,9 +28,9 @@ struct Operand {
   Matrix x, weight;
 };
 
-// y = m * (h q) + sum of x W^T + bias forward; backward, with dY and q by rank, the sum of dY W.
+// y = h q + sum of x W^T + bias forward; backward, with dY and q by rank, keep * (h q) + sum of dY W.
 inline Frozen frozen_job(const Matrix& y, const std::vector<Operand>& operands, const Matrix& h, const Matrix& q,
-                         bool forward, const Tensor& bias, const Dropout& dropout) {
+                         bool forward, const Tensor& bias, const uint32_t* bits) {
   TORCH_INTERNAL_ASSERT(operands.size() <= kMaxParts);
   Frozen job;
   job.dtype = y.type, job.forward = forward;
@@ -39,7 +39,7 @@ inline Frozen frozen_job(const Matrix& y, const std::vector<Operand>& operands, 
   job.h = h.data, job.ldh = h.ld, job.q = q.data, job.ldq = q.ld, job.R = static_cast<int>(h.cols);
   job.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
   job.y = y.data, job.ldy = y.ld, job.T = y.rows, job.D = y.cols;
-  job.dropout = dropout;
+  job.bits = bits;
   return job;
 }
 
@@ -68,7 +68,7 @@ inline bool run_frozen_if_best(const Frozen& job, const Tensor& like, cudaStream
 // y = x W^T + h B^T + bias.
 inline void output(const Matrix& y, const Matrix& x, const Matrix& weight, const Matrix& h, const Matrix& up,
                    const Tensor& bias, const Tensor& like, cudaStream_t stream) {
-  if (run_frozen_if_best(frozen_job(y, {{x, weight}}, h, up, true, bias, {}), like, stream)) return;
+  if (run_frozen_if_best(frozen_job(y, {{x, weight}}, h, up, true, bias, nullptr), like, stream)) return;
   const bool product_first = x.rows < kFewTokens && !bias.defined();
   if (product_first) frozen_product(y, x, weight, true, 0.f, stream);
   if (bias.defined()) expand(h, up, false, bias, y, false, {}, like, stream);
@@ -77,7 +77,7 @@ inline void output(const Matrix& y, const Matrix& x, const Matrix& weight, const
   if (!product_first) frozen_product(y, x, weight, true, 1.f, stream);
 }
 
-// target = m * (dh A), or added to it.
+// target = keep * (dh A), or added to it.
 inline void share_of_x(const Matrix& target, const Matrix& dh, const Matrix& downs, bool accumulate,
                        const Dropout& dropout, const Tensor& like, cudaStream_t stream) {
   if (dropout.seed == nullptr) {
@@ -88,13 +88,15 @@ inline void share_of_x(const Matrix& target, const Matrix& dh, const Matrix& dow
   expand(dh, downs, true, {}, target, accumulate, dropout, like, stream);
 }
 
-// dX = sum of dY W + m*(dh A): siblings go together as far as their weights may, and the first of them take the
-// adapter's share with them where our kernel does them; else it comes before the products, or after them.
+// dX = sum of dY W + keep * (dh A): siblings go together as far as their weights may, and the first of them take the
+// adapter's share with them where our kernel does them, which needs the mask's bits; else it comes before the products,
+// or after them.
 inline Tensor gradient_of_x(const Tensor& x, const std::vector<Outer>& siblings, const Weights& weights,
                             const Matrix& dh, const Matrix& downs, const Dropout& dropout, cudaStream_t stream) {
   Tensor grad_x = at::empty(x.sizes(), x.options());
   const Matrix target = rows_of(grad_x);
   const bool share_first = target.rows >= kFewTokens;
+  const bool mask_known = dropout.seed == nullptr || dropout.stored;
   const size_t most = std::min(weights.at_once, static_cast<size_t>(kMaxParts));
   for (size_t done = 0; done < siblings.size();) {
     std::vector<Operand> together;
@@ -104,7 +106,9 @@ inline Tensor gradient_of_x(const Tensor& x, const std::vector<Outer>& siblings,
     }
     const bool first = done == 0;
     done += together.size();
-    if (first && run_frozen_if_best(frozen_job(target, together, dh, downs, false, {}, dropout), x, stream)) continue;
+    if (first && mask_known &&
+        run_frozen_if_best(frozen_job(target, together, dh, downs, false, {}, dropout.bits), x, stream))
+      continue;
     if (first && share_first) share_of_x(target, dh, downs, false, dropout, x, stream);
     for (const Operand& operand : together) {
       const bool onto = share_first || !first || &operand != together.data();

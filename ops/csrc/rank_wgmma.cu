@@ -51,19 +51,19 @@ __device__ __forceinline__ void copy_tiles(const Problem& a, const uint32_t* bit
 // Drops elements in place; wgmma reads shared memory through another proxy, hence the fence. A thread takes the pieces
 // of 8 elements `piece`, + 4, + 8 and + 12 of two rows of a tile: in each row those of one word of Dropout::bits.
 template <int RP, int kBlocks, bool kU, bool kG>
-__device__ __forceinline__ void mask_tiles(const Dropout& dropout, int64_t width, char* shared, int tiles,
+__device__ __forceinline__ void mask_tiles(const Dropout& dropout, const Problem& a, char* shared, int tiles,
                                            const Place& place) {
   using L = Layout<RP, kBlocks, kU, kG>;
   const Barriers<L::kStages> barriers{shared_address(shared) + L::kBarriers};
-  const Mask mask(dropout, width);
-  const bool stored = L::kBitsBytes > 0 && dropout.bits != nullptr;
+  const Mask mask(dropout, a.D);
+  const bool stored = L::kBitsBytes > 0 && dropout.stored;
   const int thread = static_cast<int>(threadIdx.x) - kConsumers - kCopiers;
   const int row = thread / 32 * 8 + thread % 8, piece = thread / 8 % 4;
   const int slot = (piece ^ row % 8) * 16;  // the atom's swizzle; the piece 4 further on lies 64 bytes across
   Ring at;
   for (int tile = 0; tile < tiles; ++tile, at.next(L::kStages)) {
-    const int64_t tile_row = place.row0 + (kG ? tile / kBlocks : 0) * kRows;
-    const int64_t tile_col = place.col0 + (kG ? tile % kBlocks : tile) * kCols;
+    const int tile_row = static_cast<int>(place.row0) + (kG ? tile / kBlocks : 0) * kRows;
+    const int tile_col = static_cast<int>(place.col0) + (kG ? tile % kBlocks : tile) * kCols;
     char* const stage = shared + L::kPBytes + at.stage * L::kStageBytes;
 #pragma unroll 1
     for (int half_row = row; half_row < kRows; half_row += kRows / 2) {
@@ -72,6 +72,9 @@ __device__ __forceinline__ void mask_tiles(const Dropout& dropout, int64_t width
         const uint64_t counter = mask.counter(tile_row + half_row, tile_col + piece * 8);
 #pragma unroll
         for (int i = 0; i < 4; ++i) keep[i] = mask.draw(counter + 4 * i);
+        if (L::kBitsBytes > 0 && dropout.bits != nullptr && tile_row + half_row < a.T && tile_col < a.D)
+          dropout.bits[(tile_col / kCols * a.T + tile_row + half_row) * 4 + piece] =
+              pack_kept(keep[0]) | pack_kept(keep[1]) << 4 | pack_kept(keep[2]) << 8 | pack_kept(keep[3]) << 12;
       }
       if (half_row == row) barrier_wait(barriers.full(at.stage), at.parity);  // the first draws need no tile
       if (stored) {
@@ -140,7 +143,8 @@ __global__ void __launch_bounds__(Layout<RP, kBlocks, kU, kG>::kThreads, 1)
   } else if (threadIdx.x < kConsumers + kCopiers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(L::kCopierRegisters));
     if (threadIdx.x == kConsumers)
-      copy_tiles<RP, kBlocks, kU, kG>(a, args.dropout.bits, shared_address(shared), tiles, col_blocks, place);
+      copy_tiles<RP, kBlocks, kU, kG>(a, args.dropout.stored ? args.dropout.bits : nullptr, shared_address(shared),
+                                      tiles, col_blocks, place);
     if constexpr (L::kBoth)
       if (args.cluster > 1 && threadIdx.x >= kConsumers + kCopiers - kAdders)
         add_slices<RP>(a.u + place.col_split / args.cluster * a.T * RP, a.T, place.row0, row_blocks,
@@ -148,7 +152,7 @@ __global__ void __launch_bounds__(Layout<RP, kBlocks, kU, kG>::kThreads, 1)
   } else if constexpr (L::kMaskers > 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kMaskerRegisters));
     if (args.dropout.seed != nullptr)
-      mask_tiles<RP, kBlocks, kU, kG>(args.dropout, a.D, shared, tiles, place);
+      mask_tiles<RP, kBlocks, kU, kG>(args.dropout, a, shared, tiles, place);
   }
   if constexpr (L::kBoth) cluster_sync_relaxed();  // nobody leaves while others still write here
 #endif

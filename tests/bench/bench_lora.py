@@ -123,7 +123,7 @@ class Case:
     def our_dx(self, i: int) -> Tensor:
         """dX the way that `lora_backward` takes: in one kernel, or cuBLAS onto the adapter's share, or before it."""
         run = torch.ops.zerolora.frozen_product
-        return run([self.dy[i]], [self.weight.t()], self.dh, self.down.t(), None, 0.0, None, False)
+        return run([self.dy[i]], [self.weight.t()], self.dh, self.down.t(), None, None, False)
 
     def frozen(self, i: int) -> None:
         torch.mm(self.x[i], self.weight.t(), out=self.y)
@@ -214,7 +214,7 @@ def line_of_frozen(name: str, T: int, outs: Sequence[int], width: int, ranks: Se
         before, inside = torch.ops.zerolora.rank_expand, torch.ops.zerolora.frozen_product
         return [
             lambda i: add(before(h, factor, 0.0, None), i),
-            lambda i: inside(sets[i], weights, h, factor, None, 0.0, None),
+            lambda i: inside(sets[i], weights, h, factor, None, None),
         ]
 
     functions = [alone, ways(0)[1], *(way for rank in ranks for way in ways(rank))]

@@ -61,17 +61,19 @@ def test_dropout_uses_the_reference_mask_forward_and_backward(T, width, out, ran
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("T", "width", "out", "rank"),
-    [(513, 1024, 512, 16), (257, 520, 264, 64), (4100, 392, 128, 32), (4097, 1032, 64, 200), (8192, 4096, 256, 16)],
+    [(513, 1024, 512, 16), (257, 520, 264, 64), (2047, 392, 128, 32), (4097, 1032, 64, 200), (8192, 4096, 256, 16)],
 )
-def test_the_mask_that_dx_leaves_is_the_mask_that_is_drawn(T, width, out, rank, dtype):
-    """With dX, dA takes the bits of the mask that dX has drawn; without dX it draws them."""
+def test_the_mask_that_da_leaves_is_the_mask_that_is_drawn(T, width, out, rank, dtype):
+    """dA draws the mask, and leaves its bits if dX is wanted, which takes them; without dA, dX draws it."""
     c = cases.make(T, width, out, rank, dtype, "cuda", p=0.1)
     adapter = [c.weight], [c.down], [c.up]
     _, h = torch.ops.zerolora.lora_forward(c.x, [c.weight], [], *adapter[1:], [c.scale], c.p, c.seed, None)
     args = [c.grad], c.x, *adapter, h, [c.scale], c.p, c.seed
-    _, (grad_down,), _ = torch.ops.zerolora.lora_backward(*args, True, True, True)
-    _, (drawn,), _ = torch.ops.zerolora.lora_backward(*args, False, True, True)
-    assert torch.equal(grad_down, drawn)
+    grad_x, (grad_down,), _ = torch.ops.zerolora.lora_backward(*args, True, True, True)
+    drawn_x, _, _ = torch.ops.zerolora.lora_backward(*args, True, False, True)
+    _, (drawn_down,), _ = torch.ops.zerolora.lora_backward(*args, False, True, True)
+    assert torch.equal(grad_down, drawn_down)
+    assert T >= 4096 or torch.equal(grad_x, drawn_x)  # from there on without bits another kernel makes dX
 
 
 @pytest.mark.parametrize("T", [300, 4200])

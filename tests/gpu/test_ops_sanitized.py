@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import ops
+from ops import reference
 from tests.numerics import cases
 
 pytestmark = [
@@ -27,6 +28,7 @@ pytestmark = [
         (300, 264, 648, 16, torch.bfloat16, 0.0),
         (300, 264, 648, 16, torch.float16, 0.1),
         (130, 1032, 136, 64, torch.bfloat16, 0.1),
+        (130, 264, 136, 72, torch.bfloat16, 0.1),
         (130, 136, 1032, 24, torch.bfloat16, 0.0),
         (65, 77, 129, 5, torch.bfloat16, 0.1),
         (65, 77, 129, 20, torch.float32, 0.1),
@@ -130,14 +132,16 @@ def test_frozen_product_through_bulk_copies(T, D, depths, rank, dtype, forward):
         return normal(D, cols) if forward else normal(cols, D).t()
 
     x, w, h, q = [normal(T, depth) for depth in depths], [laid(depth) for depth in depths], normal(T, rank), laid(rank)
-    bias, p, seed = (normal(D), 0.0, None) if forward else (None, 0.1, torch.tensor([77]))
+    bias, bits = normal(D) if forward else None, None
+    if not forward:
+        bits = reference.pack_mask(torch.rand(T, D, generator=generator) < 0.9)
     run = torch.ops.zerolora.frozen_product
     on_card = [t.cuda() for t in x], [t.cuda() for t in w], h.cuda(), q.cuda()
-    got = run(*on_card, None if bias is None else bias.cuda(), p, None if seed is None else seed.cuda())
+    got = run(*on_card, *(None if t is None else t.cuda() for t in (bias, bits)))
     results = []
     for kind in (torch.Tensor.double, lambda t: t.double().abs()):
         wide_bias = None if bias is None else kind(bias)
-        results.append(run([kind(t) for t in x], [kind(t) for t in w], kind(h), kind(q), wide_bias, p, seed))
+        results.append(run([kind(t) for t in x], [kind(t) for t in w], kind(h), kind(q), wide_bias, bits))
     truth, terms = results
     assert bool(((got.cpu().double() - truth).abs() <= _bound(truth, terms, sum(depths) + rank, dtype)).all())
 

@@ -173,6 +173,17 @@ def test_mask_keep_rate_and_reproducibility():
     assert abs(kept - (1 - p)) < 4 * (p * (1 - p) / mask.numel()) ** 0.5
 
 
+@pytest.mark.parametrize(("rows", "width"), [(3, 8), (5, 128), (7, 264)])
+def test_a_mask_packed_into_bits(rows, width):
+    keep = torch.rand(rows, width) < 0.5
+    bits = reference.pack_mask(keep)
+    assert bits.shape == ((width + 127) // 128, rows, 4) and bits.dtype == torch.int32
+    assert torch.equal(reference.unpack_mask(bits, width), keep)
+    for d in range(width):  # csrc/common.cuh: of call d % 128 // 32, element d % 8
+        place = 4 * (d % 128 // 32) + d % 8 // 2 + 16 * (d % 2)
+        assert torch.equal(bits[d // 128, :, d % 32 // 8] >> place & 1, keep[:, d].int())
+
+
 def test_philox_matches_the_published_answers():
     """Known answers of Philox4x32 with 10 rounds (Random123, kat_vectors), the same code with 10 for 7."""
     original = reference.PHILOX_ROUNDS
