@@ -6,8 +6,8 @@
 namespace zerolora {
 namespace {
 
-constexpr int kRows = 128, kCols = 256, kDepth = 64, kGroupRows = 64, kStages = 4, kBuffers = 2;
-constexpr int kCluster = 2;  // CTAs one above the other, which share W
+constexpr int kRows = kFrozenRows, kCols = kFrozenCols, kDepth = 64, kGroupRows = 64, kStages = 4, kBuffers = 2;
+constexpr int kCluster = kFrozenCluster;  // CTAs one above the other, which share W
 constexpr int kWalked = 8;   // clusters one above the other that are walked column by column
 constexpr int kConsumers = 256, kThreads = kConsumers + 128;
 constexpr int kConsumerRegisters = 232, kCopierRegisters = 40;

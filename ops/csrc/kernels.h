@@ -146,6 +146,7 @@ cudaError_t launch_mask(DType dtype, void* y, int64_t ldy, int64_t T, int64_t D,
 //     Y[T,D] = keep * (H[T,R] Q) + sum over parts of X[T,K] W (+ bias[D])
 // forward: W is [D,K] and Q [D,R]; else W is [K,D] and Q [R,D]. R = 0: the plain product. Rows are 16-byte aligned.
 constexpr int kMaxParts = 4;
+constexpr int kFrozenRows = 128, kFrozenCols = 256, kFrozenCluster = 2;  // a CTA's tile; CTAs one above the other
 struct FrozenPart {
   const void* x = nullptr;
   int64_t ldx = 0;

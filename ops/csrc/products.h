@@ -43,14 +43,16 @@ inline Frozen frozen_job(const Matrix& y, const std::vector<Operand>& operands, 
   return job;
 }
 
-// Whether that takes less time than writing the adapter's term and cuBLAS's product onto it. What is saved grows with
-// T D, what a product that is slower than cuBLAS's loses grows with T D K: the depth K decides, whatever T and D are.
-// Measured by `python -m tests.bench.bench_lora --table frozen` (docs/ops.md).
-inline bool frozen_wins(const Frozen& job) {
-  constexpr int64_t kDeepestForward = 1 << 20, kDeepestBackward = 1 << 20;
-  int64_t K = 0;
-  for (int i = 0; i < job.parts; ++i) K += job.part[i].K;
-  return job.T >= kFewTokens && job.D > 0 && K > 0 && K <= (job.forward ? kDeepestForward : kDeepestBackward);
+// Whether that takes less time than writing the adapter's term and cuBLAS's product onto it: with many tokens, where
+// the tiles fill the rounds in which they are computed. A round that few tiles share costs as much as a full one, and
+// cuBLAS has smaller tiles for it. Measured by `python -m tests.bench.bench_lora --table frozen` (docs/ops.md).
+inline bool frozen_wins(const Frozen& job, const Device& device) {
+  constexpr double kLeastFill = 0.3;
+  constexpr int64_t kRows = kFrozenCluster * kFrozenRows;
+  if (job.T < kFewTokens || job.D == 0) return false;
+  const int64_t tiles = (job.T + kRows - 1) / kRows * ((job.D + kFrozenCols - 1) / kFrozenCols);
+  const int64_t at_once = device.multiprocessors / kFrozenCluster, rounds = (tiles + at_once - 1) / at_once;
+  return static_cast<double>(job.T) * job.D >= kLeastFill * (rounds * at_once * kRows * kFrozenCols);
 }
 
 inline void run_frozen(const Frozen& job, const Device& device, cudaStream_t stream) {
@@ -60,7 +62,7 @@ inline void run_frozen(const Frozen& job, const Device& device, cudaStream_t str
 
 // The same where our kernel takes it and wins; false where it does not.
 inline bool run_frozen_if_best(const Frozen& job, const Tensor& like, cudaStream_t stream) {
-  if (!frozen_wins(job) || !frozen_supported(job, card_of(like))) return false;
+  if (!frozen_supported(job, card_of(like)) || !frozen_wins(job, card_of(like))) return false;
   run_frozen(job, card_of(like), stream);
   return true;
 }
