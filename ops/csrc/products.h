@@ -47,7 +47,7 @@ inline Frozen frozen_job(const Matrix& y, const std::vector<Operand>& operands, 
 // the tiles fill the rounds in which they are computed. A round that few tiles share costs as much as a full one, and
 // cuBLAS has smaller tiles for it. Measured by `python -m tests.bench.bench_lora --table frozen` (docs/ops.md).
 inline bool frozen_wins(const Frozen& job, const Device& device) {
-  constexpr double kLeastFill = 0.3;
+  constexpr double kLeastFill = 0.85;
   constexpr int64_t kRows = kFrozenCluster * kFrozenRows;
   if (job.T < kFewTokens || job.D == 0) return false;
   const int64_t tiles = (job.T + kRows - 1) / kRows * ((job.D + kFrozenCols - 1) / kFrozenCols);
