@@ -160,12 +160,13 @@ inline Tensor project(const Tensor& x, const Matrix& rows, const Matrix& downs, 
   return h;
 }
 
-// Two products of cuBLAS instead of one pass of ours: fp32, which is bound by arithmetic, and a high rank over a matrix
-// that the L2 holds for the second product (docs/ops.md); not for siblings, which share one launch of ours.
+// Two products of cuBLAS instead of one pass of ours: fp32, which is bound by arithmetic, and ranks of several launches
+// over a matrix that the L2 holds for the second product (docs/ops.md); not for siblings, which share ours.
 inline bool products_win(const Matrix& z, int64_t rank, size_t siblings) {
   constexpr int64_t kCached = 1 << 25, kSmall = 1 << 22;  // elements
   const int64_t elements = z.rows * z.cols;
-  return z.type == DType::f32 ? rank > (elements < kSmall ? 16 : 8) : rank > 32 && siblings == 1 && elements < kCached;
+  if (z.type == DType::f32) return rank > (elements < kSmall ? 16 : 8);
+  return rank > kRankChunk && siblings == 1 && elements < kCached;
 }
 
 // What the backward of one sibling reads and writes, dh with m's factor in `scale`; grad_up without data: dB is not

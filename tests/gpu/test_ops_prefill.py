@@ -8,21 +8,11 @@ from tests.numerics import cases
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("kernels"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: torch.cuda.is_available() is False"),
 ]
 T = 4133  # no multiple of a tile's rows
 NOT_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    assert ops.load("cuda").name == "cuda"
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # NaN: an element that a kernel does not write shows
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -162,3 +162,12 @@ def worse_than_torch(got: Tensor, torchs: Tensor, truth: Tensor) -> str | None:
     floor = UNIT[got.dtype] * float(truth.square().mean().sqrt())
     mine, theirs = (float((value.double() - truth).abs().max()) for value in (got, torchs))
     return None if mine <= 2 * theirs + floor else f"error {mine:.3e}, torch {theirs:.3e}, floor {floor:.3e}"
+
+
+def check(problem: Problem) -> Results:
+    """The operator's results, which must lie within the budget of their truth."""
+    results = run_operator(problem)
+    truth, budget = truth_and_budget(problem)
+    spent = overspent(results, truth, budget)
+    assert not spent, f"error over budget: {spent}"
+    return results
