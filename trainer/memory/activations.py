@@ -15,6 +15,8 @@ from trainer.memory.shapes import Layer, Mixer, Shapes
 
 FP32 = 4
 FEED_FORWARD = ("gated", "plain")
+DEQUANTISED_AT_ONCE = 64 << 20
+"""Bytes: siblings' 4-bit weights that take no more share a product in the backward pass (kMostBytes, ops/csrc)."""
 UNFUSED_LOSS_BYTES = 12
 """Per logit at the worst moment: log-probabilities, their gradient and that of the logits, 32 bits each."""
 
@@ -44,7 +46,7 @@ class Work:
     eager: bool
     """Attention in plain torch, which keeps its probabilities."""
     packed_weights: bool
-    """4-bit weights, dequantised one at a time."""
+    """4-bit weights, dequantised where they are used."""
 
     @property
     def tokens(self) -> int:
@@ -167,8 +169,14 @@ def backward_of_mixer(layer: Layer, mixer: Mixer, work: Work) -> int:
         per_token += mixer.width_projected
     elif work.elementwise == "model":
         per_token += mixer.width_projected + mixer.width_inner
-    weight = mixer.largest_weight * work.element if work.packed_weights else 0
-    return work.tokens * per_token * work.element + weight
+    return work.tokens * per_token * work.element + (dequantised(mixer, work) if work.packed_weights else 0)
+
+
+def dequantised(mixer: Mixer, work: Work) -> int:
+    """Bytes of one 4-bit weight at a time, or of the first projections' together where they are small."""
+    together = mixer.width_in * mixer.width_projected * work.element
+    largest = mixer.largest_weight * work.element
+    return max(largest, together) if together <= DEQUANTISED_AT_ONCE else largest
 
 
 def backward_of_layer(shapes: Shapes, work: Work) -> int:
