@@ -217,8 +217,6 @@ __global__ void __launch_bounds__(kThreads) mask_kernel(T* y, int64_t ldy, int64
   }
 }
 
-bool aligned(const void* pointer, int64_t ld) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && ld % 8 == 0; }
-
 }  // namespace
 
 bool expand_supported(const Expand& e, const Device& device) {

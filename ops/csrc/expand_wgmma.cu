@@ -228,8 +228,6 @@ template <typename T> cudaError_t dispatch_rank(const Expand& e, const Device& d
                      : dispatch<T, 64>(e, device, stream);
 }
 
-bool aligned(const void* pointer, int64_t ld) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && ld % 8 == 0; }
-
 }  // namespace
 
 bool expand_wgmma_supported(const Expand& e, const Device& device) {

@@ -34,7 +34,7 @@ template <bool kForward> __device__ __forceinline__ void copy_tiles(const Args& 
         const uint32_t target = stage + kXBytes + col * kBoxRow;  // 64 columns are 64 rows of 128 bytes either way
         copy_box(target, w, kForward ? k : at_col, kForward ? at_col : k, ready, (1 << kCluster) - 1);
       }
-      at.next();
+      at.next(kStages);
     };
     for (int i = args.rank_tiles; i-- > 0;) fill(&args.h, &args.q, i * kDepth);  // first the one that may be shorter
     for (int part = 0; part < args.parts; ++part)
@@ -55,7 +55,7 @@ __device__ __forceinline__ void multiply_tiles(const Args& args, uint32_t base) 
   Kept kept;
   const auto release = [&] {
     if (thread < kCluster) barrier_arrive_remote(address_in(barriers.empty(done.stage), thread));
-    done.next();
+    done.next(kStages);
   };
   // Leaves its products in flight, so that the tensor cores do not run dry; those of the stage before are done.
   const auto multiply = [&](int steps, bool first) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ void multiply_tiles(const Args& args, uint32_t base) 
       if (k < steps)
         wgmma<T, 0, !kForward>(c, advance(a, k * 32), advance(b, k * (kForward ? 32 : 16 * kBoxRow)), !first || k > 0);
     wgmma_commit();
-    at.next();
+    at.next(kStages);
     wgmma_wait<1>();
     if (!first) release();
   };
@@ -190,8 +190,6 @@ cudaError_t describe(Args& args, const Frozen& job) {
   }
   return status;
 }
-
-bool aligned(const void* pointer, int64_t ld) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && ld % 8 == 0; }
 
 }  // namespace
 

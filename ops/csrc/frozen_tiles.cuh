@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kRows = kFrozenRows, kCols = kFrozenCols, kDepth = 64, kGroupRows = 64, kStages = 4, kBuffers = 2;
 constexpr int kCluster = kFrozenCluster;  // CTAs one above the other, which share W
-constexpr int kWalked = 8;   // clusters one above the other that are walked column by column
+constexpr int kWalked = 8;                // clusters one above the other that are walked column by column
 constexpr int kConsumers = 256, kThreads = kConsumers + 128;
 constexpr int kConsumerRegisters = 232, kCopierRegisters = 40;
 static_assert(256 * kConsumerRegisters + 128 * kCopierRegisters <= kThreads * 168, "more registers than there are");
@@ -33,14 +33,6 @@ struct Barriers {
   uint32_t base;
   __device__ __forceinline__ uint32_t full(int stage) const { return base + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return base + (kStages + stage) * 8; }
-};
-
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
 };
 
 // A CTA's tiles. Groups of row tiles are walked column by column, so that the tiles of one moment share X and W in L2.

@@ -29,6 +29,15 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// A place in a ring of stages, and the parity that its barriers have on this round.
+struct Ring {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void next(int stages) {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
 // CTAs of a cluster: they are resident together and reach each other's shared memory.
 __device__ __forceinline__ int cluster_rank() {
   uint32_t rank;

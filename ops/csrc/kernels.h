@@ -14,6 +14,11 @@ namespace zerolora {
 
 enum class DType : int { f32 = 0, f16 = 1, bf16 = 2 };
 
+// Whether rows of 16-bit values, ld apart, can be moved in pieces of 16 bytes.
+inline bool aligned(const void* pointer, int64_t ld) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && ld % 8 == 0;
+}
+
 constexpr int kMaxSiblings = 16;
 constexpr int kRankChunk = 64;                     // ranks one launch of the tensor-core path handles
 constexpr int kMmaRows = 64, kMmaCols = 128;       // tile of Z on mma.sync

@@ -96,15 +96,21 @@ inline void run_passes(const std::vector<Job>& jobs, const Tensor& like, cudaStr
         "launching the reduction");
 }
 
+// y = h Q^T, Q as [D,R] or, by rank, [R,D].
+inline Expand expand_job(const Matrix& y, const Matrix& h, const Matrix& q, bool by_rank) {
+  Expand job;
+  job.dtype = y.type;
+  job.h = h.data, job.ldh = h.ld, job.q = q.data, job.ldq = q.ld, job.q_by_rank = by_rank;
+  job.y = y.data, job.ldy = y.ld, job.T = y.rows, job.D = y.cols, job.R = static_cast<int>(h.cols);
+  return job;
+}
+
 // y = keep * (h Q^T) + bias (or y += ...), with h [T,R] and Q [D,R] (or [R,D]: by_rank), where there is a mask or a
 // bias. Otherwise `prefill`, or a product of cuBLAS (docs/ops.md).
 inline void expand(const Matrix& h, const Matrix& q, bool by_rank, const Tensor& bias, const Matrix& y, bool accumulate,
                    const Dropout& dropout, const Tensor& like, cudaStream_t stream) {
-  Expand job;
-  job.dtype = y.type;
-  job.h = h.data, job.ldh = h.ld, job.q = q.data, job.ldq = q.ld, job.q_by_rank = by_rank;
+  Expand job = expand_job(y, h, q, by_rank);
   job.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
-  job.y = y.data, job.ldy = y.ld, job.T = y.rows, job.D = y.cols, job.R = static_cast<int>(h.cols);
   job.accumulate = accumulate, job.dropout = dropout;
   if (expand_supported(job, card_of(like))) {
     check(launch_expand(job, card_of(like), stream), "launching the expansion");
@@ -128,10 +134,7 @@ inline void expand(const Matrix& h, const Matrix& q, bool by_rank, const Tensor&
 // y = h Q^T, Q as [D,R] or, by rank, [R,D]: true where Hopper's kernel did it, false where cuBLAS has to (docs/ops.md).
 inline bool prefill(const Matrix& y, const Matrix& h, const Matrix& q, bool by_rank, const Tensor& like,
                     cudaStream_t stream) {
-  Expand job;
-  job.dtype = y.type;
-  job.h = h.data, job.ldh = h.ld, job.q = q.data, job.ldq = q.ld, job.q_by_rank = by_rank;
-  job.y = y.data, job.ldy = y.ld, job.T = y.rows, job.D = y.cols, job.R = static_cast<int>(h.cols);
+  const Expand job = expand_job(y, h, q, by_rank);
   if (!expand_wgmma_supported(job, card_of(like))) return false;
   check(launch_expand_wgmma(job, card_of(like), stream), "launching the prefill");
   return true;

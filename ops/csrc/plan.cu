@@ -11,8 +11,6 @@ namespace {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-bool aligned(const void* pointer, int64_t ld) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && ld % 8 == 0; }
-
 // Shared memory of the mma.sync kernel.
 int mma_bytes(const RankPass& pass, int rank_pad, int col_blocks, int stages) {
   const bool u = pass.p != nullptr, g = pass.v != nullptr;

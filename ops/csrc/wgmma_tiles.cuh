@@ -64,14 +64,6 @@ template <int RP, int kBlocks, bool kU, bool kG> struct Layout {
   static constexpr int kBarriers = kExchange + kExchangeBytes, kBytes = bytes(kStages);
 };
 
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void next(int stages) {
-    if (++stage == stages) stage = 0, parity ^= 1;
-  }
-};
-
 // The barriers of a stage: copied (full), masked, and read by both warpgroups (empty).
 template <int kStages> struct Barriers {
   uint32_t base;

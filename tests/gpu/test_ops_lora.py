@@ -7,11 +7,7 @@ import ops
 from tests.numerics import cases
 from tests.numerics.early_stop import assert_last_outputs_are_computed_once
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("kernels"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: torch.cuda.is_available() is False"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 

@@ -64,7 +64,7 @@ def test_value_and_gradient_equal_those_of_the_merged_update(measure: str, optio
     torch.testing.assert_close(squares, reference, rtol=1e-13, atol=0)  # in 64 bits, sums of thousands of terms
     for got, want in zip(torch.autograd.grad(squares, adapter), expected, strict=True):
         assert want.abs().max() > 0
-        torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-15)
+        torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-15)  # likewise, and terms cancel: near 0 absolute
 
 
 def test_peft_merges_the_update_that_delta_measures() -> None:
@@ -72,7 +72,8 @@ def test_peft_merges_the_update_that_delta_measures() -> None:
     pair = find_pairs(model)[0]
     assert pair.scale == pytest.approx(6.0 / math.sqrt(4))
     merged = model.get_submodule(pair.name).get_delta_weight("default")
-    torch.testing.assert_close(pair.scale * pair.b @ pair.a, merged, rtol=1e-12, atol=1e-14)
+    # In 64 bits: PEFT scales the product, this the first factor.
+    torch.testing.assert_close(pair.scale * pair.b @ pair.a, merged, rtol=1e-15, atol=1e-16)
 
 
 @pytest.mark.parametrize("measure", MEASURES)
@@ -88,7 +89,8 @@ def test_batching_changes_nothing(monkeypatch: pytest.MonkeyPatch, chunk_element
     model = adapted()
     information = measured(model, "delta")
     assert (len(information.chunks) == len(find_pairs(model))) == (chunk_elements == 1)
-    torch.testing.assert_close(information.squares(), naive_squares(model, "delta"), rtol=1e-12, atol=0)
+    # In 64 bits, sums of thousands of terms in chunks of another size.
+    torch.testing.assert_close(information.squares(), naive_squares(model, "delta"), rtol=1e-14, atol=0)
 
 
 def test_delta_starts_at_zero_with_a_zero_gradient_for_a_and_factors_at_a_third_of_the_rank() -> None:
