@@ -94,14 +94,15 @@ __device__ __forceinline__ uint2 multiply(uint32_t a, uint32_t b) {
 // Philox4x32 with 7 rounds (Salmon et al., SC 2011, table 2: the fewest that pass BigCrush).
 __device__ __forceinline__ uint4 philox(uint64_t key, uint64_t counter) {
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
-  uint32_t c0 = static_cast<uint32_t>(counter), c1 = static_cast<uint32_t>(counter >> 32), c2 = 0, c3 = 0;
+  const uint2 first = multiply(static_cast<uint32_t>(counter), 0xD2511F53u);  // the first round: the upper half is 0
+  uint32_t c0 = static_cast<uint32_t>(counter >> 32) ^ k0, c1 = 0, c2 = first.y ^ k1, c3 = first.x;
 #pragma unroll
-  for (int round = 0; round < 7; ++round) {
+  for (int round = 1; round < 7; ++round) {
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
     const uint2 low = multiply(c0, 0xD2511F53u), high = multiply(c2, 0xCD9E8D57u);
     c0 = high.y ^ c1 ^ k0, c2 = low.y ^ c3 ^ k1;
     c1 = high.x, c3 = low.x;
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
   }
   return make_uint4(c0, c1, c2, c3);
 }

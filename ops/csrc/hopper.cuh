@@ -85,6 +85,11 @@ __device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t 
       : "memory");
 }
 
+// Fetches a tensor's description, which is the launch's own: it may be read before the kernel before has ended.
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // A box of a 2-D tensor at (column, row) to shared memory; what lies outside the tensor arrives as zeros.
 __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap* map, int column, int row,
                                          uint32_t barrier) {
@@ -223,7 +228,7 @@ template <int N> __device__ __forceinline__ float4 quad(const float (&c)[N], int
   const int i = pair * 8 + half * 2;
   const float x = __shfl_xor_sync(~0u, odd ? c[i] : c[i + 4], 1);
   const float y = __shfl_xor_sync(~0u, odd ? c[i + 1] : c[i + 5], 1);
-  return odd ? make_float4(x, y, c[i + 4], c[i + 5]) : make_float4(c[i], c[i + 1], x, y);
+  return make_float4(odd ? x : c[i], odd ? y : c[i + 1], odd ? c[i + 4] : x, odd ? c[i + 5] : y);
 }
 __device__ __forceinline__ int quad_column() { return threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4; }
 

@@ -94,19 +94,25 @@ int64_t tile_rows(const RankPass& pass) {
   return wgmma_rows(pass.p != nullptr && pass.v != nullptr, tensor_core_plan(pass, Path::wgmma).rank_pad);
 }
 
-// Microseconds of the work on wgmma, fitted on an H200 to 38 shapes with tiles of 128 rows (the cut that it chooses
-// takes 4 % longer than the best of those tried, on average) and to 11 shapes at rank 64 with tiles of 64 rows (0.3 %;
-// docs/ops.md): a CTA takes so long for a tile however few others run, and for each row of tiles, more if it adds to
-// its cluster's U; all together read and write kMemory bytes a microsecond, and the reduction kReduce of the partial
-// sums. Rank 32 lies between 16 and 64.
+// Microseconds, and bytes a microsecond. A CTA takes so long for a tile however few others run, and for each row of
+// tiles, more if it adds to its cluster's U; all together read and write `memory`, and the reduction reads `reduce`.
+struct Times {
+  double start, cluster, wave, tile, row, row_clustered, memory, reduce;
+};
+// Fitted on an H200 (docs/ops.md). Passes for both results right after whole products, whose heat lowers the clock, as
+// in training; rank 32 has the tiles of rank 64, and its times. U alone or G alone on a cool card.
+constexpr Times kBothLow{4.8, 1.25, 0.9, 0.51, 0.44, 0.14, 4.7e6, 2.3e6};  // tiles of 128 rows
+constexpr Times kBothHigh{5.4, 1.0, 0.8, 0.49, 0.44, 0.0, 4.1e6, 3.5e6};   // tiles of 64 rows
+constexpr Times kOneLow{2.5, 0.0, 1.1, 0.4, 0.32, 0.0, 3.7e6, 3.3e6};
+constexpr Times kOneHigh{2.5, 0.0, 1.1, 0.4, 0.5, 0.0, 3.7e6, 3.3e6};  // above rank 32
+
+// How long the works take on wgmma.
 double wgmma_cost(const RankWork* works, int count, int64_t ctas, int64_t tiles_each, int slots) {
-  constexpr double kStart = 2.5, kWave = 1.1, kCluster = 0.5, kMemory = 3.7e6, kReduce = 3.3e6;
   const Plan& plan = works[0].plan;
   const bool both = works[0].pass.p != nullptr && works[0].pass.v != nullptr, clustered = plan.cluster > 1;
-  const bool high = plan.rank_pad == 64;
-  double tile = 0.4, row = high ? 0.5 : 0.32, row_clustered = 0.23;
-  if (tile_rows(works[0].pass) == 64) tile = high ? 0.37 : 0.31, row = high ? 0.37 : 0.34, row_clustered = 0.2;
-  if (clustered) row += row_clustered;
+  const Times& times = both ? (tile_rows(works[0].pass) == 128 ? kBothLow : kBothHigh)
+                            : (plan.rank_pad < 64 ? kOneLow : kOneHigh);
+  const double row = times.row + (clustered ? times.row_clustered : 0.0);
   double u_bytes = 0.0, g_bytes = 0.0;
   for (int i = 0; i < count; ++i) {
     u_bytes += 4.0 * static_cast<double>(works[i].plan.u_floats);
@@ -115,10 +121,10 @@ double wgmma_cost(const RankWork* works, int count, int64_t ctas, int64_t tiles_
   const double u_row = both ? plan.rank_pad * 4.0 / (plan.d_blocks_per_cta * plan.cluster) : 0.0;
   const double tile_bytes = static_cast<double>(tile_rows(works[0].pass)) * (kWgmmaCols * 2 + u_row);
   const double running = static_cast<double>(std::min<int64_t>(ctas, slots));
-  const double per_tile = std::max(tile + row / plan.d_blocks_per_cta, running * tile_bytes / kMemory);
-  return kStart + (clustered ? kCluster : 0.0) +
-         static_cast<double>(ceil_div(ctas, slots)) * (static_cast<double>(tiles_each) * per_tile + kWave) +
-         g_bytes / kMemory + (u_bytes + g_bytes) / kReduce;
+  const double per_tile = std::max(times.tile + row / plan.d_blocks_per_cta, running * tile_bytes / times.memory);
+  return times.start + (clustered ? times.cluster : 0.0) +
+         static_cast<double>(ceil_div(ctas, slots)) * (static_cast<double>(tiles_each) * per_tile + times.wave) +
+         g_bytes / times.memory + (u_bytes + g_bytes) / times.reduce;
 }
 
 // Cuts the works for one width of a CTA's columns, one cluster and one length of its rows (or columns, for U alone).

@@ -1,8 +1,9 @@
 // The rank-space primitive on Hopper (sm_90a): Z arrives once through the bulk copy engine, wgmma reads it from shared
 // memory twice, along its columns for U and along its rows for G.
 //
-// One CTA a multiprocessor: a copying thread, two warpgroups that draw the dropout mask into the tile (passes over x
-// only), and two that multiply, on tiles of 128 columns and 128 rows (64 where both results are wanted above rank 16):
+// One CTA a multiprocessor: a copying thread, up to four warpgroups that draw the dropout mask into the tile (passes
+// over x only), and two that multiply, on tiles of 128 columns and 128 rows (64 where both results are wanted above rank
+// 16):
 //     U[64 rows of this warpgroup, R]     += Z[64, 128] P[128, R]         over the CTA's column blocks
 //     G[64 columns of this warpgroup, R]  += Z[rows, 64]^T V[rows, R]     over the CTA's row blocks
 // Where both are wanted, CTAs side by side form a cluster and add their U through shared memory (exchange.cuh), in the
@@ -49,7 +50,7 @@ __device__ __forceinline__ void copy_tiles(const Problem& a, const uint32_t* bit
 }
 
 // Drops elements in place; wgmma reads shared memory through another proxy, hence the fence. A thread takes the pieces
-// of 8 elements `piece`, + 4, + 8 and + 12 of two rows of a tile: in each row those of one word of Dropout::bits.
+// of 8 elements `piece`, + 4, + 8 and + 12 of its rows of a tile: in each row those of one word of Dropout::bits.
 template <int RP, int kBlocks, bool kU, bool kG>
 __device__ __forceinline__ void mask_tiles(const Dropout& dropout, const Problem& a, char* shared, int tiles,
                                            const Place& place) {
@@ -66,25 +67,25 @@ __device__ __forceinline__ void mask_tiles(const Dropout& dropout, const Problem
     const int tile_col = static_cast<int>(place.col0) + (kG ? tile % kBlocks : tile) * kCols;
     char* const stage = shared + L::kPBytes + at.stage * L::kStageBytes;
 #pragma unroll 1
-    for (int half_row = row; half_row < kRows; half_row += kRows / 2) {
+    for (int mask_row = row; mask_row < kRows; mask_row += L::kMaskers / 4) {
       uint4 keep[4];
       if (!stored) {  // four draws, so that one's latency hides behind the others
-        const uint64_t counter = mask.counter(tile_row + half_row, tile_col + piece * 8);
+        const uint64_t counter = mask.counter(tile_row + mask_row, tile_col + piece * 8);
 #pragma unroll
         for (int i = 0; i < 4; ++i) keep[i] = mask.draw(counter + 4 * i);
-        if (L::kBitsBytes > 0 && dropout.bits != nullptr && tile_row + half_row < a.T && tile_col < a.D)
-          dropout.bits[(tile_col / kCols * a.T + tile_row + half_row) * 4 + piece] =
+        if (L::kBitsBytes > 0 && dropout.bits != nullptr && tile_row + mask_row < a.T && tile_col < a.D)
+          dropout.bits[(tile_col / kCols * a.T + tile_row + mask_row) * 4 + piece] =
               pack_kept(keep[0]) | pack_kept(keep[1]) << 4 | pack_kept(keep[2]) << 8 | pack_kept(keep[3]) << 12;
       }
-      if (half_row == row) barrier_wait(barriers.full(at.stage), at.parity);  // the first draws need no tile
+      if (mask_row == row) barrier_wait(barriers.full(at.stage), at.parity);  // the first draws need no tile
       if (stored) {
-        const uint32_t word = reinterpret_cast<const uint32_t*>(stage + kTileBytes)[half_row * 4 + piece];
+        const uint32_t word = reinterpret_cast<const uint32_t*>(stage + kTileBytes)[mask_row * 4 + piece];
         keep[0] = unpack_kept<0>(word), keep[1] = unpack_kept<1>(word);
         keep[2] = unpack_kept<2>(word), keep[3] = unpack_kept<3>(word);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        char* const values = stage + half * kHalfBytes + half_row * kBox;
+        char* const values = stage + half * kHalfBytes + mask_row * kBox;
         uint4* const near = reinterpret_cast<uint4*>(values + slot);
         uint4* const far = reinterpret_cast<uint4*>(values + (slot ^ 64));
         const uint4 first = *near, second = *far;
@@ -119,6 +120,9 @@ __global__ void __launch_bounds__(Layout<RP, kBlocks, kU, kG>::kThreads, 1)
   const int row_blocks = static_cast<int>((row_end - place.row0 + L::kTileRows - 1) / L::kTileRows);
   const int tiles = row_blocks * col_blocks;
   if (threadIdx.x == 0) {
+    prefetch_map(&a.z);
+    if constexpr (kU) prefetch_map(&a.p);
+    if constexpr (kG) prefetch_map(&a.v);
     for (int i = 0; i < L::kStages; ++i) {
       barrier_init(barriers.full(i), 1);
       barrier_init(barriers.empty(i), 2);
@@ -150,7 +154,7 @@ __global__ void __launch_bounds__(Layout<RP, kBlocks, kU, kG>::kThreads, 1)
         add_slices<RP>(a.u + place.col_split / args.cluster * a.T * RP, a.T, place.row0, row_blocks,
                        shared + L::kExchange, barriers.slices_full(), barriers.slices_free(), args.cluster);
   } else if constexpr (L::kMaskers > 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kMaskerRegisters));
+    if constexpr (L::kMaskers == 256) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(L::kMaskerRegisters));
     if (args.dropout.seed != nullptr)
       mask_tiles<RP, kBlocks, kU, kG>(args.dropout, a, shared, tiles, place);
   }

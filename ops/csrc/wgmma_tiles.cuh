@@ -6,7 +6,7 @@
 namespace zerolora {
 namespace {
 
-constexpr int kRows = 128, kCols = kWgmmaCols, kConsumers = 256, kCopiers = 128, kMaskerRegisters = 48;
+constexpr int kRows = 128, kCols = kWgmmaCols, kConsumers = 256, kCopiers = 128;
 constexpr int kBox = 64 * 2;  // bytes in a row of a box of Z: one 128-byte swizzle atom
 // Passes for U alone or G alone: bytes of 128 rows x 64 columns, and of a tile. Layout has those of all passes.
 constexpr int kHalfBytes = kRows * kBox, kTileBytes = 2 * kHalfBytes;
@@ -34,12 +34,13 @@ struct Place {
 
 template <int RP, int kBlocks, bool kU, bool kG> struct Layout {
   static constexpr bool kBoth = kU && kG;
-  static constexpr int kMaskers = kBoth ? 0 : 256;  // dY is never dropped
+  // dY is never dropped. Drawing waits for its own results: as many warps as the accumulators leave room for.
+  static constexpr int kMaskers = kBoth ? 0 : kBlocks * RP <= 64 ? 512 : 256;
   static constexpr int kThreads = kConsumers + kCopiers + kMaskers;
-  // setmaxnreg moves registers within what the launch gave: 168 each to 384 threads, 96 each to 640. Asking for more
-  // than the others return waits for ever: 128 * (2 * 216 + 56) <= 384 * 168, 128 * (2 * 176 + 24 + 2 * 48) <= 640
-  // * 96.
-  static constexpr int kConsumerRegisters = kMaskers == 0 ? 216 : 176, kCopierRegisters = kMaskers == 0 ? 56 : 24;
+  // setmaxnreg moves registers within what the launch gave: 168 each to 384 threads, 96 each to 640, 72 each to 896.
+  // Asking for more than the others return waits for ever.
+  static constexpr int kConsumerRegisters = kBoth ? 216 : kMaskers == 512 ? 88 : 176;
+  static constexpr int kMaskerRegisters = kMaskers == 512 ? 72 : 48, kCopierRegisters = kBoth ? 56 : 24;
   static_assert(128 * (2 * kConsumerRegisters + kCopierRegisters) + kMaskers * kMaskerRegisters <=
                     kThreads * (65536 / kThreads / 8 * 8),
                 "the warpgroups ask for more registers than there are");
