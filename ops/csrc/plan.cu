@@ -99,19 +99,27 @@ int64_t tile_rows(const RankPass& pass) {
 struct Times {
   double start, cluster, wave, tile, row, row_clustered, memory, reduce;
 };
-// Fitted on an H200 (docs/ops.md). Passes for both results right after whole products, whose heat lowers the clock, as
-// in training; rank 32 has the tiles of rank 64, and its times. U alone or G alone on a cool card.
-constexpr Times kBothLow{4.8, 1.25, 0.9, 0.51, 0.44, 0.14, 4.7e6, 2.3e6};  // tiles of 128 rows
-constexpr Times kBothHigh{5.4, 1.0, 0.8, 0.49, 0.44, 0.0, 4.1e6, 3.5e6};   // tiles of 64 rows
-constexpr Times kOneLow{2.5, 0.0, 1.1, 0.4, 0.32, 0.0, 3.7e6, 3.3e6};
-constexpr Times kOneHigh{2.5, 0.0, 1.1, 0.4, 0.5, 0.0, 3.7e6, 3.3e6};  // above rank 32
+// Fitted on an H200 (docs/ops.md). Passes for both results from kHot tokens on right after whole products, whose heat
+// lowers the clock, as in training; rank 32 has the tiles of rank 64 there, and its times. The others on a cool card.
+constexpr int64_t kHot = 2048;
+constexpr Times kHotLow{4.8, 1.25, 0.9, 0.51, 0.44, 0.14, 4.7e6, 2.3e6};  // tiles of 128 rows
+constexpr Times kHotHigh{5.4, 1.0, 0.8, 0.49, 0.44, 0.0, 4.1e6, 3.5e6};   // tiles of 64 rows
+constexpr Times kCool{2.5, 0.5, 1.1, 0.4, 0.32, 0.23, 3.7e6, 3.3e6};
+constexpr Times kCoolRank64{2.5, 0.5, 1.1, 0.4, 0.5, 0.23, 3.7e6, 3.3e6};
+constexpr Times kCoolBothRank32{2.5, 0.5, 1.1, 0.31, 0.34, 0.2, 3.7e6, 3.3e6};
+constexpr Times kCoolBothRank64{2.5, 0.5, 1.1, 0.37, 0.37, 0.2, 3.7e6, 3.3e6};
+
+const Times& times_of(const RankPass& pass, int rank_pad) {
+  const bool hot = pass.p != nullptr && pass.v != nullptr && pass.T >= kHot;
+  if (tile_rows(pass) == 64) return hot ? kHotHigh : rank_pad == 64 ? kCoolBothRank64 : kCoolBothRank32;
+  return hot ? kHotLow : rank_pad == 64 ? kCoolRank64 : kCool;
+}
 
 // How long the works take on wgmma.
 double wgmma_cost(const RankWork* works, int count, int64_t ctas, int64_t tiles_each, int slots) {
   const Plan& plan = works[0].plan;
   const bool both = works[0].pass.p != nullptr && works[0].pass.v != nullptr, clustered = plan.cluster > 1;
-  const Times& times = both ? (tile_rows(works[0].pass) == 128 ? kBothLow : kBothHigh)
-                            : (plan.rank_pad < 64 ? kOneLow : kOneHigh);
+  const Times& times = times_of(works[0].pass, plan.rank_pad);
   const double row = times.row + (clustered ? times.row_clustered : 0.0);
   double u_bytes = 0.0, g_bytes = 0.0;
   for (int i = 0; i < count; ++i) {

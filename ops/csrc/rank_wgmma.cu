@@ -2,8 +2,8 @@
 // memory twice, along its columns for U and along its rows for G.
 //
 // One CTA a multiprocessor: a copying thread, up to four warpgroups that draw the dropout mask into the tile (passes
-// over x only), and two that multiply, on tiles of 128 columns and 128 rows (64 where both results are wanted above rank
-// 16):
+// over x only), and two that multiply, on tiles of 128 columns and 128 rows (64 where both results are wanted above
+// rank 16):
 //     U[64 rows of this warpgroup, R]     += Z[64, 128] P[128, R]         over the CTA's column blocks
 //     G[64 columns of this warpgroup, R]  += Z[rows, 64]^T V[rows, R]     over the CTA's row blocks
 // Where both are wanted, CTAs side by side form a cluster and add their U through shared memory (exchange.cuh), in the
