@@ -108,6 +108,7 @@ constexpr Times kCool{2.5, 0.5, 1.1, 0.4, 0.32, 0.23, 3.7e6, 3.3e6};
 constexpr Times kCoolRank64{2.5, 0.5, 1.1, 0.4, 0.5, 0.23, 3.7e6, 3.3e6};
 constexpr Times kCoolBothRank32{2.5, 0.5, 1.1, 0.31, 0.34, 0.2, 3.7e6, 3.3e6};
 constexpr Times kCoolBothRank64{2.5, 0.5, 1.1, 0.37, 0.37, 0.2, 3.7e6, 3.3e6};
+constexpr double kKept = 60e6;  // bytes of partial sums that the L2 keeps; others go to memory and come back
 
 const Times& times_of(const RankPass& pass, int rank_pad) {
   const bool hot = pass.p != nullptr && pass.v != nullptr && pass.T >= kHot;
@@ -132,7 +133,8 @@ double wgmma_cost(const RankWork* works, int count, int64_t ctas, int64_t tiles_
   const double per_tile = std::max(times.tile + row / plan.d_blocks_per_cta, running * tile_bytes / times.memory);
   return times.start + (clustered ? times.cluster : 0.0) +
          static_cast<double>(ceil_div(ctas, slots)) * (static_cast<double>(tiles_each) * per_tile + times.wave) +
-         g_bytes / times.memory + (u_bytes + g_bytes) / times.reduce;
+         g_bytes / times.memory + (u_bytes + g_bytes) / times.reduce +
+         2.0 * std::max(0.0, u_bytes + g_bytes - kKept) / times.memory;
 }
 
 // Cuts the works for one width of a CTA's columns, one cluster and one length of its rows (or columns, for U alone).
