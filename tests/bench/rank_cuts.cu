@@ -1,0 +1,163 @@
+// Times ways to cut the passes over dY (U = Z P and G = Z^T V with their reduction) on sm_90a, the one that the cost
+// model of ops/csrc/plan.cu chooses first: rank_cuts hot|cool. Hot: right after whole products. rank_cuts.py builds it.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "common.cuh"
+#include "plan.cu"
+
+namespace zerolora {  // of the planner's other kernels none is wanted here
+cudaError_t launch_rank_mma(const RankWork&, cudaStream_t) { return cudaErrorNotSupported; }
+Plan plan_rank_simt(const RankPass&, const Device&) { return {}; }
+cudaError_t launch_rank_simt(const RankWork&, cudaStream_t) { return cudaErrorNotSupported; }
+
+namespace {
+
+void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  std::fprintf(stderr, "rank_cuts: %s: %s\n", what, cudaGetErrorString(status));
+  std::exit(1);
+}
+
+template <typename T> T* room(int64_t count) {
+  void* data = nullptr;
+  check(cudaMalloc(&data, static_cast<size_t>(count) * sizeof(T)), "allocating");
+  return static_cast<T*>(data);
+}
+
+__global__ void fill(__nv_bfloat16* data, int64_t count, uint32_t seed) {
+  for (int64_t i = blockIdx.x * 256ll + threadIdx.x; i < count; i += gridDim.x * 256ll) {
+    uint32_t hash = static_cast<uint32_t>(i) * 2654435761u + seed;
+    hash ^= hash >> 15, hash *= 2246822519u, hash ^= hash >> 13;
+    data[i] = __float2bfloat16(static_cast<float>(hash & 0xffff) / 32768.f - 1.f);
+  }
+}
+
+struct Cut {
+  double model;
+  int blocks, cluster;
+  int64_t length;
+};
+
+// The cheapest cuts as the model has it, the one that it chooses first.
+std::vector<Cut> cuts_of(RankWork& work, const Device& device, size_t most) {
+  std::vector<Cut> cuts;
+  const int64_t rows = tile_rows(work.pass), longest = ceil_div(work.pass.T, rows);
+  for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2)
+    for (int blocks = 1; blocks <= 4; blocks *= 2)
+      for (int64_t splits = 1; splits <= std::min<int64_t>(longest, 1024); ++splits) {
+        const int64_t length = ceil_div(longest, splits);
+        if (ceil_div(longest, length) != splits || length * rows > 16384) continue;
+        int64_t ctas = 0;
+        cut(&work, 1, blocks, cluster, length, ctas);
+        const double model = wgmma_cost(&work, 1, ctas, length * blocks, wgmma_slots(cluster, device));
+        cuts.push_back({model, blocks, cluster, length});
+      }
+  std::stable_sort(cuts.begin(), cuts.end(), [](const Cut& a, const Cut& b) { return a.model < b.model; });
+  if (cuts.size() > most) cuts.resize(most);
+  return cuts;
+}
+
+class Bench {
+ public:
+  Bench(const Device& device, bool hot) : device_(device), hot_(hot) {
+    fill<<<2048, 256>>>(pool_, kPool, 1), fill<<<256, 256>>>(p_, kMost, 2), fill<<<256, 256>>>(v_, kMost, 3);
+    check(cudaStreamCreate(&stream_), "creating a stream");
+    heater_.forward = false, heater_.parts = 1, heater_.part[0] = {pool_, 14336, pool_ + (200ll << 20), 4096, 14336};
+    heater_.T = 8192, heater_.D = 4096, heater_.y = room<__nv_bfloat16>(8192 * 4096), heater_.ldy = 4096;
+  }
+
+  void shape(int64_t T, int64_t D, int R, size_t most) {
+    RankWork work;
+    RankPass& pass = work.pass;
+    pass.T = T, pass.D = D, pass.ldz = D, pass.R = R, pass.z = pool_;
+    pass.p = p_, pass.ldp = R, pass.v = v_, pass.ldv = R;
+    work.plan = tensor_core_plan(pass, Path::wgmma);
+    const auto cuts = cuts_of(work, device_, most);
+    for (size_t i = 0; i < cuts.size(); ++i) {
+      int64_t ctas = 0;
+      work.plan = tensor_core_plan(pass, Path::wgmma);
+      cut(&work, 1, cuts[i].blocks, cuts[i].cluster, cuts[i].length, ctas);
+      std::printf("%lld %lld %d %d %d %lld %lld %.2f %.2f\n", static_cast<long long>(T), static_cast<long long>(D), R,
+                  cuts[i].blocks, cuts[i].cluster, static_cast<long long>(cuts[i].length),
+                  static_cast<long long>(ctas), microseconds(work), cuts[i].model);
+    }
+    std::fflush(stdout);
+  }
+
+ private:
+  static constexpr int64_t kPool = 760ll << 20, kMost = 32768 * 64;  // elements
+
+  double microseconds(RankWork& work) {
+    const RankPass& pass = work.pass;
+    const int64_t pad = work.plan.rank_pad, size = pass.T * pass.D;
+    const int sets = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(kPool / size, 8)));
+    work.u = workspace_, work.g = workspace_ + work.plan.u_floats;
+    Reduction jobs[2];
+    jobs[0].partial = work.u, jobs[0].splits = work.plan.d_splits, jobs[0].rows = pass.T, jobs[0].out = u_;
+    jobs[1].partial = work.g, jobs[1].splits = work.plan.t_splits, jobs[1].rows = pass.D, jobs[1].out = g_;
+    for (Reduction& job : jobs) {
+      job.cols = job.ld_out = pass.R, job.ld_partial = pad, job.split_stride = job.rows * pad;
+      job.out_dtype = DType::bf16;
+    }
+    constexpr int kCalls = 12, kRounds = 7;
+    cudaGraph_t graph;
+    cudaGraphExec_t run;
+    check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "capturing");
+    for (int i = 0; i < kCalls; ++i) {
+      work.pass.z = pool_ + i % sets * size;
+      check(launch_rank_works(&work, 1, device_, stream_), "launching a pass");
+      check(launch_reduce(jobs, 2, device_, stream_), "launching a reduction");
+    }
+    check(cudaStreamEndCapture(stream_, &graph), "capturing");
+    check(cudaGraphInstantiate(&run, graph, 0), "making a graph");
+    cudaEvent_t begin, end;
+    check(cudaEventCreate(&begin), "creating an event"), check(cudaEventCreate(&end), "creating an event");
+    std::vector<float> times;
+    for (int round = 0; round < kRounds; ++round) {
+      for (int i = 0; hot_ && i < (round == 0 ? 8 : 4); ++i)
+        check(launch_frozen(heater_, device_, stream_), "launching a product");
+      check(cudaEventRecord(begin, stream_), "timing"), check(cudaGraphLaunch(run, stream_), "launching a graph");
+      check(cudaEventRecord(end, stream_), "timing"), check(cudaEventSynchronize(end), "running");
+      float milliseconds = 0.f;
+      check(cudaEventElapsedTime(&milliseconds, begin, end), "timing");
+      if (round > 0) times.push_back(milliseconds * 1e3f / kCalls);
+    }
+    check(cudaEventDestroy(begin), "timing"), check(cudaEventDestroy(end), "timing");
+    check(cudaGraphExecDestroy(run), "freeing a graph"), check(cudaGraphDestroy(graph), "freeing a graph");
+    std::sort(times.begin(), times.end());
+    return times[times.size() / 2];
+  }
+
+  Device device_;
+  bool hot_;
+  cudaStream_t stream_ = nullptr;
+  Frozen heater_;
+  __nv_bfloat16 *pool_ = room<__nv_bfloat16>(kPool), *p_ = room<__nv_bfloat16>(kMost), *v_ = room<__nv_bfloat16>(kMost);
+  __nv_bfloat16 *u_ = room<__nv_bfloat16>(kMost), *g_ = room<__nv_bfloat16>(kMost);
+  float* workspace_ = room<float>(1ll << 28);
+};
+
+}  // namespace
+}  // namespace zerolora
+
+int main(int argc, char** argv) {
+  using namespace zerolora;
+  cudaDeviceProp card;
+  check(cudaGetDeviceProperties(&card, 0), "asking for the card");
+  if (card.major != 9 || card.minor != 0) {
+    std::fprintf(stderr, "rank_cuts: compute capability 9.0 is needed, this card has %d.%d\n", card.major, card.minor);
+    return 2;
+  }
+  const Device device{card.multiProcessorCount, 90, static_cast<int>(card.sharedMemPerBlockOptin),
+                      static_cast<int>(card.sharedMemPerMultiprocessor)};
+  Bench bench(device, argc > 1 && std::strcmp(argv[1], "hot") == 0);
+  constexpr int64_t kShapes[][2] = {{512, 4096},   {512, 28672}, {2048, 4096},  {2048, 6144},
+                                    {2048, 28672}, {4096, 4096}, {4096, 14336}, {8192, 1024},
+                                    {8192, 4096},  {8192, 6144}, {8192, 28672}, {12288, 5120},
+                                    {16384, 4096}, {16384, 14336}, {32768, 4096}, {32768, 6144}};
+  for (const int R : {16, 32, 64})
+    for (const auto& shape : kShapes) bench.shape(shape[0], shape[1], R, 24);
+}

@@ -1,0 +1,60 @@
+"""Times ways to cut the passes over dY on sm_90a, and says how far the cost model's choice is from the best of them.
+
+    python -m tests.bench.rank_cuts [hot|cool]        on an H200, with nvcc
+
+What the times in ops/csrc/plan.cu are fitted to. hot: each measurement comes right after whole products, as in
+training. A line is a shape: what the model chooses, and the best of the 24 cuts that it holds for the cheapest; a cut
+is the columns of a CTA in blocks of 128, the CTAs of a cluster, and the row tiles of a CTA.
+"""
+
+import argparse
+import statistics
+import subprocess
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+HERE, CSRC = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2] / "ops" / "csrc"
+TARGET = ["-gencode", "arch=compute_90a,code=sm_90a"]
+FLAGS = ["-O3", "-std=c++17", "-DZEROLORA_HOPPER", "-diag-suppress", "177", *TARGET, f"-I{CSRC}"]
+
+
+def build(folder: Path) -> Path:
+    sources = [HERE / "rank_cuts.cu", *(CSRC / f"{name}.cu" for name in ("rank_wgmma", "reduce", "frozen"))]
+    objects = [folder / f"{source.stem}.o" for source in sources]
+    compilers = [
+        subprocess.Popen(["nvcc", *FLAGS, "-c", "-o", str(target), str(source)], stderr=subprocess.DEVNULL)
+        for source, target in zip(sources, objects, strict=True)
+    ]
+    if any([compiler.wait() for compiler in compilers]):  # waits for all
+        raise SystemExit("rank_cuts: nvcc failed; run it by hand: nvcc " + " ".join([*FLAGS, "-c", str(sources[0])]))
+    program = folder / "rank_cuts"
+    subprocess.run(["nvcc", *TARGET, "-o", str(program), *map(str, objects)], check=True)
+    return program
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser.add_argument("state", nargs="?", default="hot", choices=["hot", "cool"])
+    state = parser.parse_args().state
+    with tempfile.TemporaryDirectory() as folder:
+        found = subprocess.run([str(build(Path(folder))), state], capture_output=True, text=True)
+    if found.returncode:
+        raise SystemExit(found.stderr.strip() or f"rank_cuts: the program ended with {found.returncode}")
+    shapes: dict[tuple[str, ...], list[tuple[float, str]]] = defaultdict(list)
+    for line in found.stdout.splitlines():
+        T, D, R, blocks, cluster, length, ctas, us, _ = line.split()
+        shapes[R, T, D].append((float(us), f"{blocks} x {cluster} x {length} ({ctas} CTAs)"))
+    print(f"{'R':>3}{'T':>7}{'D':>7} | {'chosen':>8}  {'':<24} | {'best':>8}  {'':<24} | {'+%':>5}")
+    longer = defaultdict(list)
+    for (R, T, D), cuts in shapes.items():
+        (chosen, cut), (best, other) = cuts[0], min(cuts)
+        longer[R].append(100 * (chosen / best - 1))
+        print(f"{R:>3}{T:>7}{D:>7} | {chosen:8.1f}  {cut:<24} | {best:8.1f}  {other:<24} | {longer[R][-1]:5.1f}")
+    for R, percents in longer.items():
+        mean = statistics.mean(percents)
+        print(f"R = {R}: {mean:.1f} % longer than the best on average, {max(percents):.1f} % at most")
+
+
+if __name__ == "__main__":
+    main()
