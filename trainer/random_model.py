@@ -73,6 +73,10 @@ class RandomTensors:
         """Names of all tensors."""
         return set(self._like)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors."""
+        return {name: tuple(like.shape) for name, like in self._like.items()}
+
     def read(self, name: str) -> torch.Tensor:
         """One tensor, on the device."""
         like = self._like[name]

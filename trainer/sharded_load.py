@@ -25,8 +25,7 @@ class SafetensorsFiles:
     """All tensors of a model's safetensors files by name, each read when asked for."""
 
     def __init__(self, base_model: str, section: ModelSection) -> None:
-        from safetensors import safe_open
-
+        self._base_model = base_model
         self._folder = _checkpoint_folder(base_model, section)
         self._file_of: dict[str, Path] = {}
         index = self._folder / "model.safetensors.index.json"
@@ -35,8 +34,7 @@ class SafetensorsFiles:
                 self._file_of[name] = self._folder / file
         else:
             for file in sorted(self._folder.glob("*.safetensors")):
-                with safe_open(str(file), framework="pt") as handle:
-                    self._file_of |= dict.fromkeys(handle.keys(), file)
+                self._file_of |= dict.fromkeys(self._shapes_in(file), file)
         if not self._file_of:
             raise UserError(
                 f"base_model={base_model}: no .safetensors file; only safetensors are loaded, convert it first"
@@ -45,6 +43,24 @@ class SafetensorsFiles:
     def names(self) -> set[str]:
         """Names of all tensors."""
         return set(self._file_of)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors, from the headers of the files. Raises UserError if a file cannot be read."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for file in sorted(set(self._file_of.values())):
+            shapes |= self._shapes_in(file)
+        return shapes
+
+    def _shapes_in(self, file: Path) -> dict[str, tuple[int, ...]]:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(str(file), framework="pt") as handle:
+                return {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"base_model={self._base_model}: {file.name} cannot be read ({error}); download or copy it again"
+            ) from error
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, on the CPU."""
@@ -84,6 +100,7 @@ def load_streamed(
     files: Tensors
     files = RandomTensors(base_model, model, device) if is_random(base_model) else SafetensorsFiles(base_model, section)
     names = _names_in_checkpoint(model, files, base_model)
+    _check_shapes(model, files, names, base_model, device)
     output_head = model.get_output_embeddings()
     if shards is not None:
         shards.plan(model)
@@ -121,21 +138,49 @@ def _partition(module: nn.Module, deepspeed_config: dict[str, Any]) -> None:
         deepspeed.zero.Init(module=own, config_dict_or_path=deepspeed_config)
 
 
+def _check_shapes(
+    model: nn.Module, files: Tensors, names: dict[str, str], base_model: str, device: torch.device
+) -> None:
+    """Raises UserError on every rank unless all stored tensors have their parameters' shapes; rank 0 reads headers."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    verdict: list[str | None] = [None]
+    if not several or dist.get_rank() == 0:
+        try:
+            verdict[0] = _wrong_shapes(model, files.shapes(), names, base_model)
+        except UserError as error:
+            verdict[0] = str(error)
+    if several:
+        dist.broadcast_object_list(verdict, src=0, device=device)
+    if verdict[0] is not None:
+        raise UserError(verdict[0])
+
+
+def _wrong_shapes(
+    model: nn.Module, stored: dict[str, tuple[int, ...]], names: dict[str, str], base_model: str
+) -> str | None:
+    wrong, parameters = [], dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        shape = stored.get(names[name])
+        if shape != tuple(parameter.shape):
+            found = "is in none of the files" if shape is None else f"has shape {shape}"
+            wrong.append(f"{names[name]} {found}, config.json says {tuple(parameter.shape)}")
+    if not wrong:
+        return None
+    return (
+        f"base_model={base_model}: {len(wrong)} of {len(parameters)} weights do not fit config.json "
+        f"(first: {wrong[0]}); take both from the same model"
+    )
+
+
 def _broadcast(files: Tensors, name: str, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
     """The tensor on every rank; one rank per run reads the disk."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return _checked(files.read(name), name, parameter).to(device)
+        return files.read(name).to(device)
     if dist.get_rank() == 0:
-        value = _checked(files.read(name), name, parameter).to(device=device, dtype=parameter.dtype).contiguous()
+        value = files.read(name).to(device=device, dtype=parameter.dtype).contiguous()
     else:
         value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
     dist.broadcast(value, src=0)
-    return value
-
-
-def _checked(value: torch.Tensor, name: str, parameter: nn.Parameter) -> torch.Tensor:
-    if value.shape != parameter.shape:
-        raise UserError(f"base_model: {name} has shape {tuple(value.shape)}, config.json says {tuple(parameter.shape)}")
     return value
 
 
