@@ -154,6 +154,7 @@ __global__ void __launch_bounds__(Layout<RP, kBlocks, kU, kG>::kThreads, 1)
         add_slices<RP>(a.u + place.col_split / args.cluster * a.T * RP, a.T, place.row0, row_blocks,
                        shared + L::kExchange, barriers.slices_full(), barriers.slices_free(), args.cluster);
   } else if constexpr (L::kMaskers > 0) {
+    // Of 512 each keeps what the launch gave.
     if constexpr (L::kMaskers == 256) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(L::kMaskerRegisters));
     if (args.dropout.seed != nullptr)
       mask_tiles<RP, kBlocks, kU, kG>(args.dropout, a, shared, tiles, place);
