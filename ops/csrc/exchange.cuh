@@ -1,5 +1,5 @@
-// U of a row of tiles, added over the CTAs of a cluster: each CTA is given a slice of the rows, gets that slice from
-// every CTA through distributed shared memory, and adds them in the order of the CTAs.
+// Sums added over the CTAs of a cluster, in their order, through distributed shared memory: U of a row of tiles, where
+// a pass wants both results and goes on meanwhile, and at its end what a pass for one result has.
 #pragma once
 #include "hopper.cuh"
 
@@ -8,8 +8,9 @@ namespace zerolora {
 constexpr int kAdders = 96;    // threads that add: three warps beside the one that copies
 constexpr int kExchanges = 2;  // rows of tiles that may be on their way
 
-// Slices lie as [CTA it came from][unit of 8 rows][pair of 8 ranks][lane], 16 bytes each: the order of the
-// accumulators, so that a warp's store fills 512 bytes in a row.
+// Each CTA is given a slice of the rows and gets it from every CTA. Slices lie as [CTA it came from][unit of 8
+// rows][pair of 8 ranks][lane], 16 bytes each: the order of the accumulators, so that a warp's store fills 512 bytes in
+// a row.
 template <int RP> struct Slices {
   static constexpr int kRows = wgmma_rows(true, RP), kUnits = kRows / 8, kPairs = RP / 16, kUnit = kPairs * 32;
   static constexpr int kBytes = kUnits * kUnit * 16;
@@ -35,11 +36,12 @@ __device__ __forceinline__ void send_slices(const float (&u)[RP / 2], uint32_t e
   }
 }
 
-// Adds the slices of `row_blocks` rows of tiles one after the other into U[T, RP] and says to each sender when it may
-// go on. full, free: the barriers of the first buffer, those of the second lie behind.
-template <int RP>
-__device__ __forceinline__ void add_slices(float* u, int64_t T, int64_t row0, int row_blocks, const char* exchange,
-                                           uint32_t full, uint32_t free, int cluster) {
+// Adds the slices of `row_blocks` rows of tiles one after the other, gives 4 neighbours of a row to put(row, rank,
+// sum), and says to each sender when it may go on. full, free: the barriers of the first buffer, those of the second
+// lie behind.
+template <int RP, typename Put>
+__device__ __forceinline__ void add_slices(Put put, int64_t row0, int row_blocks, const char* exchange, uint32_t full,
+                                           uint32_t free, int cluster) {
   using S = Slices<RP>;
   const int thread = static_cast<int>(threadIdx.x) % 128 - (128 - kAdders);
   const S slices(cluster);
@@ -60,13 +62,59 @@ __device__ __forceinline__ void add_slices(float* u, int64_t T, int64_t row0, in
       for (int s = 1; s < kMaxCluster; ++s)
         sum.x += value[s].x, sum.y += value[s].y, sum.z += value[s].z, sum.w += value[s].w;
       const int lane = i % 32, pair = i / 32 % S::kPairs, unit = i / S::kUnit;
-      const int64_t row = row0 + unit * 8 + lane / 4;
-      if (row < T) *reinterpret_cast<float4*>(u + row * RP + pair * 16 + lane % 2 * 8 + lane % 4 / 2 * 4) = sum;
+      put(row0 + unit * 8 + lane / 4, pair * 16 + quad_column(lane), sum);
     }
     if (block + kExchanges >= row_blocks) continue;  // nobody waits for it, and the sender may be gone
-    adders_sync(kAdders);
+    named_sync(kAdders);
     if (thread < cluster) barrier_arrive_remote(address_in(free + buffer * 8, thread));
   }
+}
+
+// Adds the pieces of 16 bytes from `piece` on, in steps of kThreads, that lie at address(piece) of every CTA, and puts
+// the sums in their place in this one. A thread has 8 loads on their way: of as many pieces as clusters of up to kMost
+// allow.
+template <int kThreads, int kMost, typename Address>
+__device__ __forceinline__ void add_pieces(int piece, int last, int cluster, Address address) {
+  constexpr int kAtOnce = kMaxCluster / kMost;
+  const int own = cluster_rank();
+#pragma unroll 1
+  for (; piece < last; piece += kAtOnce * kThreads) {
+    float4 value[kAtOnce][kMost];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const uint32_t from = address(min(piece + i * kThreads, last - 1));
+#pragma unroll
+      for (int s = 0; s < kMost; ++s) {
+        if (s == own) value[i][s] = load_shared(from);
+        else if (s < cluster) value[i][s] = load_remote(address_in(from, s));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      float4 sum = value[i][0];
+#pragma unroll
+      for (int s = 1; s < kMost; ++s)
+        if (s < cluster)
+          sum.x += value[i][s].x, sum.y += value[i][s].y, sum.z += value[i][s].z, sum.w += value[i][s].w;
+      if (piece + i * kThreads < last) store_shared(address(piece + i * kThreads), sum);
+    }
+  }
+}
+
+// Pieces of one thread: from `first` on in steps of as many threads.
+struct Share {
+  int first, last;
+};
+
+// A share of the `pieces` in each CTA; returns what this thread has added, and where it lies still.
+template <int kThreads, typename Address>
+__device__ __forceinline__ Share add_over_cluster(int pieces, int cluster, Address address) {
+  const int each = (pieces + cluster - 1) / cluster, begin = cluster_rank() * each;
+  const Share share{begin + static_cast<int>(threadIdx.x), min(pieces, begin + each)};
+  if (cluster > 4) add_pieces<kThreads, 8>(share.first, share.last, cluster, address);
+  else if (cluster > 2) add_pieces<kThreads, 4>(share.first, share.last, cluster, address);
+  else if (cluster > 1) add_pieces<kThreads, 2>(share.first, share.last, cluster, address);
+  return share;
 }
 
 }  // namespace zerolora

@@ -47,6 +47,24 @@ __device__ __forceinline__ int cluster_rank() {
 __device__ __forceinline__ void cluster_sync() {  // by every thread, in whatever order the roles get here
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
+__device__ __forceinline__ float4 load_shared(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address));
+  return v;
+}
+__device__ __forceinline__ void store_shared(uint32_t address, float4 v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ float4 load_remote(uint32_t address) {  // of another CTA's
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address));
+  return v;
+}
 // The release of the other would wait for this thread's stores to device memory, microseconds on a busy card. This one
 // shows nothing but barriers behind `fence.mbarrier_init`; what was sent to other CTAs must have been awaited there.
 __device__ __forceinline__ void cluster_sync_relaxed() {
@@ -69,8 +87,11 @@ __device__ __forceinline__ void store_remote(uint32_t target, float4 v, uint32_t
       "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
       : "memory");
 }
-// The threads that add the slices (exchange.cuh) wait for each other.
-__device__ __forceinline__ void adders_sync(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+// Some warps of a CTA wait for each other, and for those that only arrive; `threads` counts both.
+__device__ __forceinline__ void named_sync(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+__device__ __forceinline__ void named_arrive(int threads) {
+  asm volatile("bar.arrive 1, %0;" ::"r"(threads) : "memory");
+}
 __device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -230,7 +251,7 @@ template <int N> __device__ __forceinline__ float4 quad(const float (&c)[N], int
   const float y = __shfl_xor_sync(~0u, odd ? c[i + 1] : c[i + 5], 1);
   return make_float4(odd ? x : c[i], odd ? y : c[i + 1], odd ? c[i + 4] : x, odd ? c[i + 5] : y);
 }
-__device__ __forceinline__ int quad_column() { return threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4; }
+__device__ __forceinline__ int quad_column(int lane) { return lane % 2 * 8 + lane % 4 / 2 * 4; }
 
 // A box of shared memory to a 2-D tensor at (column, row); what lies outside the tensor is not written. A thread's
 // stores form groups; `store_wait` waits until all but the newest kPending have read their shared memory.

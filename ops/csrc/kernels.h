@@ -4,8 +4,9 @@
 //
 // One primitive does all rank-space work. It reads Z[T,D] once and gives
 //     U[T,R] = (m*Z) P        and/or        G[D,R] = (m*Z)^T V,
-// as fp32 partial sums over D-splits (for U) and T-splits (for G). `reduce` adds the partials in a fixed order, so that
-// a result depends on the shapes and the card's number of multiprocessors only: no atomics, the same bits every run.
+// as fp32 partial sums over D-splits (for U) and T-splits (for G), or finished where the CTAs that share a result can
+// add theirs through shared memory. `reduce` adds the partials. Either adds in a fixed order, so that a result depends
+// on the shapes and the card's number of multiprocessors only: no atomics, the same bits every run.
 #pragma once
 #include <cstdint>
 #include <cuda_runtime_api.h>
@@ -26,7 +27,7 @@ constexpr int kWgmmaCols = 128;                    // and on wgmma
 // Rows there. Where both results are wanted, U leaves the accumulators with every row of tiles. Above rank 16 that
 // takes so long that the two warpgroups take U of smaller tiles in turn: one sends while the other multiplies.
 constexpr int wgmma_rows(bool both, int rank_pad) { return both && rank_pad > 16 ? 64 : 128; }
-constexpr int kMaxCluster = 8;                     // CTAs that add their U in shared memory
+constexpr int kMaxCluster = 8;                     // CTAs that add their sums in shared memory
 
 // m = keep / (1 - p), keep drawn from Philox4x32-7 with the key *seed and one 15-bit number per element. The kernels
 // apply keep alone; the factor belongs into the scale of a reduction, or of dh for dh A.
@@ -50,7 +51,7 @@ struct RankPass {
   bool p_by_rank = false;
   const void* v = nullptr;  // [T,R]; null: no G
   int64_t ldv = 0;
-  bool g_by_rank = false;  // partials of G as [R,D] instead of [D,R]; on wgmma where G alone is wanted
+  bool g_by_rank = false;  // G as [R,D] instead of [D,R]; on wgmma where, and only where, G alone is wanted
   int R = 0;               // ranks of this launch, at most kRankChunk on the tensor-core path
   Dropout dropout;
 };
@@ -68,7 +69,8 @@ struct Plan {
   Path path = Path::simt;
   int rank_pad = 0;                // ranks in a row of the partials
   int d_blocks_per_cta = 1;        // blocks of 128 columns
-  int cluster = 1;                 // CTAs side by side that add their U in shared memory (wgmma)
+  int cluster = 1;  // CTAs that add their U, or G where that alone is wanted, in shared memory (wgmma)
+  bool finished = false;           // and write the result: no partials of it are left (wgmma)
   int merged = 1;                  // works, this one included, that share its launch
   int d_splits = 1, t_splits = 1;  // partials of U, partials of G
   int64_t rows_per_split = 0, cols_per_split = 0;
@@ -76,18 +78,30 @@ struct Plan {
   int64_t u_floats = 0, g_floats = 0;  // workspace
 };
 
-// One pass, how it is cut, and where its partial sums go.
+// Ranks [begin, begin + rank) of a result belong to `out`, scaled.
+struct Target {
+  int begin = 0, rank = 0;
+  float scale = 1.f;
+  void* out = nullptr;
+  int64_t ld = 0;
+};
+
+// One pass, how it is cut, where its partial sums go, and where the result that it finishes.
 struct RankWork {
   RankPass pass;
   Plan plan;
   float *u = nullptr, *g = nullptr;
+  Target target[kMaxSiblings];
+  int targets = 0;
+  DType out_dtype = DType::f32;
+  bool accumulate = false;
 };
 
 // Where G is wanted and T = 0, t_splits is 0: nothing is launched and the reduction writes zeros. Passes that read
 // matrices of their own for U and G (the backward's over dY, one for each sibling) share a launch on wgmma.
 void plan_rank_works(RankWork* works, int count, const Device& device);
 cudaError_t launch_rank_works(const RankWork* works, int count, const Device& device, cudaStream_t stream);
-bool leaves_dropout_bits(const RankPass& pass, const Device& device);
+bool wgmma_takes(const RankPass& pass, const Device& device);
 
 constexpr int kMaxMerged = 6;  // works in one launch: their descriptors are parameters of the kernel, 4 KiB in all
 void plan_rank_wgmma(RankWork* works, int count, const Device& device);

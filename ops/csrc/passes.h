@@ -10,14 +10,8 @@ namespace zerolora {
 // Below this many tokens everything stays in the L2: there a second read costs little, and adding the adapter after the
 // frozen product costs less than accumulating the product into a prefilled output (docs/ops.md).
 constexpr int64_t kFewTokens = 4096;
-
-// Ranks [begin, begin + rank) of a pass belong to `out`, scaled.
-struct Target {
-  int begin = 0, rank = 0;
-  float scale = 1.f;
-  void* out = nullptr;
-  int64_t ld = 0;
-};
+// Below this many our pass for h, which needs no second launch, is faster than cuBLAS's product.
+constexpr int64_t kFewerTokens = 2048;
 
 // One matrix to read, with the results wanted of it.
 struct Job {
@@ -33,28 +27,32 @@ inline RankPass pass_over(const Matrix& z) {
   return pass;
 }
 
-// What one launch leaves of a target: the part of its ranks that lies in [base, base + R).
-inline void add_reduction(std::vector<Reduction>& reductions, const Target& target, const RankWork& work, int base,
-                          bool is_g, DType type, bool accumulate) {
-  const RankPass& pass = work.pass;
-  const int first = std::max(target.begin, base), last = std::min(target.begin + target.rank, base + pass.R);
-  if (first >= last) return;
-  Reduction r;
-  r.scale = target.scale, r.out_dtype = type, r.accumulate = accumulate, r.ld_out = target.ld;
-  const bool by_rank = is_g && pass.g_by_rank;
-  const int64_t skip = first - target.begin;
-  r.out = static_cast<char*>(target.out) + skip * (by_rank ? target.ld : 1) * bytes_of(type);
-  r.ld_partial = by_rank ? pass.D : work.plan.rank_pad;
-  r.partial = (is_g ? work.g : work.u) + (first - base) * (by_rank ? pass.D : 1);
-  r.split_stride = (is_g ? pass.D : pass.T) * work.plan.rank_pad;
-  r.splits = is_g ? (pass.T == 0 ? 0 : work.plan.t_splits) : work.plan.d_splits;
-  r.rows = by_rank ? last - first : is_g ? pass.D : pass.T;
-  r.cols = by_rank ? pass.D : last - first;
-  reductions.push_back(r);
+// The part of a target that lies in the ranks [base, base + R) of one launch, as that launch numbers them.
+inline Target part_of(const Target& target, int base, int R, bool by_rank, DType type) {
+  Target part = target;
+  const int first = std::max(target.begin, base), last = std::min(target.begin + target.rank, base + R);
+  part.begin = first - base, part.rank = std::max(0, last - first);
+  part.out = static_cast<char*>(target.out) + (first - target.begin) * (by_rank ? target.ld : 1) * bytes_of(type);
+  return part;
 }
 
-// Runs the primitive over every job, kRankChunk ranks a launch and siblings together where the kernel can, and adds all
-// partial sums in one launch. Of a job's launches the first leaves the mask's bits to the others.
+// What adds the partial sums that a launch leaves of a target.
+inline Reduction reduction_of(const Target& target, const RankWork& work, bool is_g, DType type, bool accumulate) {
+  const RankPass& pass = work.pass;
+  Reduction r;
+  r.scale = target.scale, r.out = target.out, r.out_dtype = type, r.accumulate = accumulate, r.ld_out = target.ld;
+  const bool by_rank = is_g && pass.g_by_rank;
+  r.ld_partial = by_rank ? pass.D : work.plan.rank_pad;
+  r.partial = (is_g ? work.g : work.u) + target.begin * (by_rank ? pass.D : 1);
+  r.split_stride = (is_g ? pass.D : pass.T) * work.plan.rank_pad;
+  r.splits = is_g ? (pass.T == 0 ? 0 : work.plan.t_splits) : work.plan.d_splits;
+  r.rows = by_rank ? target.rank : is_g ? pass.D : pass.T;
+  r.cols = by_rank ? pass.D : target.rank;
+  return r;
+}
+
+// Runs the primitive over every job, kRankChunk ranks a launch and siblings together where the kernel can, and adds
+// what partial sums are left in one launch. Of a job's launches the first leaves the mask's bits to the others.
 inline void run_passes(const std::vector<Job>& jobs, const Tensor& like, cudaStream_t stream) {
   const Device& device = card_of(like);
   std::vector<RankWork> works;
@@ -78,20 +76,28 @@ inline void run_passes(const std::vector<Job>& jobs, const Tensor& like, cudaStr
     work.u = next, work.g = next + work.plan.u_floats;
     next += work.plan.u_floats + work.plan.g_floats;
   }
+  std::vector<Reduction> reductions;
+  size_t at = 0;
+  for (const Job& job : jobs)
+    for (int base = 0; base < job.pass.R; base += kRankChunk) {
+      RankWork& work = works[at++];
+      const auto add = [&](const std::vector<Target>& targets, bool is_g, DType type, bool accumulate) {
+        const bool finished = work.plan.finished && is_g == job.u.empty();
+        if (finished) work.out_dtype = type, work.accumulate = accumulate;
+        for (const Target& target : targets) {
+          const Target part = part_of(target, base, work.pass.R, is_g && job.pass.g_by_rank, type);
+          if (part.rank == 0) continue;
+          if (finished) work.target[work.targets++] = part;
+          else reductions.push_back(reduction_of(part, work, is_g, type, accumulate));
+        }
+      };
+      add(job.u, false, job.u_type, false), add(job.g, true, job.g_type, job.accumulate_g);
+    }
   const RankWork& first = works[0];
   const cudaError_t status = launch_rank_works(works.data(), static_cast<int>(works.size()), device, stream);
   TORCH_CHECK(status == cudaSuccess, "zerolora: launching the rank pass of T=", text(first.pass.T), ", D=",
               text(first.pass.D), ", R=", text(first.pass.R), " on path ", text(static_cast<int>(first.plan.path)),
               ": ", cudaGetErrorString(status));
-  std::vector<Reduction> reductions;
-  size_t at = 0;
-  for (const Job& job : jobs)
-    for (int base = 0; base < job.pass.R; base += kRankChunk, ++at) {
-      for (const Target& target : job.u)
-        add_reduction(reductions, target, works[at], base, false, job.u_type, false);
-      for (const Target& target : job.g)
-        add_reduction(reductions, target, works[at], base, true, job.g_type, job.accumulate_g);
-    }
   check(launch_reduce(reductions.data(), static_cast<int>(reductions.size()), device, stream),
         "launching the reduction");
 }
@@ -146,15 +152,16 @@ inline Tensor project(const Tensor& x, const Matrix& rows, const Matrix& downs, 
   const Tensor h = at::empty({rows.rows, layout.total}, x.options());
   const Matrix out = rows_of(h);
   const bool one_scale = std::all_of(scales.begin(), scales.end(), [&](double s) { return s == scales[0]; });
-  if (dropout.seed == nullptr && one_scale) {  // a pass for U alone: cuBLAS is 5 to 15 % faster (docs/ops.md)
-    product(out, static_cast<float>(scales[0]), rows, false, downs, true, 0.f, stream);
-    return h;
-  }
   std::vector<Job> jobs(1);
   Job& job = jobs[0];
   job.pass = pass_over(rows);
   job.pass.p = downs.data, job.pass.ldp = downs.ld, job.pass.p_by_rank = true, job.pass.R = layout.total;
   job.pass.dropout = dropout;
+  const bool few = rows.rows < kFewerTokens && wgmma_takes(job.pass, card_of(x));
+  if (dropout.seed == nullptr && one_scale && !few) {  // cuBLAS is a few percent faster there (docs/ops.md)
+    product(out, static_cast<float>(scales[0]), rows, false, downs, true, 0.f, stream);
+    return h;
+  }
   job.u_type = out.type;
   for (size_t i = 0; i < layout.size(); ++i)
     job.u.push_back({layout.begin[i], layout.padded[i], static_cast<float>(scales[i]) * dropout.keep_scale,
@@ -207,7 +214,7 @@ inline void backward_outer(const std::vector<Outer>& siblings, bool accumulate, 
 inline Tensor room_for_bits(const Matrix& rows, int rank, const Tensor& like) {
   RankPass pass = pass_over(rows);
   pass.R = std::min(kRankChunk, rank);
-  if (!leaves_dropout_bits(pass, card_of(like))) return {};
+  if (!wgmma_takes(pass, card_of(like))) return {};
   return at::empty({(rows.cols + kWgmmaCols - 1) / kWgmmaCols, rows.rows, 4}, like.options().dtype(at::kInt));
 }
 

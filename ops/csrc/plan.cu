@@ -94,47 +94,90 @@ int64_t tile_rows(const RankPass& pass) {
   return wgmma_rows(pass.p != nullptr && pass.v != nullptr, tensor_core_plan(pass, Path::wgmma).rank_pad);
 }
 
-// Microseconds, and bytes a microsecond. A CTA takes so long for a tile however few others run, and for each row of
-// tiles, more if it adds to its cluster's U; all together read and write `memory`, and the reduction reads `reduce`.
-struct Times {
+// Microseconds, and bytes a microsecond; fitted on an H200 (docs/ops.md): from kHot tokens on right after whole
+// products, whose heat lowers the clock, as in training, below it on a cool card.
+constexpr int64_t kHot = 2048;
+
+// A pass for both results. A CTA takes so long for a tile however few others run, and for each row of tiles, more if it
+// adds to its cluster's U; all together read and write `memory`, and the reduction reads `reduce`. Rank 32 has the
+// tiles of rank 64 and, on a hot card, its times.
+struct TimesOfBoth {
   double start, cluster, wave, tile, row, row_clustered, memory, reduce;
 };
-// Fitted on an H200 (docs/ops.md). Passes for both results from kHot tokens on right after whole products, whose heat
-// lowers the clock, as in training; rank 32 has the tiles of rank 64 there, and its times. The others on a cool card.
-constexpr int64_t kHot = 2048;
-constexpr Times kHotLow{4.8, 1.25, 0.9, 0.51, 0.44, 0.14, 4.7e6, 2.3e6};  // tiles of 128 rows
-constexpr Times kHotHigh{5.4, 1.0, 0.8, 0.49, 0.44, 0.0, 4.1e6, 3.5e6};   // tiles of 64 rows
-constexpr Times kCool{2.5, 0.5, 1.1, 0.4, 0.32, 0.23, 3.7e6, 3.3e6};
-constexpr Times kCoolRank64{2.5, 0.5, 1.1, 0.4, 0.5, 0.23, 3.7e6, 3.3e6};
-constexpr Times kCoolBothRank32{2.5, 0.5, 1.1, 0.31, 0.34, 0.2, 3.7e6, 3.3e6};
-constexpr Times kCoolBothRank64{2.5, 0.5, 1.1, 0.37, 0.37, 0.2, 3.7e6, 3.3e6};
+constexpr TimesOfBoth kHotLow{5.23, 1.17, 0.63, 0.55, 0.27, 0.27, 4.02e6, 3.96e6};  // tiles of 128 rows
+constexpr TimesOfBoth kHotHigh{5.4, 1.0, 0.8, 0.49, 0.44, 0.0, 4.1e6, 3.5e6};       // tiles of 64 rows
+constexpr TimesOfBoth kCoolLow{2.5, 0.5, 1.1, 0.4, 0.32, 0.23, 3.7e6, 3.3e6};
+constexpr TimesOfBoth kCoolRank32{2.5, 0.5, 1.1, 0.31, 0.34, 0.2, 3.7e6, 3.3e6};
+constexpr TimesOfBoth kCoolRank64{2.5, 0.5, 1.1, 0.37, 0.37, 0.2, 3.7e6, 3.3e6};
 constexpr double kKept = 60e6;  // bytes of partial sums that the L2 keeps; others go to memory and come back
 
-const Times& times_of(const RankPass& pass, int rank_pad) {
-  const bool hot = pass.p != nullptr && pass.v != nullptr && pass.T >= kHot;
-  if (tile_rows(pass) == 64) return hot ? kHotHigh : rank_pad == 64 ? kCoolBothRank64 : kCoolBothRank32;
-  return hot ? kHotLow : rank_pad == 64 ? kCoolRank64 : kCool;
-}
+// A pass for one result. A cluster costs `cluster`, and `each` for each CTA after the first; a CTA whose sums go
+// through shared memory adds 128 columns or rows of 64 ranks in `sum`; `reduction` is what another launch takes,
+// besides reading.
+struct TimesOfOne {
+  double start, cluster, each, wave, tile, row, sum, memory, reduction;
+};
+constexpr TimesOfOne kHotU{1.18, 0.98, 0.0, 1.47, 0.44, 0.0, 2.68, 4.33e6, 3.16};
+constexpr TimesOfOne kHotG{3.27, 0.43, 0.0, 1.18, 0.3, 0.08, 1.62, 4.14e6, 1.15};
+constexpr TimesOfOne kCoolU{2.66, 0.0, 0.06, 0.0, 0.2, 0.0, 1.54, 3.95e6, 2.18};
+constexpr TimesOfOne kCoolG{1.0, 0.41, 0.028, 1.3, 0.2, 0.057, 1.38, 4.03e6, 1.76};
+constexpr double kRead = 3.3e6;  // what its reduction reads
+constexpr double kDrawn = 1.7;   // what drawing the mask adds to a tile
+
+bool drawn(const RankPass& pass) { return pass.dropout.seed != nullptr && !pass.dropout.stored; }
+
+struct Cost {
+  const RankWork& first;
+  int64_t ctas, tiles_each;
+  int slots;
+  double u_bytes, g_bytes;  // of partial sums
+
+  double waves() const { return static_cast<double>(ceil_div(ctas, slots)); }
+  double running() const { return static_cast<double>(std::min<int64_t>(ctas, slots)); }
+  double tiles() const { return static_cast<double>(tiles_each); }
+  bool hot() const { return first.pass.T >= kHot; }
+
+  double of_both() const {
+    const Plan& plan = first.plan;
+    const bool clustered = plan.cluster > 1, high = tile_rows(first.pass) == 64;
+    const TimesOfBoth& times = hot() ? (high ? kHotHigh : kHotLow)
+                               : plan.rank_pad == 16 ? kCoolLow
+                               : plan.rank_pad == 32 ? kCoolRank32
+                                                     : kCoolRank64;
+    const double row = times.row + (clustered ? times.row_clustered : 0.0);
+    const double u_row = plan.rank_pad * 4.0 / (plan.d_blocks_per_cta * plan.cluster);
+    const double tile_bytes = static_cast<double>(tile_rows(first.pass)) * (kWgmmaCols * 2 + u_row);
+    const double per_tile = std::max(times.tile + row / plan.d_blocks_per_cta, running() * tile_bytes / times.memory);
+    return times.start + (clustered ? times.cluster : 0.0) + waves() * (tiles() * per_tile + times.wave) +
+           g_bytes / times.memory + (u_bytes + g_bytes) / times.reduce +
+           2.0 * std::max(0.0, u_bytes + g_bytes - kKept) / times.memory;
+  }
+
+  double of_one() const {
+    const Plan& plan = first.plan;
+    const bool u = first.pass.p != nullptr;
+    const TimesOfOne& times = hot() ? (u ? kHotU : kHotG) : u ? kCoolU : kCoolG;
+    const double tile_bytes = static_cast<double>(tile_rows(first.pass) * kWgmmaCols * 2);
+    const double alone = times.tile + times.row / plan.d_blocks_per_cta + (drawn(first.pass) ? kDrawn : 0.0);
+    const double shared = running() * tile_bytes / times.memory;
+    const double per_tile = std::cbrt(alone * alone * alone + shared * shared * shared);  // neither is sharp
+    const bool through_shared = plan.cluster > 1 || plan.finished;
+    const double sum = through_shared ? times.sum * plan.rank_pad / 64 * (u ? 1 : plan.d_blocks_per_cta) : 0.0;
+    const double partials = u_bytes + g_bytes;
+    return times.start + (plan.cluster > 1 ? times.cluster + times.each * (plan.cluster - 1) : 0.0) +
+           waves() * (tiles() * per_tile + times.wave + sum) + (partials > 0.0 ? times.reduction : 0.0) +
+           partials / kRead;
+  }
+};
 
 // How long the works take on wgmma.
 double wgmma_cost(const RankWork* works, int count, int64_t ctas, int64_t tiles_each, int slots) {
-  const Plan& plan = works[0].plan;
-  const bool both = works[0].pass.p != nullptr && works[0].pass.v != nullptr, clustered = plan.cluster > 1;
-  const Times& times = times_of(works[0].pass, plan.rank_pad);
-  const double row = times.row + (clustered ? times.row_clustered : 0.0);
-  double u_bytes = 0.0, g_bytes = 0.0;
+  Cost cost{works[0], ctas, tiles_each, slots, 0.0, 0.0};
   for (int i = 0; i < count; ++i) {
-    u_bytes += 4.0 * static_cast<double>(works[i].plan.u_floats);
-    g_bytes += 4.0 * static_cast<double>(works[i].plan.g_floats);
+    cost.u_bytes += 4.0 * static_cast<double>(works[i].plan.u_floats);
+    cost.g_bytes += 4.0 * static_cast<double>(works[i].plan.g_floats);
   }
-  const double u_row = both ? plan.rank_pad * 4.0 / (plan.d_blocks_per_cta * plan.cluster) : 0.0;
-  const double tile_bytes = static_cast<double>(tile_rows(works[0].pass)) * (kWgmmaCols * 2 + u_row);
-  const double running = static_cast<double>(std::min<int64_t>(ctas, slots));
-  const double per_tile = std::max(times.tile + row / plan.d_blocks_per_cta, running * tile_bytes / times.memory);
-  return times.start + (clustered ? times.cluster : 0.0) +
-         static_cast<double>(ceil_div(ctas, slots)) * (static_cast<double>(tiles_each) * per_tile + times.wave) +
-         g_bytes / times.memory + (u_bytes + g_bytes) / times.reduce +
-         2.0 * std::max(0.0, u_bytes + g_bytes - kKept) / times.memory;
+  return works[0].pass.p != nullptr && works[0].pass.v != nullptr ? cost.of_both() : cost.of_one();
 }
 
 // Cuts the works for one width of a CTA's columns, one cluster and one length of its rows (or columns, for U alone).
@@ -148,10 +191,11 @@ void cut(RankWork* works, int count, int col_blocks, int cluster, int64_t length
     plan.d_blocks_per_cta = col_blocks, plan.cluster = cluster;
     plan.rows_per_split = (g ? length : 1) * rows;
     plan.cols_per_split = (g ? col_blocks : length) * kWgmmaCols;
-    plan.t_splits = static_cast<int>(ceil_div(row_blocks, g ? length : 1));
-    plan.d_splits = static_cast<int>(ceil_div(columns, (g ? col_blocks : length) * cluster));
-    plan.u_floats = u ? plan.d_splits * pass.T * plan.rank_pad : 0;
-    plan.g_floats = g ? plan.t_splits * pass.D * plan.rank_pad : 0;
+    plan.t_splits = static_cast<int>(ceil_div(row_blocks, (g ? length : 1) * (u ? 1 : cluster)));
+    plan.d_splits = static_cast<int>(ceil_div(columns, (g ? col_blocks : length) * (u ? cluster : 1)));
+    plan.finished = (u ? plan.d_splits : plan.t_splits) == 1 && (!u || !g || cluster > 1);
+    plan.u_floats = u && !plan.finished ? plan.d_splits * pass.T * plan.rank_pad : 0;
+    plan.g_floats = g && (u || !plan.finished) ? plan.t_splits * pass.D * plan.rank_pad : 0;
     ctas += static_cast<int64_t>(plan.t_splits) * plan.d_splits * cluster;
   }
 }
@@ -161,18 +205,23 @@ void cut(RankWork* works, int count, int col_blocks, int cluster, int64_t length
 // Tries every way to cut the work and keeps the cheapest.
 void plan_rank_wgmma(RankWork* works, int count, const Device& device) {
   constexpr int64_t kLongestSum = 16384;  // rows: the tensor cores' sums lose bits with their length
+  constexpr int kClusters[] = {1, 2, 3, 4, 6, kMaxCluster};  // 5 and 7 lie badly in a GPC
   for (int i = 0; i < count; ++i) works[i].plan = tensor_core_plan(works[i].pass, Path::wgmma);
   const RankPass& first = works[0].pass;
   works[0].plan.merged = count;
   if (first.T == 0) return;
   const bool g = first.v != nullptr, both = g && first.p != nullptr;
   const int64_t longest = g ? ceil_div(first.T, tile_rows(first)) : ceil_div(first.D, kWgmmaCols);
+  // There the warps that draw are the limit; CTAs that wait for each other took 10 to 15 % longer.
+  const bool alone_drawn = g && !both && drawn(first);
   double best = -1.0;
   int best_blocks = 1, best_cluster = 1;
   int64_t best_length = 1, ctas = 0;
-  for (int cluster = 1; cluster <= (both ? kMaxCluster : 1); cluster *= 2) {
+  for (const int cluster : kClusters) {
+    if (both && (cluster & (cluster - 1)) != 0) continue;  // a row of tiles has 8 or 16 units to share out
+    if (alone_drawn && cluster > 1) break;
     const int slots = wgmma_slots(cluster, device);
-    for (int blocks = 1; blocks <= (g ? 4 : 1); blocks *= 2)
+    for (int blocks = 1; blocks <= (g && !alone_drawn ? 4 : 1); blocks *= 2)
       for (int64_t splits = 1; splits <= longest && splits <= 1024; ++splits) {
         const int64_t length = ceil_div(longest, splits);
         if (ceil_div(longest, length) != splits || (g && length * tile_rows(first) > kLongestSum)) continue;
@@ -203,7 +252,8 @@ using Key = std::array<int64_t, 4 + kMaxMerged>;
 Key key_of(const RankWork* works, int count) {
   const RankPass& first = works[0].pass;
   Key key{count, first.T, tensor_core_plan(first, Path::wgmma).rank_pad,
-          (first.p != nullptr ? 1 : 0) + (first.v != nullptr ? 2 : 0)};
+          (first.p != nullptr ? 1 : 0) + (first.v != nullptr ? 2 : 0) +
+              (drawn(first) ? 4 : 0)};
   for (int i = 0; i < count; ++i) key[4 + i] = works[i].pass.D;
   return key;
 }
@@ -247,7 +297,7 @@ void plan_rank_works(RankWork* works, int count, const Device& device) {
   }
 }
 
-bool leaves_dropout_bits(const RankPass& pass, const Device& device) {
+bool wgmma_takes(const RankPass& pass, const Device& device) {
 #ifdef ZEROLORA_HOPPER
   return device.capability == 90 && tensor_cores_take(pass, device);
 #else

@@ -6,10 +6,14 @@
 // rank 16):
 //     U[64 rows of this warpgroup, R]     += Z[64, 128] P[128, R]         over the CTA's column blocks
 //     G[64 columns of this warpgroup, R]  += Z[rows, 64]^T V[rows, R]     over the CTA's row blocks
-// Where both are wanted, CTAs side by side form a cluster and add their U through shared memory (exchange.cuh), in the
-// order of their columns: a cluster leaves one partial sum of U instead of one a CTA. With tiles of 64 rows the
-// warpgroups take U in turn, so that one multiplies while the other sends.
+// CTAs form a cluster and add their sums through shared memory (exchange.cuh), in the order of their columns or rows: a
+// cluster leaves one partial sum instead of one a CTA, and where it has all that belongs to a result it writes the
+// result. Where both are wanted it is U that CTAs side by side add, row of tiles by row of tiles; with tiles of 64 rows
+// the warpgroups take U in turn, so that one multiplies while the other sends. A pass for U alone adds at its end, as
+// does one for G alone, whose clusters lie one below the other.
 #ifdef ZEROLORA_HOPPER  // set by the builder for builds that hold sm_90a, from CUDA 12.0
+#include <algorithm>
+
 #include "wgmma_products.cuh"
 
 namespace zerolora {
@@ -23,6 +27,7 @@ __device__ __forceinline__ void copy_tiles(const Problem& a, const uint32_t* bit
   const Barriers<L::kStages> barriers{base + L::kBarriers};
   Ring at;
   const uint64_t policy = first_to_leave();  // Z makes way for the partial sums, which the reduction reads soon
+#pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile, at.next(L::kStages)) {
     const int row = static_cast<int>(place.row0) + tile / col_blocks * L::kTileRows, block = tile % col_blocks;
     const int col = static_cast<int>(place.col0) + block * kCols;
@@ -112,8 +117,9 @@ __global__ void __launch_bounds__(Layout<RP, kBlocks, kU, kG>::kThreads, 1)
   const Problem& a = args.problem[which];
   const int cta = static_cast<int>(blockIdx.x) - a.first_cta;
   Place place;
-  place.row_split = cta / a.ctas_wide, place.col_split = cta % a.ctas_wide;
-  place.row0 = place.row_split * args.rows_per_split, place.col0 = place.col_split * args.cols_per_split;
+  const int line = cta / a.ctas_abreast, abreast = cta % a.ctas_abreast;
+  place.row0 = (kU ? line : abreast) * args.rows_per_split, place.col0 = (kU ? abreast : line) * args.cols_per_split;
+  place.u_split = abreast / args.cluster, place.g_split = kU ? line : abreast / args.cluster;
   const int64_t col_end = min(a.D, place.col0 + args.cols_per_split);
   const int64_t row_end = min(a.T, place.row0 + args.rows_per_split);
   const int col_blocks = kG ? kBlocks : static_cast<int>((col_end - place.col0 + kCols - 1) / kCols);
@@ -143,23 +149,31 @@ __global__ void __launch_bounds__(Layout<RP, kBlocks, kU, kG>::kThreads, 1)
   if (threadIdx.x < kConsumers) {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(L::kConsumerRegisters));
     if constexpr (L::kBoth) consume_both<T, RP, kBlocks>(args, a, shared_address(shared), row_blocks, place);
-    else consume_tiles<T, RP, kBlocks, kU, kG>(args, a, shared_address(shared), tiles, place);
+    else consume_tiles<T, RP, kBlocks, kU, kG>(args, a, shared, tiles, place);
   } else if (threadIdx.x < kConsumers + kCopiers) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(L::kCopierRegisters));
     if (threadIdx.x == kConsumers)
       copy_tiles<RP, kBlocks, kU, kG>(a, args.dropout.stored ? args.dropout.bits : nullptr, shared_address(shared),
                                       tiles, col_blocks, place);
     if constexpr (L::kBoth)
-      if (args.cluster > 1 && threadIdx.x >= kConsumers + kCopiers - kAdders)
-        add_slices<RP>(a.u + place.col_split / args.cluster * a.T * RP, a.T, place.row0, row_blocks,
-                       shared + L::kExchange, barriers.slices_full(), barriers.slices_free(), args.cluster);
+      if (args.cluster > 1 && threadIdx.x >= kConsumers + kCopiers - kAdders) {
+        const Sink sink = sink_of_u<RP>(args, a, 0, place);
+        const auto put_row = [&sink, rows = a.T](int64_t row, int rank, float4 sum) {
+          if (row < rows) put<false>(sink, rank, row, sum);
+        };
+        add_slices<RP>(put_row, place.row0, row_blocks, shared + L::kExchange, barriers.slices_full(),
+                       barriers.slices_free(), args.cluster);
+      }
   } else if constexpr (L::kMaskers > 0) {
     // Of 512 each keeps what the launch gave.
     if constexpr (L::kMaskers == 256) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(L::kMaskerRegisters));
     if (args.dropout.seed != nullptr)
       mask_tiles<RP, kBlocks, kU, kG>(args.dropout, a, shared, tiles, place);
+    if (shares_sums(args, a)) named_arrive(kConsumers + L::kMaskers);
   }
-  if constexpr (L::kBoth) cluster_sync_relaxed();  // nobody leaves while others still write here
+  if (!L::kBoth && args.cluster == 1) return;
+  if (!L::kBoth && threadIdx.x >= kConsumers) cluster_sync_relaxed();  // the sums are in shared memory
+  cluster_sync_relaxed();  // nobody leaves while others still write or read here
 #endif
 }
 
@@ -188,7 +202,7 @@ template <typename T, int RP>
 cudaError_t dispatch(const Args& args, const RankWork& first, int ctas, cudaStream_t stream) {
   const int width = first.plan.d_blocks_per_cta;
   if (first.pass.v == nullptr) return launch<T, RP, 1, true, false>(args, ctas, stream);
-  if (first.pass.p != nullptr && first.pass.g_by_rank) return cudaErrorInvalidValue;
+  if ((first.pass.p == nullptr) != first.pass.g_by_rank) return cudaErrorInvalidValue;
   return first.pass.p == nullptr ? dispatch_width<T, RP, false>(args, width, ctas, stream)
                                  : dispatch_width<T, RP, true>(args, width, ctas, stream);
 }
@@ -207,7 +221,7 @@ cudaError_t describe(Problem& problem, const RankWork& work) {
   const RankPass& pass = work.pass;
   const int rank_pad = work.plan.rank_pad, rows = wgmma_rows(pass.p != nullptr && pass.v != nullptr, rank_pad);
   problem.T = pass.T, problem.D = pass.D, problem.u = work.u, problem.g = work.g;
-  problem.ctas_wide = work.plan.d_splits * work.plan.cluster;
+  problem.ctas_abreast = (pass.p != nullptr ? work.plan.d_splits : work.plan.t_splits) * work.plan.cluster;
   cudaError_t status = make_map(&problem.z, pass.dtype, pass.z, pass.ldz, pass.T, pass.D, rows, 64);
   if (status == cudaSuccess && pass.p != nullptr)
     status = pass.p_by_rank ? make_map(&problem.p, pass.dtype, pass.p, pass.ldp, pass.R, pass.D, rank_pad, 64)
@@ -245,16 +259,26 @@ int wgmma_slots(int cluster, const Device& device) {
 cudaError_t launch_rank_wgmma(const RankWork* works, int count, cudaStream_t stream) {
   const RankWork& first = works[0];
   Args args{};
-  int ctas = 0;
+  int ctas = 0, targets = 0;
   for (int i = 0; i < count; ++i) {
-    const cudaError_t status = describe(args.problem[i], works[i]);
+    const RankWork& work = works[i];
+    Problem& problem = args.problem[i];
+    const cudaError_t status = describe(problem, work);
     if (status != cudaSuccess) return status;
-    args.problem[i].first_cta = ctas;
-    ctas += args.problem[i].ctas_wide * works[i].plan.t_splits;
+    problem.first_cta = ctas, problem.first_target = targets, problem.targets = work.targets;
+    ctas += work.plan.t_splits * work.plan.d_splits * work.plan.cluster;
+    if (work.targets == 0) continue;
+    const bool both = work.pass.v != nullptr && work.pass.p != nullptr;
+    if (both && (work.targets > 1 || work.plan.cluster == 1)) return cudaErrorInvalidValue;
+    if (targets > 0 && (work.out_dtype != args.out_dtype || work.accumulate != args.accumulate ||
+                        targets + work.targets > kMaxSiblings))
+      return cudaErrorInvalidValue;
+    args.out_dtype = work.out_dtype, args.accumulate = work.accumulate;
+    targets = static_cast<int>(std::copy_n(work.target, work.targets, args.target + targets) - args.target);
   }
   args.count = count, args.cluster = first.plan.cluster;
   args.rows_per_split = first.plan.rows_per_split, args.cols_per_split = first.plan.cols_per_split;
-  args.dropout = first.pass.dropout, args.g_by_rank = first.pass.g_by_rank;
+  args.dropout = first.pass.dropout;
   return first.pass.dtype == DType::f16 ? dispatch_rank<__half>(args, first, ctas, stream)
                                         : dispatch_rank<__nv_bfloat16>(args, first, ctas, stream);
 }

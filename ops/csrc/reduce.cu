@@ -2,7 +2,7 @@
 // launch for all results of all siblings.
 #include <algorithm>
 
-#include "common.cuh"
+#include "sums.cuh"
 
 namespace zerolora {
 namespace {
@@ -20,21 +20,6 @@ __device__ __forceinline__ void discard_line(const float* line) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("discard.global.L2 [%0], 128;" ::"l"(__cvta_generic_to_global(line)) : "memory");
 #endif
-}
-
-template <typename T, int V>
-__device__ __forceinline__ void write(const Reduction& r, int64_t row, int64_t col, const float (&sum)[V]) {
-  T* const out = static_cast<T*>(r.out) + row * r.ld_out + col;
-  const int valid = static_cast<int>(min(static_cast<int64_t>(V), r.cols - col));
-  if constexpr (V == 4 && sizeof(T) == 2) {
-    if (valid == V && !r.accumulate && reinterpret_cast<uintptr_t>(out) % 8 == 0) {
-      *reinterpret_cast<uint2*>(out) = make_uint2(pack2<T>(sum[0], sum[1]), pack2<T>(sum[2], sum[3]));
-      return;
-    }
-  }
-#pragma unroll
-  for (int k = 0; k < V; ++k)
-    if (k < valid) out[k] = from_float<T>(r.accumulate ? to_float(out[k]) + sum[k] : sum[k]);
 }
 
 // Adds up to N partial sums, all on their way before the first is added: a rest taken one by one would wait for each.
@@ -73,11 +58,8 @@ template <int V> __global__ void __launch_bounds__(kThreads, 4) reduce_kernel(co
   if (first < r.splits) add_partials<2>(sum, source, r.split_stride, first, r.splits);
 #pragma unroll
   for (int k = 0; k < V; ++k) sum[k] *= r.scale;
-  switch (r.out_dtype) {
-    case DType::f32: write<float, V>(r, row, col, sum); break;
-    case DType::f16: write<__half, V>(r, row, col, sum); break;
-    default: write<__nv_bfloat16, V>(r, row, col, sum);
-  }
+  const int valid = static_cast<int>(min(static_cast<int64_t>(V), r.cols - col));
+  write_sums(r.out_dtype, r.out, row * r.ld_out + col, sum, valid, r.accumulate);
   if constexpr (V == 4) {
     constexpr int kReaders = kLine / 16;  // threads that read one line
     if (!jobs.discard[which]) return;

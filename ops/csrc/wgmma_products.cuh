@@ -9,9 +9,11 @@ namespace {
 
 // U alone or G alone.
 template <typename T, int RP, int kBlocks, bool kU, bool kG>
-__device__ __forceinline__ void consume_tiles(const Args& args, const Problem& a, uint32_t base, int tiles,
+__device__ __forceinline__ void consume_tiles(const Args& args, const Problem& a, char* shared, int tiles,
                                               const Place& place) {
   using L = Layout<RP, kBlocks, kU, kG>;
+  static_assert((kU ? kRows * RP : RP * (kBlocks * kCols + 4)) * 4 <= L::kBarriers, "no room for the sums");
+  const uint32_t base = shared_address(shared);
   const uint32_t v = base + L::kStages * L::kStageBytes;  // no P stays before the ring
   const Barriers<L::kStages> barriers{base + L::kBarriers};
   const int group = threadIdx.x / 128;
@@ -40,9 +42,14 @@ __device__ __forceinline__ void consume_tiles(const Args& args, const Problem& a
       }
     }
     let_successor_start();
+    if (shares_sums(args, a)) {
+      named_sync(kConsumers + L::kMaskers);  // the other group may still read what the sums take the place of
+      add_g<RP, kBlocks>(c, args, a, shared, place);
+      return;
+    }
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block)
-      store_g<RP>(c[block], a, place.col0 + block * kCols + group * 64, place.row_split, args.g_by_rank);
+      store_g_by_rank<RP>(c[block], a, place.col0 + block * kCols + group * 64, place.g_split);
   } else {
     for (int tile = 0; tile < tiles; ++tile) {
       const uint32_t z = arrive();
@@ -50,7 +57,12 @@ __device__ __forceinline__ void consume_tiles(const Args& args, const Problem& a
       release(0);
     }
     let_successor_start();
-    store_u<RP>(c[0], a, place.row0 + group * 64, place.col_split);
+    if (shares_sums(args, a)) {
+      named_sync(kConsumers + L::kMaskers);
+      add_u<RP>(c[0], args, a, shared, place);
+      return;
+    }
+    store_u<RP>(c[0], a, place.row0 + group * 64, place.u_split);
   }
 }
 
@@ -85,7 +97,7 @@ __device__ __forceinline__ void consume_both(const Args& args, const Problem& a,
       hold(g[block]);
       if (row + 1 == row_blocks) {  // G is complete, and leaves while the tiles that follow are on their way
         if (block == kBlocks - 1) let_successor_start();
-        store_g<RP>(g[block], a, place.col0 + block * kCols + group * 64, place.row_split, false);
+        store_g<RP>(g[block], a, place.col0 + block * kCols + group * 64, place.g_split);
       }
     }
   };
@@ -103,7 +115,7 @@ __device__ __forceinline__ void consume_both(const Args& args, const Problem& a,
       send_slices<RP>(u, base + L::kExchange + buffer * Slices<RP>::kBytes, barriers.slices_full() + buffer * 8,
                       args.cluster);
     } else {
-      store_u<RP>(u, a, place.row0 + row * L::kTileRows + first_row, place.col_split);
+      store_u<RP>(u, a, place.row0 + row * L::kTileRows + first_row, place.u_split);
     }
 #pragma unroll
     for (int i = 0; i < RP / 2; ++i) u[i] = 0.f;

@@ -2,6 +2,7 @@
 // tile, and where the accumulators go. Legend and overview: rank_wgmma.cu.
 #pragma once
 #include "exchange.cuh"
+#include "sums.cuh"
 
 namespace zerolora {
 namespace {
@@ -17,19 +18,23 @@ struct Problem {
   CUtensorMap z, p, v;
   int64_t T, D;
   float *u, *g;
-  int first_cta, ctas_wide;  // CTAs before this problem's; CTAs side by side
+  int first_cta, ctas_abreast;  // CTAs before this problem's; neighbours, side by side or (G alone) one below the other
+  int first_target, targets;  // where U, or G where that alone is wanted, is finished here: else it leaves partial sums
 };
 struct Args {
   Problem problem[kMaxMerged];
   int count, cluster;
   int64_t rows_per_split, cols_per_split;
   Dropout dropout;
-  bool g_by_rank;
+  Target target[kMaxSiblings];  // all problems'
+  DType out_dtype;
+  bool accumulate;
 };
 
-// What one CTA works on.
+// What one CTA works on, and which partial sums it leaves.
 struct Place {
-  int64_t row0, col0, row_split, col_split;
+  int64_t row0, col0;
+  int u_split, g_split;
 };
 
 template <int RP, int kBlocks, bool kU, bool kG> struct Layout {
@@ -39,8 +44,9 @@ template <int RP, int kBlocks, bool kU, bool kG> struct Layout {
   static constexpr int kThreads = kConsumers + kCopiers + kMaskers;
   // setmaxnreg moves registers within what the launch gave: 168 each to 384 threads, 96 each to 640, 72 each to 896.
   // Asking for more than the others return waits for ever.
-  static constexpr int kConsumerRegisters = kBoth ? 216 : kMaskers == 512 ? 88 : 176;
-  static constexpr int kMaskerRegisters = kMaskers == 512 ? 72 : 48, kCopierRegisters = kBoth ? 56 : 24;
+  static constexpr int kConsumerRegisters = kBoth ? 216 : kMaskers == 512 ? 88 : 168;
+  static constexpr int kMaskerRegisters = kMaskers == 512 ? 72 : 56;
+  static constexpr int kCopierRegisters = kBoth ? 56 : kMaskers == 512 ? 40 : 32;
   static_assert(128 * (2 * kConsumerRegisters + kCopierRegisters) + kMaskers * kMaskerRegisters <=
                     kThreads * (65536 / kThreads / 8 * 8),
                 "the warpgroups ask for more registers than there are");
@@ -103,13 +109,44 @@ __device__ __forceinline__ void tile_g(float (&g)[RP / 2], uint32_t z, uint32_t 
                    descriptor<8 * kRow, swizzle_of<kRow>()>(v + k * 16 * kRow));
 }
 
-// row0: the first row of this warpgroup.
+// Where sums go: into a target, or as one split's partial sums. Read once, as parameters at an index are slow.
+struct Sink {
+  void* out;
+  int64_t ld;
+  float scale;
+  int begin, rank;
+  DType dtype;
+  bool accumulate;
+};
+__device__ __forceinline__ int sinks(const Problem& a) { return max(a.targets, 1); }
 template <int RP>
-__device__ __forceinline__ void store_u(const float (&u)[RP / 2], const Problem& a, int64_t row0, int64_t split) {
-  float* const base = a.u + split * a.T * RP + quad_column();
+__device__ __forceinline__ Sink sink_of(const Args& args, const Problem& a, int i, float* partial, int64_t ld) {
+  if (a.targets == 0) return {partial, ld, 1.f, 0, RP, DType::f32, false};
+  const Target& target = args.target[a.first_target + i];
+  return {target.out, target.ld, target.scale, target.begin, target.rank, args.out_dtype, args.accumulate};
+}
+template <int RP>
+__device__ __forceinline__ Sink sink_of_u(const Args& args, const Problem& a, int i, const Place& place) {
+  return sink_of<RP>(args, a, i, a.u + place.u_split * a.T * RP, RP);
+}
+
+// 4 neighbours: of the ranks from `rank` on of one row, or (kByRank) of the columns from `at` on in one rank.
+template <bool kByRank> __device__ __forceinline__ void put(const Sink& sink, int rank, int64_t at, float4 v) {
+  const int within = rank - sink.begin;
+  if (within < 0 || within >= sink.rank) return;
+  const float sum[4] = {v.x * sink.scale, v.y * sink.scale, v.z * sink.scale, v.w * sink.scale};
+  const int64_t place = kByRank ? within * sink.ld + at : at * sink.ld + within;
+  write_sums(sink.dtype, sink.out, place, sum, kByRank ? 4 : min(4, sink.rank - within), sink.accumulate);
+}
+
+// Partial sums; row0: the first row of this warpgroup.
+template <int RP>
+__device__ __forceinline__ void store_u(const float (&u)[RP / 2], const Problem& a, int64_t row0, int split) {
+  const int lane = threadIdx.x % 32;
+  float* const base = a.u + split * a.T * RP + quad_column(lane);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t row = row0 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + half * 8;
+    const int64_t row = row0 + threadIdx.x / 32 % 4 * 16 + lane / 4 + half * 8;
 #pragma unroll
     for (int pair = 0; pair < RP / 16; ++pair) {
       const float4 value = quad(u, half, pair);
@@ -118,27 +155,100 @@ __device__ __forceinline__ void store_u(const float (&u)[RP / 2], const Problem&
   }
 }
 
-// col0: the first column of this warpgroup.
+// Likewise; col0: the first column of this warpgroup.
 template <int RP>
-__device__ __forceinline__ void store_g(const float (&g)[RP / 2], const Problem& a, int64_t col0, int64_t split,
-                                        bool by_rank) {
-  float* const base = a.g + split * a.D * RP;
+__device__ __forceinline__ void store_g(const float (&g)[RP / 2], const Problem& a, int64_t col0, int split) {
+  float* const base = a.g + split * a.D * RP + quad_column(threadIdx.x % 32);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t col = col0 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + half * 8;
-    if (by_rank) {
-      if (col >= a.D) continue;
-#pragma unroll
-      for (int n = 0; n < RP / 8; ++n) {
-        const int rank = n * 8 + threadIdx.x % 4 * 2;
-        base[rank * a.D + col] = g[n * 4 + half * 2], base[(rank + 1) * a.D + col] = g[n * 4 + half * 2 + 1];
-      }
-      continue;
-    }
 #pragma unroll
     for (int pair = 0; pair < RP / 16; ++pair) {
       const float4 value = quad(g, half, pair);
-      if (col < a.D) *reinterpret_cast<float4*>(base + col * RP + pair * 16 + quad_column()) = value;
+      if (col < a.D) *reinterpret_cast<float4*>(base + col * RP + pair * 16) = value;
+    }
+  }
+}
+
+// Whether a pass for one result brings its sums to shared memory: to add them over a cluster, or to write whole rows of
+// the result. One CTA's partial sums are stored as they lie in the accumulators.
+__device__ __forceinline__ bool shares_sums(const Args& args, const Problem& a) {
+  return args.cluster > 1 || a.targets > 0;
+}
+__device__ __forceinline__ void shared_sums_sync(const Args& args) {
+  if (args.cluster > 1) cluster_sync();
+  else named_sync(kConsumers);
+}
+
+// The same as [R,D].
+template <int RP>
+__device__ __forceinline__ void store_g_by_rank(const float (&g)[RP / 2], const Problem& a, int64_t col0, int split) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t col = col0 + threadIdx.x / 32 % 4 * 16 + lane / 4 + half * 8;
+    if (col >= a.D) continue;
+    float* const base = a.g + (static_cast<int64_t>(split) * RP + lane % 4 * 2) * a.D + col;
+#pragma unroll
+    for (int n = 0; n < RP / 8; ++n)
+      base[n * 8 * a.D] = g[n * 4 + half * 2], base[(n * 8 + 1) * a.D] = g[n * 4 + half * 2 + 1];
+  }
+}
+
+// The sums of a pass for one result, over the CTAs of a cluster; all 256 threads that multiply. U lies in shared memory
+// as [unit of 8 rows][pair of 8 ranks][lane], 16 bytes each, which is the order of the accumulators.
+template <int RP>
+__device__ __forceinline__ void add_u(const float (&u)[RP / 2], const Args& args, const Problem& a, char* shared,
+                                      const Place& place) {
+  constexpr int kPairs = RP / 16;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float4* const own = reinterpret_cast<float4*>(shared);
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair)
+      own[((warp * 2 + half) * kPairs + pair) * 32 + lane] = quad(u, half, pair);
+  shared_sums_sync(args);
+  const uint32_t base = shared_address(shared);
+  const auto address = [=](int piece) { return base + piece * 16; };
+  const Share share = add_over_cluster<kConsumers>(kRows * RP / 4, args.cluster, address);
+  for (int i = 0; i < sinks(a); ++i) {
+    const Sink sink = sink_of_u<RP>(args, a, i, place);
+#pragma unroll 4
+    for (int piece = share.first; piece < share.last; piece += kConsumers) {
+      const int from = piece % 32, pair = piece / 32 % kPairs, unit = piece / (kPairs * 32);
+      const int64_t row = place.row0 + unit * 8 + from / 4;
+      if (row < a.T) put<false>(sink, pair * 16 + quad_column(from), row, load_shared(address(piece)));
+    }
+  }
+}
+
+// G lies as [RP][columns of the CTA], with 4 more in a row so that lanes of other ranks use other banks.
+template <int RP, int kBlocks>
+__device__ __forceinline__ void add_g(const float (&g)[kBlocks][RP / 2], const Args& args, const Problem& a,
+                                      char* shared, const Place& place) {
+  constexpr int kRow = kBlocks * kCols + 4, kPieces = kBlocks * kCols / 4;  // of a rank
+  const int lane = threadIdx.x % 32;
+  float* const own = reinterpret_cast<float*>(shared) + threadIdx.x / 32 * 16 + lane / 4 + lane % 4 * 2 * kRow;
+#pragma unroll
+  for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < RP / 8; ++n) {
+        float* const at = own + n * 8 * kRow + block * kCols + half * 8;
+        at[0] = g[block][n * 4 + half * 2], at[kRow] = g[block][n * 4 + half * 2 + 1];
+      }
+  shared_sums_sync(args);
+  const uint32_t base = shared_address(shared);
+  const auto address = [=](int piece) { return base + (piece / kPieces * kRow + piece % kPieces * 4) * 4; };
+  const Share share = add_over_cluster<kConsumers>(RP * kPieces, args.cluster, address);
+  for (int i = 0; i < sinks(a); ++i) {
+    const Sink sink = sink_of<RP>(args, a, i, a.g + place.g_split * a.D * RP, a.D);
+#pragma unroll 4
+    for (int piece = share.first; piece < share.last; piece += kConsumers) {
+      const int64_t col = place.col0 + piece % kPieces * 4;
+      if (col < a.D) put<true>(sink, piece / kPieces, col, load_shared(address(piece)));
     }
   }
 }
