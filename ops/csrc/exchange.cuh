@@ -82,7 +82,8 @@ __device__ __forceinline__ void add_pieces(int piece, int last, int cluster, Add
     float4 value[kAtOnce][kMost];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const uint32_t from = address(min(piece + i * kThreads, last - 1));
+      if (piece + i * kThreads >= last) break;
+      const uint32_t from = address(piece + i * kThreads);
 #pragma unroll
       for (int s = 0; s < kMost; ++s) {
         if (s == own) value[i][s] = load_shared(from);
@@ -91,12 +92,13 @@ __device__ __forceinline__ void add_pieces(int piece, int last, int cluster, Add
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
+      if (piece + i * kThreads >= last) break;
       float4 sum = value[i][0];
 #pragma unroll
       for (int s = 1; s < kMost; ++s)
         if (s < cluster)
           sum.x += value[i][s].x, sum.y += value[i][s].y, sum.z += value[i][s].z, sum.w += value[i][s].w;
-      if (piece + i * kThreads < last) store_shared(address(piece + i * kThreads), sum);
+      store_shared(address(piece + i * kThreads), sum);
     }
   }
 }

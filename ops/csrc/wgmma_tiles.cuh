@@ -176,8 +176,8 @@ __device__ __forceinline__ bool shares_sums(const Args& args, const Problem& a) 
   return args.cluster > 1 || a.targets > 0;
 }
 __device__ __forceinline__ void shared_sums_sync(const Args& args) {
-  named_sync(kConsumers);
   if (args.cluster > 1) cluster_sync();
+  else named_sync(kConsumers);
 }
 
 // The same as [R,D].
