@@ -71,9 +71,13 @@ def test_twenty_runs_give_the_same_bits(rank):
             assert torch.equal(value, first.named()[name]), name
 
 
+LONG = [(8191, 6152), (2048, 28672)]  # many tiles a CTA: every slot of the rings is used again and again
+CLUSTERS = [(500, 4096), (1000, 4104), (1024, 1032), (2048, 1032), (2048, 4096), (4095, 4096)]  # 1 to 8 add their sums
+
+
 @pytest.mark.parametrize("rank", [16, 32, 64])
-@pytest.mark.parametrize(("T", "D"), [(8191, 6152), (2048, 28672)])
-def test_long_passes(T, D, rank):  # many tiles a CTA: every slot of the rings is used again and again
+@pytest.mark.parametrize(("T", "D"), LONG + CLUSTERS)
+def test_passes(T, D, rank):
     z, p, v = (torch.randn(shape, device="cuda").bfloat16() for shape in ((T, D), (D, rank), (T, rank)))
     wide = [t.double() for t in (z, p, v)]
     sizes = [t.abs() for t in wide]
