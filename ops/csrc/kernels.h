@@ -69,8 +69,8 @@ struct Plan {
   Path path = Path::simt;
   int rank_pad = 0;                // ranks in a row of the partials
   int d_blocks_per_cta = 1;        // blocks of 128 columns
-  int cluster = 1;  // CTAs that add their U, or G where that alone is wanted, in shared memory (wgmma)
-  bool finished = false;           // and write the result: no partials of it are left (wgmma)
+  int cluster = 1;                 // CTAs that add their U, or G if it alone is wanted, in shared memory (wgmma)
+  bool finished = false;           // and write that result: no partials of it are left (wgmma)
   int merged = 1;                  // works, this one included, that share its launch
   int d_splits = 1, t_splits = 1;  // partials of U, partials of G
   int64_t rows_per_split = 0, cols_per_split = 0;

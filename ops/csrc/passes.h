@@ -10,8 +10,8 @@ namespace zerolora {
 // Below this many tokens everything stays in the L2: there a second read costs little, and adding the adapter after the
 // frozen product costs less than accumulating the product into a prefilled output (docs/ops.md).
 constexpr int64_t kFewTokens = 4096;
-// Below this many our pass for h, which needs no second launch, is faster than cuBLAS's product.
-constexpr int64_t kFewerTokens = 2048;
+// Below this many tokens our pass for h, which needs no second launch, is faster than cuBLAS's product.
+constexpr int64_t kOwnProjection = 2048;
 
 // One matrix to read, with the results wanted of it.
 struct Job {
@@ -157,8 +157,8 @@ inline Tensor project(const Tensor& x, const Matrix& rows, const Matrix& downs, 
   job.pass = pass_over(rows);
   job.pass.p = downs.data, job.pass.ldp = downs.ld, job.pass.p_by_rank = true, job.pass.R = layout.total;
   job.pass.dropout = dropout;
-  const bool few = rows.rows < kFewerTokens && wgmma_takes(job.pass, card_of(x));
-  if (dropout.seed == nullptr && one_scale && !few) {  // cuBLAS is a few percent faster there (docs/ops.md)
+  const bool own = rows.rows < kOwnProjection && wgmma_takes(job.pass, card_of(x));
+  if (dropout.seed == nullptr && one_scale && !own) {  // cuBLAS is a few percent faster there (docs/ops.md)
     product(out, static_cast<float>(scales[0]), rows, false, downs, true, 0.f, stream);
     return h;
   }

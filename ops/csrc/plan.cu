@@ -180,57 +180,71 @@ double wgmma_cost(const RankWork* works, int count, int64_t ctas, int64_t tiles_
   return works[0].pass.p != nullptr && works[0].pass.v != nullptr ? cost.of_both() : cost.of_one();
 }
 
-// Cuts the works for one width of a CTA's columns, one cluster and one length of its rows (or columns, for U alone).
-void cut(RankWork* works, int count, int col_blocks, int cluster, int64_t length, int64_t& ctas) {
-  ctas = 0;
+// The width of a CTA's columns in blocks, its cluster, and the length of its rows (or columns, for U alone) in tiles.
+struct Cut {
+  int blocks = 1, cluster = 1;
+  int64_t length = 1;
+};
+
+// Cuts the works so; returns the number of CTAs.
+int64_t cut(RankWork* works, int count, const Cut& how) {
+  int64_t ctas = 0;
   for (int i = 0; i < count; ++i) {
     const RankPass& pass = works[i].pass;
     Plan& plan = works[i].plan;
     const bool u = pass.p != nullptr, g = pass.v != nullptr;
     const int64_t rows = tile_rows(pass), row_blocks = ceil_div(pass.T, rows), columns = ceil_div(pass.D, kWgmmaCols);
-    plan.d_blocks_per_cta = col_blocks, plan.cluster = cluster;
-    plan.rows_per_split = (g ? length : 1) * rows;
-    plan.cols_per_split = (g ? col_blocks : length) * kWgmmaCols;
-    plan.t_splits = static_cast<int>(ceil_div(row_blocks, (g ? length : 1) * (u ? 1 : cluster)));
-    plan.d_splits = static_cast<int>(ceil_div(columns, (g ? col_blocks : length) * (u ? cluster : 1)));
-    plan.finished = (u ? plan.d_splits : plan.t_splits) == 1 && (!u || !g || cluster > 1);
+    plan.d_blocks_per_cta = how.blocks, plan.cluster = how.cluster;
+    plan.rows_per_split = (g ? how.length : 1) * rows;
+    plan.cols_per_split = (g ? how.blocks : how.length) * kWgmmaCols;
+    plan.t_splits = static_cast<int>(ceil_div(row_blocks, (g ? how.length : 1) * (u ? 1 : how.cluster)));
+    plan.d_splits = static_cast<int>(ceil_div(columns, (g ? how.blocks : how.length) * (u ? how.cluster : 1)));
+    plan.finished = (u ? plan.d_splits : plan.t_splits) == 1 && (!u || !g || how.cluster > 1);
     plan.u_floats = u && !plan.finished ? plan.d_splits * pass.T * plan.rank_pad : 0;
     plan.g_floats = g && (u || !plan.finished) ? plan.t_splits * pass.D * plan.rank_pad : 0;
-    ctas += static_cast<int64_t>(plan.t_splits) * plan.d_splits * cluster;
+    ctas += static_cast<int64_t>(plan.t_splits) * plan.d_splits * how.cluster;
+  }
+  return ctas;
+}
+
+// Cuts the works in every way that the kernel takes, and gives visit(how, its cost) each.
+template <typename Visit> void try_cuts(RankWork* works, int count, const Device& device, Visit visit) {
+  constexpr int64_t kLongestSum = 16384;  // rows: the tensor cores' sums lose bits with their length
+  constexpr int kClusters[] = {1, 2, 3, 4, 6, kMaxCluster};  // 5 and 7 lie badly in a GPC
+  const RankPass& first = works[0].pass;
+  const bool g = first.v != nullptr, both = g && first.p != nullptr;
+  const int64_t longest = g ? ceil_div(first.T, tile_rows(first)) : ceil_div(first.D, kWgmmaCols);
+  // Where the mask is drawn for G alone, the warps that draw are the limit: in clusters, or with more columns a CTA, it
+  // took 10 to 15 % longer.
+  const bool one_wide = g && !both && drawn(first);
+  for (const int cluster : kClusters) {
+    if (both && (cluster & (cluster - 1)) != 0) continue;  // a row of tiles has 8 or 16 units to share out
+    if (one_wide && cluster > 1) break;
+    const int slots = wgmma_slots(cluster, device);
+    for (int blocks = 1; blocks <= (g && !one_wide ? 4 : 1); blocks *= 2)
+      for (int64_t splits = 1; splits <= longest && splits <= 1024; ++splits) {
+        const int64_t length = ceil_div(longest, splits);
+        if (ceil_div(longest, length) != splits || (g && length * tile_rows(first) > kLongestSum)) continue;
+        const Cut how{blocks, cluster, length};
+        const int64_t ctas = cut(works, count, how);
+        visit(how, wgmma_cost(works, count, ctas, length * (g ? blocks : 1), slots));
+      }
   }
 }
 
 }  // namespace
 
-// Tries every way to cut the work and keeps the cheapest.
+// Keeps the cheapest cut.
 void plan_rank_wgmma(RankWork* works, int count, const Device& device) {
-  constexpr int64_t kLongestSum = 16384;  // rows: the tensor cores' sums lose bits with their length
-  constexpr int kClusters[] = {1, 2, 3, 4, 6, kMaxCluster};  // 5 and 7 lie badly in a GPC
   for (int i = 0; i < count; ++i) works[i].plan = tensor_core_plan(works[i].pass, Path::wgmma);
-  const RankPass& first = works[0].pass;
   works[0].plan.merged = count;
-  if (first.T == 0) return;
-  const bool g = first.v != nullptr, both = g && first.p != nullptr;
-  const int64_t longest = g ? ceil_div(first.T, tile_rows(first)) : ceil_div(first.D, kWgmmaCols);
-  // There the warps that draw are the limit; CTAs that wait for each other took 10 to 15 % longer.
-  const bool alone_drawn = g && !both && drawn(first);
-  double best = -1.0;
-  int best_blocks = 1, best_cluster = 1;
-  int64_t best_length = 1, ctas = 0;
-  for (const int cluster : kClusters) {
-    if (both && (cluster & (cluster - 1)) != 0) continue;  // a row of tiles has 8 or 16 units to share out
-    if (alone_drawn && cluster > 1) break;
-    const int slots = wgmma_slots(cluster, device);
-    for (int blocks = 1; blocks <= (g && !alone_drawn ? 4 : 1); blocks *= 2)
-      for (int64_t splits = 1; splits <= longest && splits <= 1024; ++splits) {
-        const int64_t length = ceil_div(longest, splits);
-        if (ceil_div(longest, length) != splits || (g && length * tile_rows(first) > kLongestSum)) continue;
-        cut(works, count, blocks, cluster, length, ctas);
-        const double cost = wgmma_cost(works, count, ctas, length * (g ? blocks : 1), slots);
-        if (best < 0.0 || cost < best) best = cost, best_blocks = blocks, best_cluster = cluster, best_length = length;
-      }
-  }
-  cut(works, count, best_blocks, best_cluster, best_length, ctas);
+  if (works[0].pass.T == 0) return;
+  double least = -1.0;
+  Cut best;
+  try_cuts(works, count, device, [&](const Cut& how, double cost) {
+    if (least < 0.0 || cost < least) least = cost, best = how;
+  });
+  cut(works, count, best);
 }
 
 namespace {
@@ -252,8 +266,7 @@ using Key = std::array<int64_t, 4 + kMaxMerged>;
 Key key_of(const RankWork* works, int count) {
   const RankPass& first = works[0].pass;
   Key key{count, first.T, tensor_core_plan(first, Path::wgmma).rank_pad,
-          (first.p != nullptr ? 1 : 0) + (first.v != nullptr ? 2 : 0) +
-              (drawn(first) ? 4 : 0)};
+          (first.p != nullptr ? 1 : 0) + (first.v != nullptr ? 2 : 0) + (drawn(first) ? 4 : 0)};
   for (int i = 0; i < count; ++i) key[4 + i] = works[i].pass.D;
   return key;
 }

@@ -1,5 +1,5 @@
-// Times ways to cut the passes over dY (U = Z P and G = Z^T V with their reduction) on sm_90a, the one that the cost
-// model of ops/csrc/plan.cu chooses first: rank_cuts hot|cool. Hot: right after whole products. rank_cuts.py builds it.
+// Times ways to cut the passes over dY and over x (with their reduction) on sm_90a, the one that the cost model of
+// ops/csrc/plan.cu chooses first: rank_cuts hot|cool. Hot: right after whole products. rank_cuts.py builds it.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -35,29 +35,21 @@ __global__ void fill(__nv_bfloat16* data, int64_t count, uint32_t seed) {
   }
 }
 
-struct Cut {
+enum class Kind { dy, h, da };  // U = Z P and G = Z^T V; U alone; G alone
+constexpr const char* kNames[] = {"dY", "h", "dA"};
+
+struct Choice {
   double model;
-  int blocks, cluster;
-  int64_t length;
+  Cut how;
 };
 
 // The cheapest cuts as the model has it, the one that it chooses first.
-std::vector<Cut> cuts_of(RankWork& work, const Device& device, size_t most) {
-  std::vector<Cut> cuts;
-  const int64_t rows = tile_rows(work.pass), longest = ceil_div(work.pass.T, rows);
-  for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2)
-    for (int blocks = 1; blocks <= 4; blocks *= 2)
-      for (int64_t splits = 1; splits <= std::min<int64_t>(longest, 1024); ++splits) {
-        const int64_t length = ceil_div(longest, splits);
-        if (ceil_div(longest, length) != splits || length * rows > 16384) continue;
-        int64_t ctas = 0;
-        cut(&work, 1, blocks, cluster, length, ctas);
-        const double model = wgmma_cost(&work, 1, ctas, length * blocks, wgmma_slots(cluster, device));
-        cuts.push_back({model, blocks, cluster, length});
-      }
-  std::stable_sort(cuts.begin(), cuts.end(), [](const Cut& a, const Cut& b) { return a.model < b.model; });
-  if (cuts.size() > most) cuts.resize(most);
-  return cuts;
+std::vector<Choice> choices(RankWork& work, const Device& device, size_t most) {
+  std::vector<Choice> found;
+  try_cuts(&work, 1, device, [&](const Cut& how, double model) { found.push_back({model, how}); });
+  std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.model < b.model; });
+  if (found.size() > most) found.resize(most);
+  return found;
 }
 
 class Bench {
@@ -69,20 +61,20 @@ class Bench {
     heater_.T = 8192, heater_.D = 4096, heater_.y = room<__nv_bfloat16>(8192 * 4096), heater_.ldy = 4096;
   }
 
-  void shape(int64_t T, int64_t D, int R, size_t most) {
+  void shape(Kind kind, int64_t T, int64_t D, int R, size_t most) {
     RankWork work;
     RankPass& pass = work.pass;
-    pass.T = T, pass.D = D, pass.ldz = D, pass.R = R, pass.z = pool_;
-    pass.p = p_, pass.ldp = R, pass.v = v_, pass.ldv = R;
+    pass.dtype = DType::bf16, pass.T = T, pass.D = D, pass.ldz = D, pass.R = R, pass.z = pool_;
+    if (kind != Kind::da) pass.p = p_, pass.p_by_rank = kind == Kind::h, pass.ldp = pass.p_by_rank ? D : R;
+    if (kind != Kind::h) pass.v = v_, pass.ldv = R, pass.g_by_rank = kind == Kind::da;
     work.plan = tensor_core_plan(pass, Path::wgmma);
-    const auto cuts = cuts_of(work, device_, most);
-    for (size_t i = 0; i < cuts.size(); ++i) {
-      int64_t ctas = 0;
+    for (const Choice& choice : choices(work, device_, most)) {
       work.plan = tensor_core_plan(pass, Path::wgmma);
-      cut(&work, 1, cuts[i].blocks, cuts[i].cluster, cuts[i].length, ctas);
-      std::printf("%lld %lld %d %d %d %lld %lld %.2f %.2f\n", static_cast<long long>(T), static_cast<long long>(D), R,
-                  cuts[i].blocks, cuts[i].cluster, static_cast<long long>(cuts[i].length),
-                  static_cast<long long>(ctas), microseconds(work), cuts[i].model);
+      const int64_t ctas = cut(&work, 1, choice.how);
+      std::printf("%s %lld %lld %d %d %d %lld %lld %.2f %.2f\n", kNames[static_cast<int>(kind)],
+                  static_cast<long long>(T), static_cast<long long>(D), R, choice.how.blocks, choice.how.cluster,
+                  static_cast<long long>(choice.how.length), static_cast<long long>(ctas), microseconds(work),
+                  choice.model);
     }
     std::fflush(stdout);
   }
@@ -95,16 +87,23 @@ class Bench {
     const int64_t pad = work.plan.rank_pad, size = pass.T * pass.D;
     const int sets = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(kPool / size, 8)));
     work.u = workspace_, work.g = workspace_ + work.plan.u_floats;
-    work.targets = work.plan.finished ? 1 : 0, work.out_dtype = DType::bf16;
-    work.target[0].rank = pass.R, work.target[0].out = u_, work.target[0].ld = pass.R;
-    Reduction jobs[2];
-    jobs[0].partial = work.g, jobs[0].splits = work.plan.t_splits, jobs[0].rows = pass.D, jobs[0].out = g_;
-    jobs[1].partial = work.u, jobs[1].splits = work.plan.d_splits, jobs[1].rows = pass.T, jobs[1].out = u_;
-    const int reductions = work.plan.finished ? 1 : 2;
-    for (Reduction& job : jobs) {
-      job.cols = job.ld_out = pass.R, job.ld_partial = pad, job.split_stride = job.rows * pad;
-      job.out_dtype = DType::bf16;
-    }
+    std::vector<Reduction> jobs;
+    work.targets = 0, work.out_dtype = DType::bf16;
+    const auto result = [&](bool is_g, __nv_bfloat16* out) {
+      const int64_t rows = is_g ? pass.D : pass.T, ld = is_g && pass.g_by_rank ? pass.D : pass.R;
+      if (work.plan.finished && is_g == (pass.p == nullptr)) {
+        Target& target = work.target[work.targets++];
+        target.rank = pass.R, target.out = out, target.ld = ld;
+        return;
+      }
+      Reduction& job = jobs.emplace_back();
+      job.partial = is_g ? work.g : work.u, job.splits = is_g ? work.plan.t_splits : work.plan.d_splits;
+      job.rows = is_g && pass.g_by_rank ? pass.R : rows, job.cols = job.ld_out = ld;
+      job.ld_partial = is_g && pass.g_by_rank ? pass.D : pad, job.split_stride = rows * pad;
+      job.out = out, job.out_dtype = DType::bf16;
+    };
+    if (pass.p != nullptr) result(false, u_);
+    if (pass.v != nullptr) result(true, g_);
     constexpr int kCalls = 12, kRounds = 7;
     cudaGraph_t graph;
     cudaGraphExec_t run;
@@ -112,7 +111,7 @@ class Bench {
     for (int i = 0; i < kCalls; ++i) {
       work.pass.z = pool_ + i % sets * size;
       check(launch_rank_works(&work, 1, device_, stream_), "launching a pass");
-      check(launch_reduce(jobs, reductions, device_, stream_), "launching a reduction");
+      check(launch_reduce(jobs.data(), static_cast<int>(jobs.size()), device_, stream_), "launching a reduction");
     }
     check(cudaStreamEndCapture(stream_, &graph), "capturing");
     check(cudaGraphInstantiate(&run, graph, 0), "making a graph");
@@ -161,6 +160,7 @@ int main(int argc, char** argv) {
                                     {2048, 28672}, {4096, 4096}, {4096, 14336}, {8192, 1024},
                                     {8192, 4096},  {8192, 6144}, {8192, 28672}, {12288, 5120},
                                     {16384, 4096}, {16384, 14336}, {32768, 4096}, {32768, 6144}};
-  for (const int R : {16, 32, 64})
-    for (const auto& shape : kShapes) bench.shape(shape[0], shape[1], R, 24);
+  for (const Kind kind : {Kind::dy, Kind::h, Kind::da})
+    for (const int R : {16, 32, 64})
+      for (const auto& shape : kShapes) bench.shape(kind, shape[0], shape[1], R, kind == Kind::dy ? 24 : 12);
 }

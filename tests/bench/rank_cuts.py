@@ -1,10 +1,11 @@
-"""Times ways to cut the passes over dY on sm_90a, and says how far the cost model's choice is from the best of them.
+"""Times ways to cut the passes over dY and over x on sm_90a, and says how far the cost model's choice is from the best of them.
 
     python -m tests.bench.rank_cuts [hot|cool]        on an H200, with nvcc
 
 What the times in ops/csrc/plan.cu are fitted to. hot: each measurement comes right after whole products, as in
-training. A line is a shape: what the model chooses, and the best of the 24 cuts that it holds for the cheapest; a cut
-is the columns of a CTA in blocks of 128, the CTAs of a cluster, and the row tiles of a CTA.
+training. A line is a shape: what the model chooses, and the best of the 24 cuts (12 for h or dA alone) that it holds
+for the cheapest; a cut is the columns of a CTA in blocks of 128, the CTAs of a cluster, and the tiles of a CTA along
+the other direction.
 """
 
 import argparse
@@ -43,17 +44,18 @@ def main() -> None:
         raise SystemExit(found.stderr.strip() or f"rank_cuts: the program ended with {found.returncode}")
     shapes: dict[tuple[str, ...], list[tuple[float, str]]] = defaultdict(list)
     for line in found.stdout.splitlines():
-        T, D, R, blocks, cluster, length, ctas, us, _ = line.split()
-        shapes[R, T, D].append((float(us), f"{blocks} x {cluster} x {length} ({ctas} CTAs)"))
-    print(f"{'R':>3}{'T':>7}{'D':>7} | {'chosen':>8}  {'':<24} | {'best':>8}  {'':<24} | {'+%':>5}")
+        kind, T, D, R, blocks, cluster, length, ctas, us, _ = line.split()
+        shapes[kind, R, T, D].append((float(us), f"{blocks} x {cluster} x {length} ({ctas} CTAs)"))
+    print(f"{'':<3}{'R':>3}{'T':>7}{'D':>7} | {'chosen':>8}  {'':<24} | {'best':>8}  {'':<24} | {'+%':>5}")
     longer = defaultdict(list)
-    for (R, T, D), cuts in shapes.items():
+    for (kind, R, T, D), cuts in shapes.items():
         (chosen, cut), (best, other) = cuts[0], min(cuts)
-        longer[R].append(100 * (chosen / best - 1))
-        print(f"{R:>3}{T:>7}{D:>7} | {chosen:8.1f}  {cut:<24} | {best:8.1f}  {other:<24} | {longer[R][-1]:5.1f}")
-    for R, percents in longer.items():
+        longer[kind, R].append(100 * (chosen / best - 1))
+        measured = f"{chosen:8.1f}  {cut:<24} | {best:8.1f}  {other:<24} | {longer[kind, R][-1]:5.1f}"
+        print(f"{kind:<3}{R:>3}{T:>7}{D:>7} | {measured}")
+    for (kind, R), percents in longer.items():
         mean = statistics.mean(percents)
-        print(f"R = {R}: {mean:.1f} % longer than the best on average, {max(percents):.1f} % at most")
+        print(f"{kind}, R = {R}: {mean:.1f} % longer than the best on average, {max(percents):.1f} % at most")
 
 
 if __name__ == "__main__":
