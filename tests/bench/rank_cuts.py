@@ -1,4 +1,4 @@
-"""Times ways to cut the passes over dY and over x on sm_90a, and says how far the cost model's choice is from the best of them.
+"""Times ways to cut the passes over dY and x on sm_90a, and how far the cost model's choice is from the best of them.
 
     python -m tests.bench.rank_cuts [hot|cool]        on an H200, with nvcc
 
