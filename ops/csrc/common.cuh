@@ -149,6 +149,9 @@ template <int kCall> __device__ __forceinline__ uint4 unpack_kept(uint32_t word)
                     spread_kept<4 * kCall + 3>(word));
 }
 
+// Of 16 neighbouring ranks, in the order of a unit of partial sums (kernels.h), the first of the 4 that a lane has.
+__device__ __forceinline__ int quad_column(int lane) { return lane % 2 * 8 + lane % 4 / 2 * 4; }
+
 // A kernel launched with `launch_overlapped` may start while its predecessor in the stream still runs: nothing that the
 // predecessor wrote, or reads, may be touched before this.
 __device__ __forceinline__ void wait_for_predecessor() {

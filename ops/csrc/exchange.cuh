@@ -36,9 +36,9 @@ __device__ __forceinline__ void send_slices(const float (&u)[RP / 2], uint32_t e
   }
 }
 
-// Adds the slices of `row_blocks` rows of tiles one after the other, gives 4 neighbours of a row to put(row, rank,
-// sum), and says to each sender when it may go on. full, free: the barriers of the first buffer, those of the second
-// lie behind.
+// Adds the slices of `row_blocks` rows of tiles one after the other, gives each piece of 16 bytes to put(first row of
+// the slice, piece, sum), and says to each sender when it may go on. full, free: the barriers of the first buffer,
+// those of the second lie behind.
 template <int RP, typename Put>
 __device__ __forceinline__ void add_slices(Put put, int64_t row0, int row_blocks, const char* exchange, uint32_t full,
                                            uint32_t free, int cluster) {
@@ -61,8 +61,7 @@ __device__ __forceinline__ void add_slices(Put put, int64_t row0, int row_blocks
 #pragma unroll
       for (int s = 1; s < kMaxCluster; ++s)
         sum.x += value[s].x, sum.y += value[s].y, sum.z += value[s].z, sum.w += value[s].w;
-      const int lane = i % 32, pair = i / 32 % S::kPairs, unit = i / S::kUnit;
-      put(row0 + unit * 8 + lane / 4, pair * 16 + quad_column(lane), sum);
+      put(row0, i, sum);
     }
     if (block + kExchanges >= row_blocks) continue;  // nobody waits for it, and the sender may be gone
     named_sync(kAdders);

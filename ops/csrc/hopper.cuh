@@ -252,7 +252,6 @@ template <int N> __device__ __forceinline__ float4 quad(const float (&c)[N], int
   const float y = __shfl_xor_sync(~0u, odd ? c[i + 1] : c[i + 5], 1);
   return make_float4(odd ? x : c[i], odd ? y : c[i + 1], odd ? c[i + 4] : x, odd ? c[i + 5] : y);
 }
-__device__ __forceinline__ int quad_column(int lane) { return lane % 2 * 8 + lane % 4 / 2 * 4; }
 
 // A box of shared memory to a 2-D tensor at (column, row); what lies outside the tensor is not written. A thread's
 // stores form groups; `store_wait` waits until all but the newest kPending have read their shared memory.

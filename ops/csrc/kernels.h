@@ -28,6 +28,11 @@ constexpr int kWgmmaCols = 128;                    // and on wgmma
 // takes so long that the two warpgroups take U of smaller tiles in turn: one sends while the other multiplies.
 constexpr int wgmma_rows(bool both, int rank_pad) { return both && rank_pad > 16 ? 64 : 128; }
 constexpr int kMaxCluster = 8;                     // CTAs that add their sums in shared memory
+// wgmma's partial sums of U, and of G in a pass for both, lie as [unit of 8 rows][pair of 8 ranks][lane], 16 bytes
+// each: in the order of the accumulators, whose warps so store 512 bytes in a row. Row by row, with 64 ranks, a warp's
+// store has runs of 64 bytes, and all take twice as long.
+constexpr int kUnitRows = 8;
+__host__ __device__ constexpr int64_t unit_rows(int64_t rows) { return (rows + kUnitRows - 1) / kUnitRows * kUnitRows; }
 
 // m = keep / (1 - p), keep drawn from Philox4x32-7 with the key *seed and one 15-bit number per element. The kernels
 // apply keep alone; the factor belongs into the scale of a reduction, or of dh for dh A.
@@ -112,9 +117,11 @@ cudaError_t launch_rank_mma(const RankWork& work, cudaStream_t stream);
 Plan plan_rank_simt(const RankPass& pass, const Device& device);
 cudaError_t launch_rank_simt(const RankWork& work, cudaStream_t stream);
 
-// out[i, j] (+)= scale * sum over s of partial[s, i, j].
+// out[i, j] (+)= scale * sum over s of partial[s, i, j] (in units: of partial[s, i, begin + j]).
 struct Reduction {
   const float* partial = nullptr;
+  bool in_units = false;  // of 8 rows (above), ld_partial ranks wide, read in whole lines; else row by row
+  int begin = 0;
   int splits = 0;
   DType out_dtype = DType::f32;
   int64_t rows = 0, cols = 0, ld_partial = 0, split_stride = 0;

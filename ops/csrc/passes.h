@@ -42,9 +42,13 @@ inline Reduction reduction_of(const Target& target, const RankWork& work, bool i
   Reduction r;
   r.scale = target.scale, r.out = target.out, r.out_dtype = type, r.accumulate = accumulate, r.ld_out = target.ld;
   const bool by_rank = is_g && pass.g_by_rank;
+  const int64_t rows = is_g ? pass.D : pass.T;
+  r.in_units = work.plan.path == Path::wgmma && !by_rank;
   r.ld_partial = by_rank ? pass.D : work.plan.rank_pad;
-  r.partial = (is_g ? work.g : work.u) + target.begin * (by_rank ? pass.D : 1);
-  r.split_stride = (is_g ? pass.D : pass.T) * work.plan.rank_pad;
+  r.partial = is_g ? work.g : work.u;
+  if (r.in_units) r.begin = target.begin;
+  else r.partial += target.begin * (by_rank ? pass.D : 1);
+  r.split_stride = (r.in_units ? unit_rows(rows) : rows) * work.plan.rank_pad;
   r.splits = is_g ? (pass.T == 0 ? 0 : work.plan.t_splits) : work.plan.d_splits;
   r.rows = by_rank ? target.rank : is_g ? pass.D : pass.T;
   r.cols = by_rank ? pass.D : target.rank;

@@ -200,8 +200,8 @@ int64_t cut(RankWork* works, int count, const Cut& how) {
     plan.t_splits = static_cast<int>(ceil_div(row_blocks, (g ? how.length : 1) * (u ? 1 : how.cluster)));
     plan.d_splits = static_cast<int>(ceil_div(columns, (g ? how.blocks : how.length) * (u ? how.cluster : 1)));
     plan.finished = (u ? plan.d_splits : plan.t_splits) == 1 && (!u || !g || how.cluster > 1);
-    plan.u_floats = u && !plan.finished ? plan.d_splits * pass.T * plan.rank_pad : 0;
-    plan.g_floats = g && (u || !plan.finished) ? plan.t_splits * pass.D * plan.rank_pad : 0;
+    plan.u_floats = u && !plan.finished ? plan.d_splits * unit_rows(pass.T) * plan.rank_pad : 0;
+    plan.g_floats = g && (u || !plan.finished) ? plan.t_splits * unit_rows(pass.D) * plan.rank_pad : 0;
     ctas += static_cast<int64_t>(plan.t_splits) * plan.d_splits * how.cluster;
   }
   return ctas;

@@ -157,12 +157,19 @@ __global__ void __launch_bounds__(Layout<RP, kBlocks, kU, kG>::kThreads, 1)
                                       tiles, col_blocks, place);
     if constexpr (L::kBoth)
       if (args.cluster > 1 && threadIdx.x >= kConsumers + kCopiers - kAdders) {
-        const Sink sink = sink_of_u<RP>(args, a, 0, place);
-        const auto put_row = [&sink, rows = a.T](int64_t row, int rank, float4 sum) {
-          if (row < rows) put<false>(sink, rank, row, sum);
+        const auto add = [&](auto put) {
+          add_slices<RP>(put, place.row0, row_blocks, shared + L::kExchange, barriers.slices_full(),
+                         barriers.slices_free(), args.cluster);
         };
-        add_slices<RP>(put_row, place.row0, row_blocks, shared + L::kExchange, barriers.slices_full(),
-                       barriers.slices_free(), args.cluster);
+        if (a.targets == 0) {
+          add([partial = partial_u<RP>(a, place.u_split), rows = a.T](int64_t row, int piece, float4 sum) {
+            keep_piece<RP>(partial, rows, row, piece, sum);
+          });
+        } else {
+          add([sink = sink_of(args, a, 0), rows = a.T](int64_t row, int piece, float4 sum) {
+            put_piece<RP>(sink, rows, row, piece, sum);
+          });
+        }
       }
   } else if constexpr (L::kMaskers > 0) {
     // Of 512 each keeps what the launch gave.

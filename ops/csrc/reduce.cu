@@ -42,15 +42,29 @@ __device__ __forceinline__ void add_partials(float (&sum)[V], const float* sourc
 
 // One thread: V neighbours of a row of one result. The partials' rows are padded, so that reading V never leaves them.
 // Four blocks a multiprocessor: for eight ptxas would keep to 32 registers, with half as many loads on their way.
-template <int V> __global__ void __launch_bounds__(kThreads, 4) reduce_kernel(const __grid_constant__ Jobs jobs) {
+constexpr int kMostBlocks = 4;
+template <int V>
+__global__ void __launch_bounds__(kThreads, kMostBlocks) reduce_kernel(const __grid_constant__ Jobs jobs) {
   int which = 0;
   while (blockIdx.x >= jobs.end[which]) ++which;
   const Reduction& r = jobs.job[which];
-  const int64_t block = blockIdx.x - (which == 0 ? 0 : jobs.end[which - 1]);
-  const int64_t index = block * kThreads + threadIdx.x, per_row = (r.cols + V - 1) / V;
-  if (index >= r.rows * per_row) return;
-  const int64_t row = index / per_row, col = index % per_row * V;
-  const float* const source = r.partial + row * r.ld_partial + col;
+  const uint32_t block = blockIdx.x - (which == 0 ? 0 : jobs.end[which - 1]);
+  const int64_t index = static_cast<int64_t>(block) * kThreads + threadIdx.x;
+  int64_t row, col;
+  const float* source = r.partial;
+  if (r.in_units) {
+    const uint32_t lane = threadIdx.x % 32, pairs = static_cast<uint32_t>(r.ld_partial) / 16;
+    const uint32_t piece = block * (kThreads / 32) + threadIdx.x / 32;
+    row = static_cast<int64_t>(piece / pairs) * kUnitRows + lane / 4;
+    col = static_cast<int64_t>(piece % pairs) * 16 + quad_column(static_cast<int>(lane)) - r.begin;
+    if (row >= r.rows || col < 0 || col >= r.cols) return;
+    source += index * V;
+  } else {
+    const int64_t per_row = (r.cols + V - 1) / V;
+    if (index >= r.rows * per_row) return;
+    row = index / per_row, col = index % per_row * V;
+    source += row * r.ld_partial + col;
+  }
   wait_for_predecessor();
   float sum[V] = {};
   int first = 0;
@@ -72,7 +86,28 @@ template <int V> __global__ void __launch_bounds__(kThreads, 4) reduce_kernel(co
 // Whether the job alone reads the lines that its partial sums lie in.
 bool owns_lines(const Reduction& r) {
   return r.cols == r.ld_partial && reinterpret_cast<uintptr_t>(r.partial) % kLine == 0 &&
-         r.split_stride * 4 % kLine == 0 && r.rows * r.cols * 4 % kLine == 0;
+         r.split_stride * 4 % kLine == 0 && r.rows * r.cols * 4 % kLine == 0 &&
+         (!r.in_units || r.rows % kUnitRows == 0);
+}
+
+int64_t threads_of(const Reduction& r, int width) {
+  return r.in_units ? unit_rows(r.rows) * r.ld_partial / width : r.rows * ((r.cols + width - 1) / width);
+}
+
+// Shared memory that keeps a multiprocessor to its share of the blocks. Otherwise those that the pass leaves first
+// take as many as they hold, and few multiprocessors read everything: of 256 blocks, 64 multiprocessors.
+int bytes_that_spread(unsigned blocks, const Device& device) {
+  const int share = static_cast<int>((blocks + device.multiprocessors - 1) / device.multiprocessors);
+  if (device.capability < 90 || share >= kMostBlocks) return 0;
+  constexpr int kReserved = 1024;  // of each block, by the driver
+  return std::min(device.shared_bytes, device.shared_bytes_sm / share - kReserved) / 16 * 16;
+}
+
+template <int V> cudaError_t launch(const Jobs& jobs, unsigned blocks, const Device& device, cudaStream_t stream) {
+  const cudaError_t status = allow_shared_bytes<reduce_kernel<V>>(device.shared_bytes);
+  if (status != cudaSuccess) return status;
+  return launch_overlapped(reduce_kernel<V>, dim3(blocks), kThreads, bytes_that_spread(blocks, device),
+                           device.capability >= 90, 1, stream, jobs);
 }
 
 cudaError_t launch(const Reduction* given, int count, const Device& device, cudaStream_t stream) {
@@ -85,15 +120,16 @@ cudaError_t launch(const Reduction* given, int count, const Device& device, cuda
     quads = quads && jobs[i].ld_partial % 4 == 0 && jobs[i].split_stride % 4 == 0 &&
             reinterpret_cast<uintptr_t>(jobs[i].partial) % 16 == 0;
   const int width = quads ? 4 : 1;
+  if (!quads && std::any_of(jobs, jobs + count, [](const Reduction& r) { return r.in_units; }))
+    return cudaErrorInvalidValue;
   unsigned blocks = 0;
   for (int i = 0; i < count; ++i) {
     all.job[i] = jobs[i];
-    blocks += static_cast<unsigned>((jobs[i].rows * ((jobs[i].cols + width - 1) / width) + kThreads - 1) / kThreads);
+    blocks += static_cast<unsigned>((threads_of(jobs[i], width) + kThreads - 1) / kThreads);
     all.end[i] = blocks, all.discard[i] = device.capability >= 80 && owns_lines(jobs[i]);
   }
   if (blocks == 0) return cudaSuccess;
-  return launch_overlapped(quads ? reduce_kernel<4> : reduce_kernel<1>, dim3(blocks), kThreads, 0,
-                           device.capability >= 90, 1, stream, all);
+  return quads ? launch<4>(all, blocks, device, stream) : launch<1>(all, blocks, device, stream);
 }
 
 }  // namespace

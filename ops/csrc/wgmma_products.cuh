@@ -62,7 +62,7 @@ __device__ __forceinline__ void consume_tiles(const Args& args, const Problem& a
       add_u<RP>(c[0], args, a, shared, place);
       return;
     }
-    store_u<RP>(c[0], a, place.row0 + group * 64, place.u_split);
+    store_partial<RP>(c[0], partial_u<RP>(a, place.u_split), a.T, place.row0 + group * 64);
   }
 }
 
@@ -97,7 +97,7 @@ __device__ __forceinline__ void consume_both(const Args& args, const Problem& a,
       hold(g[block]);
       if (row + 1 == row_blocks) {  // G is complete, and leaves while the tiles that follow are on their way
         if (block == kBlocks - 1) let_successor_start();
-        store_g<RP>(g[block], a, place.col0 + block * kCols + group * 64, place.g_split);
+        store_partial<RP>(g[block], partial_g<RP>(a, place.g_split), a.D, place.col0 + block * kCols + group * 64);
       }
     }
   };
@@ -115,7 +115,7 @@ __device__ __forceinline__ void consume_both(const Args& args, const Problem& a,
       send_slices<RP>(u, base + L::kExchange + buffer * Slices<RP>::kBytes, barriers.slices_full() + buffer * 8,
                       args.cluster);
     } else {
-      store_u<RP>(u, a, place.row0 + row * L::kTileRows + first_row, place.u_split);
+      store_partial<RP>(u, partial_u<RP>(a, place.u_split), a.T, place.row0 + row * L::kTileRows + first_row);
     }
 #pragma unroll
     for (int i = 0; i < RP / 2; ++i) u[i] = 0.f;

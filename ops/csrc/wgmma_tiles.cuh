@@ -109,7 +109,7 @@ __device__ __forceinline__ void tile_g(float (&g)[RP / 2], uint32_t z, uint32_t 
                    descriptor<8 * kRow, swizzle_of<kRow>()>(v + k * 16 * kRow));
 }
 
-// Where sums go: into a target, or as one split's partial sums. Read once, as parameters at an index are slow.
+// Where sums go: into a target, or (G alone) as partial sums. Read once, as parameters at an index are slow.
 struct Sink {
   void* out;
   int64_t ld;
@@ -118,16 +118,9 @@ struct Sink {
   DType dtype;
   bool accumulate;
 };
-__device__ __forceinline__ int sinks(const Problem& a) { return max(a.targets, 1); }
-template <int RP>
-__device__ __forceinline__ Sink sink_of(const Args& args, const Problem& a, int i, float* partial, int64_t ld) {
-  if (a.targets == 0) return {partial, ld, 1.f, 0, RP, DType::f32, false};
+__device__ __forceinline__ Sink sink_of(const Args& args, const Problem& a, int i) {
   const Target& target = args.target[a.first_target + i];
   return {target.out, target.ld, target.scale, target.begin, target.rank, args.out_dtype, args.accumulate};
-}
-template <int RP>
-__device__ __forceinline__ Sink sink_of_u(const Args& args, const Problem& a, int i, const Place& place) {
-  return sink_of<RP>(args, a, i, a.u + place.u_split * a.T * RP, RP);
 }
 
 // 4 neighbours: of the ranks from `rank` on of one row, or (kByRank) of the columns from `at` on in one rank.
@@ -139,35 +132,36 @@ template <bool kByRank> __device__ __forceinline__ void put(const Sink& sink, in
   write_sums(sink.dtype, sink.out, place, sum, kByRank ? 4 : min(4, sink.rank - within), sink.accumulate);
 }
 
-// Partial sums; row0: the first row of this warpgroup.
+// One split's partial sums of `rows` rows, in units: 64 rows, `row0` the first of this warpgroup's.
 template <int RP>
-__device__ __forceinline__ void store_u(const float (&u)[RP / 2], const Problem& a, int64_t row0, int split) {
-  const int lane = threadIdx.x % 32;
-  float* const base = a.u + split * a.T * RP + quad_column(lane);
+__device__ __forceinline__ void store_partial(const float (&c)[RP / 2], float* partial, int64_t rows, int64_t row0) {
+  const int64_t first = row0 + threadIdx.x / 32 % 4 * 16;
+  float4* const base = reinterpret_cast<float4*>(partial + first * RP) + threadIdx.x % 32;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int64_t row = row0 + threadIdx.x / 32 % 4 * 16 + lane / 4 + half * 8;
+  for (int half = 0; half < 2; ++half)
 #pragma unroll
     for (int pair = 0; pair < RP / 16; ++pair) {
-      const float4 value = quad(u, half, pair);
-      if (row < a.T) *reinterpret_cast<float4*>(base + row * RP + pair * 16) = value;
+      const float4 value = quad(c, half, pair);
+      if (first + half * kUnitRows < rows) base[(half * (RP / 16) + pair) * 32] = value;
     }
-  }
+}
+template <int RP> __device__ __forceinline__ float* partial_u(const Problem& a, int split) {
+  return a.u + split * unit_rows(a.T) * RP;
+}
+template <int RP> __device__ __forceinline__ float* partial_g(const Problem& a, int split) {
+  return a.g + split * unit_rows(a.D) * RP;
 }
 
-// Likewise; col0: the first column of this warpgroup.
+// Piece i of 16 bytes of units whose first is that of row0: as partial sums, or into a target.
 template <int RP>
-__device__ __forceinline__ void store_g(const float (&g)[RP / 2], const Problem& a, int64_t col0, int split) {
-  float* const base = a.g + split * a.D * RP + quad_column(threadIdx.x % 32);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int64_t col = col0 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 + half * 8;
-#pragma unroll
-    for (int pair = 0; pair < RP / 16; ++pair) {
-      const float4 value = quad(g, half, pair);
-      if (col < a.D) *reinterpret_cast<float4*>(base + col * RP + pair * 16) = value;
-    }
-  }
+__device__ __forceinline__ void keep_piece(float* partial, int64_t rows, int64_t row0, int i, float4 sum) {
+  if (row0 + i / (2 * RP) * kUnitRows < rows) reinterpret_cast<float4*>(partial + row0 * RP)[i] = sum;
+}
+template <int RP>
+__device__ __forceinline__ void put_piece(const Sink& sink, int64_t rows, int64_t row0, int i, float4 sum) {
+  const int lane = i % 32;
+  const int64_t row = row0 + i / (2 * RP) * kUnitRows + lane / 4;
+  if (row < rows) put<false>(sink, i / 32 % (RP / 16) * 16 + quad_column(lane), row, sum);
 }
 
 // Whether a pass for one result brings its sums to shared memory: to add them over a cluster, or to write whole rows of
@@ -212,14 +206,17 @@ __device__ __forceinline__ void add_u(const float (&u)[RP / 2], const Args& args
   const uint32_t base = shared_address(shared);
   const auto address = [=](int piece) { return base + piece * 16; };
   const Share share = add_over_cluster<kConsumers>(kRows * RP / 4, args.cluster, address);
-  for (int i = 0; i < sinks(a); ++i) {
-    const Sink sink = sink_of_u<RP>(args, a, i, place);
+  if (a.targets == 0) {
+    float* const partial = partial_u<RP>(a, place.u_split);
 #pragma unroll 4
-    for (int piece = share.first; piece < share.last; piece += kConsumers) {
-      const int from = piece % 32, pair = piece / 32 % kPairs, unit = piece / (kPairs * 32);
-      const int64_t row = place.row0 + unit * 8 + from / 4;
-      if (row < a.T) put<false>(sink, pair * 16 + quad_column(from), row, load_shared(address(piece)));
-    }
+    for (int piece = share.first; piece < share.last; piece += kConsumers)
+      keep_piece<RP>(partial, a.T, place.row0, piece, load_shared(address(piece)));
+  }
+  for (int i = 0; i < a.targets; ++i) {
+    const Sink sink = sink_of(args, a, i);
+#pragma unroll 4
+    for (int piece = share.first; piece < share.last; piece += kConsumers)
+      put_piece<RP>(sink, a.T, place.row0, piece, load_shared(address(piece)));
   }
 }
 
@@ -243,8 +240,9 @@ __device__ __forceinline__ void add_g(const float (&g)[kBlocks][RP / 2], const A
   const uint32_t base = shared_address(shared);
   const auto address = [=](int piece) { return base + (piece / kPieces * kRow + piece % kPieces * 4) * 4; };
   const Share share = add_over_cluster<kConsumers>(RP * kPieces, args.cluster, address);
-  for (int i = 0; i < sinks(a); ++i) {
-    const Sink sink = sink_of<RP>(args, a, i, a.g + place.g_split * a.D * RP, a.D);
+  for (int i = 0; i < max(a.targets, 1); ++i) {
+    const Sink sink = a.targets == 0 ? Sink{a.g + place.g_split * a.D * RP, a.D, 1.f, 0, RP, DType::f32, false}
+                                     : sink_of(args, a, i);
 #pragma unroll 4
     for (int piece = share.first; piece < share.last; piece += kConsumers) {
       const int64_t col = place.col0 + piece % kPieces * 4;
