@@ -105,7 +105,7 @@ struct TimesOfBoth {
   double start, cluster, wave, tile, row, row_clustered, memory, reduce;
 };
 constexpr TimesOfBoth kHotLow{5.23, 1.17, 0.63, 0.55, 0.27, 0.27, 4.02e6, 3.96e6};  // tiles of 128 rows
-constexpr TimesOfBoth kHotHigh{5.4, 1.0, 0.8, 0.49, 0.44, 0.0, 4.1e6, 3.5e6};       // tiles of 64 rows
+constexpr TimesOfBoth kHotHigh{4.1, 2.3, 0.63, 0.39, 0.72, 0.0, 3.67e6, 3.7e6};     // tiles of 64 rows
 constexpr TimesOfBoth kCoolLow{2.5, 0.5, 1.1, 0.4, 0.32, 0.23, 3.7e6, 3.3e6};
 constexpr TimesOfBoth kCoolRank32{2.5, 0.5, 1.1, 0.31, 0.34, 0.2, 3.7e6, 3.3e6};
 constexpr TimesOfBoth kCoolRank64{2.5, 0.5, 1.1, 0.37, 0.37, 0.2, 3.7e6, 3.3e6};
