@@ -24,11 +24,10 @@ SMALL = [(4, 512, 768, 16), (8, 256, 1024, 32), (2, 1024, 2048, 16)]  # batch, s
 REPEATS = 9
 
 
-def device_us(functions: Sequence[Callable[[int], object]], sets: int, loops: int = 4) -> list[float]:
-    """Median microseconds of one call of each function(i), i rotating over the input sets.
+def rounds_us(functions: Sequence[Callable[[int], object]], sets: int, loops: int = 4) -> list[list[float]]:
+    """Microseconds of one call of each function(i) in each round, i rotating over the input sets.
 
-    The functions take turns, so that the card's clock, which follows its power, is the same for all of them. What is
-    timed comes behind an untimed replay: on an idle card the time until the graph is launched would count too.
+    The functions take turns, so that the card's clock, which follows its power, is the same for all of them.
     """
     graphs = []
     for function in functions:
@@ -43,13 +42,23 @@ def device_us(functions: Sequence[Callable[[int], object]], sets: int, loops: in
     for _ in range(REPEATS):
         for graph, taken in zip(graphs, times, strict=True):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            graph.replay()
+            torch.cuda._sleep(200_000)  # cycles: on an idle card the time until the graph is launched would count too
             start.record()
             graph.replay()
             end.record()
             end.synchronize()
             taken.append(start.elapsed_time(end) * 1e3 / (sets * loops))
-    return [statistics.median(taken[1:]) for taken in times]
+    return [taken[1:] for taken in times]
+
+
+def device_us(functions: Sequence[Callable[[int], object]], sets: int) -> list[float]:
+    """The medians of the rounds."""
+    return [statistics.median(taken) for taken in rounds_us(functions, sets)]
+
+
+def more_us(taken: Sequence[float], base: Sequence[float]) -> float:
+    """How much longer one function takes than another: the median of what the rounds differ by."""
+    return statistics.median(a - b for a, b in zip(taken, base, strict=True))
 
 
 def copy_gbps() -> float:
@@ -138,8 +147,9 @@ def line_of_passes(name: str, c: Case, copy: float) -> str:
     dy, t_dy = c.us(lambda i: run(c.dy[i], c.up, c.h, 0.0, None), c.torch_dy)
     da, t_da = c.us(lambda i: run(c.x[i], None, c.dh, 0.0, None), lambda i: c.dh.t() @ c.x[i])
     gradients, t_gradients = c.us(lambda i: c.backward(i, c.h, need_x=False), c.torch_gradients)
-    frozen, with_adapter, t_with = c.us(c.frozen_dx, c.our_dx, c.torch_dx)
-    mine, theirs = gradients + with_adapter - frozen, t_gradients + t_with - frozen
+    dx = rounds_us((c.frozen_dx, c.our_dx, c.torch_dx), c.sets)
+    frozen, with_adapter, t_with = map(statistics.median, dx)
+    mine, theirs = gradients + more_us(dx[1], dx[0]), t_gradients + more_us(dx[2], dx[0])
     gb = [c.T * d * 2 / us / 1e3 for d, us in ((c.width, h), (c.out, dy), (c.width, da))]
     return (
         f"{name:<9}{c.T:>6}{c.rank:>4} | {h:7.1f}{gb[0]:6.0f}{100 * gb[0] / copy:6.0f}{t_h:7.1f} |"
