@@ -1,18 +1,22 @@
 """From a machine and a configuration to the `deepspeed` command line that starts one process per GPU."""
 
 import os
+import secrets
 import shlex
 import shutil
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import UserError
 
 CPU_RANKS = 2
+# Below the range that Linux takes for outgoing connections (32768 and up), above the services.
+FIRST_PORT, PORTS = 10_000, 20_000
 # Where DeepSpeed looks for a hostfile of its own accord: some images have one, and "this machine" would become many.
 IMPLICIT_HOSTFILE = Path("/job/hostfile")
 # Left over from an outer job, these would make every process below us look like a rank.
@@ -140,11 +144,19 @@ def select_gpus(identifiers: Sequence[str], allowed: str) -> list[int]:
     return chosen
 
 
+def random_port() -> int:
+    """A port that is probably free on a host that cannot be asked."""
+    return FIRST_PORT + secrets.randbelow(PORTS)
+
+
 def free_port() -> int:
-    """A TCP port on which nothing listens now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port on which nothing listens now, and which no outgoing connection takes until the ranks are started."""
+    for _ in range(100):
+        port = random_port()
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("", port))
+            return port
+    raise UserError(f"no free port found from {FIRST_PORT} to {FIRST_PORT + PORTS - 1}; use --master-port PORT")
 
 
 def _installed_gpus() -> list[str]:

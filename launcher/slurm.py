@@ -14,12 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Unpack
 
-from launcher.command import Command
+from launcher.command import FIRST_PORT, PORTS, Command
 from launcher.hosts import Filters, choose_slots
 from trainer.config import UserError
 
-# Below the range that Linux takes for outgoing connections (32768 and up), above the services.
-FIRST_PORT, PORTS = 10_000, 20_000
 NODE_TIMEOUT_S = 60.0
 # "down*", "mixed*": the asterisk is SLURM's for a node that does not respond.
 _LOST = re.compile(r"down|fail|\*$", re.I)

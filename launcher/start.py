@@ -2,7 +2,6 @@
 
 import os
 import re
-import secrets
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -10,13 +9,21 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from launcher.command import CPU_RANKS, Command, free_port, hostfile_command, local_command, visible_gpus
+from launcher.command import (
+    CPU_RANKS,
+    Command,
+    free_port,
+    hostfile_command,
+    local_command,
+    random_port,
+    visible_gpus,
+)
 from launcher.elsewhere import Reach, ThroughLauncher, ThroughSrun, ThroughSsh
 from launcher.environment import write_environment
 from launcher.halving import run_with_halvings
 from launcher.hosts import Filters, Slots, check_reachable, choose_slots, read_hostfile
 from launcher.mpi import mpirun_command
-from launcher.slurm import FIRST_PORT, PORTS, in_allocation, lost_nodes, read_allocation, srun_command
+from launcher.slurm import in_allocation, lost_nodes, read_allocation, srun_command
 from launcher.status import note_job
 from launcher.supervise import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOPPED, Supervisor, run_child
 from launcher.terminal import ConsoleFile, ConsolePipe, say
@@ -94,7 +101,7 @@ def plan(request: Request, logs: Path) -> tuple[Build, Reach | None]:
     slots = _slots(request)
     if launcher == "mpi":
         if address is not None and port is None:
-            port = _random_port()
+            port = random_port()
         return partial(mpirun_command, slots=slots, address=address, port=port), ThroughLauncher()
     check_reachable(list(slots), Path.cwd())
     assert request.hostfile is not None
@@ -103,7 +110,7 @@ def plan(request: Request, logs: Path) -> tuple[Build, Reach | None]:
         hostfile=request.hostfile,
         slots=slots,
         address=address or _address_of(next(iter(slots))),
-        port=port or _random_port(),
+        port=port or random_port(),
         environment_file=logs / ENVIRONMENT_FILE,
     )
     return build, ThroughSsh(slots)
@@ -155,11 +162,6 @@ def _slots(request: Request) -> Slots:
         gpus = visible_gpus() or list(range(request.num_gpus or CPU_RANKS))
         slots = {"localhost": list(range(len(gpus)))}
     return choose_slots(slots, **request.filters())
-
-
-def _random_port() -> int:
-    """A port that is probably free on a host that cannot be asked."""
-    return FIRST_PORT + secrets.randbelow(PORTS)
 
 
 def _address_of(host: str) -> str | None:

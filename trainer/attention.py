@@ -2,9 +2,11 @@
 
 transformers isolates documents by restarting `position_ids` when no attention mask and no cache are given; it then
 builds a block mask of L x L. On a GPU the documents of a micro-batch are laid end to end instead, and flash
-attention computes each one alone, without a mask.
+attention computes each one alone, without a mask. Where there is no flash attention (32 bits, cards before Ampere) key
+heads that are shared are copied for every query head; torch would fall back to products that keep L x L probabilities.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,14 +17,71 @@ VARLEN = "zerolora_varlen"
 FLAT_ATTENTION = (VARLEN, "flash_attention_2", "flash_attention_3")
 
 
-def resolve_attention(section: ModelSection, *, packing: bool, device: torch.device, dtype: torch.dtype) -> str:
-    """The attention implementation behind `auto`; registers ours with transformers when it is chosen."""
-    if section.attn_implementation != "auto":
-        return section.attn_implementation
-    if packing and device.type == "cuda" and dtype != torch.float32:
+SUPPORTED = {
+    "sdpa": "_supports_sdpa",
+    "flash_attention_2": "_supports_flash_attn",
+    "flash_attention_3": "_supports_flash_attn",
+    "flex_attention": "_supports_flex_attn",
+}
+"""What transformers' model classes say of themselves."""
+
+
+def check_supported(section: ModelSection, model_class: type) -> None:
+    """Raise UserError where a model has no code for the attention that is asked for."""
+    chosen = section.attn_implementation
+    if not getattr(model_class, SUPPORTED.get(chosen, ""), True):
+        raise UserError(f"model.attn_implementation={chosen}: {model_class.__name__} does not support it; use auto")
+
+
+def asked_of_transformers(section: ModelSection, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What to load the model with; None leaves the choice to transformers: sdpa where the model knows it, else eager.
+
+    Where there is no flash attention, transformers' sdpa is replaced in this process.
+    """
+    if device.type == "cuda" and not has_flash(device, dtype):
+        copy_shared_heads()
+    return None if section.attn_implementation == "auto" else section.attn_implementation
+
+
+def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Let a loaded model that takes its attention from transformers' registry compute packed documents one by one."""
+    takes_ours = getattr(model, "_supports_attention_backend", False) and model.config._attn_implementation == "sdpa"
+    if takes_ours and has_flash(device, dtype):
         _register()
-        return VARLEN
-    return "sdpa"
+        model.set_attn_implementation(VARLEN)
+
+
+def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's flash attention runs there: 16 bits, compute capability 8.0 and up."""
+    return device.type == "cuda" and dtype != torch.float32 and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def copy_shared_heads() -> None:
+    """From now on transformers' `sdpa` is ours in this process (`sdpa_with_own_heads`)."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("sdpa", sdpa_with_own_heads)
+
+
+def sdpa_with_own_heads(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' sdpa with a copy of every shared key and value head for each query head; [B, heads, L, head_dim].
+
+    Without a mask transformers leaves the sharing to torch, whose memory-efficient kernels do not know it: what remains
+    without flash attention are plain products, which keep L x L probabilities a head.
+    """
+    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+    if key.shape[1] != query.shape[1]:
+        key, value = (repeat_kv(heads, query.shape[1] // key.shape[1]) for heads in (key, value))
+    alone: Any = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # has no shared heads to speak of
+    return sdpa_attention_forward(alone, query, key, value, attention_mask, **kwargs)
 
 
 def varlen_attention(

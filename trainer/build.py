@@ -6,7 +6,7 @@ import torch
 
 from trainer.adapt import apply_adapter
 from trainer.architectures import call_projections_of_mamba, unadapted_lines
-from trainer.attention import resolve_attention
+from trainer.attention import asked_of_transformers, use_varlen
 from trainer.config import RunConfig, UserError, gathers_by_layer, trained_in_full, why_not_by_layer
 from trainer.data import Batches, Samples, StreamBatches
 from trainer.layers.shards import LayerShards
@@ -32,12 +32,14 @@ def build_model(
         config.model,
         dtype=dtype,
         device=device,
-        attention=resolve_attention(config.model, packing=config.dataset.packing, device=device, dtype=dtype),
+        attention=asked_of_transformers(config.model, device, dtype),
         quantization=config.quantization if config.adapter == "qlora" else None,
         deepspeed_config=engine_config if engine_config["zero_optimization"]["stage"] == 3 else None,
         shards=shards,
     )
     match_vocabulary(model, tokenizer)
+    if config.dataset.packing and config.model.attn_implementation == "auto":
+        use_varlen(model, device, dtype)
     fusion = _replace_elementwise(model, config, device)
     # The adapter's first values depend on the seed alone, not on what loading drew before.
     set_seed(config.seed)

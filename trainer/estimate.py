@@ -203,7 +203,9 @@ def planner_for(config: RunConfig, world_size: int) -> tuple[Planner, list[str]]
         vocabulary_at_least=vocabulary,
     )
     precision = "bf16" if config.training.precision == "auto" else config.training.precision
-    machine = Machine(world_size, on_gpu=True, precision=precision, liger_installed=True, own_kernels=True)
+    machine = Machine(
+        world_size, on_gpu=True, precision=precision, liger_installed=True, own_kernels=True, flash=precision != "fp32"
+    )
     return Planner(shapes, lengths, machine), [line for line in (note, where) if line]
 
 

@@ -110,7 +110,7 @@ def load_base_model(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    attention: str,
+    attention: str | None,
     quantization: QuantizationSection | None = None,
     deepspeed_config: dict[str, Any] | None = None,
     shards: LayerShards | None = None,

@@ -33,6 +33,7 @@ class Prepared:
 def prepare(config: RunConfig) -> Prepared:
     """Check what can be checked without weights and tokenise the data. Raises UserError."""
     from trainer.adapt import check_targets
+    from trainer.attention import check_supported
     from trainer.checkpoint import find_checkpoint
     from trainer.metrics import check_reporters
     from trainer.model import check_weight_files, context_length, empty_model, load_model_config, load_tokenizer
@@ -60,8 +61,10 @@ def prepare(config: RunConfig) -> Prepared:
     if config.dataset.chat_template:
         # Saved with the tokenizer, so that whoever loads the adapter writes prompts as it was trained on.
         tokenizer.chat_template = chat_template_of(tokenizer, config.dataset.chat_template)
+    empty = empty_model(model_config, config.model)
+    check_supported(config.model, type(empty))
     if config.adapter != "none":
-        check_targets(empty_model(model_config, config.model), config.lora)
+        check_targets(empty, config.lora)
     if config.dataset.packing:
         check_packing(model_config)
     data = prepare_data(

@@ -15,7 +15,7 @@ from trainer.adapt import (
     save_initial_adapter,
 )
 from trainer.answers import answer_prompt
-from trainer.attention import FLAT_ATTENTION
+from trainer.apart import keep_documents_apart
 from trainer.build import build_model, make_batches
 from trainer.checkpoint import find_checkpoint, restore_checkpoint, save_checkpoint
 from trainer.config import LoadedConfig, collective_timeout, engine_zero
@@ -120,7 +120,6 @@ class Run:
         model, fusion = build_model(
             config, self.prepared.tokenizer, self.ranks, self.device, self.precision, self.deepspeed_config
         )
-        self.flat_packs = config.dataset.packing and model.config._attn_implementation in FLAT_ATTENTION
         devices = f"{self.ranks.world_size} x {self.device.type}"
         summary = start_summary(model, config, self.precision, devices)
         for line in (*summary, *fusion, *self.prepared.data.stats.lines()):
@@ -144,6 +143,9 @@ class Run:
         if guards_on_device(config.training, engine_zero(config), self.precision, self.device.type == "cuda"):
             guard_on_device(engine, config.training.max_grad_norm)
         self.optimizer = optimizer
+        self.flat_packs = config.dataset.packing and keep_documents_apart(
+            self.token_loss, engine.module, self.prepared.tokenizer.pad_token_id, self.device
+        )
         return engine
 
     @phase("restore")

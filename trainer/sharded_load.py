@@ -80,7 +80,7 @@ def load_streamed(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    attention: str,
+    attention: str | None,
     quantization: QuantizationSection | None,
     deepspeed_config: dict[str, Any] | None,
     shards: LayerShards | None = None,

@@ -29,8 +29,7 @@ class TokenLoss:
         base: Any = module
         if hasattr(module, "get_base_model"):
             base = base.get_base_model()
-        # Only our own variable-length attention takes document bounds; transformers' reads them off position_ids.
-        self._takes_bounds = base.config._attn_implementation == VARLEN
+        self._config = base.config
         self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         self._head: Any = base.get_output_embeddings() if self._picks_logits else None
         if not _is_plain_head(self._head):
@@ -44,7 +43,7 @@ class TokenLoss:
             if self._factor is None:
                 self._head = None
         if self._head is None:
-            logits, targets = self._logits(model, batch, device)
+            logits, targets = self.logits(model, batch, device)
             return F.cross_entropy(
                 logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
             )
@@ -67,7 +66,7 @@ class TokenLoss:
 
     def by_row(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """The same for each row of the batch alone, nats, fp64 [B]."""
-        logits, targets = self._logits(model, batch, device)
+        logits, targets = self.logits(model, batch, device)
         # A row at a time: logits of the whole batch in 32 bits would double the peak.
         rows = [
             F.cross_entropy(row.float(), target, ignore_index=IGNORED, reduction="sum")
@@ -75,7 +74,7 @@ class TokenLoss:
         ]
         return torch.stack(rows).double()
 
-    def _logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [B, K, V] and targets [B, K] on the device."""
         inputs, targets = self._inputs(batch, device)
         inputs.pop("kept", None)
@@ -89,7 +88,8 @@ class TokenLoss:
         """
         # Padding is on the right, where causal attention never looks back from: no mask, and no slower kernel for one.
         left_out = ["targets", "attention_mask", "tokens"]
-        if not self._takes_bounds:
+        # Only our own variable-length attention takes document bounds; transformers' reads them off position_ids.
+        if self._config._attn_implementation != VARLEN:
             left_out += ["cu_seqlens", "max_seqlen"]
         inputs = {key: to_device(value, device) for key, value in batch.items() if key not in left_out}
         targets = batch["targets"]

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from tests.distributed.conftest import ROOT
-from tests.gpu.memory_table import write_text
+from tests.gpu.memory_table import ALLOWED, write_text
 
 pytestmark = pytest.mark.gpu
 
@@ -110,3 +110,5 @@ def test_auto_takes_a_micro_batch_that_fits(folder: Path, fraction: float) -> No
     config = json.loads((folder / "auto" / "training_config.json").read_text())
     assert FIT <= config["training"]["batch_size"] < 2 * FIT
     assert record["measured_bytes"] < fraction * torch.cuda.get_device_properties(0).total_memory
+    low, high = ALLOWED
+    assert low < record["predicted"]["peak_bytes"] / record["measured_bytes"] < high

@@ -12,9 +12,10 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import OPTConfig, OPTForCausalLM
 
 from tests.distributed.conftest import environment
-from tests.tiny import make_model, write_chats
+from tests.tiny import make_model, make_tokenizer, write_chats
 from trainer.checkpoint import whole_checkpoints
 
 pytestmark = pytest.mark.distributed
@@ -119,6 +120,26 @@ def test_another_run_is_not_overwritten(finished: subprocess.CompletedProcess[st
     assert done.returncode == 2
     assert "holds another run" in done.stderr
     assert (workplace / "run" / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_a_model_that_mixes_packed_documents_is_refused(workplace: Path) -> None:
+    """OPT takes its positions from an attention mask that packs do not have."""
+    model = workplace / "opt"
+    config = OPTConfig(
+        vocab_size=384, hidden_size=64, ffn_dim=128, word_embed_proj_dim=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    OPTForCausalLM(config).save_pretrained(model)
+    make_tokenizer(model)
+    changes = [f"base_model={model}", f"output_dir={workplace / 'mixed'}", "dataset.packing=true"]
+    done = subprocess.run(
+        [*COMMAND, str(workplace / "config.yaml"), *changes], env=environment(), cwd=workplace, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip
+    line = "dataset.packing=true: in OPTForCausalLM documents of a pack see each other; set dataset.packing: false"
+    assert done.returncode == 2, done.stdout + done.stderr
+    said = (done.stdout + done.stderr).splitlines()
+    assert [found for found in said if "error" in found] == [f"error: {line}"]
+    assert [path.name for path in (workplace / "mixed").iterdir()] == ["logs"]
 
 
 def test_sigterm_saves_and_the_run_goes_on_to_the_same_end(workplace: Path) -> None:

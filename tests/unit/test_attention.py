@@ -1,14 +1,33 @@
 """Our variable-length attention where there are no bounds: it generates what transformers' sdpa does, without masks."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from trainer.attention import VARLEN, _register, varlen_attention
+from trainer.attention import (
+    VARLEN,
+    _register,
+    asked_of_transformers,
+    check_supported,
+    copy_shared_heads,
+    sdpa_with_own_heads,
+    varlen_attention,
+)
+from trainer.config import ModelSection, UserError
+from trainer.model import load_base_model
 
 WINDOW = 6
 
@@ -78,3 +97,81 @@ def test_documents_of_equal_lengths_drop_what_the_model_asks_for() -> None:
     some, _ = varlen_attention(module, query, query, value, None, cu_seqlens=bounds, max_seqlen=8, dropout=0.5)
     share = (some / kept).nan_to_num()  # [1, T, heads, head_dim]: 1 / kept share, or 0
     assert set(share.flatten().round(decimals=4).tolist()) == {0.0, 2.0}
+
+
+@pytest.fixture
+def own_heads() -> Iterator[None]:
+    yield copy_shared_heads()
+    AttentionInterface.register("sdpa", sdpa_attention_forward)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, WINDOW])
+def test_copied_heads_give_the_same_logits_and_gradients(
+    folder: Path, window: int | None, packed: bool, own_heads: None
+) -> None:
+    positions = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]])} if packed else {}
+    ids = torch.arange(1, 13)[None]
+    seen = []
+    for attention in (sdpa_with_own_heads, sdpa_attention_forward):
+        AttentionInterface.register("sdpa", attention)
+        model = load(folder, window, "sdpa")
+        logits = model(input_ids=ids, use_cache=False, **positions).logits
+        logits.square().mean().backward()
+        seen.append((logits, model.model.layers[0].self_attn.k_proj.weight.grad))
+    torch.testing.assert_close(seen[0], seen[1], atol=2e-6, rtol=1e-5)
+
+
+def test_copied_heads_are_not_left_to_torch(own_heads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU without flash attention torch would take plain products for heads that it has to share."""
+    seen = []
+    torchs = torch.nn.functional.scaled_dot_product_attention
+
+    def spied(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any) -> torch.Tensor:
+        seen.append((key.shape[1], value.shape[1], settings.get("enable_gqa", False)))
+        return torchs(query, key, value, **settings)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spied)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2  # type: ignore[assignment]
+    query, key = torch.rand(1, 4, 8, 16), torch.rand(1, 2, 8, 16)
+    outs = [attention(module, query, key, key, None)[0] for attention in (sdpa_with_own_heads, sdpa_attention_forward)]
+    torch.testing.assert_close(*outs)
+    assert seen == [(4, 4, False), (2, 2, True)]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "own"),
+    [
+        ((9, 0), torch.bfloat16, False),
+        ((9, 0), torch.float32, True),
+        ((7, 5), torch.float16, True),
+        ((8, 0), torch.float16, False),
+    ],
+)
+def test_without_flash_attention_sdpa_has_own_heads(
+    capability: tuple[int, int], dtype: torch.dtype, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    try:
+        assert asked_of_transformers(ModelSection(), torch.device("cuda"), dtype) is None
+        assert (AttentionInterface()["sdpa"] is sdpa_with_own_heads) == own
+    finally:
+        AttentionInterface.register("sdpa", sdpa_attention_forward)
+
+
+def test_auto_is_eager_where_the_model_knows_nothing_else(folder: Path) -> None:
+    sizes = dict(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8,
+    )  # fmt: skip
+    Gemma2ForCausalLM(Gemma2Config(**sizes)).save_pretrained(folder / "gemma2")
+    device, dtype = torch.device("cpu"), torch.float32
+    attention = asked_of_transformers(ModelSection(), device, dtype)
+    model = load_base_model(
+        str(folder / "gemma2"), ModelSection(), dtype=dtype, device=device, attention=attention
+    )
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(UserError, match=r"model.attn_implementation=sdpa: Gemma2ForCausalLM does not support it; use"):
+        check_supported(ModelSection(attn_implementation="sdpa"), type(model))
+    check_supported(ModelSection(attn_implementation="eager"), type(model))

@@ -69,6 +69,7 @@ def work(**changes: object) -> Work:
         "recompute": "none",
         "offload_activations": False,
         "masked": False,
+        "copied_heads": False,
         "eager": False,
         "packed_weights": False,
     }
@@ -168,14 +169,15 @@ def test_what_our_operators_forget_is_not_kept(monkeypatch: pytest.MonkeyPatch) 
 def test_a_mask_costs_keys_and_values_of_every_head() -> None:
     positions = torch.cat([torch.arange(LENGTH // 2)] * 2)[None].expand(ROWS, -1)
     saved = bytes_saved(adapted(MODELS["llama"], torch.float32, fused=True), position_ids=positions)
-    predicted = kept_by_layers(shapes_of(MODELS["llama"]), work(masked=True)) + rest(256, 4) + 2 * LENGTH * 32 * 4
+    layers = kept_by_layers(shapes_of(MODELS["llama"]), work(masked=True, copied_heads=True))
+    predicted = layers + rest(256, 4) + 2 * LENGTH * 32 * 4
     assert predicted == pytest.approx(saved, rel=0.002)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_eager_attention_keeps_its_probabilities(dtype: torch.dtype) -> None:
     saved = bytes_saved(adapted(MODELS["llama"], dtype, fused=True, attention="eager"))
-    layers = kept_by_layers(shapes_of(MODELS["llama"]), work(eager=True, element=dtype.itemsize))
+    layers = kept_by_layers(shapes_of(MODELS["llama"]), work(eager=True, copied_heads=True, element=dtype.itemsize))
     assert layers + rest(256, dtype.itemsize) == pytest.approx(saved, rel=0.002)
 
 

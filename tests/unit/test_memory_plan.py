@@ -18,13 +18,13 @@ from trainer.estimate import main, parse_memory
 from trainer.memory.advice import Advice, _together, does_not_fit, smaller_batch, three_changes
 from trainer.memory.check import plan_on
 from trainer.memory.model import GIB
-from trainer.memory.plan import Changes, Lengths, Machine, Planner, gib, with_changes
+from trainer.memory.plan import SPARE, Changes, Lengths, Machine, Planner, gib, with_changes
 from trainer.memory.shapes import Shapes, read_shapes
 from trainer.model import load_model_config
 from trainer.prepare import Prepared, prepare
 
 ROOT = Path(__file__).parent.parent.parent
-BF16_GPU = Machine(4, on_gpu=True, precision="bf16", liger_installed=True, own_kernels=False)
+BF16_GPU = Machine(4, on_gpu=True, precision="bf16", liger_installed=True, own_kernels=False, flash=True)
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +75,23 @@ def test_the_lowest_stage_that_fits(planner: Planner, config: RunConfig) -> None
 def test_the_largest_batch_is_the_last_that_fits(planner: Planner, config: RunConfig) -> None:
     memory = 80 * GIB
     batch = planner.largest_batch(config, memory)
-    sizes = [planner.of(with_changes(config, {"training.batch_size": size})).needed for size in (batch, batch + 1)]
+    found = [planner.of(with_changes(config, {"training.batch_size": size})) for size in (batch, batch + 1)]
+    sizes = [each.needed + int(each.peak * SPARE) for each in found]
     assert sizes[0] <= memory < sizes[1]
     assert planner.largest_batch(config, GIB) == 0
+
+
+def test_one_row_may_fill_the_card(planner: Planner, config: RunConfig) -> None:
+    memory = planner.of(with_changes(config, {"training.batch_size": 1})).needed
+    assert planner.largest_batch(config, memory) == 1
+    assert planner.largest_batch(config, memory - 1) == 0
+
+
+def test_shared_heads_are_copied_without_flash_attention(planner: Planner, config: RunConfig) -> None:
+    old = replace(planner, machine=replace(planner.machine, flash=False))
+    for kernels, more in (("auto", True), ("sdpa", True), ("eager", False)):
+        changed = with_changes(config, {"model.attn_implementation": kernels, "dataset.packing": False})
+        assert (old.of(changed).peak > planner.of(changed).peak) == more
 
 
 def test_no_more_rows_than_there_are(shapes: Shapes, config: RunConfig) -> None:

@@ -19,7 +19,8 @@ class ModelSection(Section):
     attn_implementation: Literal[
         "auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"
     ] = "auto"
-    """Attention kernel. `auto`: variable-length flash attention for packed sequences on a GPU, else sdpa."""
+    """Attention kernel. `auto`: variable-length flash attention for packed sequences on a GPU, else sdpa, or eager if
+    the model knows nothing else."""
     added_tokens: Words = ()
     """Tokens to add to the vocabulary; their embeddings are trained and saved with the adapter."""
     pad_token: str | None = None

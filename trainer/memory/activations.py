@@ -42,7 +42,9 @@ class Work:
     """training.gradient_checkpointing."""
     offload_activations: bool
     masked: bool
-    """Documents of a pack are kept apart by a mask, under which keys and values are copied for every head."""
+    """Documents of a pack are kept apart by a mask."""
+    copied_heads: bool
+    """Keys and values are copied for every head: under a mask, in eager attention, without flash attention."""
     eager: bool
     """Attention in plain torch, which keeps its probabilities."""
     packed_weights: bool
@@ -67,14 +69,14 @@ class Work:
 
 
 def kept_by_attention(mixer: Mixer, work: Work) -> int:
-    """T e (q + k + v + o) + 4 T heads + x and h where adapted; under a mask k and v for all heads and the mask.
+    """T e (q + k + v + o) + 4 T heads + x and h where adapted; k and v for all heads where they are copied; a mask.
 
     Eager attention keeps T L heads probabilities instead of the logarithms: 32 bits, and e where that is less.
     """
     per_token = mixer.width_projected + mixer.width_inner + mixer.copied
     if mixer.copied and not work.in_one_kernel:
         per_token += mixer.width_inner  # transformers' partial rotary embedding leaves another memory layout
-    if work.masked or work.eager:
+    if work.copied_heads:
         per_token = max(per_token, 4 * mixer.width_inner)
     total = work.tokens * (per_token * work.element + FP32 * mixer.heads)
     if work.eager:
@@ -164,7 +166,8 @@ def backward_of_mixer(layer: Layer, mixer: Mixer, work: Work) -> int:
     """
     per_token = 2 * layer.hidden + mixer.width_inner
     if mixer.kind == "attention":
-        per_token += mixer.width_projected * (1 if work.elementwise == "liger" else 2)
+        per_token += max(mixer.width_projected, 3 * mixer.width_inner) if work.copied_heads else mixer.width_projected
+        per_token += 0 if work.elementwise == "liger" else mixer.width_projected
     elif work.elementwise == "ours":
         per_token += mixer.width_projected
     elif work.elementwise == "model":

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer.attention import has_flash
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.memory.advice import does_not_fit
 from trainer.memory.model import CONTEXT, Estimate, as_json
@@ -18,6 +19,7 @@ from trainer.memory.plan import Lengths, Machine, Planner, gib
 from trainer.memory.shapes import read_shapes
 from trainer.prepare import Prepared
 from trainer.ranks import Ranks
+from trainer.zero import DTYPES
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ def plan_memory(
     if ranks.is_main:
         liger = importlib.util.find_spec("liger_kernel") is not None
         on_gpu = device.type == "cuda"
-        machine = Machine(ranks.world_size, on_gpu, precision, liger, _has_own_kernels(config, device))
+        flash = has_flash(device, DTYPES[precision])
+        machine = Machine(ranks.world_size, on_gpu, precision, liger, _has_own_kernels(config, device), flash)
         try:
             answer[0] = plan_on(machine, config, prepared, memory)
         except UserError as error:

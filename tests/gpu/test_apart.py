@@ -1,0 +1,60 @@
+"""Packed documents on a real GPU: our kernels keep them apart, and models that ignore their bounds get masks."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from tests.unit.test_apart import LLAMA, model_of
+from trainer.apart import keep_documents_apart
+from trainer.attention import VARLEN, copy_shared_heads, use_varlen
+from trainer.token_loss import TokenLoss
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda", 0)
+
+
+def flat_packs(model: Any) -> bool:
+    use_varlen(model, CUDA, model.dtype)
+    return keep_documents_apart(TokenLoss(model), model, 0, CUDA)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernels_keep_documents_apart(dtype: torch.dtype) -> None:
+    model = model_of("llama", dtype, **LLAMA).to(CUDA)
+    assert flat_packs(model)
+    assert model.config._attn_implementation == VARLEN
+
+
+def test_experts_do_not_look_as_if_documents_met() -> None:
+    settings = LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    assert flat_packs(model_of("mixtral", torch.bfloat16, **settings).to(CUDA))
+
+
+def test_a_model_that_drops_the_bounds_gets_a_mask() -> None:
+    model = model_of("nemotron", torch.bfloat16, intermediate_size=48, num_key_value_heads=2).to(CUDA)
+    assert not flat_packs(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_32_bits_have_masks_and_no_probabilities() -> None:
+    """Shared heads in 32 bits: with torch's plain products a layer would keep heads x L x L numbers."""
+    length, heads = 4096, 8
+    model = model_of("llama", **LLAMA | {"num_attention_heads": heads, "max_position_embeddings": length}).to(CUDA)
+    assert not flat_packs(model)
+    tokens = torch.randint(64, (1, length), device=CUDA)
+
+    def kept() -> int:
+        before = torch.cuda.memory_allocated()
+        logits = model(input_ids=tokens, use_cache=False).logits
+        return torch.cuda.memory_allocated() - before - logits.nbytes
+
+    probabilities = 2 * heads * length**2 * 4
+    assert kept() > probabilities
+    copy_shared_heads()
+    try:
+        assert kept() < probabilities / 10
+    finally:
+        AttentionInterface.register("sdpa", sdpa_attention_forward)

@@ -1,0 +1,86 @@
+"""What a model really does with packed documents is seen before training, whatever its configuration says."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from trainer.apart import keep_documents_apart
+from trainer.attention import VARLEN, use_varlen
+from trainer.config import UserError
+from trainer.token_loss import TokenLoss
+
+CPU = torch.device("cpu")
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+LLAMA = {"intermediate_size": 48, "num_key_value_heads": 2}
+EXPERTS = LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}
+OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 64}
+
+
+def model_of(model_type: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(SIZES | settings))).to(dtype)
+
+
+def flat_packs(model: Any) -> bool:
+    return keep_documents_apart(TokenLoss(model), model, 0, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("llama", LLAMA), ("mixtral", EXPERTS), ("gpt_neox", {"intermediate_size": 48}), ("gpt2", {"n_inner": 48})],
+)
+def test_most_models_keep_documents_apart(name: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    assert not flat_packs(model_of(name, dtype, **settings))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("opt", OPT),
+        ("bloom", {}),
+        ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+        ("gpt_oss", EXPERTS | {"head_dim": 8}),
+    ],
+)
+def test_models_that_ignore_positions_are_refused(name: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    model = model_of(name, dtype, **settings).train()
+    line = f"dataset.packing=true: in {type(model).__name__} documents of a pack see each other; set dataset.packing: f"
+    with pytest.raises(UserError, match=line):
+        flat_packs(model)
+    assert model.training
+
+
+def test_attention_that_looks_ahead_is_refused() -> None:
+    def looks_ahead(module: Any, query: torch.Tensor, key: Any, value: Any, *_: Any, **__: Any) -> Any:
+        key, value = (heads.repeat_interleave(query.shape[1] // key.shape[1], 1) for heads in (key, value))
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2), None
+
+    AttentionInterface.register("looks_ahead", looks_ahead)
+    model = model_of("llama", **LLAMA)
+    model.set_attn_implementation("looks_ahead")
+    with pytest.raises(UserError, match="in LlamaForCausalLM tokens see those that follow them"):
+        flat_packs(model)
+
+
+def test_a_model_that_drops_the_bounds_gets_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nemotron's code hands attention no more than it knows itself: our kernels would take a row for one document."""
+    monkeypatch.setattr("trainer.attention.has_flash", lambda device, dtype: True)
+    model = model_of("nemotron", intermediate_size=48, num_key_value_heads=2)
+    use_varlen(model, CPU, torch.float32)
+    assert model.config._attn_implementation == VARLEN
+    assert not flat_packs(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(("name", "settings"), [("falcon", {}), ("gemma2", LLAMA | {"head_dim": 8})])
+def test_models_with_attention_of_their_own_keep_it(
+    name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.attention.has_flash", lambda device, dtype: True)
+    model = model_of(name, **settings)
+    use_varlen(model, CPU, torch.float32)
+    assert model.config._attn_implementation in ("sdpa", "eager")
