@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
+import trainer.allocator  # noqa: F401  before torch
 from trainer.config import CommandParser, LoadedConfig, UserError, load_config
 from trainer.console import open_console, tell_torchrun
 from trainer.liveness.progress import phase

@@ -102,6 +102,12 @@ def test_the_check_before_training_names_three_changes(folder: Path, fraction: f
     assert not (folder / "refused" / "metrics.jsonl").exists()
 
 
+def test_segments_grow() -> None:
+    code = "import trainer.allocator, torch; x = torch.ones(9).cuda(); print(torch.cuda.memory_snapshot())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "'is_expandable': True" in done.stdout and "'is_expandable': False" not in done.stdout
+
+
 def test_auto_takes_a_micro_batch_that_fits(folder: Path, fraction: float) -> None:
     settings = {"training__batch_size": "auto", "zero__stage": "auto", "training__memory_fraction": fraction}
     code, seen = train(folder, "auto", **settings)
