@@ -16,7 +16,9 @@ from trainer.prepare import prepare
 from trainer.ranks import set_seed
 
 
-def plain_losses(config: RunConfig, *, ranks: int, attention: str = "sdpa", device: torch.device) -> list[float]:
+def plain_losses(
+    config: RunConfig, *, ranks: int, attention: str | None = "sdpa", device: torch.device
+) -> list[float]:
     """Nats per target token at each step of `config`, trained as PEFT's documentation does it.
 
     The global batches are those that `ranks` ranks of zerolora train on, document by document: packs are taken apart,
