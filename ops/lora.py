@@ -155,7 +155,8 @@ def reference_forward(
     for i, (weight, up) in enumerate(zip(weights, ups, strict=True)):
         bias = biases[i].to(x.dtype) if biases else None
         y_TO = reference.output(x_TI, weight, bias, projected[:, begin : begin + up.shape[1]], up.to(x.dtype))
-        ys.append(y_TO.view(*x.shape[:-1], weight.shape[0]))
+        # No view in autograd's eyes: of several outputs those must not be changed in place, as Falcon's layers do.
+        ys.append(torch.ops.aten._unsafe_view(y_TO, [*x.shape[:-1], weight.shape[0]]))
         begin += padded(up.shape[1])
     return ys, projected if h is None else x.new_empty((0, 0))
 

@@ -2,15 +2,42 @@
 
 import importlib.util
 import sys
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import nn
 
 from trainer.adapt import count_parameters
+from trainer.config import UserError
+from trainer.linear import is_linear
 
 # transformers' name, in its modeling files, of mamba-ssm's kernel for the whole of a Mamba-2 layer in training.
 WHOLE_LAYER_KERNEL = "mamba2_split_conv1d_scan_combined"
+
+
+def check_packable(model: Any) -> None:
+    """Raise UserError where `adapter: qlora` would find nothing to hold in 4 bits; the model may be without weights."""
+    head = model.get_output_embeddings()
+    if not any(is_linear(module) for module in model.modules() if module is not head):
+        raise UserError(
+            f"adapter=qlora: {type(model).__name__} has no linear layer that could be held in 4 bits; use adapter: lora"
+        )
+
+
+def whole_lines(model: nn.Module) -> list[str]:
+    """A line on the adapted layers of a 4-bit run whose base is not in 4 bits; or none."""
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
+
+    from trainer.quantize import FrozenLinear4bit
+
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    kinds = [type(layer.base_layer) for layer in layers if not isinstance(layer, ParamWrapper)]
+    counts = Counter(kind.__name__ for kind in kinds if kind not in (FrozenLinear4bit, nn.Embedding))
+    if not counts:
+        return []
+    return ["adapted, but not in 4 bits: " + ", ".join(f"{name} ({count})" for name, count in counts.items())]
 
 
 def unadapted_lines(model: nn.Module, *, quantized: bool) -> list[str]:

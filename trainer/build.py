@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from trainer.adapt import apply_adapter
-from trainer.architectures import call_projections_of_mamba, unadapted_lines
+from trainer.architectures import call_projections_of_mamba, unadapted_lines, whole_lines
 from trainer.attention import asked_of_transformers, use_varlen
 from trainer.config import RunConfig, UserError, gathers_by_layer, trained_in_full, why_not_by_layer
 from trainer.data import Batches, Samples, StreamBatches
@@ -48,6 +48,8 @@ def build_model(
         with partitioning_announced(engine_config):
             model = apply_adapter(model, config.lora, dtype, added, base_model=config.base_model)
         fusion += unadapted_lines(model, quantized=config.adapter == "qlora")
+        if config.adapter == "qlora":
+            fusion += whole_lines(model)
         fusion += call_projections_of_mamba(model)
         if shards is not None:
             shards.attach(model)

@@ -18,6 +18,7 @@ import ops
 from ops.groups import find_groups
 from ops.lora import MAX_RANK
 from trainer.layers.shards import LayerShards, layer_shards_of
+from trainer.linear import is_linear
 from trainer.quantize import FrozenLinear4bit, dequantized
 
 TEST_TOKENS = 128
@@ -104,7 +105,7 @@ def why_not(layer: Any) -> str | None:
     """Why the operators cannot compute this adapted layer, or None if they can."""
     base = layer.base_layer
     names = layer.active_adapters
-    if type(base) not in (nn.Linear, FrozenLinear4bit):
+    if type(base) is not FrozenLinear4bit and not is_linear(base):
         return f"the base is {type(base).__name__}, not a linear layer"
     if isinstance(base, FrozenLinear4bit) and base.quant_state.quant_type != "nf4":
         return f"the base is quantised as {base.quant_state.quant_type}, not nf4"

@@ -33,6 +33,7 @@ class Prepared:
 def prepare(config: RunConfig) -> Prepared:
     """Check what can be checked without weights and tokenise the data. Raises UserError."""
     from trainer.adapt import check_targets
+    from trainer.architectures import check_packable
     from trainer.attention import check_supported
     from trainer.checkpoint import find_checkpoint
     from trainer.metrics import check_reporters
@@ -65,6 +66,8 @@ def prepare(config: RunConfig) -> Prepared:
     check_supported(config.model, type(empty))
     if config.adapter != "none":
         check_targets(empty, config.lora)
+    if config.adapter == "qlora":
+        check_packable(empty)
     if config.dataset.packing:
         check_packing(model_config)
     data = prepare_data(

@@ -13,6 +13,7 @@ from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise, quant
 from torch import nn
 
 from trainer.config import QuantizationSection
+from trainer.linear import is_linear
 
 
 class _FrozenLinear4bit(torch.autograd.Function):
@@ -76,8 +77,8 @@ class FrozenLinear4bit(bnb.nn.Linear4bit):
 
 
 def should_quantize(module: nn.Module) -> bool:
-    """Every plain linear layer is quantised; the caller leaves the output head out."""
-    return type(module) is nn.Linear
+    """Every linear layer is quantised; the caller leaves the output head out."""
+    return is_linear(module)
 
 
 def quantized_linear(linear: nn.Module, section: QuantizationSection, compute_dtype: torch.dtype) -> nn.Module:

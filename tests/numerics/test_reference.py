@@ -52,6 +52,22 @@ def test_opcheck(p):
     torch.library.opcheck(FORWARD.default, (tensors[0][0], *constants, *tail, tensors[0][1]))
 
 
+def test_outputs_may_be_changed_in_place():
+    """As Falcon's layers change them: of several outputs none may be a view in autograd's eyes."""
+    x, weights, biases, downs, ups = group()
+    gradients = []
+    for in_place in (True, False):
+        first, second = FORWARD(x, weights, biases, downs, ups, [2.0, 0.5], 0.0, None, None)[0]
+        shift = second.sum(-1, keepdim=True)
+        if in_place:
+            first += shift
+        else:
+            first = first + shift
+        gradients.append(torch.autograd.grad(first.square().sum(), [x, *biases, *downs, *ups]))
+    for changed, whole in zip(*gradients, strict=True):
+        torch.testing.assert_close(changed, whole)
+
+
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_a_projection_made_before_gives_the_same_outputs(p):
     x, *lists = group(dtype=torch.float32)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from trainer.adapt import adapted_layers, apply_adapter
-from trainer.architectures import unadapted_lines
-from trainer.config import LoraSection, ModelSection
+from trainer.architectures import check_packable, unadapted_lines
+from trainer.config import LoraSection, ModelSection, UserError
 from trainer.model import empty_model
 from trainer.random_model import random_config
 
@@ -77,3 +77,12 @@ def test_experts_without_adapter_are_said_with_their_share() -> None:
     total = sum(parameter.numel() for parameter in model.parameters())
     share = (2 * 8 * 3 * 1408 * 2048 + 2 * 8 * 2048) / total
     assert line.endswith(f"{share:.1%} of all parameters") and share > 0.5
+
+
+def test_a_model_without_linear_layers_has_nothing_to_hold_in_4_bits() -> None:
+    from transformers import AutoConfig
+
+    line = "adapter=qlora: GPT2LMHeadModel has no linear layer that could be held in 4 bits; use adapter: lora"
+    with pytest.raises(UserError, match=line):
+        check_packable(empty_model(AutoConfig.for_model("gpt2"), ModelSection()))
+    check_packable(empty_model(AutoConfig.for_model("falcon", num_hidden_layers=1), ModelSection()))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainer.config import LoraSection, ModelSection
+from trainer.linear import is_linear
 
 # The projections that read what their block has computed; all others of the block read what comes into it.
 OUTPUTS = ("o_proj", "out_proj", "down_proj", "output_linear", "dense_4h_to_h", "c_proj", "fc2", "w2", "wo", "dense")
@@ -144,7 +145,7 @@ def _embedding(model: Any) -> tuple[int, int]:
 
 def _weights(model: nn.Module, blocks: list[nn.Module], head: nn.Module | None) -> Iterator[Weight]:
     layer_of = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
-    packable = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear) and module is not head}
+    packable = {id(module.weight) for module in model.modules() if is_linear(module) and module is not head}
     for name, parameter in model.named_parameters():
         yield Weight(
             elements=parameter.numel(),
