@@ -7,6 +7,7 @@ Peak memory of a rank: its share of the model and one module in full precision.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +194,9 @@ def _load_buffers(module: nn.Module, path: str, files: Tensors, device: torch.de
 
 
 def _names_in_checkpoint(model: Any, files: Tensors, base_model: str) -> dict[str, str]:
-    """For every parameter its name in the files, which may lack or add the prefix of the inner model."""
-    stored = files.names()
+    """For every parameter its name in the files, which may lack or add the prefix of the inner model, or be older."""
+    stored = {name: name for name in files.names()}
+    stored = _renamed(model, stored) | stored
     prefix = f"{model.base_model_prefix}."
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     names: dict[str, str] = {}
@@ -203,7 +205,7 @@ def _names_in_checkpoint(model: Any, files: Tensors, base_model: str) -> dict[st
     for name, parameter in model.named_parameters(remove_duplicate=False):
         for candidate in (name, name.removeprefix(prefix), prefix + name):
             if candidate in stored:
-                names[name] = candidate
+                names[name] = stored[candidate]
                 break
         else:
             if name not in tied and id(parameter) not in seen:
@@ -211,7 +213,7 @@ def _names_in_checkpoint(model: Any, files: Tensors, base_model: str) -> dict[st
         seen.add(id(parameter))
     if missing:
         raise UserError(
-            f"base_model={base_model}: {len(missing)} weights are stored under other names (first: {missing[0]}), "
+            f"base_model={base_model}: {len(missing)} weights are stored in another form (first: {missing[0]}), "
             "which can only be loaded whole and unquantised; use zero.stage 0 to 2 with adapter: lora"
         )
     by_id = {
@@ -220,6 +222,22 @@ def _names_in_checkpoint(model: Any, files: Tensors, base_model: str) -> dict[st
         if name in names
     }
     return {name: by_id[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _renamed(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """The stored name behind each that transformers gives to one, where it does no more than rename it."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    others = [each for each in transforms if not isinstance(each, WeightRenaming)]
+    renamed = {}
+    for name in names:
+        target, conversion = rename_source_key(name, renamings, others)
+        if conversion is None:
+            renamed[target] = name
+    return renamed
 
 
 def _checkpoint_folder(base_model: str, section: ModelSection) -> Path:

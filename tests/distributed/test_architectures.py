@@ -177,7 +177,7 @@ def test_a_hybrid_learns_the_same_at_every_stage_and_with_recomputation(runs: Ma
 
 def test_experts_on_a_4_bit_base_are_refused_with_a_way_out(tmp_path: Path) -> None:
     make_architecture(tmp_path, *MODELS["mixtral"])
-    with pytest.raises(UserError, match=r"stored under other names .* use zero.stage 0 to 2 with adapter: lora"):
+    with pytest.raises(UserError, match=r"stored in another form .* use zero.stage 0 to 2 with adapter: lora"):
         load_base_model(
             str(tmp_path),
             ModelSection(),
