@@ -1,10 +1,15 @@
 """Which of the run's processes this one is, and the process group they form."""
 
+import atexit
 import datetime
 import os
 import random
+import sys
+import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy
 import torch
@@ -151,6 +156,21 @@ def leave_process_group(*, together: bool = False) -> None:
         if together:
             dist.barrier()
         dist.destroy_process_group()
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """Exit as Python does, but without the destructors of its libraries, where threads of gloo abort now and then.
+
+    Under MPI they run, as it must be finalised.
+    """
+    if "mpi4py.MPI" in sys.modules:
+        sys.exit(exit_code)
+    threading._shutdown()  # type: ignore[attr-defined]  # joins threads, executors' too, which a plain join would not end
+    atexit._run_exitfuncs()
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(exit_code)
 
 
 @phase("reduce")

@@ -17,7 +17,7 @@ from trainer.liveness.progress import phase
 from trainer.liveness.watchdog import Watchdog
 from trainer.prepare import prepare
 from trainer.rank_variables import host_name
-from trainer.ranks import Ranks, leave_process_group
+from trainer.ranks import Ranks, end_process, leave_process_group
 from trainer.run import Run
 from trainer.signals import StopRequest
 
@@ -93,4 +93,4 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

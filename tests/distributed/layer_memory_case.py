@@ -2,7 +2,6 @@
 
 import gc
 import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from trainer.layers.plan import plan_units
 from trainer.layers.shards import LayerShards
 from trainer.layers.unit import ShardedUnit
 from trainer.model import load_base_model
-from trainer.ranks import leave_process_group
+from trainer.ranks import end_process, leave_process_group
 
 KINDS: dict[str, tuple[torch.dtype, QuantizationSection | None]] = {
     "fp32": (torch.float32, None),
@@ -99,4 +98,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -7,14 +7,13 @@ its case alone, and makes the exit code 1; anything else ends all.
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 from rich.console import Console
 
 from trainer.config import load_config
 from trainer.prepare import prepare
-from trainer.ranks import Ranks, leave_process_group
+from trainer.ranks import Ranks, end_process, leave_process_group
 from trainer.run import Run
 from trainer.signals import StopRequest
 
@@ -49,4 +48,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from tests.rank_program import join
 from trainer.config import ModelSection, QuantizationSection, TrainingSection, ZeroSection
 from trainer.model import load_base_model
-from trainer.ranks import leave_process_group
+from trainer.ranks import end_process, leave_process_group
 from trainer.zero import deepspeed_config
 
 
@@ -57,4 +56,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

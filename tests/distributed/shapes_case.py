@@ -8,7 +8,7 @@ import torch
 from tests.rank_program import join
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.model import load_base_model
-from trainer.ranks import leave_process_group
+from trainer.ranks import end_process, leave_process_group
 
 
 def main() -> None:
@@ -31,3 +31,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_process(0)

@@ -6,7 +6,6 @@ deepspeed --module tests.gpu.layer_rank OUT.json      prints a line for each bas
 import gc
 import json
 import statistics
-import sys
 import time
 from typing import Any
 
@@ -18,7 +17,7 @@ from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.fuse import fuse
 from trainer.layers.shards import LayerShards
 from trainer.model import load_base_model
-from trainer.ranks import leave_process_group
+from trainer.ranks import end_process, leave_process_group
 from trainer.token_loss import TokenLoss
 
 BASE = "random:llama3.1-8b,num_hidden_layers=8"
@@ -93,4 +92,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -22,7 +22,7 @@ from trainer.evaluate import row_losses
 from trainer.loop import Position
 from trainer.metrics import read_metrics
 from trainer.prepare import Prepared, prepare
-from trainer.ranks import Ranks, leave_process_group
+from trainer.ranks import Ranks, end_process, leave_process_group
 from trainer.run import Run
 from trainer.signals import StopRequest
 
@@ -114,4 +114,4 @@ class MeasuredRun(Run):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

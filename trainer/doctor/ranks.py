@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 import secrets
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from trainer.config import DatasetSection, RunConfig, UserError, load_config
 from trainer.doctor.probe import MARK, Finding
 from trainer.rank_variables import host_name
-from trainer.ranks import Ranks, form_process_group, leave_process_group
+from trainer.ranks import Ranks, end_process, form_process_group, leave_process_group
 from trainer.world import Report, differences, own_report
 
 PATIENCE_MINUTES = 2.0
@@ -195,4 +194,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())
