@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoConfig
 
 from launcher.halving import run_with_halvings
 from tests.tiny import write_chats
@@ -85,6 +86,16 @@ def test_one_row_may_fill_the_card(planner: Planner, config: RunConfig) -> None:
     memory = planner.of(with_changes(config, {"training.batch_size": 1})).needed
     assert planner.largest_batch(config, memory) == 1
     assert planner.largest_batch(config, memory - 1) == 0
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_models_without_sdpa_keep_probabilities(config: RunConfig, packing: bool) -> None:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256, "head_dim": 16}
+    shapes = read_shapes(AutoConfig.for_model("gemma2", **sizes), ModelSection(), LoraSection())
+    planner = Planner(shapes, Lengths.assumed(config), BF16_GPU)
+    changed = {kind: {"model.attn_implementation": kind, "dataset.packing": packing} for kind in ("auto", "eager")}
+    auto, eager = (planner.of(with_changes(config, changes)).peak for changes in changed.values())
+    assert auto == eager
 
 
 def test_shared_heads_are_copied_without_flash_attention(planner: Planner, config: RunConfig) -> None:

@@ -47,6 +47,8 @@ class Work:
     """Keys and values are copied for every head: under a mask, in eager attention, without flash attention."""
     eager: bool
     """Attention in plain torch, which keeps its probabilities."""
+    softcap: bool
+    """And what its scores' hyperbolic tangent gives."""
     packed_weights: bool
     """4-bit weights, dequantised where they are used."""
 
@@ -81,6 +83,7 @@ def kept_by_attention(mixer: Mixer, work: Work) -> int:
     total = work.tokens * (per_token * work.element + FP32 * mixer.heads)
     if work.eager:
         probability = FP32 if work.element == FP32 else FP32 + work.element
+        probability += work.element if work.softcap else 0
         total += work.tokens * mixer.heads * (work.length * probability - FP32)
     elif work.masked:
         total += work.rows * work.length**2 * work.element

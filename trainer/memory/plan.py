@@ -156,7 +156,7 @@ class Planner:
         training = config.training
         length = min(self.lengths.longest, config.dataset.max_length)
         fused_loss = self._fuses_loss(config)
-        kernels = config.model.attn_implementation
+        kernels = self._attention(config)
         eager = kernels == "eager"
         masked = config.dataset.packing and not self._keeps_documents_apart_without_mask(config)
         without_flash = self.machine.on_gpu and not self.machine.flash and kernels in ("auto", "sdpa")
@@ -175,12 +175,18 @@ class Planner:
             masked=masked,
             copied_heads=masked or eager or without_flash,
             eager=eager,
+            softcap=self.shapes.softcap,
             packed_weights=config.adapter == "qlora",
         )
 
+    def _attention(self, config: RunConfig) -> str:
+        """As transformers chooses for `auto` where the model knows no other."""
+        asked = config.model.attn_implementation
+        return "eager" if asked == "auto" and not self.shapes.sdpa else asked
+
     def _keeps_documents_apart_without_mask(self, config: RunConfig) -> bool:
         """As trainer/attention.py: variable-length kernels where there is flash attention."""
-        kernels = config.model.attn_implementation
+        kernels = self._attention(config)
         if kernels == "auto":
             return self.machine.flash
         return kernels.startswith("flash_attention")

@@ -80,6 +80,10 @@ class Shapes:
     model_type: str
     activation: str
     """Of the feed-forward parts, by the name in the model's configuration."""
+    sdpa: bool
+    """Whether the model takes torch's attention; it is eager else."""
+    softcap: bool
+    """Whether its attention scores go through a hyperbolic tangent."""
 
     @property
     def trained(self) -> int:
@@ -107,7 +111,7 @@ def read_shapes(
     model = empty_model(model_config, section)
     model.tie_weights()  # accelerate replaces each Parameter by an empty one of its own
     tied = bool(getattr(model_config.get_text_config(), "tie_word_embeddings", False))
-    head = model.get_output_embeddings()
+    head, sdpa = model.get_output_embeddings(), bool(getattr(model, "_supports_sdpa", True))
     hidden, rows = _embedding(model)
     if lora is not None:
         # A model can be read without the files of an adapter that it starts from: r and targets are in the settings.
@@ -128,6 +132,8 @@ def read_shapes(
         layers=tuple(_layer(block, hidden) for block in blocks),
         model_type=str(model_config.model_type),
         activation=str(getattr(model_config.get_text_config(), "hidden_act", "")),
+        sdpa=sdpa,
+        softcap=getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None,
     )
 
 
