@@ -6,7 +6,6 @@ attention computes each one alone, without a mask. Where there is no flash atten
 heads that are shared are copied for every query head; torch would fall back to products that keep L x L probabilities.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from trainer.config import ModelSection, UserError
 
 VARLEN = "zerolora_varlen"
 FLAT_ATTENTION = (VARLEN, "flash_attention_2", "flash_attention_3")
+_ALONE = torch.nn.Module()  # in the place of an attention module: has no shared heads to speak of
 
 
 SUPPORTED = {
@@ -80,8 +80,9 @@ def sdpa_with_own_heads(
 
     if key.shape[1] != query.shape[1]:
         key, value = (repeat_kv(heads, query.shape[1] // key.shape[1]) for heads in (key, value))
-    alone: Any = SimpleNamespace(is_causal=getattr(module, "is_causal", True))  # has no shared heads to speak of
-    return sdpa_attention_forward(alone, query, key, value, attention_mask, **kwargs)
+    if kwargs.get("is_causal") is None:
+        kwargs["is_causal"] = getattr(module, "is_causal", True)
+    return sdpa_attention_forward(_ALONE, query, key, value, attention_mask, **kwargs)
 
 
 def varlen_attention(

@@ -140,6 +140,18 @@ def test_copied_heads_are_not_left_to_torch(own_heads: None, monkeypatch: pytest
     assert seen == [(4, 4, False), (2, 2, True)]
 
 
+def test_copied_heads_leave_a_graph_whole() -> None:
+    """With training.torch_compile."""
+    module = torch.nn.Module()
+    query, key = torch.rand(1, 4, 8, 16), torch.rand(1, 2, 8, 16)
+
+    def attend(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return sdpa_with_own_heads(module, query, key, key, None)[0]
+
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(query, key), attend(query, key))
+
+
 @pytest.mark.parametrize(
     ("capability", "dtype", "own"),
     [
