@@ -153,7 +153,7 @@ def free_port() -> int:
     """A port on which nothing listens now, and which no outgoing connection takes until the ranks are started."""
     for _ in range(100):
         port = random_port()
-        with socket.socket() as listener, suppress(OSError):
+        with socket.socket() as listener, suppress(OSError):  # taken: the next
             listener.bind(("", port))
             return port
     raise UserError(f"no free port found from {FIRST_PORT} to {FIRST_PORT + PORTS - 1}; use --master-port PORT")

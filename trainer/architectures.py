@@ -25,7 +25,7 @@ def check_packable(model: Any) -> None:
         )
 
 
-def whole_lines(model: nn.Module) -> list[str]:
+def unquantized_lines(model: nn.Module) -> list[str]:
     """A line on the adapted layers of a 4-bit run whose base is not in 4 bits; or none."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper

@@ -17,7 +17,7 @@ FLAT_ATTENTION = (VARLEN, "flash_attention_2", "flash_attention_3")
 _ALONE = torch.nn.Module()  # in the place of an attention module: has no shared heads to speak of
 
 
-SUPPORTED = {
+SUPPORT_FLAGS = {
     "sdpa": "_supports_sdpa",
     "flash_attention_2": "_supports_flash_attn",
     "flash_attention_3": "_supports_flash_attn",
@@ -29,12 +29,12 @@ SUPPORTED = {
 def check_supported(section: ModelSection, model_class: type) -> None:
     """Raise UserError where a model has no code for the attention that is asked for."""
     chosen = section.attn_implementation
-    if not getattr(model_class, SUPPORTED.get(chosen, ""), True):
+    if not getattr(model_class, SUPPORT_FLAGS.get(chosen, ""), True):
         raise UserError(f"model.attn_implementation={chosen}: {model_class.__name__} does not support it; use auto")
 
 
-def asked_of_transformers(section: ModelSection, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What to load the model with; None leaves the choice to transformers: sdpa where the model knows it, else eager.
+def choose_attention(section: ModelSection, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What to load a model with; None leaves the choice to transformers: sdpa where the model knows it, else eager.
 
     Where there is no flash attention, transformers' sdpa is replaced in this process.
     """

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from trainer.adapt import apply_adapter
-from trainer.architectures import call_projections_of_mamba, unadapted_lines, whole_lines
-from trainer.attention import asked_of_transformers, use_varlen
+from trainer.architectures import call_projections_of_mamba, unadapted_lines, unquantized_lines
+from trainer.attention import choose_attention, use_varlen
 from trainer.config import RunConfig, UserError, gathers_by_layer, trained_in_full, why_not_by_layer
 from trainer.data import Batches, Samples, StreamBatches
 from trainer.layers.shards import LayerShards
@@ -32,7 +32,7 @@ def build_model(
         config.model,
         dtype=dtype,
         device=device,
-        attention=asked_of_transformers(config.model, device, dtype),
+        attention=choose_attention(config.model, device, dtype),
         quantization=config.quantization if config.adapter == "qlora" else None,
         deepspeed_config=engine_config if engine_config["zero_optimization"]["stage"] == 3 else None,
         shards=shards,
@@ -49,7 +49,7 @@ def build_model(
             model = apply_adapter(model, config.lora, dtype, added, base_model=config.base_model)
         fusion += unadapted_lines(model, quantized=config.adapter == "qlora")
         if config.adapter == "qlora":
-            fusion += whole_lines(model)
+            fusion += unquantized_lines(model)
         fusion += call_projections_of_mamba(model)
         if shards is not None:
             shards.attach(model)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from trainer.attention import asked_of_transformers
+from trainer.attention import choose_attention
 from trainer.checkpoint import whole_checkpoints
 from trainer.config import RunConfig, UserError
 from trainer.data.chat import chat_template_of
@@ -103,7 +103,7 @@ def load_trained(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
         config.model,
         dtype=dtype,
         device=device,
-        attention=asked_of_transformers(config.model, device, dtype),
+        attention=choose_attention(config.model, device, dtype),
         quantization=config.quantization if config.adapter == "qlora" else None,
     )
     return put_adapter(base, tokenizer, run)

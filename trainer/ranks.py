@@ -167,7 +167,7 @@ def end_process(exit_code: int) -> NoReturn:
         sys.exit(exit_code)
     threading._shutdown()  # type: ignore[attr-defined]  # joins threads, executors' too, which a plain join would not end
     atexit._run_exitfuncs()
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):  # a pipe that nobody reads any more, a stream that is closed
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(exit_code)

@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.distributed.conftest import environment, free_port
+from launcher.command import free_port
+from tests.distributed.conftest import environment
 from tests.ends import HOST, PATIENCE_S, TRAIN, Run, Start, runs_below, write_endless_run
 from trainer.checkpoint import whole_checkpoints
 

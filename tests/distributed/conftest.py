@@ -13,6 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from launcher.command import free_port
 from tests.distributed.plan import ONE_RANK, TWO_RANKS
 from tests.tiny import make_model, write_chats
 
@@ -60,14 +61,6 @@ def deepspeed_command(ranks: int, *arguments: str) -> list[str]:
     """The real launcher, for CPU ranks or GPUs."""
     runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks)]
     return [*runner, "--master_port", str(free_port()), "--module", *arguments]
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment() -> dict[str, str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer.adapt import adapted_layers, apply_adapter
-from trainer.architectures import check_packable, unadapted_lines, whole_lines
+from trainer.architectures import check_packable, unadapted_lines, unquantized_lines
 from trainer.config import LoraSection, ModelSection, UserError
 from trainer.model import empty_model
 from trainer.random_model import random_config
@@ -80,7 +80,7 @@ def test_experts_without_adapter_are_said_with_their_share() -> None:
 
 
 def test_adapted_layers_in_whole_precision_are_said() -> None:
-    assert whole_lines(adapted("phi3-mini")) == ["adapted, but not in 4 bits: Linear (128)"]
+    assert unquantized_lines(adapted("phi3-mini")) == ["adapted, but not in 4 bits: Linear (128)"]
 
 
 def test_a_model_without_linear_layers_has_nothing_to_hold_in_4_bits() -> None:
