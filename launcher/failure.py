@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher.beats import Beat, own_host, read_beats
 from launcher.terminal import say
+from trainer.config import UserError
 
 TRACEBACK_LINES = 12
 TAIL_LINES = 6
@@ -27,6 +28,8 @@ _RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|\bNCCL\b|\bgloo\b", re.I
 )
+# How a rank tells a mistake of the user: in its log, or in the launcher's where pdsh puts the host before it.
+_MISTAKE = re.compile(r"^(?!srun: )(?:[\w.-]+: )?(error: .+)", re.M)
 _CAUSES = {
     signal.SIGSEGV: "a crash in native code; its Python stack is at the end of the log",
     signal.SIGABRT: "native code gave up; its reason is at the end of the log",
@@ -58,9 +61,18 @@ class Failure:
     """Whether the kernel's out-of-memory killer ended processes of this host meanwhile; None if it does not tell."""
 
     def tell(self) -> int:
-        """Print on stderr why the run failed, in about 15 lines; returns the status of the rank that is to blame."""
+        """Print on stderr why the run failed; returns the status of the rank that is to blame.
+
+        A mistake of the user takes one line, anything else about 15.
+        """
         beats = read_beats(self.logs)
         texts = {rank: _new_text(self.logs / f"rank-{rank}.log", self.old_sizes) for rank in self.deaths}
+        if self.code == UserError.exit_code:
+            said = [texts[rank] for rank in sorted(texts)] + [_new_text(self.logs / "launcher.log", self.old_sizes)]
+            last_words = [mistakes[-1] for text in said if (mistakes := _MISTAKE.findall(text))]
+            if last_words:
+                say(last_words[0])  # the others' are the same
+                return self.code
         rank = self._to_blame(texts)
         status = self._status(rank)
         log = self.logs / (f"rank-{rank}.log" if rank is not None and texts[rank] else "launcher.log")

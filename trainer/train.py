@@ -58,7 +58,10 @@ def _train(loaded: LoadedConfig, arguments: argparse.Namespace, ranks: Ranks, st
         run.train()
     except UserError as error:
         run.close()
-        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)  # into their logs by other ranks
+        if arguments.console is None:
+            console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        else:
+            print(f"error: {error}")  # into this rank's log, whence the launcher shows it
         return error.exit_code
     except Exception as error:  # not swallowed: traceback in the log, one line shown, exit code 1
         traceback.print_exc()  # into this rank's log

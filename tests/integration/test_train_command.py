@@ -137,8 +137,7 @@ def test_a_model_that_mixes_packed_documents_is_refused(workplace: Path) -> None
     )  # fmt: skip
     line = "dataset.packing=true: in OPTForCausalLM documents of a pack see each other; set dataset.packing: false"
     assert done.returncode == 2, done.stdout + done.stderr
-    said = (done.stdout + done.stderr).splitlines()
-    assert [found for found in said if "error" in found] == [f"error: {line}"]
+    assert done.stderr == f"error: {line}\n" and "error" not in done.stdout, done.stdout
     assert [path.name for path in (workplace / "mixed").iterdir()] == ["logs"]
 
 

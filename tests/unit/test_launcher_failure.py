@@ -133,6 +133,39 @@ def test_a_full_shared_memory_is_the_cause_of_a_bus_error(tmp_path: Path, capsys
     assert "/dev/shm is full: 0.00 GiB were free at its last sign of life" in capsys.readouterr().err
 
 
+def test_a_mistake_that_ranks_found_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = "error: lora.r=0: of an earlier run\n"
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}.log").write_text(old)
+    sizes = log_sizes(tmp_path)
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}.log").write_text(f"{old}working\nerror: lora.r=-1: too small\na warning at exit\n")
+    assert Failure(tmp_path, sizes, {1: Death(1.0, 2), 0: Death(1.1, 2)}, 2).tell() == 2
+    assert capsys.readouterr().err == "error: lora.r=-1: too small\n"
+
+
+@pytest.mark.parametrize("host", ["", "n2: "])
+def test_a_mistake_of_one_host_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], host: str) -> None:
+    """Found before a rank has a log of its own: it goes to the launcher's."""
+    mistake = "error: n2: base_model=/local/model: no such folder"
+    text = f"{host}{mistake}\nsrun: error: n2: task 1: Exited with exit code 2\n"
+    (tmp_path / "launcher.log").write_text(text)
+    (tmp_path / "rank-0.log").write_text("working\n")
+    assert Failure(tmp_path, {}, {0: Death(1.0, -15), 1: Death(1.1, 2)}, 2).tell() == 2
+    assert capsys.readouterr().err == f"{mistake}\n"
+
+
+def test_a_program_that_knows_no_mistakes_of_users_is_told_as_any_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python ends with 2 as well where it finds no file to run."""
+    (tmp_path / "rank-0.log").write_text("python: can't open file 'x'\n")
+    (tmp_path / "launcher.log").write_text("srun: error: n1: task 0: Exited with exit code 2\n")
+    assert Failure(tmp_path, {}, {0: Death(1.0, 2)}, 2).tell() == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("the run failed: rank 0 on ") and "can't open file" in shown
+
+
 def test_what_an_earlier_run_wrote_is_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank-0.log").write_text(OWN)
     sizes = log_sizes(tmp_path)
