@@ -1,22 +1,17 @@
 """From a machine and a configuration to the `deepspeed` command line that starts one process per GPU."""
 
 import os
-import secrets
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import UserError
 
 CPU_RANKS = 2
-# Below the range that Linux takes for outgoing connections (32768 and up), above the services.
-FIRST_PORT, PORTS = 10_000, 20_000
 # Where DeepSpeed looks for a hostfile of its own accord: some images have one, and "this machine" would become many.
 IMPLICIT_HOSTFILE = Path("/job/hostfile")
 # Left over from an outer job, these would make every process below us look like a rank.
@@ -142,21 +137,6 @@ def select_gpus(identifiers: Sequence[str], allowed: str) -> list[int]:
             raise UserError(f"CUDA_VISIBLE_DEVICES={allowed}: {word} is named twice; keep one")
         chosen += matches
     return chosen
-
-
-def random_port() -> int:
-    """A port that is probably free on a host that cannot be asked."""
-    return FIRST_PORT + secrets.randbelow(PORTS)
-
-
-def free_port() -> int:
-    """A port on which nothing listens now, and which no outgoing connection takes until the ranks are started."""
-    for _ in range(100):
-        port = random_port()
-        with socket.socket() as listener, suppress(OSError):  # taken: the next
-            listener.bind(("", port))
-            return port
-    raise UserError(f"no free port found from {FIRST_PORT} to {FIRST_PORT + PORTS - 1}; use --master-port PORT")
 
 
 def _installed_gpus() -> list[str]:

@@ -71,7 +71,7 @@ class Failure:
             said = [texts[rank] for rank in sorted(texts)] + [_new_text(self.logs / "launcher.log", self.old_sizes)]
             last_words = [mistakes[-1] for text in said if (mistakes := _MISTAKE.findall(text))]
             if last_words:
-                say(last_words[0])  # the others' are the same
+                say(last_words[0])  # one is enough; the others stand in their logs
                 return self.code
         rank = self._to_blame(texts)
         status = self._status(rank)

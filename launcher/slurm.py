@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Unpack
 
-from launcher.command import FIRST_PORT, PORTS, Command
+from launcher.command import Command
 from launcher.hosts import Filters, choose_slots
 from trainer.config import UserError
+from trainer.config.ports import port_of_job
 
 NODE_TIMEOUT_S = 60.0
 # "down*", "mixed*": the asterisk is SLURM's for a node that does not respond.
@@ -33,8 +34,8 @@ class Allocation:
 
     @property
     def port(self) -> int:
-        """Where the ranks meet: jobs that share a node have different ports."""
-        return FIRST_PORT + self.job_id % PORTS
+        """Where the ranks meet."""
+        return port_of_job(self.job_id)
 
 
 def in_allocation(env: Mapping[str, str]) -> bool:

@@ -9,15 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from launcher.command import (
-    CPU_RANKS,
-    Command,
-    free_port,
-    hostfile_command,
-    local_command,
-    random_port,
-    visible_gpus,
-)
+from launcher.command import CPU_RANKS, Command, hostfile_command, local_command, visible_gpus
 from launcher.elsewhere import Reach, ThroughLauncher, ThroughSrun, ThroughSsh
 from launcher.environment import write_environment
 from launcher.halving import run_with_halvings
@@ -28,6 +20,7 @@ from launcher.status import note_job
 from launcher.supervise import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOPPED, Supervisor, run_child
 from launcher.terminal import ConsoleFile, ConsolePipe, say
 from trainer.config import LoadedConfig, UserError
+from trainer.config.ports import free_port, random_port
 
 ENVIRONMENT_FILE = "environment"
 OF_CPU_RANKS = {"OMP_NUM_THREADS": "1"}

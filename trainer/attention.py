@@ -16,7 +16,6 @@ VARLEN = "zerolora_varlen"
 FLAT_ATTENTION = (VARLEN, "flash_attention_2", "flash_attention_3")
 _ALONE = torch.nn.Module()  # in the place of an attention module: has no shared heads to speak of
 
-
 SUPPORT_FLAGS = {
     "sdpa": "_supports_sdpa",
     "flash_attention_2": "_supports_flash_attn",

@@ -16,6 +16,8 @@ import re
 import socket
 from collections.abc import Mapping
 
+from trainer.config.ports import port_of_job
+
 TORCH, OPEN_MPI, PMI, SRUN = "torch", "Open MPI", "MPICH", "SLURM"
 FAMILIES = {
     TORCH: ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -23,8 +25,6 @@ FAMILIES = {
     PMI: ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
     SRUN: ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 }
-# Below the range that Linux takes for outgoing connections (32768 and up), above the services.
-FIRST_PORT, PORTS = 10_000, 20_000
 
 
 def read_place(env: Mapping[str, str]) -> tuple[str | None, int, int, int]:
@@ -54,11 +54,6 @@ def first_host(node_list: str) -> str:
     if found is None:
         raise ValueError(f"{node_list!r} is not a list of nodes")
     return "".join(part or "" for part in found.groups())
-
-
-def port_of_job(job_id: int) -> int:
-    """A port that every node of a job works out alike; jobs that share a node have different ones."""
-    return FIRST_PORT + job_id % PORTS
 
 
 def host_name() -> str:

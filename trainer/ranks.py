@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from trainer.config import UserError
+from trainer.config.ports import free_port
 from trainer.liveness.progress import phase
 from trainer.rank_variables import FAMILIES, OPEN_MPI, PMI, SRUN, host_name, read_place, srun_meeting_point
 
@@ -123,7 +124,7 @@ def find_meeting_point(ranks: Ranks) -> None:
     os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world_size), "LOCAL_RANK": str(ranks.local_rank)}
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return
-    address, port = "127.0.0.1", 29500 if ranks.world_size > 1 else _free_port()
+    address, port = "127.0.0.1", 29500 if ranks.world_size > 1 else free_port()
     if ranks.world_size > 1 and family in (OPEN_MPI, PMI):
         _discover_through_mpi(ranks)
     elif ranks.world_size > 1 and family == SRUN:
@@ -143,7 +144,7 @@ def _discover_through_mpi(ranks: Ranks) -> None:
         ) from None
     from deepspeed.comm.comm import mpi_discovery
 
-    port = MPI.COMM_WORLD.bcast(_free_port() if ranks.is_main else None)
+    port = MPI.COMM_WORLD.bcast(free_port() if ranks.is_main else None)
     mpi_discovery(distributed_port=port, verbose=False)
 
 
@@ -167,9 +168,9 @@ def end_process(exit_code: int) -> NoReturn:
         sys.exit(exit_code)
     threading._shutdown()  # type: ignore[attr-defined]  # joins threads, executors' too, which a plain join would not end
     atexit._run_exitfuncs()
-    with suppress(OSError, ValueError):  # a pipe that nobody reads any more, a stream that is closed
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a pipe that nobody reads any more, a stream that is closed
+            stream.flush()
     os._exit(exit_code)
 
 
@@ -186,11 +187,3 @@ def set_seed(seed: int) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

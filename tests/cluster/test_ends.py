@@ -16,10 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.command import free_port
 from tests.distributed.conftest import environment
 from tests.ends import HOST, PATIENCE_S, TRAIN, Run, Start, runs_below, write_endless_run
 from trainer.checkpoint import whole_checkpoints
+from trainer.config.ports import free_port
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

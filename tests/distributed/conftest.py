@@ -13,9 +13,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from launcher.command import free_port
 from tests.distributed.plan import ONE_RANK, TWO_RANKS
 from tests.tiny import make_model, write_chats
+from trainer.config.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 

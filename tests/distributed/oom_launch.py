@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.command import free_port, local_command
+from launcher.command import local_command
 from launcher.halving import run_with_halvings
 from launcher.supervise import Supervisor
 from launcher.terminal import ConsolePipe
+from trainer.config.ports import free_port
 
 if __name__ == "__main__":
     shortage, folder, *arguments = sys.argv[1:]

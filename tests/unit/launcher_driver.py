@@ -3,9 +3,10 @@
 import sys
 from pathlib import Path
 
-from launcher.command import free_port, local_command
+from launcher.command import local_command
 from launcher.supervise import Supervisor
 from launcher.terminal import ConsolePipe
+from trainer.config.ports import free_port
 
 if __name__ == "__main__":
     with ConsolePipe() as pipe:

@@ -1,12 +1,11 @@
 """The `deepspeed` command line for a machine, and the search for the GPUs it may use."""
 
 import os
-import socket
 from pathlib import Path
 
 import pytest
 
-from launcher.command import free_port, local_command, select_gpus, visible_gpus
+from launcher.command import local_command, select_gpus, visible_gpus
 from trainer.config import UserError
 
 UUIDS = ["GPU-4c1d0000", "GPU-4c1e0000", "GPU-9f000000"]
@@ -95,8 +94,3 @@ def test_gpus_are_counted_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monk
     assert visible_gpus() == [1]
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert visible_gpus() == []
-
-
-def test_a_free_port_can_be_listened_on() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", free_port()))

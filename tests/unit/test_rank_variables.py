@@ -1,11 +1,13 @@
 """A process's place among the ranks, under every launcher."""
 
+import socket
+
 import pytest
 
 from launcher import slurm
-from trainer import rank_variables
-from trainer.config import UserError
-from trainer.rank_variables import first_host, port_of_job, read_place, srun_meeting_point
+from trainer.config import UserError, ports
+from trainer.config.ports import free_port
+from trainer.rank_variables import first_host, read_place, srun_meeting_point
 from trainer.ranks import Ranks
 
 TORCH = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
@@ -70,8 +72,27 @@ def test_srun_alone_gives_a_meeting_point() -> None:
 
 
 def test_launcher_and_rank_work_out_the_same_port() -> None:
-    """Written down twice, since the launcher imports nothing of the trainer."""
-    assert (slurm.FIRST_PORT, slurm.PORTS) == (rank_variables.FIRST_PORT, rank_variables.PORTS)
     for job in (1, 19_999, 20_000, 123_456_789):
-        assert port_of_job(job) == slurm.Allocation(job, ("n1",), 1).port
-        assert 10_000 <= port_of_job(job) < 30_000
+        _, port = srun_meeting_point({"SLURM_STEP_NODELIST": "n1", "SLURM_JOB_ID": str(job)})
+        assert port == slurm.Allocation(job, ("n1",), 1).port
+        assert 10_000 <= port < 30_000
+
+
+def test_a_free_port_can_be_listened_on_and_is_no_outgoing_one() -> None:
+    with socket.socket() as listener:
+        port = free_port()
+        listener.bind(("127.0.0.1", port))
+    assert 10_000 <= port < 30_000
+
+
+def test_ports_that_are_taken_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as first:
+        first.bind(("", free_port()))
+        first.listen()
+        taken = first.getsockname()[1]
+        tried = iter([taken, taken, free_port()])
+        monkeypatch.setattr(ports, "random_port", lambda: next(tried))
+        assert free_port() != taken
+        monkeypatch.setattr(ports, "random_port", lambda: taken)
+        with pytest.raises(UserError, match="--master-port PORT, or set MASTER_PORT"):
+            free_port()
