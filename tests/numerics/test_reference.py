@@ -258,7 +258,7 @@ def test_nf4_matches_bitsandbytes(nested):
     nf4 = ops.Nf4Weight.of(packed)
     expected = functional.dequantize_4bit(packed, state)
     got = torch.ops.zerolora.dequantize_nf4(packed, list(nf4.state), 24, 64, nf4.block, nf4.nested_block, torch.float32)
-    torch.testing.assert_close(got, expected, rtol=5e-7, atol=0)  # a table and three products: a rounding each
+    torch.testing.assert_close(got, expected, rtol=1.2e-7, atol=0)  # products in another order: the last bit
     problem = cases.make(10, 64, 24, 4, torch.float32)
     adapter = [None], [problem.down.requires_grad_()], [problem.up.requires_grad_()], [1.5]
     x = problem.x.requires_grad_()

@@ -66,7 +66,7 @@ def test_losses_of_rows_are_those_of_the_rows_alone_and_add_up_to_the_trainers(r
     assert len({len(document.input_ids) for document in documents}) > 2
     sums = row_losses(model, collate(documents, 0, packed=False, flat=False))
     alone = [row_losses(model, collate([document], 0, packed=False, flat=False)).item() for document in documents]
-    np.testing.assert_allclose(sums.numpy(), alone, rtol=1e-6)  # in 32 bits, other shapes of the same products
+    np.testing.assert_allclose(sums.numpy(), alone, rtol=5e-7)  # in 32 bits, other shapes of the same products
     with torch.no_grad():
         # As the trainer measures a pack: one row, positions restarting, no mask.
         whole = Sample(

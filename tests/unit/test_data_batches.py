@@ -126,7 +126,7 @@ def test_a_document_has_the_same_loss_alone_and_packed() -> None:
         alone = [losses(collate([part], PAD, packed=False, flat=False)) for part in parts]
         packed = losses(collate([join(parts[:2]), parts[2]], PAD, packed=True, flat=False))
     expected = torch.cat([alone[0], alone[1], alone[2], torch.zeros(3)])
-    torch.testing.assert_close(packed, expected, rtol=1e-6, atol=1e-7)  # in 32 bits, products of other shapes
+    torch.testing.assert_close(packed, expected, rtol=5e-7, atol=0)  # in 32 bits, products of other shapes
     assert (expected[:6] > 0.1).all()
 
 

@@ -71,7 +71,7 @@ def test_the_model_computes_the_same(architecture, settings, norms, mlps, monkey
     model = adapted(model)
     assert forget_inputs(model) == sum("lora_A" in name for name in gradients)
     again, others = loss_and_gradients(model)
-    torch.testing.assert_close(again, loss, rtol=1e-6, atol=0)  # in 32 bits, a few roundings
+    torch.testing.assert_close(again, loss, rtol=2.5e-7, atol=0)  # in 32 bits, two roundings
     assert others.keys() == gradients.keys()
     for name, gradient in gradients.items():
         # In 32 bits; the norms and the sums over tokens take their terms in another order.

@@ -50,8 +50,8 @@ def test_a_run_becomes_a_gguf_file_with_the_merged_weights(
     # Row 2 i + j of a head is row i + j n / 2 of transformers': 4 heads of 16 rows.
     order = [head * 16 + j * 8 + i for head in range(4) for i in range(8) for j in range(2)]
     assert torch.equal(read["blk.0.attn_q.weight"], weights["model.layers.0.self_attn.q_proj.weight"][order])
-    # The same weights, which transformers may lay out otherwise: a few roundings in 32 bits.
-    torch.testing.assert_close(logits_of(output.parent, gguf_file=output.name), logits_of(merged), atol=1e-7, rtol=1e-6)
+    # The same weights, read from another place in memory: a rounding or two in 32 bits.
+    torch.testing.assert_close(logits_of(output.parent, gguf_file=output.name), logits_of(merged), atol=5e-8, rtol=3e-7)
 
 
 def test_what_llama_cpp_computes_otherwise_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,8 +70,8 @@ def test_transformers_reads_the_same_logits(name: str, tmp_path: Path) -> None:
     folder = make_saved(tmp_path / "model", *MODELS[name])
     assert write_gguf(folder, tmp_path / "model.gguf", dtype="auto") == "f32"
     read = logits_of(tmp_path, gguf_file="model.gguf")
-    # The same weights, which transformers may lay out otherwise: a few roundings in 32 bits.
-    torch.testing.assert_close(read, logits_of(folder), atol=1e-7, rtol=1e-6)
+    # The same weights, read from another place in memory: a rounding or two in 32 bits.
+    torch.testing.assert_close(read, logits_of(folder), atol=5e-8, rtol=3e-7)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [("f16", 1e-3), ("bf16", 1e-2), ("q8_0", 1e-2)])

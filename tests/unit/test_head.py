@@ -86,7 +86,7 @@ def test_what_a_model_does_to_its_logits_is_observed(tmp_path: Path, kind: str, 
     got = loss(model, batch, torch.device("cpu"))
     logits = model(input_ids=batch["input_ids"], use_cache=False).logits
     expected = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), ignore_index=-100, reduction="sum")
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)  # a sum of 32-bit losses
+    torch.testing.assert_close(got, expected, rtol=2.5e-7, atol=0)  # a sum of 32-bit losses
     assert (loss._head is not None) == together
 
 
