@@ -22,6 +22,7 @@ class Adapted(nn.Module):
 
     def __init__(self, base: str, generator: torch.Generator) -> None:
         super().__init__()
+        # Trained tensors come first: DeepSpeed reads a model's number format off its first parameter where it has fp16.
         weight = torch.randn(WIDTH, WIDTH, generator=generator) * WIDTH**-0.5
         self.nf4: ops.Nf4Weight | None = None
         if base == "nf4":
@@ -33,9 +34,9 @@ class Adapted(nn.Module):
             weight = packed
         else:
             weight = weight.bfloat16()
-        self.weight = nn.Parameter(weight, requires_grad=False)
         self.down = nn.Parameter((torch.randn(RANK, WIDTH, generator=generator) * WIDTH**-0.5).bfloat16())
         self.up = nn.Parameter((torch.randn(WIDTH, RANK, generator=generator) * 0.1).bfloat16())
+        self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         adapter = [None], [self.down], [self.up], [2.0]
