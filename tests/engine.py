@@ -23,7 +23,9 @@ IDS = torch.arange(3, 35)[None]
 def one_rank(folder: Path) -> Iterator[None]:
     """This process as the only rank of a group."""
     from deepspeed import comm
+    from deepspeed.utils import groups
 
+    known_groups = dict(vars(groups))
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     before = {name: os.environ.get(name) for name in (*place, "MASTER_PORT")}
     os.environ.update(place, MASTER_PORT=str(free_port()))
@@ -32,6 +34,7 @@ def one_rank(folder: Path) -> Iterator[None]:
     comm.init_distributed(backend, verbose=False)
     yield
     dist.destroy_process_group()
+    vars(groups).update(known_groups)  # DeepSpeed would hand the groups that are gone to the next engine
     for name, value in before.items():
         if value is None:
             os.environ.pop(name)
