@@ -17,6 +17,7 @@ from launcher.beats import own_host
 from launcher.build_locks import extensions_folder, find_locks
 from launcher.requirements import GIB, gpu_findings, package_findings
 from trainer.config import RunConfig, collective_timeout
+from trainer.config.known_versions import unproven
 
 State = Literal["OK", "WARN", "FAIL"]
 LEAST_FREE_GIB = 1.0
@@ -62,6 +63,9 @@ def check_packages() -> Iterator[Check]:
                 yield Check(name, "FAIL", what.rstrip("; ") or "not installed", f"pip install{fix}")
     if not wrong:
         yield Check("packages", "OK", "every dependency in the range of versions that is known to work")
+    for found in unproven():
+        fix = f"install {found.split()[0]} as constraints.txt has it, or watch the first run"
+        yield Check("known versions", "WARN", found, fix)
 
 
 def check_driver() -> Iterator[Check]:

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.ops.op_builder import builder as deepspeed_builder
 from torch.utils import cpp_extension
@@ -189,7 +190,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         Raises:
             BuildError: it cannot be built here, or the compiler failed.
         """
-        known: dict[str, ModuleType] = deepspeed_builder.OpBuilder._loaded_ops
+        known: dict[str, ModuleType] = _inside(deepspeed_builder.OpBuilder, "_loaded_ops")
         if self.NAME not in known:
             module = self._prebuilt()
             if module is None:
@@ -287,9 +288,20 @@ def register() -> LoraOpBuilder:
     ALL_OPS[builder.NAME] = builder
     accelerator: Any = get_accelerator()
     if accelerator.device_name() == "cuda":
-        accelerator._lazy_init_class_dict()
-        accelerator.class_dict["LoraOpBuilder"] = LoraOpBuilder
+        _inside(accelerator, "_lazy_init_class_dict")()
+        _inside(accelerator, "class_dict")["LoraOpBuilder"] = LoraOpBuilder
     return builder
+
+
+def _inside(owner: object, name: str) -> Any:
+    """What DeepSpeed promises to nobody; BuildError where it is gone."""
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        kind = getattr(owner, "__name__", type(owner).__name__)
+        raise BuildError(
+            f"deepspeed {deepspeed.__version__}: {kind} has no `{name}`, on which the operators' builder relies", True
+        ) from None
 
 
 def report() -> str:

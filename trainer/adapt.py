@@ -10,6 +10,8 @@ from torch import nn
 
 from trainer.config import LoraSection, UserError
 from trainer.flat import FLAT, flat_adapter_of, trained_parameters
+from trainer.linear import packed_state
+from trainer.partitioned import whole_shape, whole_size
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,8 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     for name, parameter in model.named_parameters():
         if name.startswith(FLAT):
             continue  # PEFT's own parameters are views of it
-        state = getattr(parameter, "quant_state", None)
-        shape = state.shape if state is not None else getattr(parameter, "ds_shape", parameter.shape)
+        state = packed_state(parameter)
+        shape = state.shape if state is not None else whole_shape(parameter)
         size = int(torch.Size(shape).numel())
         total += size
         trainable += size if id(parameter) in trained else 0
@@ -152,11 +154,7 @@ def adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
     for path, module in model.named_modules():
         if isinstance(module, LoraLayer):
             shape = f"{module.in_features} -> {module.out_features}"
-            size = sum(
-                int(torch.Size(getattr(parameter, "ds_shape", parameter.shape)).numel())
-                for parameter in module.parameters()
-                if parameter.requires_grad
-            )
+            size = sum(whole_size(parameter) for parameter in module.parameters() if parameter.requires_grad)
             # An adapter on a parameter, such as fused experts, is named by it; PEFT nests several of one module.
             *_, name = (part for part in path.split(".") if part != "base_layer")
             parameter = getattr(module, "parameter_name", "weight")

@@ -26,7 +26,9 @@ def keep_documents_apart(token_loss: TokenLoss, model: Any, pad_token_id: int, d
     A model that ignores the bounds of our variable-length attention gets transformers' sdpa, with a mask. Raises
     UserError if a document sees another even so, or a token those that follow it.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    from peft import PeftModel
+
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
     flat = base.config._attn_implementation in FLAT_ATTENTION
     seen = _what_is_seen(token_loss, model, pad_token_id, device, flat=flat)
     if seen and base.config._attn_implementation == VARLEN:

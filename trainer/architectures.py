@@ -11,6 +11,7 @@ from torch import nn
 from trainer.adapt import count_parameters
 from trainer.config import UserError
 from trainer.linear import is_linear
+from trainer.partitioned import whole_shape
 
 # transformers' name, in its modeling files, of mamba-ssm's kernel for the whole of a Mamba-2 layer in training.
 WHOLE_LAYER_KERNEL = "mamba2_split_conv1d_scan_combined"
@@ -56,7 +57,7 @@ def unadapted_lines(model: nn.Module, *, quantized: bool) -> list[str]:
         if isinstance(module, nn.Linear | nn.Embedding | LoraLayer):
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            shape = tuple(whole_shape(parameter))
             if len(shape) > 1 and not parameter.requires_grad and id(parameter) not in adapted:
                 where = _last_name(path) if name == "weight" else f"{_last_name(path)}.{name}"
                 counts[where, shape] = counts.get((where, shape), 0) + 1

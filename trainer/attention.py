@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trainer.config import ModelSection, UserError
+from trainer.config.known_versions import require
 
 VARLEN = "zerolora_varlen"
 FLAT_ATTENTION = (VARLEN, "flash_attention_2", "flash_attention_3")
@@ -28,7 +29,8 @@ SUPPORT_FLAGS = {
 def check_supported(section: ModelSection, model_class: type) -> None:
     """Raise UserError where a model has no code for the attention that is asked for."""
     chosen = section.attn_implementation
-    if not getattr(model_class, SUPPORT_FLAGS.get(chosen, ""), True):
+    flag = SUPPORT_FLAGS.get(chosen)
+    if flag is not None and not require(model_class, flag, "transformers"):
         raise UserError(f"model.attn_implementation={chosen}: {model_class.__name__} does not support it; use auto")
 
 
@@ -44,8 +46,8 @@ def choose_attention(section: ModelSection, device: torch.device, dtype: torch.d
 
 def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Let a loaded model that takes its attention from transformers' registry compute packed documents one by one."""
-    takes_ours = getattr(model, "_supports_attention_backend", False) and model.config._attn_implementation == "sdpa"
-    if takes_ours and has_flash(device, dtype):
+    takes_ours = require(model, "_supports_attention_backend", "transformers")
+    if takes_ours and model.config._attn_implementation == "sdpa" and has_flash(device, dtype):
         _register()
         model.set_attn_implementation(VARLEN)
 

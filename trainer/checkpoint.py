@@ -22,10 +22,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from trainer.config import UserError
+from trainer.deepspeed_workarounds import loss_scale_state, loss_scaler
 from trainer.engine_state import EngineState
 from trainer.liveness.progress import phase
 from trainer.ranks import Ranks
-from trainer.zero import loss_scaler
 
 MARKER = "COMPLETE"
 FORMAT = 1
@@ -199,15 +199,14 @@ def _loss_scale(engine: Any) -> dict[str, float] | None:
     if not engine.fp16_enabled():
         return None
     scaler = loss_scaler(engine.optimizer)
-    known = {name: getattr(scaler, name, None) for name in ("cur_scale", "cur_iter", "last_overflow_iter")}
-    return {name: float(value) for name, value in known.items() if value is not None}  # a scale may be fixed
+    return {name: float(getattr(scaler, name)) for name in loss_scale_state(scaler)}
 
 
 def _restore_loss_scale(engine: Any, saved: dict[str, float] | None) -> None:
     if saved and engine.fp16_enabled():
         scaler = loss_scaler(engine.optimizer)
         for name, value in saved.items():
-            if getattr(scaler, name, None) is not None:
+            if name in loss_scale_state(scaler):  # it may be fixed now
                 setattr(scaler, name, type(getattr(scaler, name))(value))
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.elementwise import forgetting, rms_norm, rope, silu_mul
+from trainer.partitioned import whole_shape
 
 ROTARY = "apply_rotary_pos_emb"
 WORTH_FORGETTING = 2**23
@@ -175,7 +176,7 @@ def _norm_method(plain: Forward, eps: float, offset: float, recompute: bool) -> 
 
 def _test_norm(module: nn.Module, weight: Tensor, eps: float, offset: float) -> str:
     """Why our norm is not this one; empty if it is."""
-    width = (getattr(weight, "ds_shape", weight.shape) or [0])[0] or 64  # partitioned weights say it elsewhere, or not
+    width = (whole_shape(weight) or [0])[0] or 64  # a partitioned weight may not say it
     twin = copy.copy(module)
 
     def run(draw: Draw) -> tuple[Tensor, Tensor, list[Tensor]]:

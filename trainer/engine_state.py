@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from trainer.config.known_versions import require
 from trainer.flat import flat_adapter_of, trained_parameters
+from trainer.partitioned import whole_shape, whole_size
 from trainer.ranks import sum_over_ranks
 
 QUANTITIES = ("master", "exp_avg", "exp_avg_sq")
@@ -111,7 +113,7 @@ class EngineState:
         total = 0
         for name, parameter in group:
             offsets[name] = total
-            total += _shape(parameter).numel()
+            total += whole_size(parameter)
         buffer = torch.zeros(total, dtype=torch.float32, device=self._engine.device)
         for shard in self._shards:
             if shard.name in offsets:
@@ -122,16 +124,17 @@ class EngineState:
         if self._engine.global_rank != 0:
             return
         for name, parameter in group:
-            shape = _shape(parameter)
+            shape = whole_shape(parameter)
             yield name, buffer.narrow(0, offsets[name], shape.numel()).view(shape).to("cpu", copy=True)
 
     def _create_moments(self, steps: int) -> None:
         """A fresh engine has no moments: make zeros of the right kind, on every flat partition."""
         for group_index, group in enumerate(self._optimizer.param_groups):
             for holder in self._group_holders(group_index, group):
-                if hasattr(self._optimizer, "init_state"):  # bitsandbytes, which looks its parameter up in the group
-                    members, group["params"] = group["params"], [holder]
-                    self._optimizer.init_state(group, holder, group_index, 0)
+                if not isinstance(self._optimizer, torch.optim.AdamW):
+                    init_state = require(self._optimizer, "init_state", "bitsandbytes")
+                    members, group["params"] = group["params"], [holder]  # where it looks its parameter up
+                    init_state(group, holder, group_index, 0)
                     group["params"] = members
                     self._optimizer.state[holder]["step"] = steps
                 else:
@@ -193,16 +196,15 @@ def _shards_of_parameters(engine: Any, trained: list[Named]) -> Iterator[Shard]:
         for name, parameter in trained:
             yield Shard(name, master.get(id(parameter), parameter), 0, 0, parameter.numel())
     elif stage == 3:
-        partitioned: list[tuple[str, Any]] = list(trained)
-        for name, parameter in partitioned:
+        for name, parameter in trained:
             group, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            param_start = min(length * engine.global_rank, parameter.ds_numel)
+            param_start = min(length * engine.global_rank, whole_size(parameter))
             # The last rank's partition is padded.
-            length = min(length, parameter.ds_numel - param_start)
+            length = min(length, whole_size(parameter) - param_start)
             yield Shard(name, optimizer.fp32_partitioned_groups_flat[group], start, param_start, length)
     else:
         for name, parameter in trained:
-            mapping = getattr(parameter, "_hp_mapping")  # noqa: B009 (DeepSpeed's, unknown to torch's type)
+            mapping = require(parameter, "_hp_mapping", "deepspeed")
             if mapping is not None:  # None: no part of this tensor is in this rank's partition
                 holder = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
                 part, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
@@ -211,9 +213,11 @@ def _shards_of_parameters(engine: Any, trained: list[Named]) -> Iterator[Shard]:
 
 def _masters_of_stage_0(optimizer: Any) -> dict[int, torch.Tensor]:
     """In 16 bits stage 0 wraps the optimizer and keeps 32-bit copies; in 32 bits the parameter is its own master."""
-    if not hasattr(optimizer, "fp16_groups"):
+    if isinstance(optimizer, torch.optim.Optimizer):
         return {}
-    pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+    pairs = zip(
+        require(optimizer, "fp16_groups", "deepspeed"), require(optimizer, "fp32_groups", "deepspeed"), strict=True
+    )
     return {id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)}
 
 
@@ -225,19 +229,15 @@ def _holders(engine: Any) -> Iterator[torch.Tensor]:
             yield from group["params"]
 
 
-def _shape(parameter: torch.nn.Parameter) -> torch.Size:
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
-
-
 def _groups_of_size(named: list[Named], elements: int) -> Iterator[list[Named]]:
     group: list[Named] = []
     size = 0
     for name, parameter in named:
-        if group and size + _shape(parameter).numel() > elements:
+        if group and size + whole_size(parameter) > elements:
             yield group
             group, size = [], 0
         group.append((name, parameter))
-        size += _shape(parameter).numel()
+        size += whole_size(parameter)
     if group:
         yield group
 

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 import ops
 from ops.groups import find_groups
 from ops.lora import MAX_RANK
+from trainer.config.known_versions import require
 from trainer.layers.shards import LayerShards, layer_shards_of
 from trainer.linear import is_linear
+from trainer.partitioned import is_partitioned
 from trainer.quantize import FrozenLinear4bit, dequantized
 
 TEST_TOKENS = 128
@@ -103,6 +105,8 @@ def fuse(
 
 def why_not(layer: Any) -> str | None:
     """Why the operators cannot compute this adapted layer, or None if they can."""
+    from peft.tuners import lora
+
     base = layer.base_layer
     names = layer.active_adapters
     if type(base) is not FrozenLinear4bit and not is_linear(base):
@@ -111,13 +115,13 @@ def why_not(layer: Any) -> str | None:
         return f"the base is quantised as {base.quant_state.quant_type}, not nf4"
     if len(names) != 1 or names[0] not in layer.lora_A:
         return f"{len(names)} active adapters, not one"
-    if layer.lora_variant.get(names[0]) is not None:
+    if require(layer, "lora_variant", "peft").get(names[0]) is not None:
         return "DoRA computes norms of the whole update, which the operator does not"
-    if layer.lora_bias.get(names[0]):
+    if require(layer, "lora_bias", "peft").get(names[0]):
         return "the adapter has a bias of its own"
     if layer.r[names[0]] > MAX_RANK:
         return f"r={layer.r[names[0]]} is above {MAX_RANK}"
-    if getattr(layer, "fan_in_fan_out", False):
+    if isinstance(layer, lora.Linear) and require(layer, "fan_in_fan_out", "peft"):
         return "the weight is stored transposed"
     if type(layer.lora_dropout[names[0]]) not in (nn.Dropout, nn.Identity):
         return f"dropout is {type(layer.lora_dropout[names[0]]).__name__}"
@@ -132,6 +136,8 @@ class _Member:
     """
 
     def __init__(self, layer: Any) -> None:
+        for name in ("_disable_adapters", "_active_adapter"):
+            require(layer, name, "peft")
         self.layer = layer
         self.plain_forward = layer.forward
         self.adapter: str = layer.active_adapters[0]
@@ -256,7 +262,7 @@ def _gathered(members: Sequence[_Member], shards: LayerShards | None) -> Abstrac
 
     if shards is not None:
         return shards.gathered([member.layer for member in members])
-    weights = [weight for member in members for weight in member.layer.parameters() if hasattr(weight, "ds_id")]
+    weights = [weight for member in members for weight in member.layer.parameters() if is_partitioned(weight)]
     return deepspeed.zero.GatheredParameters(weights) if weights else nullcontext()
 
 

@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from trainer.config import UserError
 from trainer.flat import FlatAdapter
+from trainer.partitioned import is_partitioned, is_whole_here, own_share, sharing_group, whole_shape
 
 Measure = Literal["delta", "factors"]
-# An nn.Parameter to which ZeRO-3 may have added ds_shape, ds_tensor (this rank's shard), ds_status, ds_process_group.
+# An nn.Parameter that ZeRO-3 may have partitioned (trainer/partitioned.py).
 Partitionable = Any
 # Layers are batched up to this many elements: few launches, and 64 MiB of working memory in fp32.
 CHUNK_ELEMENTS = 2**24
@@ -56,9 +57,9 @@ def find_pairs(model: nn.Module) -> list[AdapterPair]:
                 a, b = module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]
             else:
                 continue
-            if len(_shape(a)) != 2:
+            if len(whole_shape(a)) != 2:
                 raise UserError(
-                    f"scu.enabled=true: {path} has an adapter of shape {tuple(_shape(a))}; exclude that layer"
+                    f"scu.enabled=true: {path} has an adapter of shape {tuple(whole_shape(a))}; exclude that layer"
                 )
             pairs.append(AdapterPair(path, a, b, float(module.scaling[adapter])))
     if not pairs:
@@ -171,15 +172,16 @@ class _Chunk:
         tensors: list[Tensor] = read(self.a + self.b)
         split = len(self.a)
         # cat and view: stack would make a view of each tensor first, which is dear for hundreds of small ones.
-        a_NRI = torch.cat(tensors[:split]).view(split, *_shape(self.a[0]))
-        b_NOR = torch.cat(tensors[split:]).view(split, *_shape(self.b[0]))
+        a_NRI = torch.cat(tensors[:split]).view(split, *whole_shape(self.a[0]))
+        b_NOR = torch.cat(tensors[split:]).view(split, *whole_shape(self.b[0]))
         return a_NRI.to(dtype), b_NOR.to(dtype)
 
 
 def _chunks(pairs: list[AdapterPair], flat: FlatAdapter | None) -> Iterator[_Chunk]:
     groups: dict[tuple[Any, ...], list[AdapterPair]] = {}
     for pair in pairs:
-        groups.setdefault((_shape(pair.a), _shape(pair.b), pair.a.dtype, pair.b.dtype, pair.a.device), []).append(pair)
+        kind = (whole_shape(pair.a), whole_shape(pair.b), pair.a.dtype, pair.b.dtype, pair.a.device)
+        groups.setdefault(kind, []).append(pair)
     for (a_shape, b_shape, dtype, _, device), group in groups.items():
         size = max(1, CHUNK_ELEMENTS // (a_shape.numel() + b_shape.numel()))
         wide = torch.promote_types(dtype, torch.float32)
@@ -253,14 +255,9 @@ def _inner(a1: Tensor, b1: Tensor, a2: Tensor, b2: Tensor) -> Tensor:
     return ((b1.mT @ b2) * (a1 @ a2.mT)).sum(dim=(1, 2))
 
 
-def _shape(parameter: Partitionable) -> torch.Size:
-    """The whole parameter's shape, also where ZeRO-3 holds only a shard of it."""
-    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
-
-
 def _partitions(parameter: Partitionable) -> int:
     """Into how many shards ZeRO-3 has cut a parameter; 1 where it is whole."""
-    return dist.get_world_size(parameter.ds_process_group) if hasattr(parameter, "ds_tensor") else 1
+    return dist.get_world_size(sharing_group(parameter)) if is_partitioned(parameter) else 1
 
 
 def _whole(parameters: list[Partitionable]) -> list[Tensor]:
@@ -269,16 +266,16 @@ def _whole(parameters: list[Partitionable]) -> list[Tensor]:
     deepspeed.zero.GatheredParameters would do it too, but it frees parameters on leaving, which confuses the
     prefetching of a step under way. Reading the shards leaves the state of every parameter as it is.
     """
-    partitioned = [parameter for parameter in parameters if _is_partitioned(parameter)]
+    partitioned = [parameter for parameter in parameters if not is_whole_here(parameter)]
     gathered: dict[int, Tensor] = {}
     if partitioned:
-        shards = torch.cat([p.ds_tensor.to(p.device) for p in partitioned])
+        shards = torch.cat([own_share(p).to(p.device) for p in partitioned])
         ranks = _partitions(partitioned[0])
         buffer = shards.new_empty(ranks * shards.numel())
-        dist.all_gather_into_tensor(buffer, shards, group=partitioned[0].ds_process_group)
-        columns = buffer.view(ranks, -1).split([p.ds_tensor.numel() for p in partitioned], dim=1)
+        dist.all_gather_into_tensor(buffer, shards, group=sharing_group(partitioned[0]))
+        columns = buffer.view(ranks, -1).split([own_share(p).numel() for p in partitioned], dim=1)
         for parameter, column in zip(partitioned, columns, strict=True):
-            shape = _shape(parameter)
+            shape = whole_shape(parameter)
             # The last shards are padded to equal length; the padding follows the elements.
             gathered[id(parameter)] = column.reshape(-1)[: shape.numel()].view(shape)
     return [gathered[id(p)] if id(p) in gathered else p for p in parameters]
@@ -288,19 +285,14 @@ def _owned(parameters: list[Partitionable]) -> list[Tensor]:
     """The parameters with the elements this rank owns, and zeros elsewhere; whole where nothing is partitioned."""
     tensors: list[Tensor] = []
     for parameter in parameters:
-        if not hasattr(parameter, "ds_tensor"):
+        if not is_partitioned(parameter):
             tensors.append(parameter)
             continue
-        shard, shape = parameter.ds_tensor, _shape(parameter)
-        start = dist.get_rank(parameter.ds_process_group) * shard.numel()
+        shard, shape = own_share(parameter), whole_shape(parameter)
+        start = dist.get_rank(sharing_group(parameter)) * shard.numel()
         length = max(0, min(shard.numel(), shape.numel() - start))
         owned = torch.zeros(shape.numel(), dtype=shard.dtype, device=parameter.device)
         if length:
             owned[start : start + length] = shard[:length]
         tensors.append(owned.view(shape))
     return tensors
-
-
-def _is_partitioned(parameter: Partitionable) -> bool:
-    """True where ZeRO-3 has this rank hold a shard and the whole is not there, or still on its way."""
-    return hasattr(parameter, "ds_tensor") and parameter.ds_status.name != "AVAILABLE"

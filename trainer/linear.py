@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.config.known_versions import require
+
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module computes x W^T + b: nn.Linear, or a subclass of which a small one is seen to do so.
@@ -14,6 +16,12 @@ def is_linear(module: nn.Module) -> bool:
     """
     kind: Any = type(module)
     return kind is nn.Linear or (isinstance(module, nn.Linear) and _acts_linear(kind))
+
+
+def packed_state(parameter: nn.Parameter) -> Any | None:
+    """How bitsandbytes packed a 4-bit weight; None of any other parameter."""
+    is_packed = type(parameter).__name__ == "Params4bit"  # the name by which PEFT knows it as well
+    return require(parameter, "quant_state", "bitsandbytes") if is_packed else None
 
 
 @cache

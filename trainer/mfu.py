@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.partitioned import whole_shape, whole_size
+
 IGNORED = -100
 TERA = 1e12
 # Dense 16-bit tensor-core TFLOP/s of the makers' data sheets (bf16; fp16 where the card has no bf16). The first name
@@ -56,9 +58,9 @@ class StepFlops:
     """Counts the FLOPs of this rank's micro-batches; the model is looked at once, its weights may be anywhere."""
 
     def __init__(self, model: nn.Module) -> None:
-        inner: Any = model
-        if hasattr(model, "get_base_model"):
-            inner = inner.get_base_model()
+        from peft import PeftModel
+
+        inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         head = inner.get_output_embeddings()
         config = inner.config.get_text_config()
         self.per_token = self.per_target = 0.0
@@ -96,23 +98,15 @@ def _linear_flops(name: str, module: nn.Module, config: Any) -> float:
     if isinstance(module, nn.Linear):
         size, parameters = float(module.in_features * module.out_features), list(module.parameters(recurse=False))
     elif "Experts" in type(module).__name__:
-        parameters = [parameter for parameter in module.parameters(recurse=False) if _dimensions(parameter) == 3]
+        parameters = [parameter for parameter in module.parameters(recurse=False) if len(whole_shape(parameter)) == 3]
         experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
         visited = getattr(config, "num_experts_per_tok", None) or 1
-        size = float(sum(_elements(parameter) for parameter in parameters)) * visited / experts
+        size = float(sum(whole_size(parameter) for parameter in parameters)) * visited / experts
     else:
         return 0.0
     # The factors of a flat adapter are views that are not marked as trained themselves.
     trained = "lora_" in name or any(parameter.requires_grad for parameter in parameters)
     return (6.0 if trained else 4.0) * size
-
-
-def _dimensions(parameter: nn.Parameter) -> int:
-    return len(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def _elements(parameter: nn.Parameter) -> int:
-    return int(torch.Size(getattr(parameter, "ds_shape", parameter.shape)).numel())
 
 
 def is_attention(module: nn.Module) -> bool:

@@ -99,7 +99,7 @@ def _loaded(setting: str, name: str, load: Callable[[], Any]) -> Any:
 
 def context_length(model_config: Any) -> int | None:
     """Longest sequence the model was made for, if it says."""
-    text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    text_config = model_config.get_text_config()
     length = getattr(text_config, "max_position_embeddings", None)
     return int(length) if length else None
 

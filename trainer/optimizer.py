@@ -7,6 +7,7 @@ import torch
 
 from trainer.config import LoraSection, TrainingSection
 from trainer.flat import FLAT, UP
+from trainer.partitioned import whole_shape
 
 
 def build_optimizer(
@@ -22,7 +23,7 @@ def build_optimizer(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # Under ZeRO-3 a partitioned parameter is flat; DeepSpeed keeps its true shape. A flat adapter is matrices.
-            dimensions = 2 if name.startswith(FLAT) else len(getattr(parameter, "ds_shape", parameter.shape))
+            dimensions = 2 if name.startswith(FLAT) else len(whole_shape(parameter))
             is_up = "lora_B" in name or "lora_embedding_B" in name or name == f"{FLAT}{UP}"
             rate = training.learning_rate * (ratio if is_up else 1.0)
             decay = training.weight_decay if dimensions > 1 else 0.0

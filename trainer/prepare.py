@@ -119,7 +119,7 @@ def check_output_folder(config: RunConfig) -> None:
 
 def check_packing(model_config: Any) -> None:
     """Models whose layers carry a state along the sequence let documents of a pack see each other."""
-    text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    text_config = model_config.get_text_config()
     layer_types = {str(kind) for kind in getattr(text_config, "layer_types", None) or ()}
     layer_types |= {str(kind) for kind in getattr(text_config, "layers_block_type", None) or ()}
     recurrent = sorted(kind for kind in layer_types if not kind.endswith("attention") or kind == "linear_attention")

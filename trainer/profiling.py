@@ -25,6 +25,7 @@ class StepProfiler:
         self._named = [(engine, "backward", BACKWARD), (engine, "step", OPTIMIZER)]
         if steering is not None:
             self._named.append((steering, "term", SCU))
+        self._replaced: list[tuple[Any, str, Any]] = []
         self._profile: Any = None
         self._range: Any = None
 
@@ -54,13 +55,15 @@ class StepProfiler:
         self._leave_range()
         _wait()
         self._profile.stop()
-        for owner, name, _ in self._named:
-            delattr(owner, name)
+        for owner, name, method in self._replaced:
+            setattr(owner, name, method)
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(self._file))
         self._profile = None
 
     def _start(self) -> None:
+        # A method may be a replacement itself (trainer/deepspeed_workarounds.py): what was there is put back.
+        self._replaced = [(owner, name, getattr(owner, name)) for owner, name, _ in self._named]
         for owner, name, label in self._named:
             setattr(owner, name, _in_range(getattr(owner, name), label))
         activities = [ProfilerActivity.CPU]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from trainer.config import UserError
+from trainer.config.known_versions import require
 from trainer.config.ports import free_port
 from trainer.liveness.progress import phase
 from trainer.rank_variables import FAMILIES, OPEN_MPI, PMI, SRUN, host_name, read_place, srun_meeting_point
@@ -99,8 +100,9 @@ def extend_timeouts(minutes: float) -> None:
     That is ten minutes for NCCL.
     """
     if dist.is_initialized():
-        for group in list(distributed_c10d._world.pg_map):
-            distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=minutes), group)
+        set_timeout = require(distributed_c10d, "_set_pg_timeout", "torch")
+        for group in list(require(require(distributed_c10d, "_world", "torch"), "pg_map", "torch")):
+            set_timeout(datetime.timedelta(minutes=minutes), group)
 
 
 def _unlink_shared_buffer(ranks: Ranks) -> None:

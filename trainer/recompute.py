@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainer.config import TrainingSection, UserError
+from trainer.config.known_versions import changed
 
 
 def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
@@ -46,9 +47,11 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
             part.forward = _recomputed(part.forward, run)
         return f"recomputed in the backward pass: {len(parts)} feed-forward parts; their inputs are {kept}"
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for module in model.modules():
-        if hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = run
+    layers = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
+    if not layers:
+        raise changed("transformers", "no layer holds `_gradient_checkpointing_func` with recomputation on")
+    for layer in layers:
+        layer._gradient_checkpointing_func = run
     return f"recomputed in the backward pass: every layer; their inputs are {kept}"
 
 

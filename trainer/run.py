@@ -18,7 +18,7 @@ from trainer.answers import answer_prompt
 from trainer.apart import keep_documents_apart
 from trainer.build import build_model, make_batches
 from trainer.checkpoint import find_checkpoint, restore_checkpoint, save_checkpoint
-from trainer.config import LoadedConfig, collective_timeout, engine_zero
+from trainer.config import LoadedConfig, collective_timeout, engine_zero, known_versions
 from trainer.data import Batches, evaluation_batches
 from trainer.flat import flatten_adapter, why_not_flat
 from trainer.liveness.progress import phase
@@ -37,15 +37,10 @@ from trainer.steering import Steering
 from trainer.step import evaluate_loss
 from trainer.summary import end_summary, start_summary
 from trainer.token_loss import TokenLoss
+from trainer.update_guard import UpdateGuard, guards_on_device
 from trainer.weights import save_adapter, save_full_model
 from trainer.world import meet
-from trainer.zero import (
-    deepspeed_config,
-    guard_on_device,
-    guards_on_device,
-    resolve_precision,
-    start_engine,
-)
+from trainer.zero import deepspeed_config, resolve_precision, start_engine
 
 INITIAL_ADAPTER = "initial_adapter"
 
@@ -93,6 +88,8 @@ class Run:
         world = meet(self.ranks, self.config)
         form_process_group(self.ranks, collective_timeout(training))
         self.say(world.summary)
+        if (warning := known_versions.warning()) is not None:
+            self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
         self.device = self.ranks.device()
         self.precision = resolve_precision(training.precision, self.device)
         for note in self.notes:
@@ -141,7 +138,7 @@ class Run:
         if flat is not None:
             flat.repoint()
         if guards_on_device(config.training, engine_zero(config), self.precision, self.device.type == "cuda"):
-            guard_on_device(engine, config.training.max_grad_norm)
+            UpdateGuard(engine, config.training.max_grad_norm)
         self.optimizer = optimizer
         self.flat_packs = config.dataset.packing and keep_documents_apart(
             self.token_loss, engine.module, self.prepared.tokenizer.pad_token_id, self.device

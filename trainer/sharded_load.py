@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer.config import ModelSection, QuantizationSection, UserError
+from trainer.config.known_versions import require
 from trainer.layers.shards import LayerShards
 from trainer.quantize import quantized_linear, should_quantize
 from trainer.random_model import RandomTensors
@@ -198,7 +199,7 @@ def _names_in_checkpoint(model: Any, files: Tensors, base_model: str) -> dict[st
     stored = {name: name for name in files.names()}
     stored = _renamed(model, stored) | stored
     prefix = f"{model.base_model_prefix}."
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    tied = set(require(model, "all_tied_weights_keys", "transformers"))
     names: dict[str, str] = {}
     seen: set[int] = set()
     missing: list[str] = []

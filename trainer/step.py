@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from trainer.config.known_versions import changed
 from trainer.liveness.progress import phase
 from trainer.memory.oom import Recovery
 from trainer.ranks import Ranks, sum_over_ranks
@@ -132,7 +133,9 @@ def train_step(
         with phase("optimizer step"):
             engine.step()
     norm = engine.get_global_grad_norm() if plain_norm is None else plain_norm
-    grad_norm = torch.as_tensor(0.0 if norm is None else norm).double()
+    if norm is None:
+        raise changed("deepspeed", "engine.get_global_grad_norm() knows no norm after a step")
+    grad_norm = torch.as_tensor(norm).double()
     if grad_norm.device != device:
         grad_norm = sums.new_zeros(()).fill_(float(grad_norm))
     # What DeepSpeed skips it counts; what the optimizer itself skips has a norm that is not finite.

@@ -12,6 +12,7 @@ from torch import nn
 
 from ops.head import token_loss_sum
 from trainer.attention import VARLEN
+from trainer.partitioned import is_partitioned
 
 MicroBatch = dict[str, Any]
 IGNORED = -100
@@ -25,10 +26,12 @@ class TokenLoss:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        from peft import PeftModel
+
         self._module = module
         base: Any = module
-        if hasattr(module, "get_base_model"):
-            base = base.get_base_model()
+        if isinstance(module, PeftModel):
+            base = module.get_base_model()
         self._config = base.config
         self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         self._head: Any = base.get_output_embeddings() if self._picks_logits else None
@@ -122,7 +125,7 @@ def _is_plain_head(head: Any) -> bool:
         type(head) is nn.Linear
         and head.bias is None
         and not head.weight.requires_grad
-        and not hasattr(head.weight, "ds_id")
+        and not is_partitioned(head.weight)
         and head.weight.dtype != torch.float16
     )
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from trainer.flat import trained_parameters
+from trainer.partitioned import is_partitioned
 
 
 def save_adapter(
@@ -74,7 +75,7 @@ def _gathered(model: nn.Module, *, only_trained: bool = True) -> dict[str, torch
     is_main = not dist.is_initialized() or dist.get_rank() == 0
     gathered: dict[str, torch.Tensor] = {}
     for name, parameter in trained_parameters(model) if only_trained else model.named_parameters():
-        partitioned = [parameter] if hasattr(parameter, "ds_id") else []
+        partitioned = [parameter] if is_partitioned(parameter) else []
         with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
             if is_main:
                 gathered[name] = parameter.detach().to("cpu", copy=True).contiguous()

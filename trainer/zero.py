@@ -1,14 +1,16 @@
 """RunConfig to DeepSpeed's dictionary and engine; the only file that spells DeepSpeed's keys."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from trainer.config import TrainingSection, UserError, ZeroSection
+from trainer.deepspeed_workarounds import raise_the_loss_scale_last, scale_the_loss, undo_the_step_of_zeros
+from trainer.layers.shards import layer_shards_of
+from trainer.partitioned import require_own_values_kept, require_partitioned, whole_size
+from trainer.update_guard import guards_on_device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -81,41 +83,6 @@ def deepspeed_config(
     return _merged(config, zero.extra)
 
 
-def guards_on_device(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> bool:
-    """True where the optimizer itself clips, and skips a step that is not finite, without telling the host.
-
-    DeepSpeed's own checks wait for the device three times a step. torch's fused AdamW takes the two numbers as tensors.
-    """
-    in_one_piece = zero.stage in (1, 2) and not zero.offload_optimizer
-    return on_gpu and precision == "bf16" and in_one_piece and training.optimizer == "adamw"
-
-
-def guard_on_device(engine: Any, max_grad_norm: float) -> None:
-    """Before each update, hand the optimizer the gradient norm that DeepSpeed has measured, as two tensors."""
-
-    def prepare(optimizer: Any, *_: Any) -> None:
-        norm = engine.optimizer._global_grad_norm
-        # The names by which torch's fused optimizers take them: gradients are divided by the one, the other skips.
-        optimizer.grad_scale = (norm / max_grad_norm).clamp(min=1.0).float() if max_grad_norm else None
-        optimizer.found_inf = (~torch.isfinite(norm)).float()
-
-    engine.basic_optimizer.register_step_pre_hook(prepare)
-    engine.optimizer.get_grad_norm_direct = partial(gradient_norm, engine.optimizer)
-
-
-def gradient_norm(optimizer: Any, gradients: Sequence[torch.Tensor], parameters: Sequence[Any]) -> torch.Tensor:
-    """2-norm over all ranks of a group's gradients, not finite if one is not; `optimizer` is DeepSpeed's of stage 1, 2.
-
-    Its own `get_grad_norm_direct` (0.19.8) writes -1 over what is not finite, for which the host waits twice.
-    """
-    own = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
-    # A rank's part of the group may end in padding that belongs to no parameter.
-    norms = [torch.linalg.vector_norm(g, dtype=torch.float32) for g, _ in zip(own, parameters, strict=False)]
-    squared = torch.stack(norms).square().sum() if norms else torch.zeros((), device=optimizer.device)
-    dist.all_reduce(squared, group=optimizer.dp_process_group)
-    return squared.sqrt()
-
-
 @contextmanager
 def partitioning_announced(config: dict[str, Any]) -> Iterator[None]:
     """Tell transformers and PEFT that parameters are partitioned, so that they gather what they read (stage 3)."""
@@ -135,72 +102,23 @@ def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, confi
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # DeepSpeed allocates its buckets whole: no larger than all the gradients that they can ever hold.
-    elements = sum(int(getattr(parameter, "ds_numel", parameter.numel())) for parameter in trainable)
+    elements = sum(map(whole_size, trainable))
     partition = config["zero_optimization"]
     partition["reduce_bucket_size"] = max(1, min(partition["reduce_bucket_size"], elements))
+    if layer_shards_of(model) is not None:
+        require_own_values_kept()
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trainable, config=config)
     stage = partition["stage"]
-    if stage == 0:
-        _undo_the_step_of_zeros(engine.optimizer)
+    if stage == 0 and engine.optimizer is not engine.basic_optimizer:  # in 16 bits it is wrapped
+        undo_the_step_of_zeros(engine.optimizer)
     if engine.fp16_enabled():
-        raise_the_loss_scale_last(engine.optimizer)
+        raise_the_loss_scale_last(engine.optimizer, scaled_norm=stage == 0)
         if stage == 0:
-            _scale_the_loss(engine)
+            scale_the_loss(engine)
     if stage == 3:
+        require_partitioned(trainable)
         _gather_with_the_adapted_layer(model)
     return engine
-
-
-def _undo_the_step_of_zeros(optimizer: Any) -> None:
-    """Give a 16-bit optimizer of stage 0 an empty state and the weights of the model.
-
-    DeepSpeed 0.19.8 creates the state by an update with gradients of zero: it decays the weights, and it counts, so
-    that Adam's correction of its first moments would be that of the second step (0.74 of the update that is due).
-    """
-    if not hasattr(optimizer, "fp32_groups"):
-        return
-    optimizer.optimizer.state.clear()
-    for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-        for weight, master in zip(weights, masters, strict=True):
-            master.data.copy_(weight.data)
-
-
-def raise_the_loss_scale_last(optimizer: Any) -> None:
-    """Let fp16's loss scale rise after the step and not within it; give the norm of stage 0 without the scale.
-
-    DeepSpeed 0.19.8 doubles the scale before it divides the gradients by it: the step in which it rises would be taken
-    with half of them. Its optimizer of stage 0 reports the norm times the scale.
-    """
-    step, update = optimizer.step, optimizer._update_scale
-    scaled_norm = hasattr(optimizer, "loss_scale_config")
-
-    def update_after_overflow(overflow: bool) -> None:
-        if overflow:
-            update(True)
-
-    def step_and_update(*args: Any, **kwargs: Any) -> Any:
-        result = step(*args, **kwargs)
-        if not optimizer.overflow:
-            if scaled_norm:
-                optimizer._global_grad_norm /= optimizer.loss_scale
-            update(False)
-        return result
-
-    optimizer.step, optimizer._update_scale = step_and_update, update_after_overflow
-
-
-def _scale_the_loss(engine: Any) -> None:
-    """DeepSpeed 0.19.8 divides the gradients of stage 0 by fp16's loss scale, by which it never multiplied the loss.
-
-    Of gradients 65,536 times too small Adam's epsilon would leave little.
-    """
-    backward = engine.backward
-    engine.backward = lambda loss: backward(loss * engine.optimizer.loss_scale)
-
-
-def loss_scaler(optimizer: Any) -> Any:
-    """What holds the loss scale of a 16-bit optimizer of DeepSpeed, and when it last fell."""
-    return optimizer.loss_scale_config if hasattr(optimizer, "loss_scale_config") else optimizer.loss_scaler
 
 
 def _gather_with_the_adapted_layer(model: torch.nn.Module) -> None:

@@ -25,7 +25,8 @@ from trainer import scu
 from trainer.config import ScuSection, TrainingSection, ZeroSection
 from trainer.ranks import Ranks, form_process_group, leave_process_group, sum_over_ranks
 from trainer.steering import ScuFault, Steering
-from trainer.zero import deepspeed_config, gradient_norm, start_engine
+from trainer.update_guard import gradient_norm
+from trainer.zero import deepspeed_config, start_engine
 
 WORLD, ACCUMULATION, BATCH, LENGTH, VOCABULARY, TOKENS = 2, 2, 2, 12, 64, 400
 RATE = 0.05
@@ -155,9 +156,9 @@ def on_engine(
 def norms_of(optimizer: Any) -> list[float]:
     """The norm of the reduced gradients: DeepSpeed's, ours, and ours with a NaN on the last rank."""
     gradients, parameters = optimizer.averaged_gradients[0], optimizer.params_in_partition[0]
-    norms = [optimizer.get_grad_norm_direct(gradients, parameters), gradient_norm(optimizer, gradients, parameters)]
+    norms = [optimizer.get_grad_norm_direct(gradients, parameters), gradient_norm(optimizer, gradients)]
     broken = [g * math.nan if dist.get_rank() == WORLD - 1 else g for g in gradients]
-    return [float(norm) for norm in (*norms, gradient_norm(optimizer, broken, parameters))]
+    return [float(norm) for norm in (*norms, gradient_norm(optimizer, broken))]
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

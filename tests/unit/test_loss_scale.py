@@ -1,26 +1,22 @@
 """fp16 at stage 0, whose optimizer in DeepSpeed is one of its own: weights and norms know nothing of the loss scale."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from trainer.zero import loss_scaler, raise_the_loss_scale_last
+from tests.engine import adapted_engine, backward, one_rank
+from trainer.config import UserError
+from trainer.deepspeed_workarounds import loss_scaler, raise_the_loss_scale_last
 
 GRADIENT = torch.tensor([0.3, -0.4])
 
 
-@pytest.fixture
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    from deepspeed import comm
-
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    comm.init_distributed("gloo", verbose=False)
-    yield
-    dist.destroy_process_group()
+@pytest.fixture(scope="module", autouse=True)
+def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with one_rank(tmp_path_factory.mktemp("rank")):
+        yield
 
 
 def optimizer_of_stage_0(weight: torch.nn.Parameter, **scaling: float) -> Any:
@@ -32,11 +28,11 @@ def optimizer_of_stage_0(weight: torch.nn.Parameter, **scaling: float) -> Any:
     )
 
 
-def test_every_step_is_taken_with_the_whole_gradient(one_rank: None) -> None:
+def test_every_step_is_taken_with_the_whole_gradient() -> None:
     """The scale doubles after the fourth step and the sixth; SGD would show half a gradient as half a step."""
     weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))
     optimizer = optimizer_of_stage_0(weight)
-    raise_the_loss_scale_last(optimizer)
+    raise_the_loss_scale_last(optimizer, scaled_norm=True)
     scales = []
     for step in range(1, 8):
         scales.append(optimizer.loss_scale)
@@ -47,13 +43,55 @@ def test_every_step_is_taken_with_the_whole_gradient(one_rank: None) -> None:
     assert max(scales) > scales[0] == 1024.0
 
 
-def test_an_overflow_lowers_the_scale_and_changes_no_weight(one_rank: None) -> None:
+def test_an_overflow_lowers_the_scale_and_changes_no_weight() -> None:
     weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))
     optimizer = optimizer_of_stage_0(weight)
-    raise_the_loss_scale_last(optimizer)
+    raise_the_loss_scale_last(optimizer, scaled_norm=True)
     weight.grad = torch.tensor([torch.inf, 0.0], dtype=torch.float16)
     optimizer.step()
     assert optimizer.overflow and not weight.any()
     assert loss_scaler(optimizer).cur_scale == optimizer.loss_scale == 512.0
     assert loss_scaler(optimizer).last_overflow_iter == 0
     assert loss_scaler(optimizer).cur_iter == 1
+
+
+def gradients(accumulation: int = 1) -> tuple[dict[str, torch.Tensor], float]:
+    """Of the trained tensors after the first micro-step of fp16 at stage 0, as DeepSpeed holds them; and the scale."""
+    settings = {"gradient_accumulation_steps": accumulation}
+    engine = adapted_engine("fp16", 0, torch.device("cpu"), **settings)
+    backward(engine, 2.0**-6)
+    named = engine.module.named_parameters()
+    return {name: p.grad.float() for name, p in named if p.requires_grad}, float(engine.optimizer.loss_scale)
+
+
+def test_the_loss_of_stage_0_is_multiplied_once_also_by_a_deepspeed_that_does_it_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from deepspeed import DeepSpeedEngine
+
+    exact = adapted_engine("fp32", 0, torch.device("cpu"))
+    backward(exact, 2.0**-6)
+    expected = {name: p.grad for name, p in exact.module.named_parameters() if p.requires_grad}
+    plain: Callable[..., Any] = DeepSpeedEngine.backward
+
+    def mended(engine: Any, loss: torch.Tensor, **options: Any) -> Any:
+        return plain(engine, loss * engine.optimizer.loss_scale, **options)
+
+    for kind in (plain, mended):
+        monkeypatch.setattr(DeepSpeedEngine, "backward", kind)
+        for accumulation in (1, 3):
+            found, scale = gradients(accumulation)
+            assert scale == 65536.0
+            for name, gradient in found.items():
+                wanted = expected[name] * scale / accumulation
+                difference = float((gradient - wanted).norm() / wanted.norm())
+                assert difference < 5e-3, (name, difference)  # fp16 rounds to 5e-4
+
+
+def test_a_loss_that_is_multiplied_by_something_else_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed import DeepSpeedEngine
+
+    plain: Callable[..., Any] = DeepSpeedEngine.backward
+    monkeypatch.setattr(DeepSpeedEngine, "backward", lambda engine, loss: plain(engine, loss * 3.0))
+    with pytest.raises(UserError, match=r"engine.backward multiplies the loss by 3, not by 1 or 65536, on which"):
+        gradients()

@@ -13,6 +13,7 @@ from datasets import Dataset, IterableDataset
 from datasets.exceptions import DatasetGenerationError
 
 from trainer.config import SourceSection, UserError
+from trainer.config.known_versions import require
 from trainer.data.formats import kind_of
 
 READERS = {
@@ -59,7 +60,7 @@ def content_key(source: SourceSection, label: str) -> str:
     """
     local = _local_path(source, label)
     if local is None:
-        return str(getattr(_read_hub(source, label, streaming=False), "_fingerprint"))  # noqa: B009 (not typed)
+        return str(require(_read_hub(source, label, streaming=False), "_fingerprint", "datasets"))
     digest = xxhash.xxh3_128()
     files = sorted(local.rglob("*.arrow")) if _is_saved_dataset(local) else _files_of(source, local, label)
     for file in files:

@@ -21,6 +21,7 @@ from torch.autograd import Variable
 
 from trainer.layers.plan import UnitPlan, plan_units
 from trainer.layers.unit import ShardedUnit, slots_of
+from trainer.partitioned import keep_own_values
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,7 @@ class LayerShards:
         self._modules.add(id(model.get_submodule(plan.path)))
         for parameter in parameters:
             parameter.requires_grad_(False)
-            # DeepSpeed's mark of weights that differ between ranks: it must not broadcast rank 0's.
-            parameter.ds_optim_param = True  # type: ignore[attr-defined]
+            keep_own_values(parameter)
             self._unit_of[id(parameter)] = unit
 
     def attach(self, model: Any) -> None:

@@ -19,6 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from trainer.config.known_versions import require
+from trainer.linear import packed_state
+
 ALIGNMENT_BYTES = 256  # what torch's own allocator gives every tensor
 Slot = tuple[Tensor, Callable[[Tensor], None]]  # a tensor, and what puts another in its place
 
@@ -104,10 +107,10 @@ class ShardedUnit:
 def slots_of(parameter: nn.Parameter) -> Iterator[Slot]:
     """The parameter's memory, and for a 4-bit weight the scales of its blocks."""
     yield parameter, partial(setattr, parameter, "data")
-    state = getattr(parameter, "quant_state", None)
+    state = packed_state(parameter)
     while state is not None:
         yield state.absmax, partial(setattr, state, "absmax")
-        state = state.state2 if getattr(state, "nested", False) else None
+        state = state.state2 if require(state, "nested", "bitsandbytes") else None
 
 
 def _all_gather(whole: Tensor, share: Tensor) -> Any:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import RunConfig, UserError
+from trainer.config.known_versions import require
 from trainer.config.restart_note import EXIT_RESTART, MOST_HALVINGS, RestartNote
 from trainer.memory.advice import smaller_batch
 from trainer.ranks import Ranks
@@ -125,9 +126,11 @@ class Recovery:
     def _discard_gradients(self) -> None:
         engine, optimizer = self._engine, self._engine.optimizer
         engine.zero_grad()
-        if hasattr(optimizer, "_release_ipg_buffers"):  # stage 1, interrupted between its hooks
+        if engine.zero_optimization_stage() == 1:  # interrupted between its hooks
+            release = require(optimizer, "_release_ipg_buffers", "deepspeed")
+            require(optimizer, "_backward_active_depth", "deepspeed")
             optimizer.zero_grad()
-            optimizer._release_ipg_buffers()
+            release()
             optimizer._backward_active_depth = 0
         # Siblings computed together and offloaded inputs are held for whoever asks next, and with them the whole graph
         # of the pass that was given up. A short pass without gradients takes their place.

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainer.config import LoraSection, ModelSection
+from trainer.config.known_versions import require
 from trainer.linear import is_linear
 
 # The projections that read what their block has computed; all others of the block read what comes into it.
@@ -111,7 +112,7 @@ def read_shapes(
     model = empty_model(model_config, section)
     model.tie_weights()  # accelerate replaces each Parameter by an empty one of its own
     tied = bool(getattr(model_config.get_text_config(), "tie_word_embeddings", False))
-    head, sdpa = model.get_output_embeddings(), bool(getattr(model, "_supports_sdpa", True))
+    head, sdpa = model.get_output_embeddings(), bool(require(model, "_supports_sdpa", "transformers"))
     hidden, rows = _embedding(model)
     if lora is not None:
         # A model can be read without the files of an adapter that it starts from: r and targets are in the settings.

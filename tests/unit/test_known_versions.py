@@ -1,0 +1,101 @@
+"""What is said of libraries on whose insides we rely, and that every reliance fails loudly."""
+
+import re
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from launcher.doctor_local import check_packages
+from trainer.config import UserError, known_versions
+from trainer.config.known_versions import KNOWN, require, unproven, warning
+from trainer.partitioned import require_own_values_kept, require_partitioned
+
+ROOT = Path(__file__).parents[2]
+
+
+def pinned() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if "==" in line)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    real = metadata.version
+    monkeypatch.setattr(known_versions, "version", lambda name: versions.get(name.replace("-", "_")) or real(name))
+
+
+def test_the_pinned_versions_are_the_newest_tested_ones() -> None:
+    assert {library: reliance.tested[-1] for library, reliance in KNOWN.items()} == {
+        library: pinned()[library] for library in KNOWN
+    }
+
+
+def test_a_tested_version_is_passed_over_whatever_its_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, torch="2.11.0+cu130", transformers="5.17.0", **_others("torch", "transformers"))
+    assert warning() is None
+
+
+def test_other_versions_are_one_line_that_says_what_is_unproven(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, transformers="5.24.0", peft="0.21.3", **_others("transformers", "peft"))
+    line = warning()
+    assert line is not None and "\n" not in line
+    assert line.startswith("not tested with transformers 5.24.0 (tested: 5.17.0, 5.23.0; unproven: attention of packs")
+    assert "peft 0.21.3 (tested: 0.21.2; unproven: forward of adapted layers)" in line
+    assert line.endswith("constraints.txt has tested versions")
+    told = [check for check in check_packages() if check.name == "known versions"]
+    assert [check.state for check in told] == ["WARN", "WARN"]
+    assert [check.found for check in told] == unproven() and "peft as constraints.txt has it" in told[1].fix
+
+
+def _others(*but: str) -> dict[str, str]:
+    return {name.replace("-", "_"): known.tested[-1] for name, known in KNOWN.items() if name not in but}
+
+
+def test_a_private_name_that_is_gone_is_one_line_with_library_and_version() -> None:
+    expected = f"deepspeed {metadata.version('deepspeed')}: SimpleNamespace has no `_norm`, on which zerolora relies; "
+    with pytest.raises(UserError, match=re.escape(expected) + r"install deepspeed==\S+, with which it was tested$"):
+        require(SimpleNamespace(), "_norm", "deepspeed")
+    assert require(SimpleNamespace(_norm=None), "_norm", "deepspeed") is None
+
+
+def test_only_one_file_spells_what_deepspeed_adds_to_a_parameter() -> None:
+    ours = [path for folder in ("trainer", "ops", "launcher") for path in (ROOT / folder).rglob("*.py")]
+    spelled = re.compile(r"\bds_(?!accelerator\b)[a-z_]+", re.IGNORECASE)
+    found = {str(path.relative_to(ROOT)) for path in ours if spelled.search(_code(path))}
+    assert found == {"trainer/partitioned.py"}
+
+
+def _code(path: Path) -> str:
+    without_variables = re.sub(r"\bDS_[A-Z_]+\b|zero_force_ds_cpu_optimizer", "", path.read_text())
+    return "\n".join(line for line in without_variables.splitlines() if "argparse" not in line)
+
+
+def test_stage_3_that_marks_parameters_otherwise_is_refused() -> None:
+    with pytest.raises(UserError, match=r"stage 3 leaves trained parameters without `ds_id`"):
+        require_partitioned([torch.nn.Parameter(torch.ones(2))])
+
+
+def test_a_broadcast_that_passes_over_no_mark_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed import DeepSpeedEngine
+
+    require_own_values_kept()
+
+    def broadcast(self: Any) -> None:
+        """Of everything."""
+
+    monkeypatch.setattr(DeepSpeedEngine, "_broadcast_model", broadcast)
+    with pytest.raises(UserError, match="passes over no weight marked"):
+        require_own_values_kept()
+
+
+def test_torch_has_the_flight_recorder_and_the_attention_kernel() -> None:
+    """Neither is run on a CPU: without the one reports would lose the collective's name, the other is positional."""
+    import torch._C._distributed_c10d as distributed
+
+    assert any(hasattr(distributed, name) for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"))
+    names = [argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments]
+    assert names[:9] == ["query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
+    assert names[9] == "return_debug_mask" and {"scale", "window_size_left", "window_size_right"} <= set(names)

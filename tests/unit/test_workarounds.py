@@ -1,0 +1,255 @@
+"""Faults of libraries that are worked around: each test fails when the fault is gone, and its workaround may go.
+
+What is not here cannot be seen on a CPU or in one process: DeepSpeed's waits for the device (overlap_comm, timers,
+norms), its launcher's way to end (tests/cluster, tests/unit/test_launcher_run.py), copies of shared key heads in
+torch 2.11's varlen_attn.
+"""
+
+import copy
+import datetime
+import gc
+import inspect
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.engine import one_rank
+
+WEIGHT = torch.tensor([[0.5, -0.25]])
+GRADIENT = torch.tensor([[0.25, -0.5]])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with one_rank(tmp_path_factory.mktemp("rank")):
+        yield
+
+
+def raw_engine(stage: int, optimizer: Any = torch.optim.SGD, *, lr: float = 0.25, **config: Any) -> Any:
+    """DeepSpeed's engine of 0.19.8 as it comes, around one weight in fp16 unless `config` says another format."""
+    import deepspeed
+
+    layer = torch.nn.Linear(2, 1, bias=False)
+    layer.weight.data = WEIGHT.clone()
+    layer = layer.to(torch.bfloat16 if "bf16" in config else torch.float16)
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+    }
+    if "bf16" not in config:
+        settings["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 1}
+    chosen = optimizer(layer.parameters(), lr=lr)
+    engine, *_ = deepspeed.initialize(
+        model=layer, optimizer=chosen, model_parameters=list(layer.parameters()), config=settings | config
+    )
+    return engine
+
+
+def weight_of(engine: Any) -> torch.Tensor:
+    return engine.module.weight.detach().float().clone()  # type: ignore[no-any-return]
+
+
+def pass_back(engine: Any, gradient: torch.Tensor = GRADIENT) -> None:
+    """A loss whose gradient is `gradient`."""
+    engine.backward(engine(gradient.to(engine.module.weight.dtype)).float().sum())
+
+
+def test_deepspeed_clips_if_nothing_is_said() -> None:
+    """trainer/zero.py says `gradient_clipping` even where nothing is clipped."""
+    from deepspeed.runtime.config import get_gradient_clipping
+    from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+
+    assert get_gradient_clipping({}) == GRADIENT_CLIPPING_DEFAULT
+    layer = torch.nn.Linear(2, 1, bias=False).half()
+    import deepspeed
+
+    settings = {"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}}
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    engine, *_ = deepspeed.initialize(
+        model=layer, optimizer=optimizer, model_parameters=list(layer.parameters()), config=settings
+    )
+    assert engine.gradient_clipping() == 1.0
+
+
+def test_stage_0_takes_a_step_of_zeros() -> None:
+    """deepspeed_workarounds.undo_the_step_of_zeros."""
+
+    def decaying(parameters: Any, lr: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=lr, weight_decay=0.5)
+
+    engine = raw_engine(0, decaying, bf16={"enabled": True})
+    (master,) = engine.optimizer.fp32_groups[0]
+    assert float(engine.basic_optimizer.state[master]["step"]) == 1
+    torch.testing.assert_close(master.detach(), WEIGHT * (1 - 0.25 * 0.5))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_the_loss_scale_rises_before_gradients_are_divided_by_it(stage: int) -> None:
+    """deepspeed_workarounds.raise_the_loss_scale_last."""
+    engine = raw_engine(stage)
+    changes = []
+    for _ in range(4):
+        before, scale = weight_of(engine), engine.optimizer.loss_scale
+        pass_back(engine, GRADIENT * (scale if stage == 0 else 1))  # at stage 0 it does not multiply the loss
+        engine.step()
+        rises = engine.optimizer.loss_scale > scale
+        share = float(((before - weight_of(engine)) / (0.25 * GRADIENT)).mean())
+        changes.append((rises, round(share, 2)))
+    assert (True, 0.5) in changes and (False, 1.0) in changes, changes
+
+
+def test_stage_0_reports_the_norm_times_the_loss_scale() -> None:
+    """The same; `scaled_norm`."""
+    engine = raw_engine(0)
+    pass_back(engine, GRADIENT * 256)
+    engine.step()
+    assert float(engine.get_global_grad_norm()) == pytest.approx(256 * float(GRADIENT.norm()), rel=1e-3)
+
+
+def test_stage_0_divides_by_a_loss_scale_that_it_never_applied() -> None:
+    """deepspeed_workarounds.scale_the_loss, which sees for itself whether it is needed."""
+    engine = raw_engine(0)
+    assert engine.optimizer.loss_scale == 256.0
+    pass_back(engine)
+    torch.testing.assert_close(engine.module.weight.grad.float(), GRADIENT)
+
+
+def test_stage_0_knows_no_hysteresis() -> None:
+    """trainer/zero.py sets hysteresis to 1, so that all stages lower the scale at the first overflow."""
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 100, "hysteresis": 2}
+    scales = {}
+    for stage in (0, 2):
+        engine = raw_engine(stage, fp16=fp16)
+        pass_back(engine, torch.tensor([[torch.inf, 0.0]]))
+        engine.step()
+        scales[stage] = engine.optimizer.loss_scale
+    assert scales == {0: 128.0, 2: 256.0}
+
+
+def test_deepspeeds_norm_hides_what_is_not_finite() -> None:
+    """trainer/update_guard.py measures it itself."""
+    engine = raw_engine(2, bf16={"enabled": True, "check_grad_overflow": False})
+    gradients = [torch.tensor([[torch.nan, 1.0]])]
+    assert float(engine.optimizer.get_grad_norm_direct(gradients, list(engine.module.parameters()))) == -1.0
+
+
+def test_deepspeeds_own_groups_wait_as_long_as_torch_says() -> None:
+    """ranks.extend_timeouts: `timeout` of the first group, which one_rank leaves at its default, is passed to none."""
+    from torch.distributed import distributed_c10d
+
+    distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=77), dist.group.WORLD)
+    engine = raw_engine(2)
+    groups = [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    waits = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+    assert waits and datetime.timedelta(minutes=77) not in waits, waits
+    del engine
+
+
+def test_deepspeed_leaves_its_shared_memory_behind() -> None:
+    """ranks._unlink_shared_buffer: what would unlink it is called by nobody."""
+    import deepspeed
+
+    sources = list((Path(deepspeed.__file__).parent / "ops" / "csrc" / "cpu" / "comm").glob("*.*"))
+    lines = [line for path in sources for line in path.read_text().splitlines() if "shm_unlink" in line]
+    calls = [line for path in sources for line in path.read_text().splitlines() if "shared_close(" in line]
+    assert len(lines) == 1 and calls == ["void shared_close(SharedData* data)"]
+
+
+def test_deepspeeds_builder_asks_for_fast_math() -> None:
+    """ops/builder.py gives nvcc flags of its own."""
+    from deepspeed.ops.op_builder.builder import CUDAOpBuilder
+
+    assert "--use_fast_math" in inspect.getsource(CUDAOpBuilder.nvcc_args)
+
+
+def test_bitsandbytes_takes_wrong_scales_on_a_cpu() -> None:
+    """quantize.dequantized: rows of 64 in blocks of 128."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 32)[:, None]
+    packed, state = quantize_4bit(weight, blocksize=128, quant_type="nf4")
+    assert float((dequantize_4bit(packed, state) - weight).norm() / weight.norm()) > 0.3  # NF4 rounds by about 0.1
+    whole, state = quantize_4bit(weight.view(16, 128), blocksize=128, quant_type="nf4")
+    assert float((dequantize_4bit(whole, state).view(32, 64) - weight).norm() / weight.norm()) < 0.15
+
+
+def test_bitsandbytes_makes_a_new_parameter_where_nothing_moves() -> None:
+    """quantize.Params4bit.to."""
+    import bitsandbytes as bnb
+
+    weight = bnb.nn.Params4bit(torch.randn(64, 64), requires_grad=False, quant_type="nf4").to("cpu")
+    assert weight.to("cpu") is not weight
+
+
+def test_bitsandbytes_keeps_the_packed_weight_until_the_backward_pass() -> None:
+    """quantize.FrozenLinear4bit: a view, of which stage 3 cannot take the memory away."""
+    import bitsandbytes as bnb
+
+    layer = bnb.nn.Linear4bit(64, 64, bias=False, quant_type="nf4", compute_dtype=torch.float32).to("cpu")
+    y = layer(torch.randn(2, 64, requires_grad=True))
+    kept = [tensor for tensor in (getattr(y.grad_fn, "tensors", None) or ()) if tensor is not None]
+    assert any(tensor is not layer.weight and tensor.dtype == torch.uint8 for tensor in kept)
+
+
+def test_transformers_leaves_shared_heads_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """attention.copy_shared_heads: without flash attention torch would keep L x L probabilities."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    asked: list[dict[str, Any]] = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def note(query: Any, key: Any, value: Any, **options: Any) -> torch.Tensor:
+        asked.append({"heads": key.shape[1], **options})
+        return real(query, key, value, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", note)
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 2, True  # type: ignore[assignment]
+    query, shared = torch.randn(1, 4, 8, 16), torch.randn(1, 2, 8, 16)
+    sdpa_attention_forward(module, query, shared, shared, None)
+    assert asked[0]["heads"] == 2 and asked[0]["enable_gqa"]
+
+
+def test_transformers_does_not_save_legacy(tmp_path: Path) -> None:
+    """model.load_tokenizer notes it among what is saved."""
+    from transformers import AutoTokenizer
+
+    from tests.tiny import make_tokenizer
+
+    make_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.legacy = False
+    tokenizer.save_pretrained(tmp_path / "again")
+    assert not hasattr(AutoTokenizer.from_pretrained(tmp_path / "again"), "legacy")
+
+
+def test_torchs_build_lock_outlives_its_builder(tmp_path: Path) -> None:
+    """ops/builder.py and launcher/build_locks.py remove it."""
+    from torch.utils.file_baton import FileBaton
+
+    assert FileBaton(str(tmp_path / "lock")).try_acquire()
+    gc.collect()
+    assert not FileBaton(str(tmp_path / "lock")).try_acquire()
+
+
+def test_datasets_puts_another_object_in_the_place_of_the_environment(tmp_path: Path) -> None:
+    """data/documents.py puts the real one back."""
+    from datasets import Dataset
+
+    real = os.environ
+    try:
+        Dataset.from_dict({"x": list(range(4))}).map(_same, num_proc=2, cache_file_name=str(tmp_path / "mapped.arrow"))
+        assert os.environ is not real
+    finally:
+        os.environ = real  # noqa: B003
+
+
+def _same(record: dict[str, Any]) -> dict[str, Any]:
+    return copy.copy(record)

@@ -1,0 +1,71 @@
+"""The libraries on whose insides zerolora relies, and the versions with which every such use has been tested.
+
+Private names change without notice within the ranges of pyproject.toml. A run on another version is warned once; a
+private name that is gone is one line (`require`), and never passes as a feature that is switched off.
+"""
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from trainer.config.errors import UserError
+
+
+@dataclass(frozen=True)
+class Reliance:
+    """One library: its tested versions, newest last, and what is taken from its insides."""
+
+    tested: tuple[str, ...]
+    inside: str
+
+
+KNOWN = {
+    "torch": Reliance(("2.11.0", "2.13.0"), "clipping within its fused AdamW, freed storage, time limits of groups"),
+    "deepspeed": Reliance(("0.19.8",), "gradient norms, loss scale, partitions, reduction after running out of memory"),
+    "transformers": Reliance(("5.17.0", "5.23.0"), "attention of packs, recomputation, loading piece by piece"),
+    "peft": Reliance(("0.21.2",), "forward of adapted layers"),
+    "bitsandbytes": Reliance(("0.50.2",), "4-bit weights, 8-bit moments"),
+    "datasets": Reliance(("5.2.0",), "fingerprints of data from the hub"),
+    "liger-kernel": Reliance(("0.8.5",), "which architectures it knows"),
+}
+
+
+def installed(library: str) -> str | None:
+    """The installed version without what names a build (2.13.0 of 2.13.0+cpu); None if it is not installed."""
+    try:
+        return version(library).partition("+")[0]
+    except PackageNotFoundError:
+        return None
+
+
+def unproven() -> list[str]:
+    """`transformers 5.24.0 (tested: 5.17.0, 5.23.0; unproven: ...)` for each library of an untested version."""
+    found = {library: installed(library) for library in KNOWN}
+    return [
+        f"{library} {found[library]} (tested: {', '.join(reliance.tested)}; unproven: {reliance.inside})"
+        for library, reliance in KNOWN.items()
+        if found[library] is not None and found[library] not in reliance.tested
+    ]
+
+
+def warning() -> str | None:
+    """One line for the start of a run, or None where every version is a tested one."""
+    lines = unproven()
+    return f"not tested with {'; '.join(lines)}; constraints.txt has tested versions" if lines else None
+
+
+def changed(library: str, what: str) -> UserError:
+    """The error for insides that are not as they were when they were read."""
+    return UserError(
+        f"{library} {installed(library)}: {what}, on which zerolora relies; install {library}=="
+        f"{KNOWN[library].tested[-1]}, with which it was tested"
+    )
+
+
+def require(owner: object, name: str, library: str) -> Any:
+    """`owner.name`, which `library` promises to nobody; UserError where it is gone."""
+    try:
+        return getattr(owner, name)
+    except AttributeError:
+        kind = getattr(owner, "__name__", type(owner).__name__)
+        raise changed(library, f"{kind} has no `{name}`") from None
