@@ -150,9 +150,12 @@ def _check_training(config: RunConfig) -> None:
             f"training.warmup_steps={training.warmup_steps}: more than training.max_steps={training.max_steps}; "
             "warm up for fewer"
         )
-    unknown = set(config.logging.report_to) - {"tensorboard", "wandb"}
+    reporters = config.logging.report_to
+    if "none" in reporters:
+        raise UserError(f"logging.report_to={shown(reporters)}: none stands alone; remove it or the others")
+    unknown = set(reporters) - {"tensorboard", "wandb"}
     if unknown:
-        raise UserError(f"logging.report_to={shown(config.logging.report_to)}: choose from tensorboard, wandb, none")
+        raise UserError(f"logging.report_to={shown(reporters)}: choose from tensorboard, wandb, none")
 
 
 def _check_scu(config: RunConfig) -> None:
