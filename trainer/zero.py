@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.config import TrainingSection, UserError, ZeroSection
+from trainer.config import AUTO, TrainingSection, UserError, ZeroSection
+from trainer.config.errors import shown
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -79,6 +80,27 @@ def deepspeed_config(
         dynamic = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1}
         config["fp16"] = {"enabled": True, **dynamic}
     return _merged(config, zero.extra)
+
+
+def check_extra_keys(training: TrainingSection, zero: ZeroSection) -> None:
+    """Raise UserError if DeepSpeed refuses a key of `zero.extra`, or the type of its value."""
+    if not zero.extra:
+        return
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from pydantic import ValidationError
+
+    stage = 2 if zero.stage == AUTO else zero.stage
+    config = deepspeed_config(
+        training.model_copy(update={"batch_size": 1}), zero.model_copy(update={"stage": stage}), "fp32", on_gpu=False
+    )
+    try:
+        DeepSpeedConfig(config)
+    except ValidationError as error:
+        found = error.errors()[0]
+        where = ".".join(map(str, found["loc"]))
+        raise UserError(f"zero.extra: DeepSpeed refuses {where}={found['input']}: {found['msg']}; change it") from None
+    except Exception as error:  # of every kind, for its parts read their keys in ways of their own
+        raise UserError(f"zero.extra={shown(zero.extra)}: DeepSpeed refuses it: {error}; change or remove it") from None
 
 
 def guards_on_device(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> bool:

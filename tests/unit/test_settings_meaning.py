@@ -183,6 +183,18 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "logging.report_to=[tensorboard, none]": ("logging.report_to=[tensorboard, none]: none stands alone",),
     "load_in_4bit=false ; adapter=qlora": ("load_in_4bit=false: adapter is qlora", "write adapter: lora"),
     "lora_r=0": ("lora_r=0: must be 1 or more",),
+    # DeepSpeed's own keys
+    "zero.extra={zero_optimization: {stage: 3}}": ("zero.extra.zero_optimization.stage=3: is set with zero.stage",),
+    "zero.extra={zero_optimization: hello}": ("zero.extra.zero_optimization=hello: must be a map", "zero.stage"),
+    "zero.extra.zero_optimization.offload_param={device: cpu}": ("is set with zero.offload_parameters",),
+    "zero.extra.zero_optimization.stage3_max_live_parameters=1": ("is set with zero.max_live_parameters",),
+    "zero.extra.train_micro_batch_size_per_gpu=4": ("is set with training.batch_size",),
+    "zero.extra.gradient_clipping=1": ("is set with training.max_grad_norm",),
+    "zero.extra.fp16={enabled: true}": ("zero.extra.fp16={enabled: true}: is set with training.precision",),
+    "zero.extra.optimizer.type=Lion": ("is set with training.optimizer",),
+    "zero.extra.zero_allow_untested_optimizer=false": ("needs it as it is; remove it",),
+    "zero.extra.sparse_attention={}": ("cannot run within training here",),
+    "zero.extra=5": ("zero.extra=5: must be a map",),
     # bounds
     "lora.r=100000": ("lora.r=100000: must be 32768 or less",),
     "training.max_steps=1e30": ("training.max_steps=1e+30: must be a whole number of fewer digits",),

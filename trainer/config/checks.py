@@ -4,6 +4,7 @@ from trainer.config.errors import UserError, shown
 from trainer.config.gather import gathers_by_layer, why_not_by_layer
 from trainer.config.sections import RunConfig
 from trainer.config.types import AUTO
+from trainer.config.zero_extra import check_extra
 
 
 def check_combinations(config: RunConfig) -> None:
@@ -65,11 +66,7 @@ def _check_zero(config: RunConfig) -> None:
         raise UserError(
             "training.optimizer=adamw_8bit: cannot be with zero.stage=0 in 16 bits; use zero.stage: 1, 2 or 3"
         )
-    if "data_types" in zero.extra:
-        raise UserError(
-            f"zero.extra.data_types={shown(zero.extra['data_types'])}: DeepSpeed then takes an optimizer whose state "
-            "no checkpoint here knows; leave it out, or set training.precision: fp32"
-        )
+    check_extra(zero.extra)
     why_not = why_not_by_layer(config)
     if zero.gather == "layer" and zero.stage in (0, 1, 2):
         raise UserError(
