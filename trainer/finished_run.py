@@ -68,7 +68,9 @@ def find_run(folder: Path, base_model: str | None = None, *, needs_base: bool = 
 
 def _read_config(path: Path) -> RunConfig:
     try:
-        return RunConfig.model_validate_json(path.read_text(encoding="utf-8"))
+        return RunConfig.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); name the folder of another run") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"

@@ -38,12 +38,13 @@ def prepare(config: RunConfig) -> Prepared:
     from trainer.checkpoint import find_checkpoint
     from trainer.metrics import check_reporters
     from trainer.model import check_weight_files, context_length, empty_model, load_model_config, load_tokenizer
-    from trainer.zero import resolve_precision
+    from trainer.zero import check_extra_keys, resolve_precision
 
     check_reporters(config.logging)
     find_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir))
     check_output_folder(config)
     _check_adapter_folder(config)
+    check_extra_keys(config.training, config.zero)
     resolve_precision(config.training.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     kernels = config.model.attn_implementation
     if kernels.startswith("flash_attention") and importlib.util.find_spec("flash_attn") is None:

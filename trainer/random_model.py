@@ -13,6 +13,7 @@ from trainer.config import UserError
 from trainer.shapes import shape_settings
 
 STANDARD_DEVIATION = 0.02
+MOST, MOST_LAYERS = 10_000_000, 1000  # what a setting of a shape may be
 END, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -22,6 +23,7 @@ CHAT_TEMPLATE = (
 
 def random_config(base_model: str) -> Any:
     """transformers' configuration of `random:SHAPE`. Raises UserError for a shape or a setting that there is not."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     settings = shape_settings(base_model)
@@ -30,14 +32,44 @@ def random_config(base_model: str) -> Any:
     unknown = [key for key in settings if not hasattr(known, key) and key not in ("rope_theta", "rope_scaling")]
     if unknown:
         raise UserError(f"base_model={base_model}: {unknown[0]} is no setting of a {model_type} configuration")
+    published = shape_settings(base_model.split(",")[0])
+    for key, value in settings.items():
+        if key not in published or published[key] != value:
+            settings[key] = _of_its_kind(base_model, key, value, known)
     # The tokenizer's own ids: a published model's would lie outside of its 259 tokens.
     ids = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
     try:
         config = AutoConfig.for_model(model_type, **(settings | ids))
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"base_model={base_model}: {str(error).splitlines()[0]}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        # A strict data class says in the last line what is wrong.
+        reason = str(error).splitlines()[-1].strip().removeprefix("ValueError: ").removeprefix("TypeError: ")
+        raise UserError(f"base_model={base_model}: {reason}; change that setting") from None
+    heads, groups = getattr(config, "num_attention_heads", 1), getattr(config, "num_key_value_heads", None) or 1
+    if heads % groups:
+        raise UserError(f"base_model={base_model}: num_key_value_heads={groups} does not divide {heads} heads; use 1")
     config.name_or_path = base_model
     return config
+
+
+def _of_its_kind(base_model: str, key: str, value: Any, known: Any) -> Any:
+    """The value of a setting, a whole float as the integer that it is. Raises UserError for one of another kind."""
+    from transformers.activations import ACT2CLS
+
+    usual = getattr(known, key, 1e4)  # those that no configuration has are of the rotary embedding
+    if isinstance(usual, bool) or not isinstance(usual, (int, float)):
+        if key == "hidden_act" and value not in ACT2CLS:
+            raise UserError(f"base_model={base_model}: {key}={value} is no activation; use {usual}")
+        return value
+    if key == "rope_scaling":
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise UserError(f"base_model={base_model}: {key}={value} must be a number, such as {usual}")
+    if isinstance(usual, int):
+        most = MOST_LAYERS if key == "num_hidden_layers" else MOST
+        if not 1 <= value <= most or value != int(value):
+            raise UserError(f"base_model={base_model}: {key}={value} must be a whole number from 1 to {most:,}")
+        return int(value)
+    return value
 
 
 def byte_tokenizer() -> Any:

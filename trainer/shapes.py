@@ -7,6 +7,7 @@ the configuration: `random:llama3.1-8b,num_hidden_layers=4`.
 from typing import Any
 
 from trainer.config import UserError
+from trainer.config.yaml_core import plain
 
 PREFIX = "random:"
 _LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
@@ -152,8 +153,6 @@ def is_random(base_model: str) -> bool:
 
 def shape_settings(base_model: str) -> dict[str, Any]:
     """The settings of the configuration that `random:SHAPE[,key=value...]` names; UserError for an unknown shape."""
-    import yaml
-
     name, *changes = base_model.removeprefix(PREFIX).split(",")
     if name not in SHAPES:
         raise UserError(f"base_model={base_model}: no shape of that name; there are {', '.join(SHAPES)}")
@@ -162,7 +161,7 @@ def shape_settings(base_model: str) -> dict[str, Any]:
         key, equals, value = change.partition("=")
         if not equals or not key.strip():
             raise UserError(f"base_model={base_model}: {change!r} is not key=value, such as num_hidden_layers=4")
-        settings[key.strip()] = yaml.safe_load(value)
+        settings[key.strip()] = plain(value)
     return settings
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from trainer.config import TrainingSection, UserError, ZeroSection
+from trainer.config import AUTO, TrainingSection, UserError, ZeroSection
+from trainer.config.errors import shown
 from trainer.deepspeed_workarounds import raise_the_loss_scale_last, scale_the_loss, undo_the_step_of_zeros
 from trainer.layers.shards import layer_shards_of
 from trainer.partitioned import require_own_values_kept, require_partitioned, whole_size
@@ -81,6 +82,27 @@ def deepspeed_config(
         dynamic = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1}
         config["fp16"] = {"enabled": True, **dynamic}
     return _merged(config, zero.extra)
+
+
+def check_extra_keys(training: TrainingSection, zero: ZeroSection) -> None:
+    """Raise UserError if DeepSpeed refuses a key of `zero.extra`, or the type of its value."""
+    if not zero.extra:
+        return
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from pydantic import ValidationError
+
+    stage = 2 if zero.stage == AUTO else zero.stage
+    config = deepspeed_config(
+        training.model_copy(update={"batch_size": 1}), zero.model_copy(update={"stage": stage}), "fp32", on_gpu=False
+    )
+    try:
+        DeepSpeedConfig(config)
+    except ValidationError as error:
+        found = error.errors()[0]
+        where = ".".join(map(str, found["loc"]))
+        raise UserError(f"zero.extra: DeepSpeed refuses {where}={found['input']}: {found['msg']}; change it") from None
+    except Exception as error:  # of every kind, for its parts read their keys in ways of their own
+        raise UserError(f"zero.extra={shown(zero.extra)}: DeepSpeed refuses it: {error}; change or remove it") from None
 
 
 @contextmanager

@@ -128,7 +128,7 @@ def test_every_setting_is_documented() -> None:
 
 
 def test_off_is_a_word_where_a_word_is_wanted_and_false_elsewhere(tmp_path: Path) -> None:
-    config = load(tmp_path, SMALL + "logging: {progress: off}\n", "dataset.packing=yes", "dataset.shuffle=off")
+    config = load(tmp_path, SMALL + "logging: {progress: off}\n", "dataset.packing=true", "dataset.shuffle=false")
     assert (config.logging.progress, config.dataset.packing, config.dataset.shuffle) == ("off", True, False)
     assert load(tmp_path, dump_yaml(config)) == config
 

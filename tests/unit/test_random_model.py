@@ -117,3 +117,27 @@ def test_a_mistake_is_one_line(name: str, problem: str) -> None:
 )
 def test_a_model_is_known_by_its_name(name: str, shape: str | None) -> None:
     assert shape_of(name) == shape
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("num_hidden_layers=x", "num_hidden_layers=x must be a number, such as 32"),
+        ("num_hidden_layers=-1", "num_hidden_layers=-1 must be a whole number from 1 to 1,000"),
+        ("vocab_size=1e12", "must be a whole number from 1 to 10,000,000"),
+        ("num_hidden_layers=true", "must be a number"),
+        ("num_hidden_layers=", "num_hidden_layers=None must be a number"),
+        ("hidden_size=65", "not a multiple of the number of attention heads"),
+        ("num_attention_heads=0", "must be a whole number from 1"),
+        ("num_key_value_heads=3", "num_key_value_heads=3 does not divide 4 heads"),
+        ("rope_theta=x", "rope_theta=x must be a number"),
+        ("rope_scaling=x", "rope_parameters"),
+        ("hidden_act=foo", "hidden_act=foo is no activation; use silu"),
+        ("dtype=foo", "foo"),
+    ],
+)
+def test_a_setting_of_a_shape_that_cannot_be_is_one_line(change: str, line: str) -> None:
+    with pytest.raises(UserError) as refused:
+        load_model_config(f"random:tiny,{change}", ModelSection())
+    assert str(refused.value).startswith(f"base_model=random:tiny,{change}: ") and line in str(refused.value)
+    assert len(load("random:tiny,num_hidden_layers=3e0").model.layers) == 3

@@ -33,7 +33,6 @@ ALIASES: dict[str, str] = {
     "lora.init_lora_weights": "lora.init",
     "bnb_4bit_quant_type": "quantization.quant_type",
     "bnb_4bit_use_double_quant": "quantization.double_quant",
-    "quantization_bit": "quantization.bits",
     "data_path": "dataset.path",
     "dataset_name": "dataset.path",
     "dataset.type": "dataset.format",
@@ -105,7 +104,6 @@ SOURCE_ALIASES = {"type": "format", "data_path": "path"}
 # Settings of other trainers that have no single counterpart: what to write instead.
 ELSEWHERE = {
     "load_in_4bit": "write `adapter: qlora`",
-    "load_in_8bit": "8-bit bases are not offered; write `adapter: qlora` for 4 bits",
     "bf16": "write `training.precision: bf16`",
     "fp16": "write `training.precision: fp16`",
     "tf32": "remove it; `training.precision` names the number format",
@@ -127,6 +125,13 @@ ELSEWHERE = {
     "pad_to_sequence_len": "remove it; packing fills sequences",
     "eval_sample_packing": "remove it; evaluation packs as training does",
     "rl": "preference training is not offered",
+    "template": "the tokenizer's own chat template is used; `dataset.chat_template` names another",
+    "eot_tokens": "remove it; the end of a turn is learnt as the chat template writes it",
+    "model_type": "remove it; the kind of model is read from its config.json",
+    "tokenizer_type": "remove it; the kind of tokenizer is read from its files",
+    "kernel_config": "remove it; `ops` has the settings of the kernels",
+    "dataset_dir": "write the path in `dataset.path`",
+    "dataset_prepared_path": "remove it; tokenised data is kept in `dataset.cache_dir`",
 }
 
 

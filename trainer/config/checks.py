@@ -4,6 +4,7 @@ from trainer.config.errors import UserError, shown
 from trainer.config.gather import gathers_by_layer, why_not_by_layer
 from trainer.config.sections import RunConfig
 from trainer.config.types import AUTO
+from trainer.config.zero_extra import check_extra
 
 
 def check_combinations(config: RunConfig) -> None:
@@ -65,11 +66,7 @@ def _check_zero(config: RunConfig) -> None:
         raise UserError(
             "training.optimizer=adamw_8bit: cannot be with zero.stage=0 in 16 bits; use zero.stage: 1, 2 or 3"
         )
-    if "data_types" in zero.extra:
-        raise UserError(
-            f"zero.extra.data_types={shown(zero.extra['data_types'])}: DeepSpeed then takes an optimizer whose state "
-            "no checkpoint here knows; leave it out, or set training.precision: fp32"
-        )
+    check_extra(zero.extra)
     why_not = why_not_by_layer(config)
     if zero.gather == "layer" and zero.stage in (0, 1, 2):
         raise UserError(
@@ -150,9 +147,12 @@ def _check_training(config: RunConfig) -> None:
             f"training.warmup_steps={training.warmup_steps}: more than training.max_steps={training.max_steps}; "
             "warm up for fewer"
         )
-    unknown = set(config.logging.report_to) - {"tensorboard", "wandb"}
+    reporters = config.logging.report_to
+    if "none" in reporters:
+        raise UserError(f"logging.report_to={shown(reporters)}: none stands alone; remove it or the others")
+    unknown = set(reporters) - {"tensorboard", "wandb"}
     if unknown:
-        raise UserError(f"logging.report_to={shown(config.logging.report_to)}: choose from tensorboard, wandb, none")
+        raise UserError(f"logging.report_to={shown(reporters)}: choose from tensorboard, wandb, none")
 
 
 def _check_scu(config: RunConfig) -> None:

@@ -1,16 +1,24 @@
 """The settings of the text that is learnt and held out; the text under a field is its documentation."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from trainer.config.paths import PathText, TemplateText
 from trainer.config.types import Positive, PositiveInt, Section, Words
+
+
+def _share(value: Any) -> Any:
+    """Other trainers take a number of records as well."""
+    if isinstance(value, (int, float)) and value >= 1:
+        raise ValueError("a number of records; write a share of the records, such as 0.05, and 0.5 at most")
+    return value
 
 
 class SourceSection(Section):
     """One source of examples."""
 
-    path: str | None = None
+    path: PathText | None = None
     """A .jsonl, .json, .parquet, .csv, .txt file, a folder of them, or the name of a data set on the hub."""
     name: str | None = None
     """Configuration (subset) of a hub data set."""
@@ -31,13 +39,13 @@ class SourceSection(Section):
 class DatasetSection(SourceSection):
     """The text to learn, and the text held out to measure with."""
 
-    mix: tuple[SourceSection, ...] = ()
+    mix: Annotated[tuple[SourceSection, ...], Field(max_length=1000)] = ()
     """Several sources instead of `path`, each with its weight."""
     evaluation: SourceSection | None = None
     """A held-out source of its own, instead of `val_split`."""
-    val_split: Annotated[float, Field(ge=0.0, le=0.5)] = 0.0
+    val_split: Annotated[float, Field(ge=0.0, le=0.5), BeforeValidator(_share)] = 0.0
     """Share of the records held out for evaluation."""
-    max_length: PositiveInt = 2048
+    max_length: Annotated[int, Field(ge=1, le=2**24)] = 2048
     """Longest sequence in tokens; longer ones are cut at the end and counted. With packing, the length of a pack."""
     packing: bool = False
     """Put several documents into one sequence, each blind to the others, positions restarting."""
@@ -45,7 +53,7 @@ class DatasetSection(SourceSection):
     """Roles whose turns carry loss: assistant, user, system, tool, or `all`."""
     system_prompt: str | None = None
     """System turn put before conversations that have none."""
-    chat_template: str | None = None
+    chat_template: TemplateText | None = None
     """A Jinja chat template, or the path of a file with one, instead of the tokenizer's own."""
     streaming: bool = False
     """Read and tokenise on the fly, for sets larger than memory; needs training.max_steps."""
@@ -53,5 +61,5 @@ class DatasetSection(SourceSection):
     """A new order every epoch, drawn from `seed`."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
     """Processes that tokenise before training."""
-    cache_dir: str = "~/.cache/zerolora/datasets"
+    cache_dir: PathText = Field("~/.cache/zerolora/datasets", validate_default=True)
     """Folder for tokenised data, found again by content."""

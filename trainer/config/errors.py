@@ -1,7 +1,7 @@
 """The one exception for mistakes of the user, and the search for the name they meant."""
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -16,6 +16,18 @@ class UserError(Exception):
         super().__init__(" ".join(message.split()))
 
 
+class UserErrors(UserError):
+    """Several mistakes of one configuration, a line each; a single one is as a UserError."""
+
+    def __init__(self, messages: Sequence[str]) -> None:
+        super().__init__(messages[0])
+        self.messages = [str(UserError(message)) for message in messages]
+
+    def __str__(self) -> str:
+        # Whoever shows it writes `error: ` in front of the first.
+        return "\nerror: ".join(self.messages)
+
+
 class CommandParser(argparse.ArgumentParser):
     """argparse, whose mistakes are one line and exit code 2 like all others."""
 
@@ -24,11 +36,11 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(UserError.exit_code, f"error: {' '.join(message.split())}; `{self.prog} --help` says how\n")
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest(name: str, known: Iterable[str], likeness: float = 0.7) -> str | None:
     """The known name closest to a mistyped one, or None if nothing is close."""
     candidates = list(known)
     by_case = {candidate.lower(): candidate for candidate in candidates}
-    matches = get_close_matches(name.lower(), list(by_case), n=1, cutoff=0.7)
+    matches = get_close_matches(name.lower(), list(by_case), n=1, cutoff=likeness)
     return by_case[matches[0]] if matches else None
 
 
@@ -38,5 +50,7 @@ def shown(value: Any, limit: int = 80) -> str:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, dict):
+        value = "{" + ", ".join(f"{shown(key)}: {shown(inner)}" for key, inner in value.items()) + "}"
     text = "[" + ", ".join(shown(item) for item in value) + "]" if isinstance(value, (list, tuple)) else str(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

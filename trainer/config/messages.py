@@ -1,7 +1,7 @@
 """From what pydantic found to one line for the user: the setting's dotted name, its value, what is allowed."""
 
-from collections.abc import Sequence
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -29,27 +29,42 @@ WORDS = {
     "string_type": "must be text; put it in quotes",
     "tuple_type": "must be a list, such as [a, b]",
     "dict_type": "must be a map, such as {{a: b}}",
+    "too_long": "{actual_length} entries; {max_length} are the most",
+    "string_too_long": "must have {max_length} characters or fewer",
+    "int_parsing_size": "must be a whole number of fewer digits",
 }
 
 
-def first_mistake(error: ValidationError) -> str:
-    """One line for the mistake worth telling first: an unknown name, else what comes first."""
-    found = sorted(error.errors(), key=lambda entry: entry["type"] != "extra_forbidden")[0]
-    if found["type"] == "extra_forbidden":
-        return unknown_setting([str(part) for part in found["loc"]])
-    path, section = _follow(found["loc"])
-    dotted = ".".join(path)
+def all_mistakes(error: ValidationError, written_as: Mapping[str, str]) -> list[tuple[str, str]]:
+    """The dotted name and the line of each mistake, unknown names first; `written_as` has the names as typed."""
+    found: dict[str, str] = {}
+    for entry in sorted(error.errors(), key=lambda entry: entry["type"] != "extra_forbidden"):
+        if entry["type"] == "extra_forbidden":
+            path = [str(part) for part in entry["loc"]]
+            found.setdefault(".".join(path), unknown_setting(path))
+            continue
+        # pydantic tells of each alternative of a union; the first stands for all.
+        path, section = _follow(entry["loc"])
+        dotted = ".".join(path)
+        found.setdefault(dotted, _line(entry, path, section, written_as.get(dotted, dotted)))
+    return list(found.items())
+
+
+def _line(found: ErrorDetails, path: list[str], section: type[BaseModel] | None, name: str) -> str:
     if found["type"] == "missing":
         inner = f" with `{next(iter(section.model_fields))}: ...` below it" if section else ""
-        return f"{dotted}: missing; write `{path[-1]}: ...`{inner}, for it has no default"
+        return f"{name}: missing; write `{path[-1]}: ...`{inner}, for it has no default"
     if found["input"] is None:
-        return f"{dotted}: empty; write a value, or remove the line"
+        return f"{name}: empty; write a value, or remove the line"
     if found["type"] in ("model_type", "model_attributes_type") and section:
-        first = next(iter(section.model_fields))
-        return (
-            f"{dotted}={shown(found['input'])}: must be a section; write `{dotted}.{first}=...` or `{first}:` below it"
-        )
-    return f"{dotted}={shown(found['input'])}: {_allowed(found)}"
+        return section_wanted(name, section, found["input"])
+    return f"{name}={shown(found['input'])}: {_allowed(found)}"
+
+
+def section_wanted(name: str, section: type[BaseModel], value: Any) -> str:
+    """The line for a section that was given a single value."""
+    first = next(iter(section.model_fields))
+    return f"{name}={shown(value)}: must be a section; write `{name}.{first}=...` or `{first}:` below it"
 
 
 def unknown_setting(path: Sequence[str]) -> str:
@@ -62,9 +77,9 @@ def unknown_setting(path: Sequence[str]) -> str:
     everywhere = {
         key: setting for setting in setting_names() for key in (setting, setting.rsplit(".", 1)[-1])
     } | ALIASES
-    close = nearest(dotted, everywhere) or nearest(name, everywhere)
-    way_out = f"did you mean {everywhere[close]}?" if close else "`zerolora config --schema` lists all of them"
-    return f"{dotted}: unknown setting; {way_out}"
+    close = nearest(dotted, everywhere, 0.8) or nearest(name, everywhere, 0.8)
+    fix = f"did you mean {everywhere[close]}?" if close else "`zerolora config --schema` lists all of them"
+    return f"{dotted}: unknown setting; {fix}"
 
 
 def setting_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
@@ -98,6 +113,23 @@ def _follow(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] |
         elif isinstance(part, int) or part.isdigit():
             path.append(str(part))
     return path, section
+
+
+def annotation_of(dotted: str) -> Any:
+    """The type of a setting; None if there is none of that name, or if anything goes."""
+    section: type[BaseModel] | None = RunConfig
+    kind: Any = None
+    for part in dotted.split("."):
+        if section is not None:
+            if part not in section.model_fields:
+                return None
+            kind = section.model_fields[part].annotation
+            section = _model_in(kind)
+        elif get_origin(kind) is dict and get_args(kind)[1] is not Any:
+            kind = get_args(kind)[1]
+        else:
+            return None
+    return kind
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

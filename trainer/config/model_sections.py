@@ -2,9 +2,15 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from trainer.config.types import Fraction, Positive, PositiveInt, Section, Words
+from trainer.config.paths import PathText
+from trainer.config.types import Fraction, Positive, Section, Words
+
+
+def _every_linear(names: tuple[str, ...]) -> tuple[str, ...]:
+    """`all` is LLaMA-Factory's word for it."""
+    return ("all-linear",) if names == ("all",) else names
 
 
 class ModelSection(Section):
@@ -12,7 +18,7 @@ class ModelSection(Section):
 
     revision: str | None = None
     """Branch, tag or commit of the model on the hub."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """Folder or hub name of another tokenizer than the model's own."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model; off unless you have read that code."""
@@ -30,13 +36,13 @@ class ModelSection(Section):
 class LoraSection(Section):
     """The adapter."""
 
-    r: PositiveInt = 16
-    """Rank R of the update s B A."""
+    r: Annotated[int, Field(ge=1, le=32_768)] = 16
+    """Rank, the width of the adapter: a higher one can learn more and takes more memory; 8 to 64 are usual."""
     alpha: Positive = 32.0
-    """Scale of the update: s = alpha / r, or alpha / sqrt(r) with `rslora`."""
+    """Scale of the update s B A: s = alpha / r, or alpha / sqrt(r) with `rslora`."""
     dropout: Fraction = 0.0
     """Probability with which an input element of the adapter is dropped in training."""
-    target_modules: Words = ("all-linear",)
+    target_modules: Annotated[Words, AfterValidator(_every_linear)] = ("all-linear",)
     """`all-linear` (every linear layer but the output head), or the last parts of module names, such as q_proj."""
     exclude_modules: Words = ()
     """Names that `target_modules` would match but that stay without an adapter."""
@@ -44,13 +50,13 @@ class LoraSection(Section):
     """Rank-stabilised scale alpha / sqrt(r)."""
     dora: bool = False
     """Weight-decomposed adapter (DoRA): direction by LoRA, magnitude trained apart."""
-    loraplus_lr_ratio: Annotated[float, Field(ge=1.0)] | None = None
+    loraplus_lr_ratio: Annotated[float, Field(ge=1.0, le=1e4)] | None = None
     """LoRA+: the learning rate of B is this many times that of A (16 is usual)."""
     init: Literal["default", "gaussian", "orthogonal", "pissa", "pissa_niter_16", "olora", "loftq"] = "default"
     """Start of A and B. `default`: Kaiming for A, zero for B. pissa, olora and loftq read the base and change it."""
     modules_to_save: Words = ()
     """Modules that are trained in full and saved beside the adapter, such as lm_head."""
-    adapter_path: str | None = None
+    adapter_path: PathText | None = None
     """Folder or hub name of an existing adapter to start from; its own r, alpha and targets are then used."""
 
 

@@ -6,8 +6,9 @@ from pydantic import Field
 
 from trainer.config.data_sections import DatasetSection
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
+from trainer.config.paths import PathText
 from trainer.config.training_sections import OpsSection, TrainingSection, ZeroSection
-from trainer.config.types import NonNegative, Positive, PositiveInt, Section, Words
+from trainer.config.types import Count, NonNegative, Positive, PositiveInt, Section, Texts, Words
 
 
 class ScuSection(Section):
@@ -43,7 +44,7 @@ class ScuSection(Section):
     """Standard deviation of the Gaussian prior on the weights."""
     every: PositiveInt = 1
     """Optimizer steps between updates of lambda."""
-    tokens: PositiveInt | None = None
+    tokens: Annotated[int, Field(ge=1, le=10**16)] | None = None
     """Target tokens N the information is spread over; counted from the data set unless it streams."""
     check_every: PositiveInt = 50
     """Steps between checks that lambda is the same to the bit on all ranks."""
@@ -54,17 +55,17 @@ class LoggingSection(Section):
 
     report_to: Words = ("tensorboard",)
     """tensorboard, wandb, or none. metrics.jsonl is always written."""
-    run_name: str | None = None
+    run_name: Annotated[str, Field(max_length=255)] | None = None
     """Name of the run in TensorBoard and wandb; the output folder's name if not given."""
     project: str = "zerolora"
     """Project in wandb."""
-    sample_prompts: tuple[str, ...] = ()
+    sample_prompts: Texts = ()
     """User messages that the model answers before and after training."""
-    sample_tokens: PositiveInt = 64
+    sample_tokens: Count = 64
     """Longest answer to a sample prompt."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """A live bar on a terminal, a line every `logging_steps` elsewhere."""
-    profile_steps: Annotated[int, Field(ge=0)] = 0
+    profile_steps: Annotated[int, Field(ge=0, le=1000)] = 0
     """Record the last so many steps with torch.profiler: a trace of each rank in profile/, for Perfetto."""
 
 
@@ -78,11 +79,11 @@ class OutputSection(Section):
 class RunConfig(Section):
     """A whole run."""
 
-    base_model: str
+    base_model: PathText
     """Folder or hub name of a Hugging Face causal language model."""
     adapter: Literal["lora", "qlora", "none"] = "lora"
     """lora: adapter on the model as it is. qlora: adapter on a 4-bit base. none: train all weights."""
-    output_dir: str
+    output_dir: PathText
     """Folder for the adapter, checkpoints, logs, metrics and plots."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of everything random."""

@@ -4,7 +4,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from trainer.config.types import BatchSize, Fraction, NonNegative, Positive, PositiveInt, Section, Stage
+from trainer.config.paths import CheckpointText
+from trainer.config.types import (
+    BatchSize,
+    Count,
+    Elements,
+    Fraction,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    Section,
+    Stage,
+    StepsOrNever,
+)
 
 _CHECKPOINTING_SCHEMA = {"enum": ["none", "non_reentrant", "reentrant", "selective", True, False, None]}
 
@@ -26,17 +38,17 @@ TO_SPEAK_MINUTES = 5.0
 class TrainingSection(Section):
     """The loop: how long, how fast, when to look and when to save."""
 
-    epochs: Positive = 1.0
+    epochs: Annotated[float, Field(gt=0.0, le=100_000.0)] = 1.0
     """Passes over the data, unless `max_steps` says otherwise; fractions are allowed."""
     max_steps: PositiveInt | None = None
     """Optimizer steps."""
     batch_size: BatchSize = 1
     """Sequences per GPU and micro-step; `auto` takes the most that fit by the memory estimate."""
-    eval_batch_size: PositiveInt | None = None
+    eval_batch_size: Count | None = None
     """Sequences per GPU in evaluation; batch_size if not given."""
-    gradient_accumulation_steps: PositiveInt = 1
+    gradient_accumulation_steps: Count = 1
     """Micro-steps per optimizer step. Global batch = batch_size x this x GPUs."""
-    learning_rate: Positive = 2e-4
+    learning_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 2e-4
     """Peak learning rate."""
     lr_scheduler: Literal[
         "linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
@@ -46,11 +58,11 @@ class TrainingSection(Section):
     """Last learning rate over the peak, for cosine_with_min_lr."""
     warmup_ratio: Fraction = 0.03
     """Share of the steps in which the learning rate rises from zero."""
-    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    warmup_steps: StepsOrNever | None = None
     """Steps of warm-up, instead of `warmup_ratio`."""
-    weight_decay: NonNegative = 0.0
+    weight_decay: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
     """AdamW's decoupled decay; biases and norms are left out."""
-    max_grad_norm: NonNegative = 1.0
+    max_grad_norm: Annotated[float, Field(ge=0.0, le=1e12)] = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """AdamW of torch, or of bitsandbytes with 8-bit state."""
@@ -58,7 +70,7 @@ class TrainingSection(Section):
     """AdamW's decay of the first moment."""
     adam_beta2: Fraction = 0.999
     """AdamW's decay of the second moment."""
-    adam_epsilon: Positive = 1e-8
+    adam_epsilon: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-8
     """AdamW's epsilon."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Number format of weights and activations. `auto`: bf16 if the card has it, fp16 on older cards, fp32 on a CPU."""
@@ -75,15 +87,15 @@ class TrainingSection(Section):
     """`halve`: a GPU out of memory halves batch_size and doubles the accumulation, up to three times, and goes on."""
     ignore_memory_check: bool = False
     """Start although the memory estimate says that it does not fit."""
-    save_steps: Annotated[int, Field(ge=0)] = 500
+    save_steps: StepsOrNever = 500
     """Steps between checkpoints; 0 saves only at the end."""
     save_total_limit: PositiveInt | None = 3
     """Newest checkpoints that are kept (the best one besides)."""
-    eval_steps: Annotated[int, Field(ge=0)] = 0
+    eval_steps: StepsOrNever = 0
     """Steps between evaluations; 0 evaluates before and after training only."""
     logging_steps: PositiveInt = 1
     """Steps between lines of metrics."""
-    resume_from_checkpoint: str | None = None
+    resume_from_checkpoint: CheckpointText = None
     """`latest`, the folder of a checkpoint, or `auto`: latest if there is one, else from the start."""
     early_stopping: PositiveInt | None = None
     """Stop after this many evaluations in a row without a lower held-out loss."""
@@ -131,15 +143,15 @@ class ZeroSection(Section):
     """Page-locked host memory for what is offloaded."""
     overlap_comm: bool = True
     """Reduce gradients while the backward pass still runs (GPU only)."""
-    reduce_bucket_size: PositiveInt = 200_000_000
+    reduce_bucket_size: Annotated[int, Field(ge=1, le=10**11)] = 200_000_000
     """Elements per gradient reduction."""
-    allgather_bucket_size: PositiveInt = 200_000_000
+    allgather_bucket_size: Annotated[int, Field(ge=1, le=10**11)] = 200_000_000
     """Elements per parameter gather (stages 1 and 2)."""
-    prefetch_bucket_size: Annotated[int, Field(ge=0)] = 50_000_000
+    prefetch_bucket_size: Elements = 50_000_000
     """Elements that stage 3 gathers ahead of their use."""
-    persistence_threshold: Annotated[int, Field(ge=0)] = 100_000
+    persistence_threshold: Elements = 100_000
     """Stage 3 keeps parameters of fewer elements than this whole on every GPU."""
-    max_live_parameters: PositiveInt = 1_000_000_000
+    max_live_parameters: Annotated[int, Field(ge=1, le=10**13)] = 1_000_000_000
     """Elements that stage 3 keeps gathered at most."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Keys of DeepSpeed's own configuration, merged in last, for what has no setting here."""

@@ -2,13 +2,28 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
+
+from trainer.config.values import as_meant
 
 AUTO = -1  # how `auto` is kept in a number until the memory estimate has put a real one in its place
-PositiveInt = Annotated[int, Field(ge=1)]
+# Upper bounds are where a number can only be a slip: a run of so many steps, a buffer of so many elements.
+Count = Annotated[int, Field(ge=1, le=65_536)]
+PositiveInt = Annotated[int, Field(ge=1, le=1_000_000_000)]
+StepsOrNever = Annotated[int, Field(ge=0, le=1_000_000_000)]
+Elements = Annotated[int, Field(ge=0, le=10**13)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-Positive = Annotated[float, Field(gt=0.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
+Positive = Annotated[float, Field(gt=0.0, le=1e6)]
+NonNegative = Annotated[float, Field(ge=0.0, le=1e6)]
 
 
 def _list_of_words(value: Any) -> Any:
@@ -16,6 +31,13 @@ def _list_of_words(value: Any) -> Any:
     if value is None or value == "none":
         return []
     return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+
+
+def _list_of_texts(value: Any) -> Any:
+    """One text is a list of one: it may hold commas."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
 
 
 def _auto_number(value: Any) -> Any:
@@ -32,11 +54,14 @@ def _auto_word(value: int) -> int | str:
 _WORDS_SCHEMA = {"anyOf": [{"type": "array", "items": {"type": "string"}}, {"type": "string"}, {"type": "null"}]}
 
 _STAGE_SCHEMA = {"enum": ["auto", 0, 1, 2, 3]}
-_BATCH_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}
+_BATCH_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 65_536}, {"const": "auto"}]}
 
-Words = Annotated[tuple[str, ...], BeforeValidator(_list_of_words), WithJsonSchema(_WORDS_SCHEMA)]
+Words = Annotated[
+    tuple[str, ...], Field(max_length=10_000), BeforeValidator(_list_of_words), WithJsonSchema(_WORDS_SCHEMA)
+]
+Texts = Annotated[tuple[str, ...], Field(max_length=1000), BeforeValidator(_list_of_texts)]
 BatchSize = Annotated[
-    PositiveInt | Literal[-1], BeforeValidator(_auto_number), PlainSerializer(_auto_word), WithJsonSchema(_BATCH_SCHEMA)
+    Count | Literal[-1], BeforeValidator(_auto_number), PlainSerializer(_auto_word), WithJsonSchema(_BATCH_SCHEMA)
 ]
 Stage = Annotated[
     Literal[-1, 0, 1, 2, 3], BeforeValidator(_auto_number), PlainSerializer(_auto_word), WithJsonSchema(_STAGE_SCHEMA)
@@ -49,3 +74,8 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_as_its_type(cls, value: Any, info: ValidationInfo) -> Any:
+        return as_meant(cls.model_fields[str(info.field_name)].annotation, value)

@@ -207,5 +207,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     """A file that the run wrote, or nothing if it has none: the metrics alone make a report."""
     if not path.is_file():
         return {}
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return content
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); put back what the run wrote, or remove it") from None
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,299 @@
+"""Settings mean what they say: YAML 1.2, text on the command line, other trainers' values, paths, bounds."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.config import RunConfig, UserError, dump_yaml, load_config
+
+BASE = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("DATA", "/data/mine")
+    monkeypatch.delenv("NOT_SET", raising=False)
+    path = Path("c.yaml")
+    path.write_text(BASE)
+    return path
+
+
+def value_of(config: RunConfig, dotted: str) -> Any:
+    value: Any = config
+    for name in dotted.split("."):
+        value = value[name] if isinstance(value, dict) else getattr(value, name)
+    return value
+
+
+def refusal(file: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as refused:
+        load_config(file, overrides)
+    return str(refused.value)
+
+
+# An override, and what the setting then is.
+READ_AS: list[tuple[str, Any]] = [
+    # text is taken as it stands
+    ("logging.run_name=trial #3", "trial #3"),
+    ("logging.run_name=010", "010"),
+    ("logging.run_name=true", "true"),
+    ("logging.run_name=1e-4", "1e-4"),
+    ("logging.run_name='quoted #1'", "quoted #1"),
+    ("logging.run_name='a' and 'b'", "'a' and 'b'"),
+    ("logging.run_name='a' # 'b'", "'a' # 'b'"),
+    ("logging.run_name=[draft", "[draft"),
+    ("logging.run_name=*star", "*star"),
+    ("logging.run_name=2026-09-09", "2026-09-09"),
+    ("run_name=x=y", "x=y"),
+    ("dataset.system_prompt=You are the #1: {answer} [briefly]", "You are the #1: {answer} [briefly]"),
+    ("dataset.system_prompt=You are: helpful", "You are: helpful"),
+    ("dataset.system_prompt=line\nline # two", "line\nline # two"),
+    ("dataset.system_prompt=", None),
+    ("dataset.system_prompt=''", ""),
+    ("dataset.chat_template={% for m in messages %}{{ m }}{% endfor %}", "{% for m in messages %}{{ m }}{% endfor %}"),
+    ("dataset.fields.prompt=question #2", "question #2"),
+    ("logging.sample_prompts=What is #1, and why?", ("What is #1, and why?",)),
+    ("logging.sample_prompts=['a, b', c]", ("a, b", "c")),
+    ("lora.target_modules=q_proj,v_proj", ("q_proj", "v_proj")),
+    # numbers are those of YAML 1.2
+    ("training.batch_size=010", 10),
+    ("training.batch_size=0x10", 16),
+    ("training.max_steps=1e3", 1000),
+    ("training.max_steps=1_000", 1000),
+    ('training.max_steps="12"', 12),
+    ("training.learning_rate=1e-4", 1e-4),
+    ("training.learning_rate=.0002", 0.0002),
+    ("zero.stage=\"2\"", 2),
+    ("zero.stage='auto'", -1),
+    ("scu.target=0.01", 0.01),
+    # nothing, in every way of writing it
+    ("training.max_steps=None", None),
+    ("training.max_steps=null", None),
+    ("training.max_steps=~", None),
+    ("training.save_total_limit=none", None),
+    ("lora.adapter_path=None", None),
+    ("resume_from_checkpoint=null", None),
+    # words that are truth values elsewhere
+    ("logging.progress=off", "off"),
+    ("training.gradient_checkpointing=on", "non_reentrant"),
+    ("training.resume_from_checkpoint=true", "latest"),
+    ("training.resume_from_checkpoint=false", None),
+    ("resume=true", "latest"),
+    # other trainers' values
+    ("load_in_4bit=true", "qlora"),
+    ("quantization_bit=4", "qlora"),
+    ("finetuning_type=full", "none"),
+    ("lora_target=all", ("all-linear",)),
+    ("lora_target_linear=true", ("all-linear",)),
+    ("bf16=true", "bf16"),
+    # paths
+    ("output_dir=~/runs/x", "/home/me/runs/x"),
+    ("output_dir=${DATA}/runs", "/data/mine/runs"),
+    ("base_model=$DATA/model", "/data/mine/model"),
+    ("base_model=~/model", "/home/me/model"),
+    ("dataset.path=~/a.jsonl", "/home/me/a.jsonl"),
+    ("dataset.cache_dir=$DATA/cache", "/data/mine/cache"),
+    ("lora.adapter_path=~/runs/y", "/home/me/runs/y"),
+    ("model.tokenizer=~/tokenizer", "/home/me/tokenizer"),
+    ("training.resume_from_checkpoint=~/runs/y/checkpoint-5", "/home/me/runs/y/checkpoint-5"),
+    ("dataset.chat_template=~/chat.jinja", "/home/me/chat.jinja"),
+    ("dataset.path=cost$5.jsonl", "cost$5.jsonl"),
+]  # fmt: skip
+SETTING_OF = {
+    "run_name": "logging.run_name",
+    "resume": "training.resume_from_checkpoint",
+    "resume_from_checkpoint": "training.resume_from_checkpoint",
+    "load_in_4bit": "adapter",
+    "quantization_bit": "adapter",
+    "finetuning_type": "adapter",
+    "lora_target": "lora.target_modules",
+    "lora_target_linear": "lora.target_modules",
+    "bf16": "training.precision",
+}
+
+
+@pytest.mark.parametrize(("override", "value"), READ_AS, ids=[override for override, _ in READ_AS])
+def test_an_override_is_read_as(override: str, value: Any, file: Path) -> None:
+    name = override.partition("=")[0]
+    config = load_config(file, [override]).config
+    found = value_of(config, SETTING_OF.get(name, name))
+    assert (type(found), found) == (type(value), value)
+    Path("again.yaml").write_text(dump_yaml(config))
+    assert load_config("again.yaml").config == config, "what is printed is read as the same"
+
+
+# Lines of a file, and what one of the settings then is.
+IN_A_FILE: list[tuple[str, str, Any]] = [
+    ("training: {batch_size: 010}", "training.batch_size", 10),
+    ("logging: {run_name: 1:30}", "logging.run_name", "1:30"),
+    ("logging: {run_name: 2026-09-09}", "logging.run_name", "2026-09-09"),
+    ("logging: {run_name: yes}", "logging.run_name", "yes"),
+    ("training: {learning_rate: 1e-4}", "training.learning_rate", 1e-4),
+    ("training: {max_steps: 1e3}", "training.max_steps", 1000),
+    ("training: {max_steps: 1_000}", "training.max_steps", 1000),
+    ("training: {max_steps: None}", "training.max_steps", None),
+    ("wandb_project:", "logging.project", "zerolora"),
+    ("seed:", "seed", 42),
+    ("load_in_4bit: true\nadapter: qlora", "adapter", "qlora"),
+    ("load_in_8bit: false\nbf16: auto\ntf32: false\nflash_attention:\ndeepspeed:", "adapter", "lora"),
+    ("stage: sft\nfinetuning_type: lora\nquantization_bit: 4\nlora_target: all", "adapter", "qlora"),
+    ("a: &a {epochs: 3}\n", "", None),
+    ("training: {<<: {epochs: 3}, batch_size: 2}", "training.epochs", 3.0),
+]
+
+
+@pytest.mark.parametrize(("text", "name", "value"), IN_A_FILE, ids=[text for text, *_ in IN_A_FILE])
+def test_a_file_is_read_as(text: str, name: str, value: Any, file: Path) -> None:
+    file.write_text(BASE + text + "\n")
+    if not name:
+        assert "a: unknown setting" in refusal(file)
+        return
+    found = value_of(load_config(file).config, name)
+    assert (type(found), found) == (type(value), value)
+
+
+REFUSED: dict[str, tuple[str, ...]] = {
+    "training.max_steps=1:30": ("training.max_steps=1:30: must be a whole number",),
+    "training.batch_size=true": ("training.batch_size=true: must be a whole number",),
+    "training.learning_rate=true": ("training.learning_rate=true: must be a number",),
+    "zero.stage=true": ("zero.stage=true: must be a whole number",),
+    "training.max_steps=3 # or 4": ("training.max_steps=3 # or 4: must be a whole number",),
+    "training.max_steps=1_00": ("training.max_steps=1_00: must be a whole number",),
+    "dataset.packing=yes": ("dataset.packing=yes: must be true or false, and this is text; write true",),
+    "dataset.shuffle=off": ("write false",),
+    "dataset.packing=1": ("dataset.packing=1: must be true or false; write true",),
+    "zero={stage: 3": ("zero={stage: 3: brackets that are no YAML",),
+    "dataset.fields={prompt: a #b}": ("brackets that are no YAML", "in quotes"),
+    ".training.epochs=3": (".training.epochs has a dot too many; write training.epochs=...",),
+    "training..epochs=3": ("write training.epochs=",),
+    "--training.epochs=3": ("write training.epochs=3",),
+    "output_dir=$NOT_SET/x": ("output_dir=$NOT_SET/x: the variable NOT_SET is not set; export it",),
+    "dataset.path=~nobody_at_all/x": ("dataset.path=~nobody_at_all/x: the home folder ~nobody_at_all is not known",),
+    "load_in_8bit=true": ("load_in_8bit=true: not a setting here; 8-bit bases are not offered",),
+    "quantization_bit=8": ("quantization_bit=8: not a setting here; only 4-bit",),
+    "stage=dpo": ("stage=dpo: preference training (DPO and relatives) is not offered",),
+    "rl=kto": ("rl=kto: preference training",),
+    "template=llama3": ("template=llama3: not a setting here", "dataset.chat_template"),
+    "eot_tokens=[x]": ("remove it; the end of a turn",),
+    "tokenizer_type=AutoTokenizer": ("remove it",),
+    "val_set_size=200": ("val_set_size=200: a number of records; write a share", "0.5 at most"),
+    "logging.report_to=[tensorboard, none]": ("logging.report_to=[tensorboard, none]: none stands alone",),
+    "load_in_4bit=false ; adapter=qlora": ("load_in_4bit=false: adapter is qlora", "write adapter: lora"),
+    "lora_r=0": ("lora_r=0: must be 1 or more",),
+    # DeepSpeed's own keys
+    "zero.extra={zero_optimization: {stage: 3}}": ("zero.extra.zero_optimization.stage=3: is set with zero.stage",),
+    "zero.extra={zero_optimization: hello}": ("zero.extra.zero_optimization=hello: must be a map", "zero.stage"),
+    "zero.extra.zero_optimization.offload_param={device: cpu}": ("is set with zero.offload_parameters",),
+    "zero.extra.zero_optimization.stage3_max_live_parameters=1": ("is set with zero.max_live_parameters",),
+    "zero.extra.train_micro_batch_size_per_gpu=4": ("is set with training.batch_size",),
+    "zero.extra.gradient_clipping=1": ("is set with training.max_grad_norm",),
+    "zero.extra.fp16={enabled: true}": ("zero.extra.fp16={enabled: true}: is set with training.precision",),
+    "zero.extra.optimizer.type=Lion": ("is set with training.optimizer",),
+    "zero.extra.zero_allow_untested_optimizer=false": ("needs it as it is; remove it",),
+    "zero.extra.sparse_attention={}": ("cannot run within training here",),
+    "zero.extra=5": ("zero.extra=5: must be a map",),
+    # bounds
+    "lora.r=100000": ("lora.r=100000: must be 32768 or less",),
+    "training.max_steps=1e30": ("training.max_steps=1e+30: must be a whole number of fewer digits",),
+    "training.epochs=1e9": ("training.epochs=1000000000.0: must be 100000.0 or less",),
+    "training.batch_size=1000000": ("training.batch_size=1000000: must be 65536 or less",),
+    "training.learning_rate=1e6": ("training.learning_rate=1000000.0: must be 1.0 or less",),
+    "training.learning_rate=.nan": ("training.learning_rate=nan: must be a finite number",),
+    "training.learning_rate=-1e-4": ("training.learning_rate=-0.0001: must be above 0",),
+    "training.max_steps=.inf": ("training.max_steps=inf: must be a finite number",),
+    "training.weight_decay=-1": ("training.weight_decay=-1: must be 0.0 or more",),
+    "seed=99999999999": ("seed=99999999999: must be below 4294967296",),
+    "scu.tokens=1e300": ("scu.tokens=1e+300: must be",),
+    "zero.reduce_bucket_size=1e15": ("zero.reduce_bucket_size=1000000000000000.0: must be 100000000000 or less",),
+    "dataset.max_length=100000000": ("dataset.max_length=100000000: must be 16777216 or less",),
+    f"output_dir={'x' * 300}": ("a name of 300 bytes, and file systems take 255",),
+    f"dataset.path=a/{'é' * 200}.jsonl": ("a name of 406 bytes",),
+    f"base_model={'m' * 5000}": ("a name of 5000 bytes",),
+    f"training.max_steps={'9' * 5000}": ("must be a whole number",),
+}
+
+
+@pytest.mark.parametrize("overrides", REFUSED, ids=[name[:60] for name in REFUSED])
+def test_an_override_is_refused(overrides: str, file: Path) -> None:
+    line = refusal(file, *overrides.split(" ; "))
+    assert [fragment for fragment in REFUSED[overrides] if fragment not in line] == [], line
+    assert "\n" not in line and len(line) < 400
+
+
+def test_a_value_that_changes_nothing_is_left_out_with_a_note(file: Path) -> None:
+    file.write_text(BASE + "load_in_8bit: false\nbf16: auto\nwandb_project:\n")
+    assert load_config(file).notes == (
+        "load_in_8bit: false changes nothing here and is left out",
+        "bf16: auto changes nothing here and is left out",
+        "wandb_project: empty, left out",
+    )
+
+
+@pytest.mark.parametrize("text", ["adapter: lora\nload_in_4bit: true\n", "load_in_4bit: true\nadapter: lora\n"])
+def test_two_settings_that_contradict_each_other(text: str, file: Path) -> None:
+    file.write_text(BASE + text)
+    line = refusal(file)
+    assert "load_in_4bit" in line and "adapter" in line and "keep one" in line and "line 5" in line
+
+
+def test_quantization_without_a_quantised_base_is_said(file: Path) -> None:
+    file.write_text(BASE + "quantization: {bits: 4}\n")
+    (note,) = load_config(file).notes
+    assert note.startswith("quantization.bits has no effect: adapter is lora, and only adapter: qlora")
+    assert load_config(file, ["adapter=qlora"]).notes == ()
+    Path("again.yaml").write_text(dump_yaml(load_config(file).config))
+    assert load_config("again.yaml").notes == (), "a record of a run holds every section"
+
+
+def test_every_mistake_is_told_with_its_line(file: Path) -> None:
+    file.write_text(BASE + "lora_r: 0\ntraining:\n  epochs: -1\n  lerning_rate: 1\n")
+    assert refusal(file, "zero.stage=7").split("\nerror: ") == [
+        "training.lerning_rate: unknown setting; did you mean training.learning_rate? (c.yaml line 7)",
+        "lora_r=0: must be 1 or more (c.yaml line 4)",
+        "training.epochs=-1: must be above 0.0 (c.yaml line 6)",
+        "zero.stage=7: must be auto, 0, 1, 2 or 3",
+    ]
+
+
+FILES: dict[str, tuple[bytes, tuple[str, ...]]] = {
+    "brackets": (b"[" * 10_000, ("not valid YAML: brackets nested",)),
+    "billion laughs": (
+        b"a: &a [1,1,1,1,1,1,1,1,1,1]\n"
+        + b"".join(b"%c: &%c [%s]\n" % (i, i, b",".join([b"*%c" % (i - 1)] * 10)) for i in range(98, 108)),
+        ("more than 100,000 values",),
+    ),
+    "anchor in itself": (b"a: &a [*a]\n", ("line 1: an anchor within itself",)),
+    "latin-1": (BASE.encode() + b"logging: {run_name: caf\xe9}\n", ("line 4: byte 0xe9 is not UTF-8", "as UTF-8")),
+    "utf-16": (BASE.encode("utf-16"), ("is not UTF-8", "save this one as UTF-8")),
+    "binary": (b"\x00\x01\x02safetensors", ("line 1: the character '\\x00' is no text", "name a YAML file")),
+    "huge": (b"# " + b"x" * 9_000_000, ("more than 8 MiB",)),
+    "a colon in text": (BASE.encode() + b"adapter: a: b\n", ("line 4", "put text with a colon in quotes")),
+    "two documents": (BASE.encode() + b"---\nseed: 1\n", ("not valid YAML at line 4", "one file holds one")),
+    "a name for data": (BASE.replace("{path: data.jsonl}", "identity").encode() + b"cutoff_len: 9\n",
+                        ("dataset=identity: must be a section", "`path:` below it (c.yaml line 3)")),
+    "no adapter": (BASE.encode() + b"adapter:\n", ("adapter: empty; write a value", "line 4")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_is_refused(name: str, file: Path) -> None:
+    content, fragments = FILES[name]
+    file.write_bytes(content)
+    line = refusal(file)
+    assert [fragment for fragment in fragments if fragment not in line] == [], line
+    assert "\n" not in line and len(line) < 300
+
+
+def test_a_byte_order_mark_is_no_mistake(file: Path) -> None:
+    file.write_bytes(b"\xef\xbb\xbf" + BASE.encode())
+    assert load_config(file).config.base_model == "some/model"
+
+
+def test_a_configuration_that_cannot_be_read(file: Path) -> None:
+    assert "c.yaml/x: cannot be read (Not a directory)" in refusal(Path("c.yaml/x"))
+    assert "cannot be read (File name too long)" in refusal(Path("x" * 300))
+    assert "is a folder" in refusal(Path("."))
+    assert "more than 8 MiB" in refusal(Path("/dev/zero"))

@@ -1,0 +1,68 @@
+"""Settings of other trainers whose value decides what they mean: translated, left out with a note, or refused."""
+
+from typing import Any
+
+from trainer.config.aliases import ALIASES, ELSEWHERE
+from trainer.config.errors import UserError, shown
+
+LORA_TARGETS = "lora.target_modules"
+QLORA: dict[str, Any] = {"adapter": "qlora"}
+NOTHING: dict[str, Any] = {}
+PREFERENCES = "preference training (DPO and relatives) is not offered here"
+
+# Name -> value -> the settings it stands for. REFUSED and ELSEWHERE say what to write instead of any other value.
+MEANINGS: dict[str, dict[Any, dict[str, Any]]] = {
+    "load_in_4bit": {True: QLORA, False: NOTHING},
+    "load_in_8bit": {False: NOTHING},
+    "quantization_bit": {4: QLORA},
+    "quantization_method": {"bnb": NOTHING, "bitsandbytes": NOTHING},
+    "finetuning_type": {"lora": NOTHING, "full": {"adapter": "none"}},
+    "stage": {"sft": NOTHING},
+    "lora_target_linear": {True: {LORA_TARGETS: ["all-linear"]}, False: NOTHING},
+    "bf16": {True: {"training.precision": "bf16"}, False: NOTHING, "auto": NOTHING},
+    "fp16": {True: {"training.precision": "fp16"}, False: NOTHING},
+    "tf32": {False: NOTHING, "auto": NOTHING},
+    "flash_attention": {False: NOTHING, "auto": NOTHING},
+    "flash_attn": {False: NOTHING, "auto": NOTHING},
+    "resume": {False: NOTHING, True: {"training.resume_from_checkpoint": "latest"}},
+    "do_train": {True: NOTHING},
+    "do_eval": {False: NOTHING},
+    "push_to_hub": {False: NOTHING},
+    "group_by_length": {False: NOTHING},
+    "train_on_inputs": {False: NOTHING},
+    "pad_to_sequence_len": {True: NOTHING, False: NOTHING},
+    "eval_sample_packing": {True: NOTHING, False: NOTHING},
+    "rl": {False: NOTHING},
+}
+
+REFUSED = {
+    "load_in_8bit": "8-bit bases are not offered; write `adapter: qlora` for 4 bits",
+    "quantization_bit": "only 4-bit bases are offered; write `adapter: qlora`, or remove it",
+    "quantization_method": "the base is quantised by bitsandbytes; remove it",
+    "finetuning_type": "write `adapter: lora`, `qlora` or `none`",
+    "stage": "remove it; a run here is supervised fine-tuning, or plain text with `dataset.format: completion`",
+}
+_PREFERENCE_STAGES = ("dpo", "ipo", "kto", "orpo", "simpo", "ppo", "grpo", "gdpo", "rm", "reward")
+
+
+def understood(name: str, value: Any) -> tuple[dict[str, Any], str] | None:
+    """The settings that another trainer's setting stands for, and a note; None if `name` is not one of them.
+
+    Raises UserError, with what to write instead, for a value that cannot be done.
+    """
+    if name not in MEANINGS and name not in ELSEWHERE:
+        return ({}, f"{name}: empty, left out") if value is None and name in ALIASES else None
+    if value is None:
+        return {}, f"{name}: empty, left out"
+    written = f"{name}: {shown(value)}"
+    word = value.strip().lower() if isinstance(value, str) else value
+    for known, settings in MEANINGS.get(name, {}).items():
+        # True equals 1 in Python, and neither is meant by the other.
+        if (type(known), known) == (type(word), word):
+            if not settings:
+                return {}, f"{written} changes nothing here and is left out"
+            means = ", ".join(f"{ours}: {shown(ours_value)}" for ours, ours_value in settings.items())
+            return settings, f"{written} is read as {means}"
+    if name in ("rl", "stage") and word in _PREFERENCE_STAGES:
+        raise UserError(f"{name}={shown(value)}: {PREFERENCES}")
+    raise UserError(f"{name}={shown(value)}: not a setting here; {REFUSED.get(name) or ELSEWHERE[name]}")

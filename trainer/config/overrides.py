@@ -1,0 +1,59 @@
+"""`key=value` on the command line: read by the type of the setting, so that text is taken as it stands."""
+
+import re
+from typing import Any
+
+from trainer.config.aliases import ALIASES
+from trainer.config.errors import UserError, shown
+from trainer.config.messages import annotation_of
+from trainer.config.values import is_text, kinds, may_be_nothing
+from trainer.config.yaml_core import parse, plain
+
+_COLLECTION = ("[", "{")
+_QUOTES = ("'", '"')
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """The name as typed and the value.
+
+    Raises UserError for what is not `name=value`, and for brackets that are not closed.
+    """
+    name, equals, value = text.partition("=")
+    name = name.strip()
+    if not equals or not name:
+        raise UserError(f"{text}: not an override; write key=value, such as training.learning_rate=1e-4")
+    if not all(name.split(".")):
+        better = re.sub(r"\.+", ".", name).strip(".")
+        raise UserError(f"{shown(text)}: {name} has a dot too many; write {better or 'training.epochs'}=...")
+    if name.startswith("-"):
+        raise UserError(f"{shown(text)}: settings have no dashes; write {name.lstrip('-')}={shown(value)}")
+    return name, _value(annotation_of(ALIASES.get(name, name)), name, value)
+
+
+def _value(annotation: Any, name: str, value: str) -> Any:
+    text = value.strip()
+    if text.startswith(_QUOTES):
+        quoted = _quoted(text)
+        if quoted is not None:
+            return quoted
+    if annotation is not None and is_text(annotation):
+        return None if not text or may_be_nothing(annotation, text) else value
+    is_list_of_words = annotation is not None and tuple in kinds(annotation)
+    if not text.startswith(_COLLECTION):
+        return plain(text) if not is_list_of_words or plain(text) is None else value
+    try:
+        return parse(text)
+    except ValueError:
+        if is_list_of_words:
+            return value
+        raise UserError(
+            f"{name}={shown(value)}: brackets that are no YAML; close them, and put text with # or : in quotes"
+        ) from None
+
+
+def _quoted(text: str) -> str | None:
+    try:
+        value = parse(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None

@@ -1,0 +1,195 @@
+"""YAML as its version 1.2 reads it (the core schema): `010` is ten, `1e-4` a number; `1:30`, `yes` and dates are text.
+
+Readers of YAML 1.1, PyYAML among them, take these for 8, text, 90, true and a date.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.config.errors import UserError
+
+MOST_BYTES = 8 * 2**20
+MOST_VALUES = 100_000
+"""Far beyond any configuration; anchors that repeat anchors reach billions in a few lines."""
+
+_RULES = {
+    "null": (r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    "bool": (r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
+    "int": (r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$", list("-+0123456789")),
+    "float": (
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$",
+        list("-+.0123456789"),
+    ),
+    "merge": (r"^<<$", ["<"]),
+}
+
+
+@dataclass(frozen=True)
+class YamlFile:
+    """What a file holds, and the line at which each dotted name is written."""
+
+    tree: dict[Any, Any]
+    lines: dict[str, int]
+
+
+class _CoreLoader(yaml.SafeLoader):
+    """Refuses a key written twice, of which plain YAML keeps the last without a word."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own name)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise UserError(f"line {line}: a list or map as a name; names of settings are words")
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise UserError(f"{key}: written twice (line {line}, first in line {seen[key]}); keep one")
+            seen[key] = line
+        return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        text = str(self.construct_scalar(node))
+        base = {"0o": 8, "0x": 16}.get(text[:2])
+        return int(text[2:], base) if base else int(text)
+
+
+for _name, (_pattern, _first) in _RULES.items():
+    _CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
+_CoreLoader.add_constructor("tag:yaml.org,2002:int", _CoreLoader.construct_yaml_int)
+
+
+class _CoreDumper(yaml.SafeDumper):
+    """Quotes what either version of YAML would read as something else than text."""
+
+
+for _name, (_pattern, _first) in _RULES.items():
+    _CoreDumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
+
+
+def dump(tree: Any) -> str:
+    """YAML that `parse`, and readers of YAML 1.1, take for the same values."""
+    return str(yaml.dump(tree, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True))
+
+
+def parse(text: str) -> Any:
+    """The value of a piece of YAML, all of which must belong to it. Raises ValueError or UserError."""
+    loader = _CoreLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None or node.end_mark.index != len(text):
+            raise ValueError("a comment, which on a command line is text")
+        return loader.construct_document(node)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    finally:
+        loader.dispose()
+
+
+def plain(text: str) -> Any:
+    """The value of a scalar without quotes: everything is part of it, a `#` and a colon as well."""
+    loader = _CoreLoader("")
+    try:
+        tag = loader.resolve(yaml.ScalarNode, text.strip(), (True, False))
+        value: Any = loader.construct_object(yaml.ScalarNode(tag, text.strip()))
+    except ValueError:  # more digits than Python reads
+        return text
+    finally:
+        loader.dispose()
+    return text if isinstance(value, str) else value
+
+
+def read_yaml(path: Path) -> YamlFile:
+    """The settings in a file. Raises UserError for everything else that a path can lead to."""
+    text = _read_text(path)
+    try:
+        loader = _CoreLoader(text)
+        try:
+            node = loader.get_single_node()
+            _values_of(node, {}, path)
+            tree = None if node is None else loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise UserError(
+            f"{path}: not valid YAML at line {line}: the character {text[error.position]!r} is no text; "
+            "name a YAML file"
+        ) from None
+    except RecursionError:
+        raise UserError(f"{path}: not valid YAML: brackets nested hundreds deep; name a file of settings") from None
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise UserError(f"{path}: not valid YAML{where}: {problem}{_hint(problem)}") from None
+    if not isinstance(tree, dict):
+        held = "nothing" if tree is None else f"a {'list' if isinstance(tree, list) else 'single value'}, not settings"
+        raise UserError(f"{path}: holds {held}; write `base_model: ...` and so on")
+    lines: dict[str, int] = {}
+    _note_lines(node, "", lines)
+    return YamlFile(tree, lines)
+
+
+def _hint(problem: str) -> str:
+    if problem.startswith("but found another document"):
+        return "; one file holds one configuration, remove the ---"
+    return "; put text with a colon in quotes" if problem.startswith("mapping values are not allowed") else ""
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.is_dir():
+            raise UserError(f"{path}: is a folder; name a YAML file in it")
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; presets are in configs/") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); name a YAML file that you may read") from None
+    if len(content) > MOST_BYTES:
+        raise UserError(f"{path}: more than {MOST_BYTES >> 20} MiB, which is no configuration; name a YAML file")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(
+            f"{path}: cannot be read as text (line {line}: byte 0x{content[error.start]:02x} is not UTF-8); "
+            "name a YAML file, or save this one as UTF-8"
+        ) from None
+
+
+def _values_of(node: yaml.Node | None, known: dict[int, int], path: Path) -> int:
+    """How many values a node stands for when every anchor is written out. Raises UserError for too many."""
+    if node is None or isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) in known:
+        if not known[id(node)]:
+            raise UserError(f"{path}: line {node.start_mark.line + 1}: an anchor within itself; write the value out")
+        return known[id(node)]
+    known[id(node)] = 0  # not counted to the end
+    inner = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+    total = 1 + sum(_values_of(part, known, path) for part in inner)
+    if total > MOST_VALUES:
+        raise UserError(f"{path}: more than {MOST_VALUES:,} values, which is no configuration; name a YAML file")
+    known[id(node)] = total
+    return total
+
+
+def _note_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int]) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                lines.setdefault(f"{prefix}{key.value}", key.start_mark.line + 1)
+                _note_lines(value, f"{prefix}{key.value}.", lines)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            lines.setdefault(f"{prefix}{index}", value.start_mark.line + 1)
+            _note_lines(value, f"{prefix}{index}.", lines)
