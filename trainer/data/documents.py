@@ -1,6 +1,7 @@
 """Records to tokenised documents: a source's shape is found once, then batches are read, templated, masked and cut."""
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ from trainer.data.packing import best_fit
 from trainer.data.records import Text, Turns, read_record
 from trainer.data.samples import Sample, join
 from trainer.data.sources import read_source, rows_of, where_from
+from trainer.data.text_files import record_of
 from trainer.data.tokens import Encoded, encode_texts
 
 # One row a record. `length` and `targets` are of what is left of it; `first_target` says how many tokens of the whole
@@ -100,9 +102,11 @@ def encode_source(
 
     Raises UserError for the first record that cannot be read.
     """
-    records = read_source(source, label)
+    scratch = file.with_suffix(".records")
+    records = read_source(source, label, scratch=scratch)
     assert isinstance(records, Dataset)
-    shape = find_shape(source, records.column_names, records[0], label, has_chat_template=encoder.chat is not None)
+    first = [record_of(row) for row in records.take(ROWS_AT_ONCE)]
+    shape = find_shape(source, _fields_of(first), first[0], label, has_chat_template=encoder.chat is not None)
     environment = os.environ
     try:
         documents = records.map(
@@ -121,6 +125,7 @@ def encode_source(
     finally:
         # With several workers datasets puts a copy in the place of os.environ: others would keep reading the old one.
         os.environ = environment  # noqa: B003 (the very object, not its contents)
+        shutil.rmtree(scratch, ignore_errors=True)
     return documents, shape.note
 
 
@@ -152,8 +157,13 @@ def stream_samples(
 def _encode_batch(
     batch: Mapping[str, list[Any]], indices: list[int], encoder: DocumentEncoder, shape: Shape, label: str
 ) -> dict[str, list[Any]]:
-    records = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    return encoder.rows(records, indices[0], shape, label)
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    return encoder.rows([record_of(row) for row in rows], indices[0], shape, label)
+
+
+def _fields_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The fields that any of the records has, in the order of their appearance."""
+    return list(dict.fromkeys(name for record in records for name in record))
 
 
 def _stream(
@@ -172,8 +182,7 @@ def _stream(
     count = 0
     while batch := list(islice(rows, STREAM_ROWS_AT_ONCE)):
         if shape is None:
-            columns = list(records.column_names or batch[0])
-            shape = find_shape(source, columns, batch[0], label, has_chat_template=encoder.chat is not None)
+            shape = find_shape(source, _fields_of(batch), batch[0], label, has_chat_template=encoder.chat is not None)
         encoded = encoder.rows(batch, count, shape, place)
         count += len(batch)
         for ids, trained, targets in zip(encoded["input_ids"], encoded["trained"], encoded["targets"], strict=True):

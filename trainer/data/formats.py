@@ -34,6 +34,8 @@ COMMON_NAMES: tuple[tuple[str, dict[str, str]], ...] = (
     ("completion", {"text": "content"}),
     ("completion", {"text": "completion"}),
 )
+# Fields of a record that may hold a list of turns.
+TURN_LISTS = ("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected")
 WANTED = "messages | conversations | instruction + output | prompt + completion | text"
 
 
