@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
 
@@ -15,14 +16,15 @@ from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.data.chat import ChatEncoder, chat_template_of
 from trainer.data.formats import Shape, find_shape
 from trainer.data.packing import best_fit
-from trainer.data.records import Text, Turns, read_record
+from trainer.data.records import Text, Turns, answers_of, read_record
 from trainer.data.samples import Sample, join
 from trainer.data.sources import read_source, rows_of, where_from
 from trainer.data.text_files import record_of
 from trainer.data.tokens import Encoded, encode_texts
 
 # One row a record. `length` and `targets` are of what is left of it; `first_target` says how many tokens of the whole
-# document must stay for one target to be among them, 0 if it has none.
+# document must stay for one target to be among them, 0 if it has none. `answers` it has, `empty` ones among them;
+# `digest` is equal for equal documents.
 COLUMNS = Features(
     {
         "input_ids": List(Value("int32")),
@@ -31,6 +33,9 @@ COLUMNS = Features(
         "targets": Value("int32"),
         "first_target": Value("int32"),
         "truncated": Value("bool"),
+        "answers": Value("int32"),
+        "empty": Value("int32"),
+        "digest": Value("int64"),
     }
 )
 ROWS_AT_ONCE = 512
@@ -65,7 +70,8 @@ class DocumentEncoder:
         examples = [read_record(record, shape, place) for record, place in zip(records, where, strict=True)]
         documents = self.encode(examples, where)
         rows: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-        for document in documents:
+        for example, document in zip(examples, documents, strict=True):
+            answers = answers_of(example, self.train_on)
             # A document's first token has nothing before it to be predicted from.
             at = next((index for index, trained in enumerate(document.trained) if trained and index), 0)
             rows["input_ids"].append(document.input_ids[: self.max_length])
@@ -74,6 +80,9 @@ class DocumentEncoder:
             rows["targets"].append(sum(document.trained[1 : self.max_length]))
             rows["first_target"].append(at + 1 if at else 0)
             rows["truncated"].append(len(document.input_ids) > self.max_length)
+            rows["answers"].append(len(answers))
+            rows["empty"].append(sum(not answer for answer in answers))
+            rows["digest"].append(xxhash.xxh3_64_intdigest(np.asarray(document.input_ids, np.int32).tobytes()) - 2**63)
         return rows
 
     def encode(self, examples: Sequence[Turns | Text], where: Sequence[str]) -> list[Encoded]:
