@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 
+from trainer.config import UserError
 from trainer.layers.shards import layer_shards_of
 from trainer.liveness.progress import phase
 
@@ -12,16 +14,9 @@ _PROBE = "Sentinel"
 
 @phase("generate")
 @torch.no_grad()
-def answer_prompt(engine: Any, tokenizer: Any, prompt: str, max_new_tokens: int) -> str:
+def answer_prompt(engine: Any, tokenizer: Any, prompt: str, max_new_tokens: int, system: str | None = None) -> str:
     """The greedy answer to a user message (or the continuation, without a chat template); every rank must call it."""
-    if tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        encoded = tokenizer(prompt, return_tensors="pt")
-    input_ids = encoded["input_ids"].to(engine.device)
+    input_ids = prompt_ids(tokenizer, prompt, system).to(engine.device)
     model = engine.module
     was_training = model.training
     model.eval()
@@ -41,6 +36,23 @@ def answer_prompt(engine: Any, tokenizer: Any, prompt: str, max_new_tokens: int)
     )
     model.train(was_training)
     return str(tokenizer.decode(generated[0, input_ids.shape[1] :], skip_special_tokens=True))
+
+
+def prompt_ids(tokenizer: Any, prompt: str, system: str | None) -> torch.Tensor:
+    """Token ids [1, T] of a conversation up to where the assistant takes over."""
+    if not tokenizer.chat_template:
+        text = prompt if system is None else f"{system}\n\n{prompt}"
+        return torch.as_tensor(tokenizer(text, return_tensors="pt")["input_ids"])
+    messages = [{"role": "user", "content": prompt}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    try:
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    except TemplateError as error:
+        raise UserError(f"the run's chat template refuses the conversation ({error})") from None
+    return torch.as_tensor(encoded["input_ids"])
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> list[int]:

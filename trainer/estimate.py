@@ -163,9 +163,7 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0; 2 after one line on stderr if nothing fits or something is wrong."""
-    parser = CommandParser(
-        prog="zerolora estimate", description="What a run needs, without a GPU or weights."
-    )
+    parser = CommandParser(prog="zerolora estimate", description="What a run needs, without a GPU or weights.")
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--gpus", type=int, default=1, help="how many GPUs, one rank each")

@@ -142,13 +142,19 @@ def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split
         raise UserError(f"{run.folder}: the run held no data out; name some with --data FILE")
     if source is not None:
         section = _only(section, source)
-    prepared = prepare_data(
-        section,
-        tokenizer,
-        seed=run.config.seed,
-        cache_dir=Path(section.cache_dir).expanduser(),
-        max_length_of_model=context_length(load_model_config(run.config.base_model, run.config.model)),
-    )
+    try:
+        prepared = prepare_data(
+            section,
+            tokenizer,
+            seed=run.config.seed,
+            cache_dir=Path(section.cache_dir).expanduser(),
+            max_length_of_model=context_length(load_model_config(run.config.base_model, run.config.model)),
+        )
+    except UserError as error:
+        if data is None:
+            raise
+        named = str(error).replace("dataset.split=", "--split=").replace("dataset.path=", "--data=")
+        raise UserError(named) from None
     samples = prepared.evaluation if source is None else prepared.train
     assert isinstance(samples, Samples)  # a stream holds nothing out by val_split
     return [document for sample in samples for document in _documents(sample)]

@@ -5,17 +5,18 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trainer.answers import stop_tokens
+from trainer.answers import prompt_ids, stop_tokens
 from trainer.config import CommandParser, UserError
+from trainer.config.errors import shown
 from trainer.finished_run import find_run, load_trained, quiet_libraries, run_device, saved_tokenizer
 from trainer.model import context_length
 
@@ -62,23 +63,6 @@ def answer(
     return str(tokenizer.decode(generated[0, length:], skip_special_tokens=True)).strip()
 
 
-def prompt_ids(tokenizer: Any, prompt: str, system: str | None) -> torch.Tensor:
-    """Token ids [1, T] of a conversation up to where the assistant takes over."""
-    if not tokenizer.chat_template:
-        text = prompt if system is None else f"{system}\n\n{prompt}"
-        return torch.as_tensor(tokenizer(text, return_tensors="pt")["input_ids"])
-    messages = [{"role": "user", "content": prompt}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    try:
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    except TemplateError as error:
-        raise UserError(f"the run's chat template refuses the conversation ({error})") from None
-    return torch.as_tensor(encoded["input_ids"])
-
-
 def show(answers: dict[str, str], console: Console) -> None:
     """One answer as plain text, for pipes; two of them beside each other."""
     if len(answers) == 1:
@@ -95,6 +79,8 @@ def show(answers: dict[str, str], console: Console) -> None:
 
 def _lines(terminal: bool) -> Iterator[str]:
     """Prompts from standard input until its end or Ctrl-C; each is a conversation of its own."""
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
     while True:
         if terminal:
             print("> ", end="", file=sys.stderr, flush=True)
@@ -106,8 +92,16 @@ def _lines(terminal: bool) -> Iterator[str]:
             if terminal:
                 print(file=sys.stderr)
             return
-        if line.strip():
-            yield line.strip()
+        if prompt := line.removeprefix("\ufeff").strip():
+            yield prompt
+
+
+def readable(prompt: str) -> str:
+    """A prompt that a tokenizer takes: bytes that are not UTF-8 become the replacement character, with a note."""
+    text = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    if text != prompt:
+        print(f"note: {shown(text)!r} is not UTF-8 text as given; its other bytes are read as \ufffd", file=sys.stderr)
+    return text
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -144,7 +138,8 @@ def _run(arguments: argparse.Namespace) -> None:
     terminal = sys.stdin.isatty()
     prompts: Iterable[str] = arguments.prompts or _lines(terminal)
     several = len(arguments.prompts) > 1
-    for prompt in prompts:
+    for given in prompts:
+        prompt = readable(given)
         names = {"base": False, "base + adapter": True} if arguments.base else {"adapter": True}
         try:
             answers = {

@@ -17,6 +17,8 @@ from trainer.config import CommandParser, UserError, load_config
 from trainer.data import DataStats, PreparedData, Sample, Samples, prepare_data
 from trainer.model import context_length, load_model_config, load_tokenizer
 
+# Documents of a pack that are shown.
+SHOWN_DOCUMENTS = 2
 # Examples of a stream that stand for the whole in the figures.
 STREAM_EXAMPLES = 200
 
@@ -32,7 +34,8 @@ def show_data(data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: C
     for number, sample in enumerate(shown, start=1):
         console.print(_panel(sample, tokenizer, number, colours=console.color_system is not None))
     for line in data.stats.lines():
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        style = "bold yellow" if line.startswith("warning: ") else ""
+        console.print(Text(line, style=style), soft_wrap=True)
     if stats is not data.stats:
         console.print(f"of the first {len(seen)} samples: {stats.trained_share:.1%} of the tokens are trained")
     for warning in warnings(stats, seen, tokenizer):
@@ -58,15 +61,13 @@ def warnings(stats: DataStats, samples: list[Sample], tokenizer: PreTrainedToken
             f"{endless} of {len(whole)} examples train no end-of-turn token, and a model that never learns to stop "
             "goes on; see the chat template and the tokenizer's eos_token"
         )
-    if stats.truncated:
-        share = stats.truncated / stats.documents
-        found.append(f"{share:.1%} of the examples are cut at dataset.max_length={stats.max_length} and lose their end")
     return found
 
 
 def _panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int, *, colours: bool) -> Panel:
     text = Text()
-    for index, document in enumerate(_documents(sample)):
+    documents = _documents(sample)
+    for index, document in enumerate(documents[:SHOWN_DOCUMENTS]):
         if index:
             text.append("\n──── next document, blind to the one above ────\n", style="cyan")
         at = 0
@@ -76,6 +77,9 @@ def _panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int, *, c
             part = tokenizer.decode(document.input_ids[at : at + count], skip_special_tokens=False)
             text.append(part if colours or not trained else f"⟦{part}⟧", style="bold green" if trained else "dim")
             at += count
+    more = len(documents) - SHOWN_DOCUMENTS
+    if more > 0:
+        text.append(f"\n──── and {more} more document{'s' * (more > 1)} in this pack ────", style="cyan")
     tokens, trained_tokens = len(sample.input_ids), sum(sample.trained)
     several = f", {len(sample.document_lengths)} documents" if len(sample.document_lengths) > 1 else ""
     share = trained_tokens / tokens if tokens else 0.0

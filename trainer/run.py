@@ -244,8 +244,9 @@ class Run:
         if self.prepared.data.evaluation is not None and loss is None:
             loss, _ = self._evaluate(engine)
             report_evaluation(self.metrics, position.step, loss)
-        for prompt in self.config.logging.sample_prompts:
-            answer = answer_prompt(engine, self.prepared.tokenizer, prompt, self.config.logging.sample_tokens)
+        tokenizer, logging, system = self.prepared.tokenizer, self.config.logging, self.config.dataset.system_prompt
+        for prompt in logging.sample_prompts:
+            answer = answer_prompt(engine, tokenizer, prompt, logging.sample_tokens, system)
             self.say(f"[bold]{when}[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}")
         return loss
 

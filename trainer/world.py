@@ -48,6 +48,7 @@ class Report:
     facts: dict[str, str]
     """What must be the same everywhere, by name."""
 
+
 _MEETINGS = itertools.count()
 
 

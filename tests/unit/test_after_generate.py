@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 
 from tests.unit.test_after_run import make_run
 from trainer import generate
-from trainer.answers import stop_tokens
+from trainer.answers import answer_prompt, prompt_ids, stop_tokens
 from trainer.config import UserError
 from trainer.finished_run import find_run, load_trained, saved_tokenizer
-from trainer.generate import Sampling, answer, prompt_ids, show
+from trainer.generate import Sampling, answer, show
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +119,31 @@ def test_prompts_come_from_the_command_line_or_line_by_line(
     assert generate.main([str(run_dir), "seven cats", "--base", *few]) == 0
     beside = capsys.readouterr().out
     assert "base" in beside and "base + adapter" in beside
+
+
+def test_bytes_that_are_no_text_are_answered_with_a_note(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbf\n\ncaf\xe9\n \nseven cats\n"), encoding="ascii")
+    monkeypatch.setattr("sys.stdin", given)
+    assert generate.main([str(run_dir), "--max-new-tokens", "2"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("note: ") == 1 and "'caf\ufffd' is not UTF-8 text" in captured.err
+    assert captured.out.count("\n") == 2
+    assert generate.main([str(run_dir), "caf\udce9", "--max-new-tokens", "2"]) == 0
+    assert "'caf\ufffd' is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_sample_prompts_are_asked_as_generate_asks(trained: tuple[Any, Any]) -> None:
+    model, tokenizer = trained
+
+    class Engine:
+        device, module = torch.device("cpu"), model
+
+        @staticmethod
+        def zero_optimization_stage() -> int:
+            return 0
+
+    asked = answer(model, tokenizer, "seven cats", Sampling(12), system="be brief")
+    assert answer_prompt(Engine(), tokenizer, "seven cats", 12, "be brief").strip() == asked
+    assert asked != answer(model, tokenizer, "seven cats", Sampling(12))

@@ -1,6 +1,7 @@
 """`zerolora inspect`: trained tokens marked, the figures, the warnings, and exit code 2 after one line."""
 
 import json
+import re
 from pathlib import Path
 
 import datasets
@@ -60,6 +61,8 @@ def test_packs_show_their_documents_and_how_full_they_are(capsys: pytest.Capture
     out = shown(capsys, "dataset.packing=true", "dataset.max_length=150")
     assert "next document" in out and "documents" in out.split("\n")[0]
     assert "packs" in out and "% full" in out
+    assert out.count("next document") == 1  # of the pack's documents the first two
+    assert re.search(r"and \d+ more documents? in this pack", out)
 
 
 def test_a_stream_is_shown_by_its_first_samples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +74,7 @@ def test_a_stream_is_shown_by_its_first_samples(capsys: pytest.CaptureFixture[st
     ("override", "warning"),
     [
         ("dataset.train_on=all", "100 % of the tokens are trained"),
-        ("dataset.max_length=30", "of the examples are cut at dataset.max_length=30"),
+        ("dataset.max_length=40", "are cut at dataset.max_length=40"),
         (
             'dataset.chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\\n{% endfor %}"',
             "20 of 20 examples train no end-of-turn token",

@@ -1,12 +1,14 @@
 """Records to tokenised documents: a source's shape is found once, then batches are read, templated, masked and cut."""
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from datasets import Dataset, Features, IterableDataset, List, Value
 from transformers import PreTrainedTokenizerBase
 
@@ -14,13 +16,15 @@ from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.data.chat import ChatEncoder, chat_template_of
 from trainer.data.formats import Shape, find_shape
 from trainer.data.packing import best_fit
-from trainer.data.records import Text, Turns, read_record
+from trainer.data.records import Text, Turns, answers_of, read_record
 from trainer.data.samples import Sample, join
 from trainer.data.sources import read_source, rows_of, where_from
+from trainer.data.text_files import record_of
 from trainer.data.tokens import Encoded, encode_texts
 
 # One row a record. `length` and `targets` are of what is left of it; `first_target` says how many tokens of the whole
-# document must stay for one target to be among them, 0 if it has none.
+# document must stay for one target to be among them, 0 if it has none. `answers` it has, `empty` ones among them;
+# `digest` is equal for equal documents.
 COLUMNS = Features(
     {
         "input_ids": List(Value("int32")),
@@ -29,6 +33,9 @@ COLUMNS = Features(
         "targets": Value("int32"),
         "first_target": Value("int32"),
         "truncated": Value("bool"),
+        "answers": Value("int32"),
+        "empty": Value("int32"),
+        "digest": Value("int64"),
     }
 )
 ROWS_AT_ONCE = 512
@@ -63,7 +70,8 @@ class DocumentEncoder:
         examples = [read_record(record, shape, place) for record, place in zip(records, where, strict=True)]
         documents = self.encode(examples, where)
         rows: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-        for document in documents:
+        for example, document in zip(examples, documents, strict=True):
+            answers = answers_of(example, self.train_on)
             # A document's first token has nothing before it to be predicted from.
             at = next((index for index, trained in enumerate(document.trained) if trained and index), 0)
             rows["input_ids"].append(document.input_ids[: self.max_length])
@@ -72,6 +80,9 @@ class DocumentEncoder:
             rows["targets"].append(sum(document.trained[1 : self.max_length]))
             rows["first_target"].append(at + 1 if at else 0)
             rows["truncated"].append(len(document.input_ids) > self.max_length)
+            rows["answers"].append(len(answers))
+            rows["empty"].append(sum(not answer for answer in answers))
+            rows["digest"].append(xxhash.xxh3_64_intdigest(np.asarray(document.input_ids, np.int32).tobytes()) - 2**63)
         return rows
 
     def encode(self, examples: Sequence[Turns | Text], where: Sequence[str]) -> list[Encoded]:
@@ -100,9 +111,11 @@ def encode_source(
 
     Raises UserError for the first record that cannot be read.
     """
-    records = read_source(source, label)
+    scratch = file.with_suffix(".records")
+    records = read_source(source, label, scratch=scratch)
     assert isinstance(records, Dataset)
-    shape = find_shape(source, records.column_names, records[0], label, has_chat_template=encoder.chat is not None)
+    first = [record_of(row) for row in records.take(ROWS_AT_ONCE)]
+    shape = find_shape(source, _fields_of(first), first[0], label, has_chat_template=encoder.chat is not None)
     environment = os.environ
     try:
         documents = records.map(
@@ -121,6 +134,7 @@ def encode_source(
     finally:
         # With several workers datasets puts a copy in the place of os.environ: others would keep reading the old one.
         os.environ = environment  # noqa: B003 (the very object, not its contents)
+        shutil.rmtree(scratch, ignore_errors=True)
     return documents, shape.note
 
 
@@ -152,8 +166,13 @@ def stream_samples(
 def _encode_batch(
     batch: Mapping[str, list[Any]], indices: list[int], encoder: DocumentEncoder, shape: Shape, label: str
 ) -> dict[str, list[Any]]:
-    records = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    return encoder.rows(records, indices[0], shape, label)
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    return encoder.rows([record_of(row) for row in rows], indices[0], shape, label)
+
+
+def _fields_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The fields that any of the records has, in the order of their appearance."""
+    return list(dict.fromkeys(name for record in records for name in record))
 
 
 def _stream(
@@ -172,8 +191,7 @@ def _stream(
     count = 0
     while batch := list(islice(rows, STREAM_ROWS_AT_ONCE)):
         if shape is None:
-            columns = list(records.column_names or batch[0])
-            shape = find_shape(source, columns, batch[0], label, has_chat_template=encoder.chat is not None)
+            shape = find_shape(source, _fields_of(batch), batch[0], label, has_chat_template=encoder.chat is not None)
         encoded = encoder.rows(batch, count, shape, place)
         count += len(batch)
         for ids, trained, targets in zip(encoded["input_ids"], encoded["trained"], encoded["targets"], strict=True):

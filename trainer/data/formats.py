@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.config import SourceSection, UserError
-from trainer.config.errors import nearest
+from trainer.config.errors import nearest, shown
 
 # What a format reads, under the name that `fields` renames; the first are required.
 REQUIRED = {
@@ -34,6 +34,10 @@ COMMON_NAMES: tuple[tuple[str, dict[str, str]], ...] = (
     ("completion", {"text": "content"}),
     ("completion", {"text": "completion"}),
 )
+# Answers that were judged worse: never to be learned.
+REJECTED = {"rejected", "rejected_response", "response_rejected", "dispreferred", "losing"}
+# Fields of a record that may hold a list of turns.
+TURN_LISTS = ("messages", "conversations", "conversation", "prompt", "completion", "chosen", "rejected")
 WANTED = "messages | conversations | instruction + output | prompt + completion | text"
 
 
@@ -95,6 +99,8 @@ def _detect(
         note = f"{label}: format {format_} (found by the field{'s' if '+' in fields else ''} {fields})"
         return Shape(format_, {**optional, **names}, alpaca_as_chat=has_chat_template, note=note)
 
+    if REJECTED & set(columns) and not source.fields:
+        _refuse_preferences(first, columns, label)
     for name in ("messages", "conversations", "conversation"):
         turns = first.get(present.get(name, name))
         if isinstance(turns, list) and turns and isinstance(turns[0], dict):
@@ -104,15 +110,53 @@ def _detect(
                 return shape("sharegpt", {"conversations": present[name]})
     for format_ in ("messages", "sharegpt", "alpaca", "prompt_completion", "completion"):
         if all(name in present for name in REQUIRED[format_]):
+            if format_ == "prompt_completion" and isinstance(first.get("label"), bool):
+                raise UserError(
+                    f"{label}.format=auto: the records have prompt, completion and a label of true or false, which is "
+                    "preference data, and preference training is not offered; to learn every completion, whatever its "
+                    f"label, set {label}.format: prompt_completion"
+                )
             return shape(format_, {name: present[name] for name in REQUIRED[format_]})
     for format_, names in COMMON_NAMES:
         if all(column in present for column in names.values()):
             return shape(format_, {name: present[column] for name, column in names.items()})
+    raise UserError(f"{label}.format=auto: {_not_found(source, columns, label)}")
+
+
+def _refuse_preferences(first: Mapping[str, Any], columns: Sequence[str], label: str) -> None:
+    """UserError for pairs of a better and a worse answer, unless they stand beside a whole conversation."""
+    for name in ("messages", "conversations"):
+        turns = first.get(name)
+        last = turns[-1] if isinstance(turns, list) and turns and isinstance(turns[-1], dict) else {}
+        if {last.get("role"), last.get("from")} & {"assistant", "gpt"}:
+            return
+    chosen = next((name for name in ("chosen", "accepted", "preferred", "response_chosen") if name in columns), "")
+    asked = next((name for name in ("prompt", "question", "instruction") if name in columns), None)
+    turns = first.get(chosen)
+    if isinstance(turns, list) and len(turns) > 1 and isinstance(turns[0], dict):
+        fields = f"{{{'conversations' if 'from' in turns[0] else 'messages'}: {chosen}}}"
+    else:
+        fields = f"{{prompt: {asked}, completion: {chosen}}}" if asked else f"{{text: {chosen}}}"
+    advice = f"; to learn the better answers alone, set {label}.fields: {fields}" if chosen else ""
     raise UserError(
-        f"{label}.format=auto: the records have {listed(columns)}, and wanted is one of {WANTED}; "
-        f"set {label}.format and name yours in {label}.fields, such as "
-        f"{{prompt: {columns[0] if columns else 'question'}, completion: {columns[-1] if columns else 'answer'}}}"
+        f"{label}.format=auto: the records have {listed(columns)}, which is preference data, and preference training "
+        f"is not offered{advice}"
     )
+
+
+def _not_found(source: SourceSection, columns: Sequence[str], label: str) -> str:
+    """What to say of records in which no format is recognised."""
+    found = f"the records have {listed(columns)}, and wanted is one of {WANTED}"
+    kind = (source.path or "").lower()
+    if ".csv" in kind or ".tsv" in kind:
+        head = listed(shown(name, 30) for name in columns)
+        found = f"the first line of a CSV file names its columns, and here reads {head}; wanted is one of {WANTED}"
+    usable = [column for column in columns if column not in REJECTED | {"id", "label", "score"}]
+    if len(usable) < 2:
+        one = usable[0] if usable else "the field"
+        return f"{found}; set {label}.fields: {{text: {shown(one, 30)}}} if that holds whole texts"
+    pair = f"prompt: {shown(usable[0], 30)}, completion: {shown(usable[-1], 30)}"
+    return f"{found}; name yours in {label}.fields, such as {{{pair}}}"
 
 
 def _check_fields(source: SourceSection, format_: str, columns: Sequence[str], label: str) -> None:
@@ -150,11 +194,13 @@ def kind_of(value: Any) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Field names for a message."""
-    return ", ".join(names) or "no fields"
+    """Field names for a message, the first twelve of many."""
+    every = list(names)
+    more = f" and {len(every) - 12} more" if len(every) > 12 else ""
+    return (", ".join(every[:12]) or "no fields") + more
 
 
 def _field_hint(format_: str, names: Mapping[str, str], columns: Sequence[str]) -> str:
     missing = [name for name in REQUIRED[format_] if names[name] not in columns]
-    free = [column for column in columns if column not in names.values()] or ["..."]
+    free = [column for column in columns if column not in {*names.values(), *REJECTED}] or ["..."]
     return ", ".join(f"{name}: {free[min(index, len(free) - 1)]}" for index, name in enumerate(missing))

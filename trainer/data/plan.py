@@ -9,7 +9,15 @@ from datasets import Dataset
 from numpy.typing import NDArray
 
 from trainer.config import DatasetSection, SourceSection, UserError
+from trainer.config.errors import shown
 from trainer.data.packing import best_fit
+
+# Shares above which the user is told.
+WORTH_SAYING = 0.01
+MANY_COPIES = 0.05
+# A weight of a mix repeats documents at most so often, and makes at most so many of them (8 bytes each).
+MOST_REPEATS = 1000
+MOST_DOCUMENTS = 200_000_000
 
 Sources = list[tuple[str, SourceSection]]
 Index = NDArray[np.int64]
@@ -19,7 +27,8 @@ Index = NDArray[np.int64]
 class DataStats:
     """What one pass over the data is made of; `records` were read, all else counts what is trained on.
 
-    `truncated` documents were cut to max_length, `dropped` records had no trained token (left).
+    `truncated` documents were cut to max_length, `dropped` records had no trained token (left). Of `answers` so many
+    are `empty`; `copies` are documents that an earlier one equals, or, of held-out data, one that is trained on.
     """
 
     records: int = 0
@@ -29,6 +38,9 @@ class DataStats:
     target_tokens: int = 0
     truncated: int = 0
     dropped: int = 0
+    answers: int = 0
+    empty: int = 0
+    copies: int = 0
     max_length: int = 0
     packed: bool = False
     notes: tuple[str, ...] = ()
@@ -54,12 +66,33 @@ class DataStats:
     def lines(self) -> list[str]:
         """The figures for the console."""
         lines = [*self.notes, *(self._figures("train") if self.records else [])]
-        return lines + (self.evaluation._figures("held out") if self.evaluation else [])
+        lines += self.evaluation._figures("held out") if self.evaluation else []
+        return lines + [f"warning: {warning}" for warning in self.warnings()]
+
+    def warnings(self) -> list[str]:
+        """What is allowed and seldom meant."""
+        found = []
+        if self.empty > WORTH_SAYING * self.answers:
+            found.append(f"{self.empty:,} of {self.answers:,} answers are empty, and teach to say nothing")
+        if self.truncated > WORTH_SAYING * self.documents:
+            share = self.truncated / self.documents
+            found.append(
+                f"{share:.1%} of the documents are cut at dataset.max_length={self.max_length}, and lose their end"
+            )
+        if self.dropped > WORTH_SAYING * self.records:
+            found.append(f"{self.dropped / self.records:.1%} of the records are dropped for lack of trained tokens")
+        if self.copies > MANY_COPIES * self.documents:
+            found.append(f"{self.copies / self.documents:.1%} of the documents are exact copies of others")
+        held_out = self.evaluation
+        if held_out and held_out.copies > WORTH_SAYING * held_out.documents:
+            share = held_out.copies / held_out.documents
+            found.append(f"{share:.1%} of the held-out documents are trained on as well: the held-out loss is too low")
+        return found
 
     def _figures(self, name: str) -> list[str]:
         packs = f" in {self.samples:,} packs, {self.packing_efficiency:.1%} full" if self.packed else ""
         losses = [f"{self.truncated:,} cut to {self.max_length:,} tokens"] if self.truncated else []
-        losses += [f"{self.dropped:,} dropped for want of trained tokens"] if self.dropped else []
+        losses += [f"{self.dropped:,} dropped for lack of trained tokens"] if self.dropped else []
         return [
             f"{name}: {self.documents:,} documents{packs}, {self.tokens:,} tokens, "
             f"{self.target_tokens:,} of them trained ({self.trained_share:.1%})"
@@ -69,12 +102,15 @@ class DataStats:
 
 @dataclass(frozen=True)
 class Figures:
-    """Per record of a source: tokens, targets, tokens to keep for a target, whether it was cut."""
+    """Per record of a source: as the columns of its documents."""
 
     length: Index
     targets: Index
     first_target: Index
     truncated: NDArray[np.bool_]
+    answers: Index
+    empty: Index
+    digest: Index
 
     @classmethod
     def of(cls, documents: Dataset) -> "Figures":
@@ -107,15 +143,19 @@ def plan(
     is_held[generator.permutation(total)[: _held_out_count(section, total)]] = True
     kept: list[Index] = []
     first = 0
-    for (_, source), part in zip(sources, train, strict=True):
+    for (label, source), part in zip(sources, train, strict=True):
+        if part.answers.any() and part.empty.sum() == part.answers.sum():
+            raise _nothing_said(source, part, label)
         members = np.arange(first, first + len(part.length))
         members = members[~is_held[members] & (part.targets > 0)]
-        kept.append(_weighted(members, source.weight, generator) if section.mix else members)
+        kept.append(_weighted(members, source.weight, generator, label) if section.mix else members)
         first += len(part.length)
     held_out = np.concatenate([np.flatnonzero(is_held), np.arange(total, len(everything.length))])
     training, stats = _grouped(section, everything, np.flatnonzero(~is_held), _joined(kept), "dataset")
     kept_out = held_out[everything.targets[held_out] > 0]
     evaluating, held_out_stats = _grouped(section, everything, held_out, kept_out, "dataset.evaluation")
+    trained = np.unique(everything.digest[training.members])
+    held_out_stats = replace(held_out_stats, copies=int(np.isin(everything.digest[kept_out], trained).sum()))
     return training, evaluating, replace(stats, evaluation=held_out_stats if len(held_out) else None)
 
 
@@ -131,10 +171,21 @@ def _held_out_count(section: DatasetSection, total: int) -> int:
     return count
 
 
-def _weighted(members: Index, weight: float, generator: np.random.Generator) -> Index:
+def _weighted(members: Index, weight: float, generator: np.random.Generator, label: str) -> Index:
     """Each member floor(weight) times, and a random part of them once more so that the total comes out."""
+    if weight > MOST_REPEATS or weight * len(members) > MOST_DOCUMENTS:
+        most = min(MOST_REPEATS, MOST_DOCUMENTS // max(1, len(members)))
+        raise UserError(
+            f"{label}.weight={weight:g}: would take each of its {len(members):,} documents {weight:g} times; "
+            f"use {most} or less, or lower the other weights"
+        )
     whole = int(weight)
     extra = generator.permutation(len(members))[: round((weight - whole) * len(members))]
+    if len(members) and not whole and not len(extra):
+        raise UserError(
+            f"{label}.weight={weight:g}: takes none of its {len(members):,} documents; "
+            f"use {1 / len(members):.1g} or more, or remove the source"
+        )
     return _joined([members] * whole + [members[np.sort(extra)]])
 
 
@@ -144,6 +195,7 @@ def _grouped(
     """Samples out of documents, packed if so wanted, in the documents' order; and what they come to."""
     if len(records) and not len(members):
         raise _nothing_to_train_on(section, figures, records, label)
+    unique = np.unique(members)  # what the weights of a mix repeat is meant
     if section.packing:
         packs = best_fit(figures.length[members], section.max_length)
         starts = np.concatenate([[0], np.cumsum([len(pack) for pack in packs], dtype=np.int64)]).astype(np.int64)
@@ -158,8 +210,19 @@ def _grouped(
         target_tokens=int(figures.targets[members].sum()),
         truncated=int(figures.truncated[members].sum()),
         dropped=int((figures.targets[records] == 0).sum()),
+        answers=int(figures.answers[records].sum()),
+        empty=int(figures.empty[records].sum()),
+        copies=len(unique) - len(np.unique(figures.digest[unique])),
         max_length=section.max_length,
         packed=section.packing,
+    )
+
+
+def _nothing_said(source: SourceSection, figures: Figures, label: str) -> UserError:
+    count = int(figures.answers.sum())
+    return UserError(
+        f"{label}.path={shown(source.path)}: all {count:,} answers are empty, which teaches to say nothing; "
+        f"look at them with `zerolora inspect`, or name the field of the answers in {label}.fields"
     )
 
 

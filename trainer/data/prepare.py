@@ -25,7 +25,7 @@ from trainer.data.samples import Samples, SampleStream
 from trainer.data.sources import content_key
 
 # Part of every cache key: raise it when the same input no longer gives the same documents.
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 

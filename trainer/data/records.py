@@ -50,6 +50,20 @@ class Text:
     completion: str
 
 
+def answers_of(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
+    """For each answer that is to be learned whether it says anything; text without a prompt is no answer."""
+    if isinstance(example, Text):
+        return [bool(example.completion.strip())] if example.prompt else []
+    if not train_on & {"assistant", "all"}:
+        return []
+    said = enumerate(example.messages)
+    return [
+        bool(message["content"].strip() or message.get("tool_calls"))
+        for turn, message in said
+        if message["role"] == "assistant" and turn not in example.silent
+    ]
+
+
 def read_record(record: Mapping[str, Any], shape: Shape, where: str) -> Turns | Text:
     """One record as a conversation or a text; `where` begins the message of the UserError that a bad one raises."""
     for name in REQUIRED[shape.format]:
@@ -101,8 +115,10 @@ def _read_conversation(record: Mapping[str, Any], shape: Shape, where: str) -> T
 def _read_conversational_pair(
     prompt: Any, completion: Any, record: Mapping[str, Any], shape: Shape, where: str
 ) -> Turns:
-    """A prompt and a completion that are lists of turns: only the completion's carry loss."""
+    """A prompt and a completion that are lists of turns, or one of them text: only the completion's carry loss."""
     keys = ("role", "content")
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     lists = [
         [_message(turn, keys, f"{where}, {name} turn {number}") for number, turn in enumerate(turns, start=1)]
         for name, turns in (

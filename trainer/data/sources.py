@@ -1,20 +1,22 @@
-"""Where records come from: files, folders and hub names, read by the datasets library into one table per source."""
+"""Where records come from: files, folders and hub names, read into one table per source."""
 
-import gzip
-import json
+import errno
+import stat
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import datasets
 import xxhash
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, Features, IterableDataset, Value
 from datasets.exceptions import DatasetGenerationError
 
 from trainer.config import SourceSection, UserError
+from trainer.config.errors import shown
 from trainer.config.known_versions import require
-from trainer.data.formats import kind_of
+from trainer.data.splits import no_such_split, read_split, split_names
+from trainer.data.text_files import OPENERS, RAW, raw_records, record_of
 
 READERS = {
     ".jsonl": "json",
@@ -31,21 +33,36 @@ SPLIT_WORDS = {
     "validation": ("validation", "valid", "val", "dev", "eval"),
     "test": ("test", "testing"),
 }
+# Arrow's own are subclasses of these.
+READ_ERRORS = (DatasetGenerationError, ValueError, OSError, EOFError, StopIteration, TypeError, NotImplementedError)
+_NOT_DATA = {
+    stat.S_ISFIFO: "a pipe",
+    stat.S_ISSOCK: "a socket",
+    stat.S_ISCHR: "a device",
+    stat.S_ISBLK: "a device",
+}
 
 
-def read_source(source: SourceSection, label: str, *, streaming: bool = False) -> Dataset | IterableDataset:
-    """The records of one source in their own order, at most `max_samples` of them.
+def read_source(
+    source: SourceSection, label: str, *, streaming: bool = False, scratch: Path | None = None
+) -> Dataset | IterableDataset:
+    """The rows of one source in their own order, at most `max_samples` of them; `record_of` makes records of them.
 
     `label` is the setting's name (dataset, dataset.mix.0, dataset.evaluation), for messages. With `streaming` nothing
-    is read until the result is iterated over. Raises UserError if the path does not exist, cannot be read or is empty.
+    is read until the result is iterated over; otherwise files are copied to `scratch`, by default the cache of the
+    datasets library. Raises UserError if the path does not exist, cannot be read or is empty.
     """
     local = _local_path(source, label)
     if local is None:
-        records = _read_hub(source, label, streaming)
+        records = read_split(source.split, label, lambda name: _read_hub(source, name, label, streaming))
     elif _is_saved_dataset(local):
-        records = _read_saved(source, local, label)
+        records = read_split(source.split, label, lambda name: _read_saved(source, local, name, label))
     else:
-        records = _read_files(source, _files_of(source, local, label), label, streaming)
+        records = read_split(
+            source.split,
+            label,
+            lambda name: _read_files(source, local, name, label, streaming, scratch),
+        )
     if source.max_samples is not None:
         records = records.take(source.max_samples)
     if isinstance(records, Dataset) and len(records) == 0:
@@ -60,20 +77,33 @@ def content_key(source: SourceSection, label: str) -> str:
     """
     local = _local_path(source, label)
     if local is None:
-        return str(require(_read_hub(source, label, streaming=False), "_fingerprint", "datasets"))
+        records = read_split(source.split, label, lambda name: _read_hub(source, name, label, streaming=False))
+        return str(require(records, "_fingerprint", "datasets"))
     digest = xxhash.xxh3_128()
-    files = sorted(local.rglob("*.arrow")) if _is_saved_dataset(local) else _files_of(source, local, label)
-    for file in files:
+    for file in local_files(source, local, label):
         digest.update(f"{file.relative_to(local) if local.is_dir() else file.suffix}:{file.stat().st_size}\n".encode())
-        with file.open("rb") as stream:
-            while chunk := stream.read(1 << 22):
-                digest.update(chunk)
+        try:
+            with file.open("rb") as stream:
+                while chunk := stream.read(1 << 22):
+                    digest.update(chunk)
+        except OSError as error:
+            raise UserError(
+                f"{where_from(source, label)}: {file.name} cannot be read ({error.strerror}); "
+                "mend its rights, or copy it"
+            ) from None
     return digest.hexdigest()
+
+
+def local_files(source: SourceSection, local: Path, label: str) -> list[Path]:
+    """The files on this machine that a source is made of."""
+    if _is_saved_dataset(local):
+        return sorted(local.rglob("*.arrow"))
+    return [file for name in split_names(source.split, label) for file in _files_of(source, local, name, label)]
 
 
 def where_from(source: SourceSection, label: str) -> str:
     """The source as users wrote it, to begin a message with."""
-    return f"{label}.path={source.path}"
+    return f"{label}.path={shown(source.path)}"
 
 
 def _empty(source: SourceSection, label: str) -> UserError:
@@ -83,12 +113,28 @@ def _empty(source: SourceSection, label: str) -> UserError:
 def _local_path(source: SourceSection, label: str) -> Path | None:
     """The path on this machine, or None for a hub name; a path that looks local but is not there is an error."""
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
+    where = where_from(source, label)
     path = Path(source.path).expanduser()
-    if path.exists():
-        return path.absolute()
+    try:
+        mode = path.absolute().stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        _refuse_if_local(source, path, where)
+        return None
+    except (OSError, ValueError) as error:  # no right to look there, a name too long, a loop of links, a NUL byte
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{where}: cannot be read ({reason}); mend the path, or its rights") from None
+    kind = next((name for is_kind, name in _NOT_DATA.items() if is_kind(mode)), None)
+    if kind:
+        raise UserError(f"{where}: is {kind}, and data is read more than once; write it to a file first")
+    return path.absolute()
+
+
+def _refuse_if_local(source: SourceSection, path: Path, where: str) -> None:
+    """UserError for a path that is not there, unless it may be a name on the hub."""
+    assert source.path is not None
     looks_local = source.path.startswith(("/", "~", ".")) or source.path.count("/") > 1 or _suffix(path) in READERS
     if not looks_local:
-        return None
+        return
     beside = path.parent
     while not beside.is_dir():
         beside = beside.parent
@@ -96,45 +142,66 @@ def _local_path(source: SourceSection, label: str) -> Path | None:
         get_close_matches(path.name, [entry.name for entry in beside.iterdir()], n=1) if beside == path.parent else []
     )
     hint = f"did you mean {path.parent / near[0]}?" if near else "give a file, a folder or the name of a hub data set"
-    raise UserError(f"{where_from(source, label)}: no such file or folder (looked for {path.absolute()}); {hint}")
+    raise UserError(f"{where}: no such file or folder (looked for {path.absolute()}); {hint}")
 
 
 def _suffix(path: Path) -> str:
-    """The file's kind; .gz around it does not count, since datasets unpacks that."""
-    return Path(path.stem).suffix.lower() if path.suffix.lower() == ".gz" else path.suffix.lower()
+    """The file's kind; .gz and the like around it do not count."""
+    return Path(path.stem).suffix.lower() if path.suffix.lower() in OPENERS else path.suffix.lower()
 
 
 def _is_saved_dataset(path: Path) -> bool:
-    return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+    try:
+        return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+    except PermissionError:  # told when its files are read
+        return False
 
 
-def _files_of(source: SourceSection, local: Path, label: str) -> list[Path]:
+def _files_of(source: SourceSection, local: Path, split: str, label: str) -> list[Path]:
     """The data files of a path: itself, or those in the folder that belong to the split."""
     where = where_from(source, label)
     kinds = ", ".join(READERS)
     if local.is_file():
         if _suffix(local) not in READERS:
-            raise UserError(
-                f"{where}: {local.suffix or 'a file without an ending'} is not understood; known are {kinds}"
-            )
+            ending = local.suffix or "a file without an ending"
+            packed = local.suffix.lower() in (".zst", ".zip", ".tar", ".7z", ".rar", ".lz4")
+            advice = "; unpack it first" if packed else f"; known are {kinds}, each with .gz, .bz2 or .xz too"
+            raise UserError(f"{where}: {ending} is not understood{advice}")
+        if not _is_of_split(local, split) and _suffix(local) != ".json":  # which may hold lists named for splits
+            raise UserError(no_such_split(label, split, shown(source.path)))
         return [local]
-    files = [file for file in sorted(local.rglob("*")) if file.is_file() and _suffix(file) in READERS]
+    try:
+        files = [file for file in sorted(local.rglob("*")) if file.is_file() and _suffix(file) in READERS]
+        next(local.iterdir(), None)  # rglob passes over a folder that it may not read
+    except OSError as error:
+        raise UserError(f"{where}: the folder cannot be read ({error.strerror}); mend its rights") from None
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(local).parts)]
     # A README beside the data is not data.
     files = [file for file in files if _suffix(file) != ".md"] or files
     if not files:
-        raise UserError(f"{where}: no data files in this folder; looked for {kinds}")
+        raise UserError(f"{where}: is a folder without data files; looked for {kinds}")
     by_split = {file: _split_of(file.relative_to(local)) for file in files}
-    splits = {split for split in by_split.values() if split}
+    splits = {name for name in by_split.values() if name}
     if splits:
-        wanted = next((name for name, words in SPLIT_WORDS.items() if source.split in words), source.split)
-        files = [file for file in files if by_split[file] == wanted]
+        files = [file for file in files if by_split[file] == _split_word(split)]
         if not files:
-            raise UserError(f"{label}.split={source.split}: {source.path} has the splits {', '.join(sorted(splits))}")
+            raise UserError(f"{label}.split={split}: {source.path} has the splits {', '.join(sorted(splits))}")
+    elif split != "train":
+        raise UserError(no_such_split(label, split, shown(source.path)))
     readers = sorted({READERS[_suffix(file)] for file in files})
     if len(readers) > 1:
         raise UserError(f"{where}: files of several kinds ({', '.join(readers)}); name one file, or use dataset.mix")
     return files
+
+
+def _split_word(split: str) -> str:
+    """dev and valid mean validation."""
+    return next((name for name, words in SPLIT_WORDS.items() if split in words), split)
+
+
+def _is_of_split(file: Path, split: str) -> bool:
+    """Whether a single file holds the split: train is any file's, others that of a file with its name."""
+    return split == "train" or _split_of(Path(file.name)) == _split_word(split)
 
 
 def _split_of(path: Path) -> str | None:
@@ -148,23 +215,38 @@ def _split_of(path: Path) -> str | None:
     return None
 
 
-def _read_files(source: SourceSection, files: list[Path], label: str, streaming: bool) -> Dataset | IterableDataset:
-    reader = READERS[_suffix(files[0])]
-    options: dict[str, Any] = {"parse_agent_traces": False} if reader == "json" else {}
-    if _suffix(files[0]) == ".tsv":
-        options["sep"] = "\t"
+def _read_files(
+    source: SourceSection, local: Path, split: str, label: str, streaming: bool, scratch: Path | None
+) -> Dataset | IterableDataset:
+    where, files = where_from(source, label), _files_of(source, local, split, label)
+    names, kind = [str(file) for file in files], READERS[_suffix(files[0])]
     if all(file.stat().st_size == 0 for file in files):
         raise _empty(source, label)
+    cache = str(scratch) if scratch else None
     # The library logs its own account of a bad file; ours is the line that the user gets.
     verbosity = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
-        names = [str(file) for file in files]
-        return datasets.load_dataset(reader, data_files=names, split="train", streaming=streaming, **options)
-    except (DatasetGenerationError, ValueError, StopIteration, OSError) as error:
-        raise _unreadable(source, files, label, error) from None
+        if kind == "parquet":
+            return datasets.load_dataset(kind, data_files=names, split="train", streaming=streaming, cache_dir=cache)
+        inside = split if local.is_file() and not _is_of_split(local, split) else "train"
+        arguments = {"files": names, "kind": kind, "where": where, "label": label, "split": inside}
+        features = Features({RAW: Value("string")})
+        if streaming:
+            return IterableDataset.from_generator(raw_records, features=features, gen_kwargs=arguments)
+        state = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        return Dataset.from_generator(
+            _raw_records_of, features=features, cache_dir=cache, gen_kwargs={"state": tuple(state), **arguments}
+        )
+    except READ_ERRORS as error:
+        raise _unreadable(source, label, kind, error) from None
     finally:
         datasets.logging.set_verbosity(verbosity)
+
+
+def _raw_records_of(state: Any, **arguments: Any) -> Iterator[dict[str, str]]:
+    """As `raw_records`; `state` is part of the name under which the datasets library keeps what it read."""
+    return raw_records(**arguments)
 
 
 def rows_of(records: Dataset | IterableDataset, source: SourceSection, label: str) -> Iterator[dict[str, Any]]:
@@ -173,72 +255,56 @@ def rows_of(records: Dataset | IterableDataset, source: SourceSection, label: st
     while True:
         try:
             row = next(rows, None)
-        except (DatasetGenerationError, ValueError, OSError) as error:
-            local = _local_path(source, label)
-            raise _unreadable(source, _files_of(source, local, label) if local else [], label, error) from None
+        except READ_ERRORS as error:
+            raise _unreadable(source, label, "data", error) from None
         if row is None:
             return
-        yield row
+        yield record_of(row)
 
 
-def _unreadable(source: SourceSection, files: list[Path], label: str, error: Exception) -> UserError:
-    """What is wrong with files that the datasets library refused, with the line where that can be known."""
-    for file in files:
-        if READERS[_suffix(file)] == "json" and (problem := _first_bad_json(file)):
-            return UserError(f"{where_from(source, label)}: {problem}")
-    cause = error.__cause__ or error
+def _unreadable(source: SourceSection, label: str, kind: str, error: Exception) -> Exception:
+    """What is wrong with files that could not be read, as the user should hear it; or the error, if it is our own."""
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    for cause in causes:
+        if isinstance(cause, UserError):
+            return cause
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+            return cause
+        if isinstance(cause, OSError) and cause.filename and cause.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+            return UserError(
+                f"{where_from(source, label)}: cannot be read, since {cause.filename} cannot be written "
+                f"({cause.strerror}); mend its rights, or name another folder with HF_DATASETS_CACHE"
+            )
     if isinstance(error, StopIteration) or "corresponds to no data" in str(error):
         return _empty(source, label)
-    kind = f" as {READERS[_suffix(files[0])]}" if files else ""
-    return UserError(f"{where_from(source, label)}: cannot be read{kind} ({cause})")
+    return UserError(
+        f"{where_from(source, label)}: cannot be read as {kind} ({error.__cause__ or error}); "
+        "is it whole? copy it again"
+    )
 
 
-def _first_bad_json(file: Path) -> str | None:
-    """The first line of a JSON or JSON Lines file that is not what it should be, or None if all are."""
-    number = 0
-    try:
-        with _open_text(file) as stream:
-            if stream.read(64).lstrip("\ufeff \t\r\n").startswith("["):  # one list, over any number of lines
-                stream.seek(0)
-                json.loads(stream.read().lstrip("\ufeff"))
-                return None
-            stream.seek(0)
-            for number, line in enumerate(stream, start=1):
-                if not line.strip("\ufeff \t\r\n"):
-                    continue
-                record = json.loads(line.lstrip("\ufeff"))
-                if not isinstance(record, dict):
-                    return f'line {number} of {file.name} holds {kind_of(record)}, not a record {{"field": ...}}'
-    except json.JSONDecodeError as error:
-        at = number or error.lineno
-        return f"line {at} of {file.name} is not JSON ({error.msg}, column {error.colno}); mend or remove it"
-    except UnicodeDecodeError as error:
-        return f"{file.name} is not UTF-8 text (byte {error.start}); convert it"
-    return None
-
-
-def _open_text(file: Path) -> IO[str]:
-    return gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8")
-
-
-def _read_saved(source: SourceSection, local: Path, label: str) -> Dataset:
+def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> Dataset:
     """A folder that `save_to_disk` of the datasets library wrote."""
     try:
         loaded = datasets.load_from_disk(str(local))
     except (ValueError, OSError) as error:
         raise UserError(f"{where_from(source, label)}: cannot be read as a saved data set ({error})") from None
     if isinstance(loaded, Dataset):
+        if split not in ("train", str(loaded.split)):
+            raise UserError(no_such_split(label, split, shown(source.path)))
         return loaded
-    if source.split not in loaded:
-        raise UserError(f"{label}.split={source.split}: {source.path} has the splits {', '.join(loaded)}")
-    return loaded[source.split]
+    if split not in loaded:
+        raise UserError(f"{label}.split={split}: {source.path} has the splits {', '.join(loaded)}")
+    return loaded[split]
 
 
-def _read_hub(source: SourceSection, label: str, streaming: bool) -> Dataset | IterableDataset:
+def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) -> Dataset | IterableDataset:
     """A data set on the hub, or its cached copy where the hub cannot be reached."""
     where = where_from(source, label)
     try:
-        return datasets.load_dataset(source.path, source.name, split=source.split, streaming=streaming)
+        return datasets.load_dataset(source.path, source.name, split=split, streaming=streaming)
     except ConnectionError as error:
         offline = datasets.config.HF_HUB_OFFLINE
         reason = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached ({type(error).__name__})"
@@ -250,7 +316,7 @@ def _read_hub(source: SourceSection, label: str, streaming: bool) -> Dataset | I
         raise UserError(f"{where}: no file or folder of that name here, and no such hub data set ({error})") from None
     except ValueError as error:
         if "split" in str(error).lower():
-            raise UserError(f"{label}.split={source.split}: {error}") from None
+            raise UserError(f"{label}.split={split}: {error}") from None
         if "config" in str(error).lower():
             raise UserError(f"{label}.name={source.name}: {error}") from None
         raise UserError(f"{where}: {error}") from None

@@ -1,0 +1,167 @@
+"""What is said of data that may be trained on and is seldom meant; and what is refused: empty answers, odd weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tests.tiny import make_tokenizer
+from trainer.config import DatasetSection, UserError
+from trainer.data import DataStats, prepare_data
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+
+
+def stats_of(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> DataStats:
+    section = DatasetSection(**({"path": "a.jsonl", "max_length": 64} | settings))
+    return prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), max_length_of_model=None).stats
+
+
+def write_pairs(name: str, *answers: str) -> None:
+    rows = [{"prompt": f"q{number}", "completion": answer} for number, answer in enumerate(answers)]
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_chats(name: str, *answers: str) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": answer}]}
+        for number, answer in enumerate(answers)
+    ]
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("write", [write_pairs, write_chats])
+def test_empty_answers(tokenizer: PreTrainedTokenizerBase, write: Any) -> None:
+    write("a.jsonl", *["red"] * 99, " ")
+    assert not [warning for warning in stats_of(tokenizer).warnings() if "empty" in warning]
+    write("a.jsonl", *["red"] * 98, "", "\n")
+    assert "2 of 100 answers are empty, and teach to say nothing" in stats_of(tokenizer).warnings()
+    assert "warning: 2 of 100 answers are empty, and teach to say nothing" in stats_of(tokenizer).lines()
+    write("a.jsonl", "", " ", "")
+    with pytest.raises(UserError, match=r"dataset.path=a.jsonl: all 3 answers are empty, which teaches to say nothing"):
+        stats_of(tokenizer)
+
+
+def test_a_call_of_a_tool_is_no_empty_answer(tokenizer: PreTrainedTokenizerBase) -> None:
+    call = {"function": {"name": "f", "arguments": {}}}
+    turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    Path("a.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    template = (
+        "{% for m in messages %}{{ m.role }}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}"
+        "{% endfor %}{% endfor %}"
+    )
+    assert stats_of(tokenizer, chat_template=template).empty == 0
+
+
+def test_copies_and_held_out_data_that_is_trained_on(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_chats("a.jsonl", *["red"] * 20)
+    assert stats_of(tokenizer).warnings() == []
+    lines = Path("a.jsonl").read_text().splitlines()
+    Path("a.jsonl").write_text("\n".join([*lines, lines[0], lines[3]]))
+    assert stats_of(tokenizer).warnings() == ["9.1% of the documents are exact copies of others"]
+    Path("b.jsonl").write_text("\n".join(lines[:5]))
+    write_chats("c.jsonl", "one", "two", "three")
+    Path("c.jsonl").write_text(Path("c.jsonl").read_text() + lines[0])
+    found = stats_of(tokenizer, evaluation={"path": "c.jsonl"}).warnings()
+    assert "25.0% of the held-out documents are trained on as well: the held-out loss is too low" in found
+    assert "100.0% of the held-out documents" in str(stats_of(tokenizer, evaluation={"path": "b.jsonl"}).warnings())
+    # What a weight repeats is meant.
+    write_chats("a.jsonl", "red", "blue")
+    assert stats_of(tokenizer, path=None, mix=[{"path": "a.jsonl", "weight": 3}]).warnings() == []
+
+
+def test_what_is_cut_and_dropped(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_pairs("a.jsonl", *["red"] * 8, "red " * 30, "")
+    assert stats_of(tokenizer, max_length=16).warnings() == [
+        "1 of 10 answers are empty, and teach to say nothing",
+        "11.1% of the documents are cut at dataset.max_length=16, and lose their end",
+        "10.0% of the records are dropped for lack of trained tokens",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (1e-9, r"dataset.mix.0.weight=1e-09: takes none of its 3 documents; use 0.3 or more, or remove the source"),
+        (0.1, r"dataset.mix.0.weight=0.1: takes none of its 3 documents; use 0.3 or more"),
+        (1e9, r"dataset.mix.0.weight=1e\+09: would take each of its 3 documents 1e\+09 times; use 1000 or less"),
+        (1e300, r"dataset.mix.0.weight=1e\+300: would take"),
+    ],
+)
+def test_weights_without_measure(tokenizer: PreTrainedTokenizerBase, weight: float, message: str) -> None:
+    write_pairs("a.jsonl", "red", "blue", "nine")
+    with pytest.raises(UserError, match=message):
+        stats_of(tokenizer, path=None, mix=[{"path": "a.jsonl", "weight": weight}, {"path": "a.jsonl"}])
+
+
+TURNS = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+PREFERENCES: dict[str, tuple[dict[str, Any], str | None]] = {
+    "pairs": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "{prompt: prompt, completion: chosen}"),
+    "questions": ({"question": "a", "chosen": "b", "rejected": "c"}, "{prompt: question, completion: chosen}"),
+    "whole texts": ({"chosen": "b", "rejected": "c"}, "{text: chosen}"),
+    "whole talks": ({"chosen": TURNS, "rejected": TURNS}, "{messages: chosen}"),
+    "last turns": ({"prompt": "a", "chosen": TURNS[1:], "rejected": TURNS[1:]}, "{prompt: prompt, completion: chosen}"),
+    "LLaMA-Factory": (
+        {"conversations": [{"from": "human", "value": "x"}], "chosen": {"from": "gpt", "value": "y"}, "rejected": {}},
+        "chosen",
+    ),
+    "no better one": ({"prompt": "a", "response": "b", "rejected": "c"}, None),
+    "labels": ({"prompt": "a", "completion": "b", "label": False}, "set dataset.format: prompt_completion"),
+}
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_preference_data_is_called_so(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    record, advice = PREFERENCES[name]
+    Path("a.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(UserError) as caught:
+        stats_of(tokenizer)
+    said = str(caught.value)
+    assert "is preference data, and preference training is not offered" in said
+    assert (advice or "offered") in said
+    assert said.count("rejected") == ("rejected" in record)  # among the fields, never in the advice
+
+
+def test_a_conversation_beside_its_judgement_is_learned(tokenizer: PreTrainedTokenizerBase) -> None:
+    Path("a.jsonl").write_text(json.dumps({"messages": TURNS, "chosen": TURNS, "rejected": TURNS}) + "\n")
+    assert stats_of(tokenizer).documents == 1
+    Path("a.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
+    assert stats_of(tokenizer, fields={"completion": "chosen"}).documents == 1
+    Path("a.jsonl").write_text(json.dumps({"prompt": "a", "chosen": TURNS[1:], "rejected": TURNS[1:]}) + "\n")
+    assert stats_of(tokenizer, fields={"completion": "chosen"}).documents == 1
+
+
+NO_FORMAT: dict[str, tuple[str, str, str]] = {
+    "a CSV file without its first line": (
+        "a.csv",
+        "What is 2+2?,4\nAnd 3+3?,6\n",
+        "the first line of a CSV file names its columns, and here reads What is 2+2?, 4; wanted",
+    ),
+    "one column": ("a.csv", "question\nx\n", "set dataset.fields: {text: question} if that holds whole texts"),
+    "two columns": ("a.csv", "id,ask,say\n1,x,y\n", "such as {prompt: ask, completion: say}"),
+    "many fields": ("a.jsonl", json.dumps(dict.fromkeys(map(str, range(30)), "x")), "10, 11 and 18 more, and wanted"),
+    "no field": ("a.jsonl", "{}\n", "the records have no fields"),
+}
+
+
+@pytest.mark.parametrize("name", NO_FORMAT)
+def test_hints_that_can_be_followed(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    file, text, needle = NO_FORMAT[name]
+    Path(file).write_text(text)
+    with pytest.raises(UserError) as caught:
+        stats_of(tokenizer, path=file)
+    assert needle in str(caught.value)

@@ -1,0 +1,257 @@
+"""Records of JSON, CSV and text files, read as they stand: no type is guessed, and what cannot be read has its line.
+
+A record travels as one JSON text (`RAW`) until `record_of` opens it, so that `007`, `NA` and `2024-01-01` stay what
+they are and records of one file may differ in their fields. Each function that reads raises UserError, with the file,
+the line and, for bytes, their offset.
+"""
+
+import bz2
+import codecs
+import csv
+import gzip
+import json
+import lzma
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainer.config import UserError
+from trainer.data.formats import TURN_LISTS, kind_of
+from trainer.data.splits import no_such_split
+
+RAW = "zerolora_record"
+OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+SEPARATORS = ",;\t|"
+# Lines of a CSV file that say which separator it has.
+_SNIFFED_LINES = 20
+_OTHER_ENCODINGS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+csv.field_size_limit(sys.maxsize)  # the answer in a cell may be longer than Python's 128 KiB
+
+
+def raw_records(files: list[str], kind: str, where: str, label: str, split: str) -> Iterator[dict[str, str]]:
+    """The records of files of one kind (json, csv, text), in order; `where` begins the message of a UserError.
+
+    A `split` other than train is the name of a list in a JSON file, `label` the setting it stands in.
+    """
+    readers = {"json": _json_records, "csv": _csv_records, "text": _text_records}
+    for name in files:
+        for text in readers[kind](Path(name), where):
+            if isinstance(text, Mapping):
+                for record in _list_inside(text, Path(name), where, label, split):
+                    yield {RAW: json.dumps(record)}
+            elif split != "train":
+                raise UserError(no_such_split(label, split, name))
+            else:
+                yield {RAW: text}
+
+
+def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of any source as its record."""
+    return dict(json.loads(row[RAW])) if RAW in row else dict(row)
+
+
+def _lines(file: Path, where: str) -> Iterator[str]:
+    """The decoded lines of a file, compressed or not, with their ends."""
+    open_ = OPENERS.get(file.suffix.lower(), open)
+    number = offset = 0
+    try:
+        with open_(file, "rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                start = 0
+                if number == 1:
+                    _refuse_what_is_no_data(line, file, where)
+                    start = len(codecs.BOM_UTF8) if line.startswith(codecs.BOM_UTF8) else 0
+                yield _decoded(line, start, f"{where}: line {number} of {file.name}", offset)
+                offset += len(line)
+    except EOFError:
+        raise UserError(
+            f"{where}: {file.name} ends in the middle of its compressed data, after line {number}; copy it again"
+        ) from None
+    except (gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+        _refuse_compressed(file, where, number, error)
+    except OSError as error:
+        if error.errno is None:  # bz2 says so of bytes that are none of its own
+            _refuse_compressed(file, where, number, error)
+        raise UserError(
+            f"{where}: {file.name} cannot be read ({error.strerror}); mend its rights, or copy it"
+        ) from None
+
+
+def _refuse_compressed(file: Path, where: str, line: int, error: Exception) -> NoReturn:
+    damage = f"is damaged after line {line}; copy it again" if line else "is no such file; rename it to what it is"
+    raise UserError(f"{where}: {file.name} ends in {file.suffix} and {damage} ({error})") from None
+
+
+def _refuse_what_is_no_data(line: bytes, file: Path, where: str) -> None:
+    """By the first line: text in another encoding, or what Git LFS leaves in the place of a file."""
+    if line.startswith(b"version https://git-lfs"):
+        raise UserError(f"{where}: {file.name} is a pointer of Git LFS, not the data; fetch it with git lfs pull")
+    name = next((name for mark, name in _OTHER_ENCODINGS.items() if line.startswith(mark)), None)
+    if name:
+        raise UserError(
+            f"{where}: {file.name} is {name} text, and UTF-8 is read; convert it: iconv -f {name} -t UTF-8 {file.name}"
+        )
+
+
+def _decoded(line: bytes, start: int, where: str, offset: int) -> str:
+    """A line as text; `offset` is that of its first byte in the file."""
+    if (at := line.find(b"\0")) >= 0:
+        raise UserError(
+            f"{where} holds a NUL byte (offset {offset + at}), which no text does; is the file damaged, or not text?"
+        )
+    try:
+        return line[start:].decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = start + error.start
+        raise UserError(
+            f"{where} is not UTF-8 text (byte 0x{line[at]:02x} at offset {offset + at}); "
+            "convert the file, with iconv -f LATIN1 -t UTF-8 if it is Western European text"
+        ) from None
+
+
+def _text_records(file: Path, where: str) -> Iterator[str]:
+    for line in _lines(file, where):
+        yield json.dumps({"text": line.rstrip("\r\n")})
+
+
+def _json_records(file: Path, where: str) -> Iterator[str | dict[str, Any]]:
+    """One object a line or one list of objects, as JSON; or the object that is the whole file, as it is."""
+    lines = enumerate(_lines(file, where), start=1)
+    number, first = next(((number, line) for number, line in lines if line.strip()), (0, ""))
+    begin = first.strip()
+    if begin.startswith("[") or (begin.startswith("{") and _spread_out(begin)):
+        text = "".join(chain([first], (line for _, line in lines)))
+        yield from _items(_json_value(text, file, where, number), file, where)
+        return
+    second = next(((number, line) for number, line in lines if line.strip()), None)
+    if second is None:
+        if begin:
+            yield from _items(_json_value(begin, file, where, number), file, where)
+        return
+    for at, line in chain([(number, first), second], lines):
+        if not line.strip():
+            continue
+        record = _json_value(line.strip(), file, where, at)
+        if not isinstance(record, dict):
+            raise UserError(f"{where}: line {at} of {file.name} {_not_a_record(record)}")
+        yield line
+
+
+def _spread_out(line: str) -> bool:
+    """Whether a line that begins with a brace is the first of an object over several lines."""
+    return line == "{" or (line.endswith(("[", "{", ",")) and line.count('"') % 2 == 0)
+
+
+def _json_value(text: str, file: Path, where: str, line: int) -> Any:
+    """JSON that begins at `line` of a file."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" and text.lstrip().startswith("[") and error.lineno > 1:
+            first = text[: error.pos].strip()
+            return _refuse_lines_of_lists(first, file, where, line)
+        raise UserError(
+            f"{where}: line {line + error.lineno - 1} of {file.name} is not JSON ({error.msg}, column {error.colno}); "
+            "mend or remove it"
+        ) from None
+    except (RecursionError, ValueError) as error:  # nested too deep; a number of more than 4300 digits
+        raise UserError(f"{where}: line {line} of {file.name} is JSON that cannot be read ({error})") from None
+
+
+def _refuse_lines_of_lists(first: str, file: Path, where: str, line: int) -> NoReturn:
+    """The line for a file that has a JSON value of its own on every line, which are not records."""
+    raise UserError(f"{where}: line {line} of {file.name} {_not_a_record(json.loads(first))}")
+
+
+def _not_a_record(value: Any) -> str:
+    return f'holds {kind_of(value)}, not a record such as {{"prompt": "...", "completion": "..."}}'
+
+
+def _items(value: Any, file: Path, where: str) -> Iterator[str | dict[str, Any]]:
+    """The records of a file that is one JSON value."""
+    if isinstance(value, dict):
+        yield value
+        return
+    if not isinstance(value, list):
+        raise UserError(f"{where}: {file.name} {_not_a_record(value)}")
+    for number, record in enumerate(value, start=1):
+        if not isinstance(record, dict):
+            raise UserError(f"{where}: item {number} of {file.name} {_not_a_record(record)}")
+        yield json.dumps(record)
+
+
+def _list_inside(value: dict[str, Any], file: Path, where: str, label: str, split: str) -> list[Any]:
+    """The records in an object such as {"data": [...]} or {"train": [...], "test": [...]}; or the object itself."""
+    lists = {
+        name: items
+        for name, items in value.items()
+        if isinstance(items, list) and items and all(isinstance(item, dict) for item in items)
+    }
+    if split in lists:
+        return lists[split]
+    if split != "train":
+        raise UserError(no_such_split(label, split, file.name))
+    if not lists or any(name in value for name in TURN_LISTS):
+        return [value]
+    if len(lists) > 1:
+        raise UserError(
+            f"{where}: {file.name} holds several lists of records; choose one with {label}.split: {' or '.join(lists)}"
+        )
+    return next(iter(lists.values()))
+
+
+def _csv_records(file: Path, where: str) -> Iterator[str]:
+    """Cells as text under the names in the first line."""
+    lines = _lines(file, where)
+    sniffed = list(islice(lines, _SNIFFED_LINES))
+    tab = file.with_suffix("").suffix if file.suffix.lower() in OPENERS else file.suffix
+    separator = "\t" if tab.lower() == ".tsv" else separator_of(sniffed)
+    reader = csv.reader(chain(sniffed, lines), delimiter=separator, strict=True)
+    names: list[str] = []
+    begin = 1
+    try:
+        for cells in reader:
+            place = f"{where}: line {begin} of {file.name}"
+            begin = reader.line_num + 1
+            if not cells:
+                continue
+            if not names:
+                names = _column_names(cells, place)
+                continue
+            while len(cells) > len(names) and not cells[-1]:
+                cells.pop()
+            if len(cells) != len(names):
+                shown = {"\t": "a tab"}.get(separator, separator)
+                raise UserError(
+                    f"{place} has {len(cells)} cells, the first line {len(names)} (separated by {shown}); "
+                    "put a text that holds the separator in double quotes"
+                )
+            yield json.dumps(dict(zip(names, cells, strict=True)))
+    except csv.Error as error:
+        raise UserError(
+            f"{where}: line {begin} of {file.name} is not CSV ({error}); "
+            'begin and end a quoted text with ", and write a " inside it twice'
+        ) from None
+
+
+def _column_names(cells: list[str], place: str) -> list[str]:
+    names = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, start=1)]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UserError(f"{place} names the columns, and {', '.join(twice)} comes twice; give each a name of its own")
+    return names
+
+
+def separator_of(lines: list[str]) -> str:
+    """The separator that cuts the first line into most cells, the comma if none does."""
+    first = [line for line in lines if line.strip()][:1]
+    cells = {separator: sum(len(row) for row in csv.reader(first, delimiter=separator)) for separator in SEPARATORS}
+    return max(SEPARATORS, key=lambda separator: cells[separator])
