@@ -122,7 +122,7 @@ class Run:
         )
         devices = f"{self.ranks.world_size} x {self.device.type}"
         summary = start_summary(model, config, self.precision, devices)
-        for line in (*summary, *fusion, *self.prepared.data.stats.lines()):
+        for line in (*summary, *fusion, *self.prepared.notes, *self.prepared.data.stats.lines()):
             self.say(line)
         return model
 
