@@ -1,15 +1,17 @@
 """The base model and its tokenizer: what there is, checked before weights; then the weights, whole or partitioned."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.layers.shards import LayerShards
+from trainer.model_kind import auto_class, check_kind
+from trainer.model_source import check_config_file, check_source, no_tokenizer, unreadable
 from trainer.random_model import byte_tokenizer, random_config
 from trainer.shapes import is_random
+from trainer.tensor_files import SafetensorsFiles, is_here
+from trainer.weights_fit import check_weights_fit
 
 PAD_CANDIDATES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|endoftext|>", "<unk>")
 
@@ -23,46 +25,54 @@ def load_model_config(base_model: str, section: ModelSection) -> Any:
 
     if is_random(base_model):
         return random_config(base_model)
-    folder = Path(base_model)
-    if folder.is_dir() and not (folder / "config.json").exists():
-        raise UserError(f"base_model={base_model}: the folder has no config.json; name the folder of a saved model")
-    return _loaded(
-        "base_model",
-        base_model,
-        lambda: AutoConfig.from_pretrained(
+    check_source("base_model", base_model)
+    check_config_file(base_model)
+    try:
+        return AutoConfig.from_pretrained(
             base_model, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
-        ),
-    )
+        )
+    except Exception as error:  # whatever a class of transformers says to the values in a file: it cannot be read
+        raise unreadable("base_model", base_model, error) from None
 
 
-def check_weight_files(base_model: str) -> None:
-    """Raise UserError if a local model has no safetensors; pickled weights could run code and are not loaded."""
-    folder = Path(base_model)
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        raise UserError(f"base_model={base_model}: no .safetensors file; only safetensors are loaded, convert it first")
+def check_weights(base_model: str, section: ModelSection, model_config: Any) -> list[str]:
+    """Hold the headers of the weight files, where they are here, against the model; lines on what is left out.
+
+    Raises UserError if a file is damaged or missing, or the weights are not those of the model.
+    """
+    if is_random(base_model) or not is_here(base_model, section):
+        return []
+    stored = SafetensorsFiles(base_model, section).shapes()
+    model_class = type(empty_model(model_config, section))
+    return check_weights_fit(f"base_model={base_model}", model_class, model_config, stored)
 
 
 def load_tokenizer(base_model: str, section: ModelSection) -> Any:
     """The tokenizer, with a padding token and the tokens of `model.added_tokens`."""
-    from transformers import AutoTokenizer
-
     name = section.tokenizer or base_model
-    if is_random(name):
-        tokenizer = byte_tokenizer()
-    else:
-        tokenizer = _loaded(
-            "model.tokenizer",
-            name,
-            lambda: AutoTokenizer.from_pretrained(
-                name, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
-            ),
-        )
+    tokenizer = byte_tokenizer() if is_random(name) else _read_tokenizer(base_model, section)
     if hasattr(tokenizer, "legacy"):
         # transformers does not save it, and without it puts spaces elsewhere when it reads the tokenizer back.
         tokenizer.init_kwargs["legacy"] = tokenizer.legacy
     if section.added_tokens:
         tokenizer.add_tokens(list(section.added_tokens))
     _ensure_pad_token(tokenizer, section)
+    return tokenizer
+
+
+def _read_tokenizer(base_model: str, section: ModelSection) -> Any:
+    from transformers import AutoTokenizer
+
+    setting, name = ("model.tokenizer", section.tokenizer) if section.tokenizer else ("base_model", base_model)
+    check_source(setting, name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
+        )
+    except Exception as error:  # the tokenizers library raises nothing more special for a damaged file
+        raise unreadable(setting, name, error, tokenizer=True) from None
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise no_tokenizer(setting, name)  # which transformers makes of nothing for some models
     return tokenizer
 
 
@@ -80,21 +90,6 @@ def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
         tokenizer.pad_token = next((token for token in PAD_CANDIDATES if token in vocabulary), tokenizer.eos_token)
     if tokenizer.pad_token is None:
         raise UserError("model.pad_token: the tokenizer has neither a padding nor an end token; name one")
-
-
-def _loaded(setting: str, name: str, load: Callable[[], Any]) -> Any:
-    try:
-        return load()
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).split("\n")[0]
-        if "trust_remote_code" in str(error):
-            raise UserError(
-                f"{setting}={name}: comes with its own code; read it, then set model.trust_remote_code: true"
-            ) from None
-        raise UserError(
-            f"{setting}={name}: not a local folder, not in the hub's cache, and the hub did not give it ({reason}); "
-            "check the name, or download it where there is a network"
-        ) from None
 
 
 def context_length(model_config: Any) -> int | None:
@@ -122,9 +117,8 @@ def load_base_model(
     Whole models in 16 or 32 bits come through transformers. Quantised, partitioned and random ones are built empty and
     filled module by module, so that no rank ever holds more than its share and one module.
     """
-    from transformers import AutoModelForCausalLM
-
     config = load_model_config(base_model, section)
+    check_kind(base_model, config)
     config.use_cache = False
     if quantization is not None or deepspeed_config is not None or shards is not None or is_random(base_model):
         from trainer.sharded_load import load_streamed  # bitsandbytes has things to say when imported
@@ -140,7 +134,10 @@ def load_base_model(
             deepspeed_config=deepspeed_config,
             shards=shards,
         )
-    model = AutoModelForCausalLM.from_pretrained(
+    stored = SafetensorsFiles(base_model, section)
+    model_class = type(empty_model(config, section))
+    check_weights_fit(f"base_model={base_model}", model_class, config, stored.shapes())
+    model = auto_class(config).from_pretrained(
         base_model,
         config=config,
         revision=section.revision or "main",
@@ -168,7 +165,6 @@ def match_vocabulary(model: Any, tokenizer: Any) -> None:
 def empty_model(model_config: Any, section: ModelSection) -> Any:
     """The model's modules without memory for their weights."""
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
 
     with init_empty_weights():
-        return AutoModelForCausalLM.from_config(model_config, trust_remote_code=section.trust_remote_code)
+        return auto_class(model_config).from_config(model_config, trust_remote_code=section.trust_remote_code)

@@ -28,6 +28,8 @@ class Prepared:
     tokenizer: Any
     model_config: Any
     data: PreparedData
+    notes: tuple[str, ...] = ()
+    """What is worth a line on the console."""
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -37,7 +39,8 @@ def prepare(config: RunConfig) -> Prepared:
     from trainer.attention import check_supported
     from trainer.checkpoint import find_checkpoint
     from trainer.metrics import check_reporters
-    from trainer.model import check_weight_files, context_length, empty_model, load_model_config, load_tokenizer
+    from trainer.model import check_weights, context_length, empty_model, load_model_config, load_tokenizer
+    from trainer.model_kind import check_kind
     from trainer.zero import check_extra_keys, resolve_precision
 
     check_reporters(config.logging)
@@ -52,7 +55,8 @@ def prepare(config: RunConfig) -> Prepared:
     if config.lora.init == "loftq" and not torch.cuda.is_available():
         raise UserError("lora.init=loftq: PEFT computes it on a GPU, and this machine has none; use lora.init: default")
     model_config = load_model_config(config.base_model, config.model)
-    check_weight_files(config.base_model)
+    check_kind(config.base_model, model_config)
+    notes = check_weights(config.base_model, config.model, model_config)
     longest = context_length(model_config)
     if longest and config.dataset.max_length > longest:
         raise UserError(
@@ -78,7 +82,7 @@ def prepare(config: RunConfig) -> Prepared:
         cache_dir=Path(config.dataset.cache_dir).expanduser(),
         max_length_of_model=longest,
     )
-    return Prepared(tokenizer, model_config, data)
+    return Prepared(tokenizer, model_config, data, tuple(notes))
 
 
 def build_operators(config: RunConfig) -> None:

@@ -15,7 +15,7 @@ from trainer.adapt import (
     save_initial_adapter,
 )
 from trainer.answers import answer_prompt
-from trainer.apart import keep_documents_apart
+from trainer.apart import check_causal, keep_documents_apart
 from trainer.build import build_model, make_batches
 from trainer.checkpoint import find_checkpoint, restore_checkpoint, save_checkpoint
 from trainer.config import LoadedConfig, collective_timeout, engine_zero, known_versions
@@ -119,7 +119,7 @@ class Run:
         )
         devices = f"{self.ranks.world_size} x {self.device.type}"
         summary = start_summary(model, config, self.precision, devices)
-        for line in (*summary, *fusion, *self.prepared.data.stats.lines()):
+        for line in (*summary, *fusion, *self.prepared.notes, *self.prepared.data.stats.lines()):
             self.say(line)
         return model
 
@@ -140,8 +140,10 @@ class Run:
         if guards_on_device(config.training, engine_zero(config), self.precision, self.device.type == "cuda"):
             UpdateGuard(engine, config.training.max_grad_norm)
         self.optimizer = optimizer
+        any_token = self.prepared.tokenizer.pad_token_id
+        check_causal(self.token_loss, engine.module, any_token, self.device, config.base_model)
         self.flat_packs = config.dataset.packing and keep_documents_apart(
-            self.token_loss, engine.module, self.prepared.tokenizer.pad_token_id, self.device
+            self.token_loss, engine.module, any_token, self.device
         )
         return engine
 

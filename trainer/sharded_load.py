@@ -6,9 +6,7 @@ quantises alike (the same input gives the same bits), and DeepSpeed keeps this r
 Peak memory of a rank: its share of the model and one module in full precision.
 """
 
-import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,59 +16,12 @@ from torch import nn
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.config.known_versions import require
 from trainer.layers.shards import LayerShards
+from trainer.model_kind import auto_class
 from trainer.quantize import quantized_linear, should_quantize
 from trainer.random_model import RandomTensors
 from trainer.shapes import is_random
-
-
-class SafetensorsFiles:
-    """All tensors of a model's safetensors files by name, each read when asked for."""
-
-    def __init__(self, base_model: str, section: ModelSection) -> None:
-        self._base_model = base_model
-        self._folder = _checkpoint_folder(base_model, section)
-        self._file_of: dict[str, Path] = {}
-        index = self._folder / "model.safetensors.index.json"
-        if index.exists():
-            for name, file in json.loads(index.read_text())["weight_map"].items():
-                self._file_of[name] = self._folder / file
-        else:
-            for file in sorted(self._folder.glob("*.safetensors")):
-                self._file_of |= dict.fromkeys(self._shapes_in(file), file)
-        if not self._file_of:
-            raise UserError(
-                f"base_model={base_model}: no .safetensors file; only safetensors are loaded, convert it first"
-            )
-
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._file_of)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of all tensors, from the headers of the files. Raises UserError if a file cannot be read."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for file in sorted(set(self._file_of.values())):
-            shapes |= self._shapes_in(file)
-        return shapes
-
-    def _shapes_in(self, file: Path) -> dict[str, tuple[int, ...]]:
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(str(file), framework="pt") as handle:
-                return {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"base_model={self._base_model}: {file.name} cannot be read ({error}); download or copy it again"
-            ) from error
-
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU."""
-        from safetensors import safe_open
-
-        with safe_open(str(self._file_of[name]), framework="pt") as handle:
-            return torch.as_tensor(handle.get_tensor(name))
-
+from trainer.tensor_files import SafetensorsFiles
+from trainer.weights_fit import check_weights_fit
 
 Tensors = SafetensorsFiles | RandomTensors
 
@@ -92,17 +43,19 @@ def load_streamed(
     With `deepspeed_config` DeepSpeed partitions each module, with `shards` each layer is cut when it is whole.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=section.trust_remote_code
         )
     model.tie_weights()
     files: Tensors
-    files = RandomTensors(base_model, model, device) if is_random(base_model) else SafetensorsFiles(base_model, section)
+    if is_random(base_model):
+        files = RandomTensors(base_model, model, device)
+    else:
+        files = SafetensorsFiles(base_model, section)
+        check_weights_fit(f"base_model={base_model}", type(model), config, files.shapes())
     names = _names_in_checkpoint(model, files, base_model)
-    _check_shapes(model, files, names, base_model, device)
     output_head = model.get_output_embeddings()
     if shards is not None:
         shards.plan(model)
@@ -138,40 +91,6 @@ def _partition(module: nn.Module, deepspeed_config: dict[str, Any]) -> None:
         own.register_parameter(name, parameter)
     if any(True for _ in own.parameters()):
         deepspeed.zero.Init(module=own, config_dict_or_path=deepspeed_config)
-
-
-def _check_shapes(
-    model: nn.Module, files: Tensors, names: dict[str, str], base_model: str, device: torch.device
-) -> None:
-    """Raises UserError on every rank unless all stored tensors have their parameters' shapes; rank 0 reads headers."""
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    verdict: list[str | None] = [None]
-    if not several or dist.get_rank() == 0:
-        try:
-            verdict[0] = _wrong_shapes(model, files.shapes(), names, base_model)
-        except UserError as error:
-            verdict[0] = str(error)
-    if several:
-        dist.broadcast_object_list(verdict, src=0, device=device)
-    if verdict[0] is not None:
-        raise UserError(verdict[0])
-
-
-def _wrong_shapes(
-    model: nn.Module, stored: dict[str, tuple[int, ...]], names: dict[str, str], base_model: str
-) -> str | None:
-    wrong, parameters = [], dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        shape = stored.get(names[name])
-        if shape != tuple(parameter.shape):
-            found = "is in none of the files" if shape is None else f"has shape {shape}"
-            wrong.append(f"{names[name]} {found}, config.json says {tuple(parameter.shape)}")
-    if not wrong:
-        return None
-    return (
-        f"base_model={base_model}: {len(wrong)} of {len(parameters)} weights do not fit config.json "
-        f"(first: {wrong[0]}); take both from the same model"
-    )
 
 
 def _broadcast(files: Tensors, name: str, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
@@ -239,14 +158,6 @@ def _renamed(model: Any, names: Iterable[str]) -> dict[str, str]:
         if conversion is None:
             renamed[target] = name
     return renamed
-
-
-def _checkpoint_folder(base_model: str, section: ModelSection) -> Path:
-    if Path(base_model).is_dir():
-        return Path(base_model)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(base_model, revision=section.revision, allow_patterns=["*.safetensors", "*.json"]))
 
 
 def _quantization_record(quantization: QuantizationSection, dtype: torch.dtype) -> Any:

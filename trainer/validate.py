@@ -43,6 +43,7 @@ def findings(config: RunConfig, prepared: Prepared) -> list[str]:
         base = "a 4-bit base" if config.adapter == "qlora" else "the base as it is"
         part = f"{trained:,} parameters ({trained / (size + trained):.2%} of all)"
         lines.append(f"adapter: r={config.lora.r} on {base}, {part}: {where}")
+    lines += [f"note: {note}" for note in prepared.notes]
     lines += [f"data: {line}" for line in prepared.data.stats.lines()]
     lines += [f"steps: {_steps(config, prepared)}", f"output: {Path(config.output_dir).absolute()}"]
     return lines

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from trainer.apart import keep_documents_apart
+from trainer.apart import check_causal, keep_documents_apart
 from trainer.attention import VARLEN, use_varlen
 from trainer.config import UserError
 from trainer.token_loss import TokenLoss
@@ -64,6 +64,32 @@ def test_attention_that_looks_ahead_is_refused() -> None:
     model.set_attn_implementation("looks_ahead")
     with pytest.raises(UserError, match="in LlamaForCausalLM tokens see those that follow them"):
         flat_packs(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("bert", {"intermediate_size": 48}), ("xlnet", {"d_model": 32, "n_head": 4, "n_layer": 2})]
+)
+def test_a_model_that_reads_in_both_directions_is_refused(name: str, settings: dict[str, Any]) -> None:
+    model = model_of(name, **settings).train()
+    with pytest.raises(UserError, match=f"base_model=m: in {type(model).__name__} tokens see those that follow them"):
+        check_causal(TokenLoss(model), model, 0, CPU, "m")
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("bert", {"intermediate_size": 48, "is_decoder": True}),
+        ("llama", LLAMA),
+        ("mixtral", EXPERTS),
+        ("opt", OPT),
+        ("bloom", {}),
+        ("mamba", {"state_size": 8}),
+    ],
+)
+def test_causal_models_are_not(name: str, settings: dict[str, Any]) -> None:
+    model = model_of(name, **settings)
+    check_causal(TokenLoss(model), model, 0, CPU, "m")
 
 
 def test_a_model_that_drops_the_bounds_gets_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:

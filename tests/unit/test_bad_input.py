@@ -206,8 +206,9 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (ground / "half" / "checkpoint-5" / "state.json").write_text("{}")
     (ground / "pickled").mkdir()
     (ground / "pickled" / "config.json").write_bytes((ground / "model" / "config.json").read_bytes())
-    (ground / "pickled" / "adapter_config.json").write_text("{}")
     (ground / "pickled" / "pytorch_model.bin").write_text("x")
+    (ground / "pickled-adapter").mkdir()
+    (ground / "pickled-adapter" / "adapter_config.json").write_text("{}")
     (ground / "config.yaml").write_text(
         "base_model: model\noutput_dir: out\ndataset: {path: good.jsonl, max_length: 64, cache_dir: cache}\n"
     )
@@ -219,7 +220,7 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "base_model=./nowhere": ("base_model=./nowhere: ",),
     "base_model=no-data": ("base_model=no-data: the folder has no config.json",),
     "base_model=pickled": ("base_model=pickled: no .safetensors file", "convert it first"),
-    "lora.adapter_path=./pickled": ("lora.adapter_path=./pickled: no adapter_model.safetensors",),
+    "lora.adapter_path=./pickled-adapter": ("lora.adapter_path=./pickled-adapter: no adapter_model.safetensors",),
     "zero.extra.zero_optimization.sub_group_size=x": ("zero.extra: DeepSpeed refuses sub_group_size=x", "integer"),
     "zero.extra.zero_optimization.shard_it=1": ("zero.extra: DeepSpeed refuses shard_it=1",),
     "zero.extra.flops_profiler=5": ("zero.extra={flops_profiler: 5}: DeepSpeed refuses it",),

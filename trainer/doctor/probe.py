@@ -116,7 +116,8 @@ def _try_nvcc(toolkit: tuple[int, int]) -> Finding:
 
 def check_model(config: RunConfig) -> Iterator[Finding]:
     """Model and tokenizer: a whole folder, a whole copy in the hub's cache, or a hub that answers."""
-    from trainer.model import check_weight_files, load_model_config, load_tokenizer
+    from trainer.model import check_weights, load_model_config, load_tokenizer
+    from trainer.model_kind import check_kind
 
     model = config.base_model
     if is_random(model):
@@ -128,8 +129,10 @@ def check_model(config: RunConfig) -> Iterator[Finding]:
         yield _check_hub(model, f"{len(absent)} of its files are not in the cache" if absent else "not in the cache")
         return
     try:
-        load_model_config(model, config.model)
-        check_weight_files(model)
+        model_config = load_model_config(model, config.model)
+        check_kind(model, model_config)
+        if not absent:
+            check_weights(model, config.model, model_config)
         load_tokenizer(model, config.model)
     except UserError as error:
         yield Finding("model", "FAIL", str(error), "a whole folder: zerolora download, where there is a network")

@@ -1,0 +1,293 @@
+"""What is named as `base_model` and cannot be trained on: each case its own true line, before any weight is loaded."""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tiny import make_model
+from trainer.config import ModelSection, UserError
+from trainer.model import check_weights, load_base_model, load_model_config, load_tokenizer
+from trainer.model_kind import check_kind
+
+Change = Callable[[Path], object]
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def settings(**changes: Any) -> Change:
+    """Change config.json; a value of None removes the key."""
+
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        new = json.loads(file.read_text()) | changes
+        file.write_text(json.dumps({key: value for key, value in new.items() if value is not None}))
+
+    return change
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
+    """Change what is in model.safetensors."""
+
+    def changed(folder: Path) -> None:
+        stored = load_file(folder / "model.safetensors")
+        change(stored)
+        save_file(stored, folder / "model.safetensors", {"format": "pt"})
+
+    return changed
+
+
+def written(name: str, content: str | bytes) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return change
+
+
+def cut(name: str, size: int) -> Change:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
+
+
+def removed(*names: str) -> Change:
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+def sharded(change: Change) -> Change:
+    """Three files and an index, then a change."""
+
+    def changed(folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, max_shard_size="150KB")
+        (folder / "model.safetensors").unlink(missing_ok=True)
+        change(folder)
+
+    return changed
+
+
+def pickled(folder: Path) -> None:
+    torch.save({"a": torch.ones(2)}, folder / "model.safetensors")
+
+
+def as_folder(name: str) -> Change:
+    return lambda folder: ((folder / name).unlink(), (folder / name).mkdir())
+
+
+def quantised(method: str, **more: Any) -> Change:
+    return settings(quantization_config={"quant_method": method, **more})
+
+
+BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
+    # weights against config.json
+    "more layers": (
+        settings(num_hidden_layers=5),
+        ("27 of the 48 weights of LlamaForCausalLM", "(first: model.layers.2.", "drawn at random"),
+    ),
+    "fewer layers": (settings(num_hidden_layers=1), ("1 layers in model.layers, and the files have 1 more",)),
+    "vocabulary": (
+        settings(vocab_size=500),
+        ("2 of 21 weights do not fit config.json (first: lm_head.weight has shape (384, 64)", "says (500, 64)"),
+    ),
+    "hidden size": (settings(hidden_size=32, head_dim=16), ("weights do not fit config.json",)),
+    "untied": (tensors(lambda stored: stored.pop("lm_head.weight")), ("1 of the 21", "(first: lm_head.weight)")),
+    "one tensor": (tensors(lambda stored: stored.pop(UP)), ("1 of the 21 weights", f"(first: {UP})")),
+    "one shape": (
+        tensors(lambda stored: stored.update({UP: torch.ones(3, 4)})),
+        (f"1 of 21 weights do not fit config.json (first: {UP} has shape (3, 4)", "says (128, 64)"),
+    ),
+    "another family": (settings(model_type="gpt2", architectures=["GPT2LMHeadModel"]), ("would be drawn at random",)),
+    # the files
+    "no weights": (removed("model.safetensors"), ("no .safetensors file; only safetensors are loaded",)),
+    "cut short": (cut("model.safetensors", 9000), ("model.safetensors cannot be read (it is cut short: 9,000 of ",)),
+    "cut in the header": (cut("model.safetensors", 500), ("model.safetensors cannot be read (", "copy it again")),
+    "empty": (cut("model.safetensors", 0), ("model.safetensors cannot be read (",)),
+    "pickled": (pickled, ("model.safetensors is a pickled file under that name",)),
+    "git-lfs": (written("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), ("`git lfs pull`",)),
+    "web page": (written("model.safetensors", "<!doctype html>" * 9), ("model.safetensors is a web page",)),
+    "gguf": (written("model.safetensors", b"GGUF" + bytes(99)), ("model.safetensors is a GGUF file",)),
+    "a folder": (as_folder("model.safetensors"), ("model.safetensors is a folder",)),
+    "other name": (
+        lambda folder: (folder / "model.safetensors").rename(folder / "weights.safetensors"),
+        ("neither model.safetensors nor model.safetensors.index.json (there is weights.safetensors)",),
+    ),
+    "a shard": (
+        sharded(lambda folder: sorted(folder.glob("model-*"))[-1].unlink()),
+        (" is not there, which model.safetensors.index.json names (1 of ", "download or copy the model again"),
+    ),
+    "a cut shard": (
+        sharded(lambda folder: cut(sorted(folder.glob("model-*"))[1].name, 2000)(folder)),
+        ("model-00002-of-", "cannot be read ("),
+    ),
+    "index": (sharded(written("model.safetensors.index.json", "{")), ("index.json cannot be read (Expecting",)),
+    "index of nothing": (sharded(written("model.safetensors.index.json", "[]")), ("index.json cannot be read (",)),
+    "index lost": (sharded(removed("model.safetensors.index.json")), ("neither model.safetensors nor",)),
+    # config.json
+    "no config.json": (removed("config.json"), ("the folder has no config.json",)),
+    "config cut": (cut("config.json", 40), ("config.json is not JSON (",)),
+    "config empty": (cut("config.json", 0), ("config.json is not JSON (",)),
+    "config of bytes": (written("config.json", b"\xff\xfe\x00"), ("config.json is not JSON (",)),
+    "config nested": (written("config.json", "[" * 100_000), ("config.json is not JSON (",)),
+    "config a list": (written("config.json", "[]"), ("config.json holds no settings but a list",)),
+    "no model_type": (settings(model_type=None), ("config.json has no model_type",)),
+    "unknown model_type": (settings(model_type="llama9"), ("says model_type llama9, which transformers 5.",)),
+    "heads": (settings(num_attention_heads=5), ("config.json makes no model (",)),
+    "a text for a number": (settings(num_hidden_layers="two"), ("config.json makes no model (",)),
+    "adapter beside": (written("adapter_config.json", "{}"), ("holds an adapter as well", "move adapter_config.json")),
+    # other models
+    "t5": (settings(model_type="t5", is_encoder_decoder=True), ("an encoder-decoder model (t5)",)),
+    "bert": (settings(model_type="bert", architectures=None), ("bert reads in both directions",)),
+    "masked": (settings(architectures=["RobertaForMaskedLM"]), ("names RobertaForMaskedLM, which does not predict",)),
+    "classifier": (settings(architectures=["LlamaForSequenceClassification"]), ("does not predict the next token",)),
+    "vision": (settings(model_type="vit"), ("transformers has no causal language model of model_type vit",)),
+    # quantised
+    "bnb": (quantised("bitsandbytes", load_in_4bit=True), ("already quantised (bitsandbytes)", "full-precision")),
+    "gptq": (quantised("gptq", bits=4), ("already quantised (gptq)",)),
+    "awq": (quantised("awq", bits=4), ("already quantised (awq)",)),
+    "fp8": (quantised("fp8"), ("already quantised (fp8)",)),
+    "mxfp4": (quantised("mxfp4"), ("already quantised (mxfp4)",)),
+    "compressed": (quantised("compressed-tensors", format="float-quantized"), ("quantised (compressed-tensors)",)),
+    # the tokenizer
+    "no tokenizer": (
+        removed("tokenizer.json", "tokenizer_config.json"),
+        ("the folder has no tokenizer (tokenizer.js",),
+    ),
+    "half a tokenizer": (removed("tokenizer.json"), ("the folder has no tokenizer (tokenizer.json",)),
+    "tokenizer cut": (cut("tokenizer.json", 3000), ("tokenizer.json cannot be read (",)),
+    "tokenizer of nothing": (written("tokenizer.json", "{}"), ("its tokenizer cannot be read (",)),
+    "tokenizer settings": (written("tokenizer_config.json", "{"), ("tokenizer_config.json cannot be read (",)),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("base") / "model")
+
+
+def check(name: str) -> list[str]:
+    """As trainer.prepare does it."""
+    section = ModelSection()
+    config = load_model_config(name, section)
+    check_kind(name, config)
+    notes = check_weights(name, section, config)
+    load_tokenizer(name, section)
+    return notes
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_folder_is_one_line(case: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, fragments = BROKEN[case]
+    shutil.copytree(model, tmp_path / "m")
+    change(tmp_path / "m")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as refused:
+        check("m")
+    line = str(refused.value)
+    assert line.startswith("base_model=m: ") and "\n" not in line and len(line) < 500
+    assert [fragment for fragment in fragments if fragment not in line] == [], line
+
+
+def test_a_good_folder_has_nothing_said_of_it(model: Path, tmp_path: Path) -> None:
+    assert check(str(model)) == []
+    shutil.copytree(model, tmp_path / "m")
+    sharded(lambda folder: None)(tmp_path / "m")
+    assert len(list((tmp_path / "m").glob("model-*"))) > 2
+    assert check(str(tmp_path / "m")) == []
+
+
+def test_nothing_but_the_headers_is_read(model: Path, tmp_path: Path) -> None:
+    """A sparse file of 8 TiB by its header takes no longer."""
+    shutil.copytree(model, tmp_path / "m")
+    entries = {
+        name: {"dtype": "F32", "shape": list(value.shape), "data_offsets": [0, 0]}
+        for name, value in load_file(model / "model.safetensors").items()
+    }
+    end = 0
+    for entry in entries.values():
+        begin, end = end, end + 4 * int(torch.Size(entry["shape"]).numel())
+        entry["data_offsets"] = [begin, end]
+    header = json.dumps(entries).encode()
+    with (tmp_path / "m" / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)
+    assert check(str(tmp_path / "m")) == []
+
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "https://huggingface.co/Qwen/Qwen2.5-7B": ("is an address; write base_model: Qwen/Qwen2.5-7B",),
+    "https://example.org": ("is an address; it is OWNER/NAME on the hub",),
+    "m/model.safetensors": ("is a file; name the folder that holds it",),
+    "/models/missing": ("no such folder (there is /",),
+    "./missing": ("no such folder (there is ",),
+    "a/b/c": ("no such folder (there is ",),
+    "missing/": ("no such folder (there is ",),
+    "two words": ("no such folder (there is ",),
+    "x" * 300: ("a name of 300 bytes, where 255 are the most",),
+    "nobody/nothing": (
+        "not a local folder, not in the hub's cache, and HF_HUB_OFFLINE is set; run `zerolora download",
+    ),
+    "parent": ("the folder has no config.json, m in it has; name parent/m",),
+    "adapter": ("the folder holds an adapter; set base_model: some/base, and lora.adapter_path: adapter",),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_of_something_else_is_one_line(
+    name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    shutil.copytree(model, tmp_path / "m")
+    shutil.copytree(model, tmp_path / "parent" / "m")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as refused:
+        check(name)
+    line = str(refused.value)
+    assert line.startswith("base_model=") and "\n" not in line
+    assert [fragment for fragment in NAMES[name] if fragment not in line] == [], line
+
+
+@pytest.mark.parametrize("name", ["", "config.json", "model.safetensors", "tokenizer.json"])
+def test_what_may_not_be_read_is_named(name: str, model: Path) -> None:
+    """As another user where this one is root, who may read everything."""
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)  # pytest's own folders are closed to other users
+        folder = Path(place) / "m"
+        shutil.copytree(model, folder)
+        assert check(str(folder)) == []
+        for file in folder.iterdir():
+            file.chmod(0o644)
+        (folder / name).chmod(0)
+        user = os.geteuid()
+        try:
+            os.seteuid(user or 65534)
+            with pytest.raises(UserError, match=r"permission|Permission") as refused:
+                check(str(folder))
+        finally:
+            os.seteuid(user)
+    assert name in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2", "gemma3_text"])
+def test_a_tokenizer_made_of_nothing_is_refused(kind: str, model: Path, tmp_path: Path) -> None:
+    """For some models transformers makes one without a vocabulary where there is no file."""
+    shutil.copytree(model, tmp_path / "m")
+    settings(model_type=kind)(tmp_path / "m")
+    removed("tokenizer.json", "tokenizer_config.json")(tmp_path / "m")
+    with pytest.raises(UserError, match="the folder has no tokenizer"):
+        load_tokenizer(str(tmp_path / "m"), ModelSection())
+
+
+def test_weights_that_are_missing_are_not_drawn_when_a_model_is_loaded_either(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "m")
+    settings(num_hidden_layers=5)(tmp_path / "m")
+    with pytest.raises(UserError, match="drawn at random"):
+        load_base_model(
+            str(tmp_path / "m"), ModelSection(), dtype=torch.float32, device=torch.device("cpu"), attention="sdpa"
+        )

@@ -1,0 +1,82 @@
+"""Which class of transformers a model is loaded as, and which models are not trained: known from config.json alone."""
+
+import inspect
+from typing import Any
+
+from trainer.config import UserError
+
+# Ends of class names in config.json that stand for another output than the next token.
+OTHER_HEADS = (
+    "ForMaskedLM",
+    "ForPreTraining",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForImageClassification",
+    "RewardModel",
+)
+
+
+def auto_class(model_config: Any) -> Any:
+    """AutoModelForMultimodalLM for a model of text and images or sound, AutoModelForCausalLM for all others.
+
+    AutoModelForCausalLM takes some multimodal configurations for the text part alone (Qwen3.5, Llama 4), and others not
+    at all (Qwen3-VL, Mistral 3). An adapter is to fit the model that the checkpoint names: the whole one, whose
+    parameters have other paths.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    kind, has_parts = type(model_config), model_config.get_text_config() is not model_config
+    by_text_alone = kind in AutoModelForCausalLM._model_mapping and not has_parts
+    known = kind in AutoModelForMultimodalLM._model_mapping
+    return AutoModelForMultimodalLM if known and not by_text_alone else AutoModelForCausalLM
+
+
+def check_kind(base_model: str, model_config: Any) -> None:
+    """Raise UserError for what is quantised already, or by config.json no causal language model."""
+    setting, kind = f"base_model={base_model}", model_config.model_type
+    if model_config.is_encoder_decoder:
+        raise UserError(f"{setting}: an encoder-decoder model ({kind}); only causal language models are trained")
+    try:
+        method = quantization_method(model_config)
+    except ValueError:  # transformers, of a configuration with several texts
+        raise UserError(
+            f"{setting}: has several text parts ({kind}); only causal language models are trained"
+        ) from None
+    if method:
+        raise UserError(
+            f"{setting}: is already quantised ({method}); name the full-precision model that it was made from, with "
+            "adapter: qlora for a 4-bit base"
+        )
+    named = (getattr(model_config, "architectures", None) or [""])[0] or ""
+    if named.endswith(OTHER_HEADS):
+        raise UserError(
+            f"{setting}: config.json names {named}, which does not predict the next token; name a causal language model"
+        )
+    auto = auto_class(model_config)
+    remote = getattr(model_config, "auto_map", None)
+    if type(model_config) not in auto._model_mapping:
+        if not remote:
+            raise UserError(
+                f"{setting}: transformers has no causal language model of model_type {kind}; name another model"
+            )
+        return
+    # BERT and its relatives are causal if config.json says so; their classes ask for it.
+    model_class = auto._model_mapping[type(model_config)]
+    asks = "is_decoder" in inspect.getsource(model_class.__init__)
+    if asks and not getattr(model_config, "is_decoder", True):
+        raise UserError(
+            f"{setting}: {kind} reads in both directions (is_decoder is false in config.json); only causal language "
+            "models are trained"
+        )
+
+
+def quantization_method(model_config: Any) -> str | None:
+    """`bitsandbytes`, `gptq`, `awq`, `fp8`, ...: how the stored weights are quantised, or None."""
+    for part in (model_config, model_config.get_text_config()):
+        section = getattr(part, "quantization_config", None)
+        if section is not None:
+            settings = section if isinstance(section, dict) else section.to_dict()
+            return str(getattr(settings.get("quant_method"), "value", settings.get("quant_method") or "unknown method"))
+    return None

@@ -1,0 +1,157 @@
+"""Why a model or a tokenizer could not be read from where its setting points: one true line for each case."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from trainer.config import UserError
+
+LONGEST_NAME = 255  # bytes of a name in a folder, on common file systems
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
+ON_THE_HUB = "it is OWNER/NAME on the hub, such as Qwen/Qwen2.5-7B, or a folder"
+
+
+def check_source(setting: str, name: str) -> None:
+    """Raise UserError where a model's or tokenizer's name can be neither a folder that is there nor one of the hub."""
+    said = f"{setting}={name}"
+    if "://" in name:
+        words = [word for word in urlparse(name).path.split("/") if word]
+        advice = f"write {setting}: {'/'.join(words[:2])}" if len(words) >= 2 else ON_THE_HUB
+        raise UserError(f"{said}: is an address; {advice}")
+    longest = max(len(os.fsencode(part)) for part in name.split("/"))
+    if longest > LONGEST_NAME:
+        raise UserError(f"{setting}={name[:40]}...: a name of {longest} bytes, where {LONGEST_NAME} are the most")
+    path = Path(name)
+    try:
+        if path.is_file():
+            raise UserError(f"{said}: is a file; name the folder that holds it together with its config.json")
+        if path.is_dir():
+            os.listdir(path)
+            return
+    except PermissionError:
+        raise UserError(f"{said}: no permission to read that folder; give it to this user, or copy the model") from None
+    except (OSError, ValueError) as error:  # such as a null byte
+        raise UserError(f"{said}: cannot be read ({error}); {ON_THE_HUB}") from None
+    if not HUB_NAME.fullmatch(name):
+        there = next((parent for parent in path.absolute().parents if parent.is_dir()), Path("/"))
+        raise UserError(f"{said}: no such folder (there is {there}); check the name: {ON_THE_HUB}")
+
+
+def check_config_file(base_model: str) -> None:
+    """Raise UserError where a folder has no config.json that transformers could read."""
+    folder, said = Path(base_model), f"base_model={base_model}"
+    if not folder.is_dir():
+        return
+    file = folder / "config.json"
+    if not file.exists():
+        raise UserError(f"{said}: {_instead_of_config(folder)}")
+    if (folder / "adapter_config.json").exists():
+        raise UserError(
+            f"{said}: holds an adapter as well, and transformers would load that with its base and not these weights; "
+            "move adapter_config.json to a folder of its own"
+        )
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except PermissionError:
+        raise UserError(f"{said}: no permission to read config.json; give it to this user") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{said}: config.json is not JSON ({_first_line(error)}); copy it again") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"{said}: config.json holds no settings but a {type(settings).__name__}; copy it again")
+    if "auto_map" in settings:
+        return  # comes with its own code
+    from transformers import CONFIG_MAPPING, __version__
+
+    kind = settings.get("model_type")
+    if kind is None:
+        raise UserError(f"{said}: config.json has no model_type; copy it again from the model")
+    if kind not in CONFIG_MAPPING:
+        raise UserError(
+            f"{said}: config.json says model_type {kind}, which transformers {__version__} does not know; "
+            "check it, or install a newer transformers"
+        )
+
+
+def _instead_of_config(folder: Path) -> str:
+    """What is in a folder without config.json, and the fix."""
+    adapter = folder / "adapter_config.json"
+    if adapter.exists():
+        try:
+            base = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        except (OSError, ValueError, LookupError, TypeError):
+            base = "its base"
+        return f"the folder holds an adapter; set base_model: {base}, and lora.adapter_path: {folder} to go on from it"
+    inner = sorted(child.parent.name for child in folder.glob("*/config.json"))
+    if inner:
+        return f"the folder has no config.json, {inner[0]} in it has; name {folder / inner[0]}"
+    return "the folder has no config.json; name the folder of a saved model"
+
+
+def unreadable(setting: str, name: str, error: Exception, *, tokenizer: bool = False) -> UserError:
+    """The line for a configuration, or a tokenizer, that transformers could not read from a folder or the hub."""
+    said, reason = f"{setting}={name}", _first_line(error)
+    if "trust_remote_code" in str(error):
+        return UserError(f"{said}: comes with its own code; read it, then set model.trust_remote_code: true")
+    folder = Path(name)
+    if not folder.is_dir():
+        return UserError(f"{said}: not a local folder, not in the hub's cache, and {_why_not_from_hub(name, error)}")
+    if not tokenizer:
+        return UserError(f"{said}: config.json makes no model ({reason}); copy it again from the model")
+    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        return no_tokenizer(setting, name)
+    return UserError(f"{said}: {_tokenizer_fault(folder, reason)}")
+
+
+def no_tokenizer(setting: str, name: str) -> UserError:
+    """The line for a place without the files of a tokenizer."""
+    place = "the folder" if Path(name).is_dir() else "its repository"
+    files = ", ".join(TOKENIZER_FILES[:3])
+    return UserError(f"{setting}={name}: {place} has no tokenizer ({files}); add its files, or set model.tokenizer")
+
+
+def _tokenizer_fault(folder: Path, reason: str) -> str:
+    for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
+        try:
+            if file.exists():
+                json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as fault:
+            return f"{file.name} cannot be read ({_first_line(fault)}); copy it again from the model"
+    return f"its tokenizer cannot be read ({reason}); copy its files again, or set model.tokenizer"
+
+
+def _why_not_from_hub(name: str, error: Exception) -> str:
+    """Read off the exceptions of the hub's library, which transformers wraps into others."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    elsewhere = f"run `zerolora download {name}` where there is a network, and set it to the folder"
+    if constants.HF_HUB_OFFLINE:
+        return f"HF_HUB_OFFLINE is set; {elsewhere}"
+    causes = _causes(error)
+    if any(isinstance(cause, GatedRepoError) for cause in causes):
+        return f"gated; accept its licence at https://huggingface.co/{name}, then run `hf auth login`"
+    if any(isinstance(cause, RevisionNotFoundError) for cause in causes):
+        return "the hub has no such revision of it; check model.revision"
+    if any(isinstance(cause, RepositoryNotFoundError) for cause in causes):
+        return "not on the hub, or private; check the name, or run `hf auth login`"
+    return f"the hub did not give it ({_first_line(error)}); check the name, or {elsewhere}"
+
+
+def _causes(error: BaseException | None) -> list[BaseException]:
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+def _first_line(error: Any) -> str:
+    """What an exception says, on one line of at most 200 characters."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # The first of pydantic's or huggingface_hub's lines names the field, the second says why.
+    text = " ".join(lines[:2])
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -1,0 +1,147 @@
+"""The safetensors files of a model or an adapter: what is in them by their headers, and what is wrong with one.
+
+Names and shapes come from the headers, a few kilobytes; a tensor is read when it is asked for.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from trainer.config import ModelSection, UserError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+LONGEST_HEADER = 100 * 2**20  # what safetensors allows
+# First bytes of what people have under a name that ends with .safetensors.
+OTHER_FORMATS = (
+    (b"version https://git-lfs", "is a pointer of git-lfs and not the weights; run `git lfs pull` there"),
+    (b"GGUF", "is a GGUF file; name the model that it was converted from"),
+    (b"PK\x03\x04", "is a pickled file under that name; only safetensors are loaded, convert it first"),
+    (b"\x80\x02", "is a pickled file under that name; only safetensors are loaded, convert it first"),
+    (b"<", "is a web page and not the weights; download it again"),
+)
+
+
+class SafetensorsFiles:
+    """All tensors of a model's safetensors files by name, each read when asked for."""
+
+    def __init__(self, base_model: str, section: ModelSection) -> None:
+        """Raises UserError if there are no such files or one cannot be read."""
+        self._setting = f"base_model={base_model}"
+        folder = _checkpoint_folder(base_model, section)
+        self._file_of: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        for file in files_in(folder, self._setting):
+            shapes = stored_shapes(file, self._setting)
+            self._shapes |= shapes
+            self._file_of |= dict.fromkeys(shapes, file)
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._file_of)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors."""
+        return self._shapes
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, on the CPU."""
+        with safe_open(str(self._file_of[name]), framework="pt") as handle:
+            return torch.as_tensor(handle.get_tensor(name))
+
+
+def files_in(folder: Path, setting: str) -> list[Path]:
+    """The files that transformers loads a model from: one, or those that the index names.
+
+    Raises UserError, beginning with `setting`, if they are not all there.
+    """
+    if (folder / WEIGHTS).exists():
+        return [folder / WEIGHTS]
+    index = folder / INDEX
+    if not index.exists():
+        others = sorted(file.name for file in folder.glob("*.safetensors"))
+        if not others:
+            raise UserError(f"{setting}: no .safetensors file; only safetensors are loaded, convert it first")
+        raise UserError(
+            f"{setting}: neither {WEIGHTS} nor {INDEX} (there is {others[0]}); copy what is missing from the model"
+        )
+    named = _named_in(index, setting)
+    missing = [name for name in named if not (folder / name).exists()]
+    if missing:
+        raise UserError(
+            f"{setting}: {missing[0]} is not there, which {INDEX} names ({len(missing)} of {len(named)} files are "
+            "missing); download or copy the model again"
+        )
+    return [folder / name for name in named]
+
+
+def _named_in(index: Path, setting: str) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
+        raise UserError(f"{setting}: {INDEX} cannot be read ({error}); download or copy it again") from None
+
+
+def stored_shapes(file: Path, setting: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a file's tensors by name. Raises UserError, beginning with `setting`, if it is no whole safetensors."""
+    try:
+        with safe_open(str(file), framework="pt") as handle:
+            return {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{setting}: {file.name} {_what_is_wrong(file, error)}") from None
+
+
+def _what_is_wrong(file: Path, error: Exception) -> str:
+    """What a file is that safetensors cannot read, and the fix."""
+    if file.is_dir():
+        return "is a folder; put the file in its place"
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as handle:
+            begin = handle.read(64)
+            handle.seek(8)
+            header = handle.read(min(int.from_bytes(begin[:8], "little"), LONGEST_HEADER))
+    except OSError as denied:
+        return f"cannot be read ({denied.strerror}); give this user the right to read it, or copy it again"
+    for first, kind in OTHER_FORMATS:
+        if begin.startswith(first):
+            return kind
+    whole = _announced(header)
+    reason = str(error).splitlines()[0] if whole is None else f"it is cut short: {size:,} of {whole:,} bytes"
+    return f"cannot be read ({reason}); download or copy it again"
+
+
+def _announced(header: bytes) -> int | None:
+    """How long a file should be by its header; None if that cannot be read."""
+    try:
+        tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        return 8 + len(header) + max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
+    except (ValueError, LookupError, AttributeError, TypeError):
+        return None
+
+
+def is_here(base_model: str, section: ModelSection) -> bool:
+    """Whether the weights are in a folder or in the hub's cache: headers can be read without a download."""
+    from huggingface_hub import try_to_load_from_cache
+
+    if Path(base_model).is_dir():
+        return True
+    revision = section.revision or "main"
+    index = try_to_load_from_cache(base_model, INDEX, revision=revision)
+    if not isinstance(index, str):
+        return isinstance(try_to_load_from_cache(base_model, WEIGHTS, revision=revision), str)
+    # What is missing of it is downloaded when it is loaded.
+    return all((Path(index).parent / name).exists() for name in _named_in(Path(index), f"base_model={base_model}"))
+
+
+def _checkpoint_folder(base_model: str, section: ModelSection) -> Path:
+    if Path(base_model).is_dir():
+        return Path(base_model)
+    from huggingface_hub import snapshot_download
+
+    # Other .safetensors, as in Mistral's repositories, hold the same weights again.
+    patterns = ["model*.safetensors", INDEX, "config.json"]
+    found = snapshot_download(base_model, revision=section.revision, allow_patterns=patterns, ignore_patterns=["*/*"])
+    return Path(found)

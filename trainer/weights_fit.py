@@ -1,0 +1,120 @@
+"""The stored weights against the model that config.json describes: all there, of the right shape, and none left over.
+
+transformers draws at random what it does not find and says so in a log. Here its own loading, with its renamings, fused
+experts, tied weights and ignored names, is run on tensors that have shapes and no memory, before anything is loaded.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.config import UserError
+
+Shapes = dict[str, tuple[int, ...]]
+SAME_MODEL = "take config.json and weights from the same model"
+
+
+def check_weights_fit(setting: str, model_class: Any, model_config: Any, stored: Shapes) -> list[str]:
+    """Lines on stored tensors that the model leaves out; `stored` has the shape of each tensor in the files.
+
+    Raises UserError, beginning with `setting`, if weights are missing or of another shape, or whole layers left over.
+    """
+    tensors = {name: torch.empty(shape, device="meta") for name, shape in stored.items()}
+    with _quiet():
+        try:
+            model, found = model_class.from_pretrained(
+                None,
+                config=model_config,
+                state_dict=tensors,
+                dtype=torch.float32,
+                device_map={"": "meta"},
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except RuntimeError:  # tensors that are stored one by one and do not make the one that the model has
+            raise UserError(f"{setting}: {_incomplete(stored)}; {SAME_MODEL}, or download it again") from None
+    return judge_loading(setting, model, found)
+
+
+def judge_loading(setting: str, model: Any, found: dict[str, Any]) -> list[str]:
+    """As `check_weights_fit`, from what transformers tells of a loading (`output_loading_info`)."""
+    name, asked = type(model).__name__, len(model.state_dict())
+    extra = _whole_layers(model, found["unexpected_keys"])
+    if found["missing_keys"]:
+        first, count = min(found["missing_keys"], key=_natural), len(found["missing_keys"])
+        raise UserError(
+            f"{setting}: {count} of the {asked} weights of {name} as config.json describes it are in none of its files "
+            f"(first: {first}) and would be drawn at random; {SAME_MODEL}, or download it again"
+        )
+    if found["mismatched_keys"]:
+        wrong = sorted(found["mismatched_keys"], key=lambda each: _natural(each[0]))
+        first, has, wanted = wrong[0]
+        raise UserError(
+            f"{setting}: {len(wrong)} of {asked} weights do not fit config.json (first: {first} has shape "
+            f"{tuple(has)}, config.json says {tuple(wanted)}); take both from the same model"
+        )
+    if extra:
+        raise UserError(f"{setting}: config.json describes {extra} more, which would be left out; {SAME_MODEL}")
+    left = sorted(found["unexpected_keys"], key=_natural)
+    return [f"{len(left)} stored tensors are no part of {name} and are left out (first: {left[0]})"] if left else []
+
+
+def _whole_layers(model: nn.Module, unexpected: set[str]) -> str:
+    """`2 layers in model.layers, and the files have 3`, where more are stored than the model has; or nothing.
+
+    A model that was trained to predict several tokens stores layers for the others behind its own.
+    """
+    text = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    allowed = int(getattr(text, "num_nextn_predict_layers", 0) or 0)
+    beyond: dict[str, set[int]] = defaultdict(set)
+    lists = {path: len(module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    for name in unexpected:
+        for match in re.finditer(r"\.(\d+)\.", name):
+            path = name[: match.start()]
+            for known, length in lists.items():
+                if (known == path or known.endswith(f".{path}")) and int(match[1]) >= length:
+                    beyond[known].add(int(match[1]))
+    for path, indices in beyond.items():
+        if len(indices) > allowed:
+            return f"{lists[path]} layers in {path}, and the files have {len(indices)}"
+    return ""
+
+
+def _incomplete(stored: Shapes) -> str:
+    """Which tensor is missing among those that are stored expert by expert."""
+    experts: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for name in stored:
+        if match := re.search(r"^(.*experts)\.(\d+)\.(.+)$", name):
+            experts[match[1]][match[3]].add(int(match[2]))
+    for layer, tensors in sorted(experts.items(), key=lambda each: _natural(each[0])):
+        everyone = set().union(*tensors.values())
+        for tensor, present in tensors.items():
+            for index in sorted(everyone - present):
+                return f"{layer}.{index}.{tensor} is in none of its files"
+    return "its stored tensors do not make those that config.json describes"
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers' table of what it did not find, and its bar, are not for the user: one line comes of them."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
