@@ -4,7 +4,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from trainer.config.types import BatchSize, Fraction, NonNegative, Positive, PositiveInt, Section, Stage
+from trainer.config.types import (
+    BatchSize,
+    Fraction,
+    NonNegative,
+    Positive,
+    PositiveInt,
+    ResumeChanges,
+    Section,
+    Stage,
+)
 
 _CHECKPOINTING_SCHEMA = {"enum": ["none", "non_reentrant", "reentrant", "selective", True, False, None]}
 
@@ -85,6 +94,10 @@ class TrainingSection(Section):
     """Steps between lines of metrics."""
     resume_from_checkpoint: str | None = None
     """`latest`, the folder of a checkpoint, or `auto`: latest if there is one, else from the start."""
+    resume_changes: ResumeChanges = ()
+    """What may differ from what the checkpoint was trained with, such as [seed, data]: base_model, adapter (alpha,
+    dropout, rslora, quantization), data (and all of `dataset`), seed, batch (sequences a step), precision, optimizer,
+    scu."""
     early_stopping: PositiveInt | None = None
     """Stop after this many evaluations in a row without a lower held-out loss."""
     early_stopping_threshold: NonNegative = 0.0

@@ -35,6 +35,15 @@ _STAGE_SCHEMA = {"enum": ["auto", 0, 1, 2, 3]}
 _BATCH_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}]}
 
 Words = Annotated[tuple[str, ...], BeforeValidator(_list_of_words), WithJsonSchema(_WORDS_SCHEMA)]
+_CHANGES = ("base_model", "adapter", "data", "seed", "batch", "precision", "optimizer", "scu")
+_CHANGES_SCHEMA = {
+    "anyOf": [{"type": "array", "items": {"enum": list(_CHANGES)}}, {"type": "string"}, {"type": "null"}],
+}
+ResumeChanges = Annotated[
+    tuple[Literal["base_model", "adapter", "data", "seed", "batch", "precision", "optimizer", "scu"], ...],
+    BeforeValidator(_list_of_words),
+    WithJsonSchema(_CHANGES_SCHEMA),
+]
 BatchSize = Annotated[
     PositiveInt | Literal[-1], BeforeValidator(_auto_number), PlainSerializer(_auto_word), WithJsonSchema(_BATCH_SCHEMA)
 ]
