@@ -118,7 +118,8 @@ def start(arguments: Sequence[str], loaded: LoadedConfig, request: Request, *, d
         print(command.shell())
         return 0
     # Quiet, for rank 0 says the same of the data later, and the libraries' greetings are for nobody.
-    code = run_child([sys.executable, "-m", "trainer.prepare", *arguments], quiet=True)
+    ranks = f"--world-size={command.ranks}"
+    code = run_child([sys.executable, "-m", "trainer.prepare", *arguments, ranks], quiet=True)
     if code:
         return code
     if isinstance(reach, ThroughSrun):

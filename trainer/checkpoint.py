@@ -4,12 +4,12 @@ checkpoint-N/
   adapter_model.safetensors, adapter_config.json   the adapter in PEFT's format (or the whole model for adapter: none)
   training_state.safetensors                       master weights and AdamW moments by parameter name, fp32
   rank-00000.safetensors ...                       random states of each rank, and its 8-bit moments
-  state.json                                       step, position in the data, loss scale, best loss, SCU
-  COMPLETE                                         written last
+  state.json                                       step, position in the data, loss scale, best loss, SCU, what decides
+                                                   the run (trainer/resume_comparison.py)
+  COMPLETE                                         written last: the checksums (trainer/checkpoint_files.py)
 """
 
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable
@@ -19,55 +19,22 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from trainer.checkpoint_files import FORMAT, damage, oldest_beyond, publish, read_state
 from trainer.config import UserError
 from trainer.deepspeed_workarounds import loss_scale_state, loss_scaler
 from trainer.engine_state import EngineState
+from trainer.full_disk import disk_errors_into
 from trainer.liveness.progress import phase
 from trainer.ranks import Ranks
 
-MARKER = "COMPLETE"
-FORMAT = 1
 
+class SaveFailed(UserError):
+    """The disk refused a checkpoint, on whatever rank; all ranks know, and the older ones are as they were."""
 
-def whole_checkpoints(run_dir: Path) -> list[Path]:
-    """All checkpoints of a run that were written to the end, oldest first."""
-    found = [path for path in run_dir.glob("checkpoint-*") if path.name[11:].isdigit() and (path / MARKER).exists()]
-    return sorted(found, key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The optimizer step in a checkpoint's name."""
-    return int(checkpoint.name.rsplit("-", 1)[1])
-
-
-def find_checkpoint(setting: str | None, run_dir: Path) -> Path | None:
-    """The checkpoint that `training.resume_from_checkpoint` means; UserError if it is not there or not whole."""
-    if setting is None:
-        return None
-    if setting in ("latest", "auto"):
-        whole = whole_checkpoints(run_dir)
-        if not whole and setting == "latest":
-            raise UserError(
-                f"training.resume_from_checkpoint=latest: no whole checkpoint in {run_dir}; "
-                "remove the setting, or use auto"
-            )
-        return whole[-1] if whole else None
-    path = Path(setting)
-    if not (path / "state.json").exists():
-        raise UserError(f"training.resume_from_checkpoint={setting}: not the folder of a checkpoint; use latest")
-    if not (path / MARKER).exists():
-        raise UserError(f"training.resume_from_checkpoint={setting}: was not written to the end; use latest")
-    return path
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """`state.json` of a checkpoint."""
-    state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
-    if state.get("format") != FORMAT:
-        raise UserError(f"{checkpoint}: written in format {state.get('format')}, this version reads {FORMAT}")
-    return state
+    exit_code = 1
 
 
 def save_checkpoint(
@@ -79,41 +46,77 @@ def save_checkpoint(
     *,
     keep: int | None,
     protect: tuple[int, ...] = (),
-) -> Path:
+    later: list[Path],
+) -> list[Path]:
     """Write `checkpoint-<position["step"]>` and remove the oldest beyond `keep`; every rank must call it.
 
-    `save_weights(folder)` writes the adapter or model (called on every rank, since gathering is collective).
+    `save_weights(folder)` writes the adapter or model (called on every rank, since gathering is collective). The
+    checkpoints `later` belong to a course that this run has left: they step aside when this one is whole, and rank 0
+    gets their new names. Raises SaveFailed, on every rank, if the disk is full.
     """
     final = run_dir / f"checkpoint-{position['step']}"
     folder = run_dir / f".writing-{final.name}"
-    if ranks.is_main:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    _barrier()
+    failures: list[str] = []
+    aside: list[Path] = []
+    with disk_errors_into(failures, run_dir):
+        if ranks.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+    _agree(failures, folder, ranks)
     engine_state = EngineState(engine)
-    save_weights(folder)
+    with disk_errors_into(failures, run_dir):
+        save_weights(folder)
+    # A collective, so that a rank whose disk is full takes part all the same.
     with phase("gather"):
         tensors = engine_state.collect()
-    save_file(_rank_tensors(engine_state), folder / f"rank-{ranks.rank:05d}.safetensors", _rank_metadata())
-    if ranks.is_main:
-        save_file(tensors, folder / "training_state.safetensors")
-        state = {
-            "format": FORMAT,
-            **position,
-            "optimizer_steps": engine_state.steps_taken(),
-            "world_size": ranks.world_size,
-            "zero_stage": engine.zero_optimization_stage(),
-            "loss_scale": _loss_scale(engine),
-            "skipped_steps": engine.skipped_steps,
-        }
-        (folder / "state.json").write_text(json.dumps(state, indent=1))
+    with disk_errors_into(failures, run_dir):
+        save_file(_rank_tensors(engine_state), folder / f"rank-{ranks.rank:05d}.safetensors", _rank_metadata())
+        if ranks.is_main:
+            save_file(tensors, folder / "training_state.safetensors")
+            state = {
+                "format": FORMAT,
+                **position,
+                "optimizer_steps": engine_state.steps_taken(),
+                "world_size": ranks.world_size,
+                "zero_stage": engine.zero_optimization_stage(),
+                "loss_scale": _loss_scale(engine),
+                "skipped_steps": engine.skipped_steps,
+            }
+            (folder / "state.json").write_text(json.dumps(state, indent=1))
     del tensors
-    _barrier()
+    _agree(failures, folder, ranks)
+    with disk_errors_into(failures, run_dir):
+        if ranks.is_main:
+            aside = publish(folder, final, later)
+    _agree(failures, folder, ranks)
     if ranks.is_main:
-        _publish(folder, final)
-        _remove_oldest(run_dir, keep, protect=(*protect, position["step"]))
+        for checkpoint in list(oldest_beyond(run_dir, keep, (*protect, position["step"]))):
+            shutil.rmtree(checkpoint)
     _barrier()
-    return final
+    return aside
+
+
+def _agree(failures: list[str], folder: Path, ranks: Ranks) -> None:
+    """Wait for all ranks; if the disk of any was full, remove what was written and raise SaveFailed on all."""
+    everyones: list[list[str]] = [failures]
+    if dist.is_initialized() and ranks.world_size > 1:
+        everyones = [[] for _ in range(ranks.world_size)]
+        dist.all_gather_object(everyones, failures)
+    told = [reason for reasons in everyones for reason in reasons]
+    if not told:
+        return
+    if ranks.is_main:
+        shutil.rmtree(folder, ignore_errors=True)
+    name = folder.name.removeprefix(".writing-")
+    raise SaveFailed(f"{name} was not saved: {told[0]}; make room; the older checkpoints are as they were")
+
+
+def agreed_damage(checkpoint: Path, ranks: Ranks) -> str | None:
+    """What rank 0 finds wrong with a checkpoint, told to all; every rank must call it."""
+    answer = [damage(checkpoint) if ranks.is_main else None]
+    if dist.is_initialized() and ranks.world_size > 1:
+        dist.broadcast_object_list(answer, src=0, device=ranks.device())
+    return answer[0]
 
 
 def restore_checkpoint(checkpoint: Path, engine: Any, ranks: Ranks) -> dict[str, Any]:
@@ -123,8 +126,13 @@ def restore_checkpoint(checkpoint: Path, engine: Any, ranks: Ranks) -> dict[str,
     8-bit moments are quantised again.
     """
     state = read_state(checkpoint)
-    tensors = load_file(checkpoint / "training_state.safetensors")
+    tensors = _load(checkpoint / "training_state.safetensors")
     engine_state = EngineState(engine)
+    if misfit := engine_state.misfit(tensors):
+        raise UserError(
+            f"{checkpoint}: {misfit}, so it is of another model or adapter; take the settings that it was trained "
+            f"with, or begin a new run with lora.adapter_path: {checkpoint}"
+        )
     engine_state.restore(tensors, int(state["optimizer_steps"]))
     same_layout = (state["world_size"], state["zero_stage"]) == (ranks.world_size, engine.zero_optimization_stage())
     own = checkpoint / f"rank-{ranks.rank:05d}.safetensors"
@@ -138,27 +146,12 @@ def restore_checkpoint(checkpoint: Path, engine: Any, ranks: Ranks) -> dict[str,
     return state
 
 
-def _publish(folder: Path, final: Path) -> None:
-    """Rename when everything is on the disk: a checkpoint is whole or it is not there."""
-    (folder / MARKER).write_text("")
-    for path in folder.rglob("*"):  # a tokenizer with several chat templates has a folder of them
-        if path.is_file():
-            with path.open("rb") as handle:
-                os.fsync(handle.fileno())
-    if final.exists():
-        shutil.rmtree(final)
-    os.replace(folder, final)
-    descriptor = os.open(final.parent, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def _remove_oldest(run_dir: Path, keep: int | None, protect: tuple[int, ...]) -> None:
-    if keep is None:
-        return
-    for checkpoint in whole_checkpoints(run_dir)[:-keep]:
-        if step_of(checkpoint) not in protect:
-            shutil.rmtree(checkpoint)
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a file; UserError if it cannot be read, although rank 0 has found it whole."""
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); look at the disk, or use another checkpoint") from None
 
 
 def _rank_tensors(engine_state: EngineState) -> dict[str, torch.Tensor]:
@@ -180,7 +173,7 @@ def _rank_metadata() -> dict[str, str]:
 def _restore_rank(path: Path, engine_state: EngineState) -> None:
     from safetensors import safe_open
 
-    tensors = load_file(path)
+    tensors = _load(path)
     with safe_open(str(path), framework="pt") as handle:
         version, internal, gauss = json.loads(handle.metadata()["python_rng"])
     random.setstate((version, tuple(internal), gauss))

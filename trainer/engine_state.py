@@ -60,6 +60,17 @@ class EngineState:
                 state |= {f"{quantity}/{name}": value for name, value in self._whole(quantity, group, dense)}
         return state
 
+    def misfit(self, state: dict[str, torch.Tensor]) -> str | None:
+        """Where `state`, as `collect` gave it, has other trained tensors than this engine; None if it fits."""
+        for name, parameter in self._trained:
+            found = state.get(f"master/{name}")
+            if found is None:
+                return f"it has no {name}"
+            if found.shape != whole_shape(parameter):
+                return f"{name} is {list(found.shape)} there and {list(whole_shape(parameter))} here"
+        more = len([name for name in state if name.startswith("master/")]) - len(self._trained)
+        return f"it has {more} trained tensors more than this run" if more else None
+
     def restore(self, state: dict[str, torch.Tensor], steps: int) -> None:
         """Write back what `collect` gave after `steps` optimizer steps; the working copies of the weights follow."""
         if steps:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from trainer.adapt import GradientCheck
+from trainer.checkpoint import SaveFailed
 from trainer.config import TrainingSection
 from trainer.liveness.progress import PROGRESS, phase
 from trainer.memory.oom import Recovery
@@ -116,7 +117,7 @@ class Loop:
         self._settle()
         if self._parts.profiler is not None:
             self._parts.profiler.finish()
-        self._save()
+        self._save(at_the_end=True)
         self._parts.stop.agree()
 
     def _step(self) -> None:
@@ -244,11 +245,18 @@ class Loop:
         if self._training.save_steps and self.position.step % self._training.save_steps == 0:
             self._save()
 
-    def _save(self) -> None:
-        if self._saved_at != self.position.step:
-            self._settle()
-            self._before = None
+    def _save(self, *, at_the_end: bool = False) -> None:
+        """A disk that is full ends no training: the run has said so, and the next save tries again."""
+        if self._saved_at == self.position.step:
+            return
+        self._settle()
+        self._before = None
+        try:
             self._parts.save(self.position)
+        except SaveFailed:
+            if at_the_end:
+                raise
+        else:
             self._saved_at = self.position.step
 
 

@@ -20,6 +20,9 @@ from trainer.config import LoggingSection, UserError
 from trainer.gpu_metrics import GpuMetrics
 
 METRICS_FILE = "metrics.jsonl"
+# Records after the step that a run goes on from, until its first checkpoint is whole; and their name after that.
+LATER_FILE = "metrics.later.jsonl"
+ABANDONED_FILE = "abandoned-metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 REFRESH_S = 0.1
 SPEED_WINDOW = 50
@@ -49,12 +52,12 @@ def check_reporters(logging: LoggingSection) -> None:
             )
 
 
-def read_metrics(run_dir: Path) -> list[Record]:
+def read_metrics(run_dir: Path, name: str = METRICS_FILE) -> list[Record]:
     """Records of `run_dir/metrics.jsonl` in the order written; a last line cut short by a kill is left out.
 
     Raises UserError if there is no such file or a line in its middle is not JSON.
     """
-    path = run_dir / METRICS_FILE
+    path = run_dir / name
     if not path.is_file():
         raise UserError(f"{path}: no such file; name the output folder of a run that has trained")
     records: list[Record] = []
@@ -234,14 +237,40 @@ def evaluation_text(values: Mapping[str, float]) -> str:
     return "  ".join(parts)
 
 
+def close_earlier_course(run_dir: Path, *, keep: bool) -> None:
+    """The run has a checkpoint of its own: what was recorded after its beginning before is over, and kept if asked."""
+    later = run_dir / LATER_FILE
+    if keep and later.is_file():
+        with (run_dir / ABANDONED_FILE).open("a", encoding="utf-8") as file:
+            file.write(later.read_text(encoding="utf-8"))
+    later.unlink(missing_ok=True)
+
+
 def _cut_back(run_dir: Path, first_step: int) -> None:
-    """Keep the records up to the resumed step; a fresh run (0) starts an empty file."""
+    """Keep the records up to the resumed step, and the others beside them; a fresh run (0) starts an empty file."""
     path = run_dir / METRICS_FILE
     if not path.is_file():
         return
-    kept = [record for record in read_metrics(run_dir) if (record["step"] or 0) <= first_step] if first_step else []
-    rewritten = path.with_suffix(".jsonl.new")
-    rewritten.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    if not first_step:
+        _rewrite(path, [])
+        (run_dir / LATER_FILE).unlink(missing_ok=True)
+        return
+    records = read_metrics(run_dir)
+    if later := read_metrics(run_dir, LATER_FILE) if (run_dir / LATER_FILE).is_file() else []:
+        # The start that wrote it came to no checkpoint, so that nothing can go on from its own records.
+        begun = later[0]["step"] or 0
+        records = [record for record in records if (record["step"] or 0) < begun] + later
+    after = [record for record in records if (record["step"] or 0) > first_step]
+    if after:
+        _rewrite(run_dir / LATER_FILE, after)
+    else:
+        (run_dir / LATER_FILE).unlink(missing_ok=True)
+    _rewrite(path, [record for record in records if (record["step"] or 0) <= first_step])
+
+
+def _rewrite(path: Path, records: list[Record]) -> None:
+    rewritten = path.with_name(f"{path.name}.new")
+    rewritten.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     os.replace(rewritten, path)
 
 

@@ -10,13 +10,16 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.data import PreparedData, prepare_data
 from trainer.data.chat import chat_template_of
+
+if TYPE_CHECKING:
+    from trainer.resume_comparison import Resumption
 
 FREE_GIB_NEEDED = 1.0
 
@@ -37,14 +40,14 @@ def prepare(config: RunConfig) -> Prepared:
     from trainer.adapt import check_targets
     from trainer.architectures import check_packable
     from trainer.attention import check_supported
-    from trainer.checkpoint import find_checkpoint
+    from trainer.checkpoint_files import choose_checkpoint
     from trainer.metrics import check_reporters
     from trainer.model import check_weights, context_length, empty_model, load_model_config, load_tokenizer
     from trainer.model_kind import check_kind
     from trainer.zero import check_extra_keys, resolve_precision
 
     check_reporters(config.logging)
-    find_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir))
+    choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=False)
     check_output_folder(config)
     _check_adapter_folder(config)
     check_extra_keys(config.training, config.zero)
@@ -83,6 +86,16 @@ def prepare(config: RunConfig) -> Prepared:
         max_length_of_model=longest,
     )
     return Prepared(tokenizer, model_config, data, tuple(notes))
+
+
+def prepare_to_resume(config: RunConfig, world_size: int | None = None) -> tuple[Prepared, "Resumption"]:
+    """`prepare`, and what comes before and after it where a checkpoint is gone on from; each byte of it is read."""
+    from trainer.checkpoint_files import choose_checkpoint
+    from trainer.resume_comparison import plan_resumption
+
+    choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
+    prepared = prepare(config)
+    return prepared, plan_resumption(config, prepared, world_size=world_size, choice=choice)
 
 
 def build_operators(config: RunConfig) -> None:
@@ -145,8 +158,11 @@ def _check_adapter_folder(config: RunConfig) -> None:
         and not (Path(path) / "adapter_config.json").exists()
     ):
         raise UserError(f"lora.adapter_path={path}: no adapter_config.json there; name the folder of a PEFT adapter")
-    if path and Path(path).is_dir() and not (Path(path) / "adapter_model.safetensors").exists():
-        raise UserError(f"lora.adapter_path={path}: no adapter_model.safetensors; only safetensors are loaded")
+    if path and Path(path).is_dir():
+        from trainer.checkpoint_files import damage_of_adapter
+
+        if problem := damage_of_adapter(Path(path)):
+            raise UserError(f"lora.adapter_path={path}: {problem}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -154,10 +170,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = CommandParser(prog="zerolora prepare", description="Check a run and tokenise its data.")
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", help="key=value")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--world-size", type=int, help="how many ranks will train")
+    arguments = parser.parse_intermixed_args(argv)
     try:
         config = load_config(arguments.config, arguments.overrides).config
-        for line in prepare(config).data.stats.lines():
+        prepared, resumption = prepare_to_resume(config, arguments.world_size)
+        for line in (*prepared.data.stats.lines(), *resumption.warnings, *resumption.notes):
             print(line)
         build_operators(config)
     except UserError as error:

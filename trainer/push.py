@@ -19,7 +19,7 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
-from trainer.checkpoint import step_of
+from trainer.checkpoint_files import reseal, step_of
 from trainer.config import CommandParser, UserError
 from trainer.finished_run import ADAPTER, FinishedRun, exit_code_of, find_run, quiet_libraries, saved_tokenizer
 from trainer.metrics import Record, read_metrics
@@ -46,6 +46,7 @@ def stage(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
     card = run.folder / CARD
     if not _is_own_card(card):
         card.write_text(model_card(run, repo), encoding="utf-8")
+        reseal(run.folder, CARD)
     shutil.copyfile(card, folder / CARD)
     return sorted(path for path in folder.rglob("*") if path.is_file())
 

@@ -17,9 +17,10 @@ from trainer.adapt import (
 from trainer.answers import answer_prompt
 from trainer.apart import check_causal, keep_documents_apart
 from trainer.build import build_model, make_batches
-from trainer.checkpoint import find_checkpoint, restore_checkpoint, save_checkpoint
 from trainer.config import LoadedConfig, collective_timeout, engine_zero, known_versions
+from trainer.course import Course
 from trainer.data import Batches, evaluation_batches
+from trainer.finished_run import record_checksums
 from trainer.flat import flatten_adapter, why_not_flat
 from trainer.liveness.progress import phase
 from trainer.loop import Loop, Parts, Position, report_evaluation
@@ -60,6 +61,7 @@ class Run:
     def train(self) -> Position:
         """Everything from joining the other ranks to the saved weights; every rank must call it."""
         self._begin()
+        self.course = Course(self.config, self.prepared, self.ranks, self.device, self.precision, self.say)
         model = self._build_model()
         engine = self._start_engine(model)
         position, total_steps = self._restore(engine)
@@ -69,9 +71,11 @@ class Run:
         Loop(self._parts(engine, total_steps), self.config.training, position, total_steps).run()
         after = None
         if not self.stop:
-            self._return_to_best(engine, position)
+            self.course.return_to_best(engine, position)
             after = self._look(engine, position, "after training")
             self._save_weights(engine, self.run_dir)
+            if self.ranks.is_main:
+                record_checksums(self.run_dir)
         self.stop.saved = True
         if self.steering is not None and self.ranks.is_main:
             self.steering.settle()
@@ -150,21 +154,17 @@ class Run:
     @phase("restore")
     def _restore(self, engine: Any) -> tuple[Position, int]:
         """Batches, schedule and position: from the start, or from a checkpoint."""
-        training, ranks = self.config.training, self.ranks
-        self.batches = make_batches(self.config, self.prepared, ranks, flat=self.flat_packs)
+        training = self.config.training
+        self.batches = make_batches(self.config, self.prepared, self.ranks, flat=self.flat_packs)
         total_steps = training.max_steps
         if total_steps is None:
             assert isinstance(self.batches, Batches)  # a stream without max_steps was refused
             total_steps = math.ceil(training.epochs * self.batches.steps_per_epoch)
         self.schedule = build_schedule(self.optimizer, training, total_steps)
-        checkpoint = find_checkpoint(training.resume_from_checkpoint, self.run_dir)
-        if checkpoint is None:
-            return Position(), total_steps
-        state = restore_checkpoint(checkpoint, engine, ranks)
-        position = Position.from_dict(state)
-        restore_schedule(self.schedule, int(state["schedule_steps"]))
-        self.restored_scu = state.get("scu")
-        self.say(f"resumed from {checkpoint} at step {position.step}")
+        position, state = self.course.restore(engine, total_steps)
+        if state:
+            restore_schedule(self.schedule, int(state["schedule_steps"]))
+            self.restored_scu = state.get("scu")
         return position, total_steps
 
     @phase("steer")
@@ -254,21 +254,12 @@ class Run:
 
     @phase("save")
     def _save_checkpoint(self, engine: Any, position: Position) -> None:
-        training = self.config.training
-        state = position.to_dict() | {"schedule_steps": self.schedule.last_epoch}
+        state: dict[str, Any] = {"schedule_steps": self.schedule.last_epoch}
         if self.steering is not None:
             state["scu"] = self.steering.state_dict()
             if self.ranks.is_main:
                 self.steering.write_files(self.run_dir)
-        save_checkpoint(
-            self.run_dir,
-            engine,
-            self.ranks,
-            state,
-            lambda folder: self._save_weights(engine, folder),
-            keep=training.save_total_limit,
-            protect=(position.best_step,) if training.best_checkpoint else (),
-        )
+        self.course.save(engine, position, state, lambda folder: self._save_weights(engine, folder))
 
     @phase("save")
     def _save_weights(self, engine: Any, folder: Path) -> None:
@@ -280,12 +271,6 @@ class Run:
         # The first steps of a warm-up have a learning rate of zero.
         moved = sum(planned_rates(self.schedule, self.schedule.last_epoch)) > 0
         save_adapter(model, tokenizer, folder, is_main=is_main, must_have_moved=moved, initial=initial)
-
-    def _return_to_best(self, engine: Any, position: Position) -> None:
-        if self.config.training.best_checkpoint and position.best_step not in (0, position.step):
-            restore_checkpoint(self.run_dir / f"checkpoint-{position.best_step}", engine, self.ranks)
-            position.last_evaluation, position.evaluated_at = position.best_loss, position.step
-            self.say(f"the weights of step {position.best_step} have the lowest held-out loss and are kept")
 
     @phase("report")
     def _end(self, position: Position, before: float | None, after: float | None) -> None:

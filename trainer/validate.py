@@ -14,7 +14,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from trainer.config import AUTO, CommandParser, RunConfig, UserError, load_config
 from trainer.finished_run import quiet_libraries
-from trainer.prepare import Prepared, prepare
+from trainer.prepare import Prepared, prepare_to_resume
 
 
 def findings(config: RunConfig, prepared: Prepared) -> list[str]:
@@ -75,8 +75,15 @@ def main(argv: list[str] | None = None) -> int:
         loaded = load_config(arguments.config, arguments.overrides)
         for note in loaded.notes:
             print(f"note: {note}")
-        for line in findings(loaded.config, prepare(loaded.config)):
+        prepared, resumption = prepare_to_resume(loaded.config)
+        for warning in resumption.warnings:
+            print(f"warning: {warning}")
+        for line in findings(loaded.config, prepared):
             print(line)
+        if resumption.checkpoint is not None:
+            print(f"resume: from {resumption.checkpoint}")
+        for note in resumption.notes:
+            print(f"resume: {note}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

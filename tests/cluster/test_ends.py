@@ -18,7 +18,7 @@ import pytest
 
 from tests.distributed.conftest import environment
 from tests.ends import HOST, PATIENCE_S, TRAIN, Run, Start, runs_below, write_endless_run
-from trainer.checkpoint import whole_checkpoints
+from trainer.checkpoint_files import whole_checkpoints
 from trainer.config.ports import free_port
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.conftest import ROOT, ZEROLORA, kill_rank, losses, wait_for
 from tests.cluster.hosts import LOGIN, Hosts
-from trainer.checkpoint import whole_checkpoints
+from trainer.checkpoint_files import whole_checkpoints
 
 pytestmark = pytest.mark.slow
 

@@ -13,6 +13,7 @@ from trainer.config.types import (
     NonNegative,
     Positive,
     PositiveInt,
+    ResumeChanges,
     Section,
     Stage,
     StepsOrNever,
@@ -97,6 +98,10 @@ class TrainingSection(Section):
     """Steps between lines of metrics."""
     resume_from_checkpoint: CheckpointText = None
     """`latest`, the folder of a checkpoint, or `auto`: latest if there is one, else from the start."""
+    resume_changes: ResumeChanges = ()
+    """What may differ from what the checkpoint was trained with, such as [seed, data]: base_model, adapter (alpha,
+    dropout, rslora, quantization), data (and all of `dataset`), seed, batch (sequences a step), precision, optimizer,
+    scu."""
     early_stopping: PositiveInt | None = None
     """Stop after this many evaluations in a row without a lower held-out loss."""
     early_stopping_threshold: NonNegative = 0.0

@@ -60,6 +60,15 @@ Words = Annotated[
     tuple[str, ...], Field(max_length=10_000), BeforeValidator(_list_of_words), WithJsonSchema(_WORDS_SCHEMA)
 ]
 Texts = Annotated[tuple[str, ...], Field(max_length=1000), BeforeValidator(_list_of_texts)]
+_CHANGES = ("base_model", "adapter", "data", "seed", "batch", "precision", "optimizer", "scu")
+_CHANGES_SCHEMA = {
+    "anyOf": [{"type": "array", "items": {"enum": list(_CHANGES)}}, {"type": "string"}, {"type": "null"}],
+}
+ResumeChanges = Annotated[
+    tuple[Literal["base_model", "adapter", "data", "seed", "batch", "precision", "optimizer", "scu"], ...],
+    BeforeValidator(_list_of_words),
+    WithJsonSchema(_CHANGES_SCHEMA),
+]
 BatchSize = Annotated[
     Count | Literal[-1], BeforeValidator(_auto_number), PlainSerializer(_auto_word), WithJsonSchema(_BATCH_SCHEMA)
 ]

@@ -6,9 +6,10 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -37,6 +38,9 @@ class PreparedData:
     evaluation: Samples | None
     stats: DataStats
     fingerprint: str
+    origin: dict[str, str] = field(default_factory=dict)
+    """Digests by which a resumed run knows it again: of the sources' bytes (`content`; not of those that stream) and of
+    the `tokenizer` with its template."""
 
 
 def prepare_data(
@@ -63,7 +67,8 @@ def prepare_data(
     encoder = DocumentEncoder(tokenizer, section)
     streamed = train if section.streaming else []
     stored = [] if section.streaming else train
-    key = _fingerprint(section, encoder, stored + evaluation, seed)
+    identity = _identity(section, encoder, stored + evaluation, seed)
+    key, origin = _digest(identity), _origin(identity)
     samples, held_out, stats = None, None, DataStats(max_length=section.max_length)
     if stored or evaluation:
         folder = cache_dir / key
@@ -73,9 +78,9 @@ def prepare_data(
         read = partial(stream_samples, section, streamed, encoder, seed)
         notes = tuple(f"{label}: streamed from {source.path}" for label, source in streamed)
         stats = replace(stats, notes=notes + stats.notes)
-        return PreparedData(SampleStream(read, section.packing), held_out, stats, key)
+        return PreparedData(SampleStream(read, section.packing), held_out, stats, key, origin)
     assert samples is not None
-    return PreparedData(samples, held_out, stats, key)
+    return PreparedData(samples, held_out, stats, key, origin)
 
 
 def _build_once(folder: Path, build: Callable[[], None]) -> None:
@@ -94,10 +99,10 @@ def _build_once(folder: Path, build: Callable[[], None]) -> None:
         ) from error
 
 
-def _fingerprint(section: DatasetSection, encoder: DocumentEncoder, sources: Sources, seed: int) -> str:
-    """A name that changes with the bytes of the data, the tokenizer, the template, and every setting that matters."""
+def _identity(section: DatasetSection, encoder: DocumentEncoder, sources: Sources, seed: int) -> dict[str, Any]:
+    """What changes with the bytes of the data, the tokenizer, the template, and every setting that matters."""
     ignored = {"workers", "shuffle", "cache_dir"}
-    identity = {
+    return {
         "format": CACHE_FORMAT,
         "settings": section.model_dump(mode="json", exclude=ignored),
         "seed": seed if section.val_split or section.mix else None,
@@ -107,7 +112,15 @@ def _fingerprint(section: DatasetSection, encoder: DocumentEncoder, sources: Sou
         "special_tokens": {name: str(token) for name, token in encoder.tokenizer.special_tokens_map.items()},
         "transformers": transformers.__version__,
     }
-    return xxhash.xxh3_128_hexdigest(json.dumps(identity, sort_keys=True).encode())
+
+
+def _origin(identity: dict[str, Any]) -> dict[str, str]:
+    tokenizer = [identity[name] for name in ("tokenizer", "special_tokens", "template")]
+    return {"content": _digest(identity["content"]), "tokenizer": _digest(tokenizer)}
+
+
+def _digest(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
 def _build(

@@ -158,7 +158,7 @@ def checkpoints_are_whole(*steps: int) -> Checker:
         import torch
         from safetensors.torch import load_file
 
-        from trainer.checkpoint import step_of, whole_checkpoints
+        from trainer.checkpoint_files import step_of, whole_checkpoints
 
         found = whole_checkpoints(run.folder)
         problems = [f"none at step {step}" for step in steps if step not in map(step_of, found)]

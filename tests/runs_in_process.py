@@ -1,0 +1,47 @@
+"""Whole training runs of one rank in the process of the test: a second each once the libraries are loaded."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from tests.tiny import make_model, write_chats
+from trainer.config import load_config
+from trainer.prepare import prepare
+from trainer.ranks import Ranks
+from trainer.run import Run
+from trainer.signals import StopRequest
+
+
+def make_ground(folder: Path) -> Path:
+    """A tiny model, data, and base.yaml for runs in `folder`."""
+    make_model(folder / "model")
+    write_chats(folder / "train.jsonl", 40)
+    write_chats(folder / "held_out.jsonl", 6, seed=1)
+    training = {"batch_size": 4, "max_steps": 4, "learning_rate": 1e-3, "precision": "fp32", "save_steps": 2}
+    base = {
+        "base_model": str(folder / "model"),
+        "output_dir": str(folder / "run"),
+        "lora": {"r": 4, "alpha": 8},
+        "dataset": {"path": str(folder / "train.jsonl"), "max_length": 96, "cache_dir": str(folder / "cache")},
+        "training": training,
+        "logging": {"report_to": "none", "progress": "lines"},
+    }
+    (folder / "base.yaml").write_text(yaml.safe_dump(base))
+    return folder
+
+
+def train(ground: Path, **overrides: Any) -> str:
+    """One run with `training__max_steps=6` and the like; what the console showed."""
+    settings = [f"{name.replace('__', '.')}={json.dumps(value)}" for name, value in overrides.items()]
+    loaded = load_config(ground / "base.yaml", settings)
+    shown = ground / "console.txt"
+    with shown.open("w") as file:
+        run = Run(loaded, prepare(loaded.config), Ranks(0, 1, 0), Console(file=file, width=200), StopRequest())
+        try:
+            run.train()
+        finally:
+            run.close()
+    return shown.read_text()

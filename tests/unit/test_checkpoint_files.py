@@ -1,0 +1,259 @@
+"""Which checkpoint is gone on from: any damage is found and named, and taking a name never costs the older ones."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from trainer import checkpoint_files
+from trainer.checkpoint_files import (
+    STATE_KEYS,
+    choose_checkpoint,
+    damage,
+    damage_of_adapter,
+    later_checkpoints,
+    oldest_beyond,
+    publish,
+    read_state,
+    reseal,
+    whole_checkpoints,
+)
+from trainer.config import UserError
+
+
+def write(run_dir: Path, step: int, *, sums: bool = True, name: str = "") -> Path:
+    """A checkpoint's files, small ones."""
+    folder = run_dir / (name or f"checkpoint-{step}")
+    (folder / "additional_chat_templates").mkdir(parents=True)
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ messages }}")
+    (folder / "adapter_config.json").write_text('{"r": 4}')
+    (folder / "README.md").write_text("a card")
+    (folder / "empty.txt").touch()
+    for file in ("adapter_model", "training_state", "rank-00000"):
+        save_file({"w": torch.arange(64.0) + step}, folder / f"{file}.safetensors")
+    state = dict.fromkeys(STATE_KEYS, step) | {"format": 2 if sums else 1}
+    (folder / "state.json").write_text(json.dumps(state))
+    if sums:
+        checkpoint_files.seal(folder)
+    else:
+        (folder / "COMPLETE").touch()
+    return folder
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    for step in (5, 10, 15):
+        write(tmp_path / "run", step)
+    return tmp_path / "run"
+
+
+def flip(file: Path, byte: int, bit: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[byte] ^= 1 << bit
+    file.write_bytes(content)
+
+
+def test_one_flipped_bit_in_any_file_is_found_and_named(run_dir: Path) -> None:
+    """Every bit of the small files, COMPLETE and state.json among them; two hundred of the others."""
+    checkpoint, draw = run_dir / "checkpoint-15", random.Random(0)
+    assert damage(checkpoint) is None
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size]
+    assert len(files) == 8
+    for file in files:
+        whole = file.read_bytes()
+        bits = [(byte, bit) for byte in range(len(whole)) for bit in range(8)]
+        for byte, bit in bits if len(bits) < 400 else draw.sample(bits, 200):
+            flip(file, byte, bit)
+            found = damage(checkpoint)
+            assert found is not None and found.startswith(str(file.relative_to(checkpoint))), (file, byte, bit, found)
+            file.write_bytes(whole)
+    assert damage(checkpoint) is None
+
+
+@pytest.mark.parametrize("sums", [True, False])
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("training_state.safetensors", "cut", "training_state.safetensors is "),
+        ("rank-00000.safetensors", "pickle", "rank-00000.safetensors is "),
+        ("state.json", "cut", "state.json is "),
+        ("state.json", "key", "state.json "),
+        ("training_state.safetensors", "gone", "training_state.safetensors is missing"),
+        ("COMPLETE", "gone", "was not written to the end"),
+    ],
+)
+def test_latest_passes_over_a_damaged_one_and_says_so(
+    run_dir: Path, tmp_path: Path, sums: bool, name: str, change: str, told: str
+) -> None:
+    if not sums:
+        shutil.rmtree(run_dir)
+        for step in (5, 10, 15):
+            write(run_dir, step, sums=False)
+    file = run_dir / "checkpoint-15" / name
+    if change == "cut":
+        file.write_bytes(file.read_bytes()[:-7])
+    elif change == "pickle":
+        file.write_bytes(pickle.dumps({"w": [1.0] * 100}))
+    elif change == "key":
+        file.write_text(json.dumps({"format": 2 if sums else 1, "step": 15}))
+    else:
+        file.unlink()
+    for setting in ("latest", "auto"):
+        found = choose_checkpoint(setting, run_dir, read=True)
+        assert found.checkpoint == run_dir / "checkpoint-10"
+        assert found.warning is not None and "\n" not in found.warning
+        assert f"checkpoint-15 ({told}" in found.warning and "going on from checkpoint-10" in found.warning
+    with pytest.raises(UserError) as refused:
+        choose_checkpoint(str(run_dir / "checkpoint-15"), run_dir, read=True)
+    line = str(refused.value)
+    assert line.startswith(f"training.resume_from_checkpoint={run_dir}/checkpoint-15: {told}") and "\n" not in line
+    assert f"the newest whole one before it is {run_dir / 'checkpoint-10'}" in line
+
+
+def test_all_that_are_damaged_are_told_and_auto_does_not_begin_anew(run_dir: Path) -> None:
+    for step in (10, 15):
+        flip(run_dir / f"checkpoint-{step}" / "state.json", 3, 1)
+    found = choose_checkpoint("latest", run_dir, read=True)
+    assert found.checkpoint == run_dir / "checkpoint-5"
+    assert found.warning is not None and "checkpoint-15 (" in found.warning and "checkpoint-10 (" in found.warning
+    flip(run_dir / "checkpoint-5" / "state.json", 3, 1)
+    for setting in ("latest", "auto"):
+        with pytest.raises(UserError, match=r"no whole checkpoint in .*checkpoint-15 .*checkpoint-5 "):
+            choose_checkpoint(setting, run_dir, read=True)
+    assert choose_checkpoint("auto", run_dir.parent / "new", read=True).checkpoint is None
+
+
+def test_checksums_cannot_be_lost_in_silence(run_dir: Path) -> None:
+    """An empty COMPLETE is that of an older version, and state.json says that this is none."""
+    (run_dir / "checkpoint-15" / "COMPLETE").write_bytes(b"")
+    assert damage(run_dir / "checkpoint-15") == "COMPLETE is damaged: its checksums are gone"
+
+
+def test_older_checkpoints_still_count(tmp_path: Path) -> None:
+    folder = write(tmp_path, 3, sums=False)
+    assert damage(folder) is None and read_state(folder)["step"] == 3
+    assert choose_checkpoint("latest", tmp_path, read=True).checkpoint == folder
+
+
+def test_a_card_that_push_has_written_is_no_damage(run_dir: Path) -> None:
+    checkpoint = run_dir / "checkpoint-15"
+    (checkpoint / "README.md").write_text("a better card")
+    assert damage(checkpoint) == "README.md is damaged: 13 bytes of 6"
+    reseal(checkpoint, "README.md")
+    assert damage(checkpoint) is None
+
+
+def test_what_is_later_steps_aside_and_is_neither_found_nor_pruned(tmp_path: Path) -> None:
+    """500, 1000, 1500 on the disk; on from 500 to 800, keeping 3."""
+    run_dir = tmp_path / "run"
+    for step in (500, 1000, 1500):
+        write(run_dir, step)
+    write(run_dir, 800, name=".writing-checkpoint-800")
+    later = later_checkpoints(run_dir, 500)
+    aside = publish(run_dir / ".writing-checkpoint-800", run_dir / "checkpoint-800", later)
+    assert [path.name for path in aside] == ["abandoned-checkpoint-1000", "abandoned-checkpoint-1500"]
+    assert [path.name for path in whole_checkpoints(run_dir)] == ["checkpoint-500", "checkpoint-800"]
+    assert choose_checkpoint("latest", run_dir, read=True).checkpoint == run_dir / "checkpoint-800"
+    assert list(oldest_beyond(run_dir, 3, ())) == []
+    write(run_dir, 1000, name=".writing-checkpoint-1000")
+    publish(run_dir / ".writing-checkpoint-1000", run_dir / "checkpoint-1000", [])
+    write(run_dir, 900, name=".writing-checkpoint-900")
+    aside = publish(run_dir / ".writing-checkpoint-900", run_dir / "checkpoint-900", later_checkpoints(run_dir, 800))
+    assert [path.name for path in aside] == ["abandoned-2-checkpoint-1000"]
+    # What was set aside can still be named.
+    found = choose_checkpoint(str(run_dir / "abandoned-checkpoint-1500"), run_dir, read=True)
+    assert damage(found.checkpoint or run_dir) is None
+
+
+@pytest.mark.parametrize("calls", range(5))
+def test_a_crash_while_a_checkpoint_takes_its_place_loses_none(
+    tmp_path: Path, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ended before each of the renames: the checkpoint that was gone on from is there, and so is every other's data."""
+    run_dir, replace = tmp_path / "run", os.replace
+    for step in (500, 1000, 1500):
+        write(run_dir, step)
+    write(run_dir, 1000, name=".writing-checkpoint-1000")
+    later, done = later_checkpoints(run_dir, 500), 0
+
+    def crash(*names: Path) -> None:
+        nonlocal done
+        if done == calls:
+            raise KeyboardInterrupt
+        done += 1
+        replace(*names)
+
+    monkeypatch.setattr(os, "replace", crash)
+    try:
+        publish(run_dir / ".writing-checkpoint-1000", run_dir / "checkpoint-1000", later)
+    except KeyboardInterrupt:
+        assert calls < 4  # COMPLETE, two aside, the new one
+    monkeypatch.undo()
+    assert choose_checkpoint("latest", run_dir, read=True).checkpoint is not None
+    assert damage(run_dir / "checkpoint-500") is None
+    kept = [path for path in run_dir.glob("*checkpoint-*") if path.name[0] != "." and damage(path) is None]
+    assert len(kept) == 3 + (calls == 4)
+
+
+def test_every_new_folder_is_on_the_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_sync(descriptor: int) -> None:
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def note_replace(source: Path, target: Path) -> None:
+        events.append(f"-> {Path(target).name}")
+        replace(source, target)
+
+    run_dir = tmp_path / "runs" / "new"
+    folder = write(run_dir, 5, name=".writing-checkpoint-5")
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    publish(folder, run_dir / "checkpoint-5", [])
+    named = events.index("-> checkpoint-5")
+    for path in (folder, *(run_dir / "checkpoint-5").rglob("*")):
+        assert str(path).replace("/checkpoint-5", "/.writing-checkpoint-5") in events[:named], path
+    for above in (run_dir, run_dir.parent, tmp_path):
+        assert str(above) in events[named:], above
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("cut", "adapter_model.safetensors is cut short"),
+        ("pickle", "adapter_model.safetensors is not a safetensors file"),
+        ("torch", "adapter_model.safetensors is not a safetensors file"),
+        ("header", "adapter_model.safetensors is not a safetensors file, or its header is damaged"),
+        ("bit", "adapter_model.safetensors is damaged: its checksum is another"),
+        ("gone", "no adapter_model.safetensors"),
+        ("config", "adapter_config.json is not JSON"),
+    ],
+)
+def test_a_damaged_adapter_is_named(run_dir: Path, change: str, told: str) -> None:
+    folder = run_dir / "checkpoint-15"
+    file = folder / "adapter_model.safetensors"
+    assert damage_of_adapter(folder) is None
+    if change == "cut":
+        file.write_bytes(file.read_bytes()[:-9])
+    elif change == "pickle":
+        file.write_bytes(pickle.dumps([0] * 999))
+    elif change == "torch":
+        torch.save({"w": torch.zeros(3)}, file)
+    elif change == "header":
+        flip(file, 9, 6)
+    elif change == "bit":
+        flip(file, -3, 0)
+    elif change == "gone":
+        file.unlink()
+    else:
+        (folder / "adapter_config.json").write_text('{"r": ')
+    found = damage_of_adapter(folder)
+    assert found is not None and found.startswith(told)

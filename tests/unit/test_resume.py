@@ -1,0 +1,267 @@
+"""Runs that go on from a checkpoint: only as the same run, only from whole files, and losing no other course."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.runs_in_process import make_ground, train
+from tests.tiny import make_model, write_chats
+from trainer.checkpoint_files import damage, reseal, whole_checkpoints
+from trainer.config import UserError
+from trainer.metrics import read_metrics
+from trainer.prepare import main as prepare
+from trainer.validate import main as validate
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps with checkpoints at 2 and 4, and other models and data beside it."""
+    folder = make_ground(tmp_path_factory.mktemp("resume"))
+    train(folder)
+    make_model(folder / "other", seed=9)
+    make_model(folder / "wide", hidden=128)
+    write_chats(folder / "other.jsonl", 40, seed=5)
+    return folder
+
+
+@pytest.fixture
+def run_dir(ground: Path) -> Iterator[Path]:
+    """The run as it was left, whatever the test does to it."""
+    kept = ground / "kept"
+    shutil.copytree(ground / "run", kept, dirs_exist_ok=True)
+    yield ground / "run"
+    shutil.rmtree(ground / "run")
+    kept.rename(ground / "run")
+
+
+def refusal(ground: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
+    """The lines with which `trainer.prepare` refuses to go on; nothing is written then."""
+    before = {path: path.stat().st_mtime_ns for path in (ground / "run").rglob("*")}
+    capsys.readouterr()
+    code = prepare([str(ground / "base.yaml"), "training.resume_from_checkpoint=latest", *overrides])
+    said = capsys.readouterr()
+    assert code == 2, said
+    assert {path: path.stat().st_mtime_ns for path in (ground / "run").rglob("*")} == before
+    lines = said.err.splitlines()
+    assert all(line.startswith("error: ") for line in lines)
+    return [line.removeprefix("error: ") for line in lines]
+
+
+ALLOW = "set it back, or allow the change with training.resume_changes: [{}]"
+NEW_RUN = "its optimizer state fits nothing else; set it back, or begin a new run with lora.adapter_path: "
+CHANGES = [
+    ("lora.alpha=16", "lora.alpha=16.0: checkpoint-4 was trained with 8.0", ALLOW.format("adapter")),
+    ("lora.dropout=0.1", "lora.dropout=0.1: checkpoint-4 was trained with 0.0", ALLOW.format("adapter")),
+    ("lora.rslora=true", "lora.rslora=true: checkpoint-4 was trained with false", ALLOW.format("adapter")),
+    ("adapter=qlora", "adapter=qlora: checkpoint-4 was trained with lora", ALLOW.format("adapter")),
+    ("adapter=none", "adapter=none: checkpoint-4 was trained with lora", NEW_RUN),
+    ("lora.r=8", "lora.r=8: checkpoint-4 was trained with 4", NEW_RUN),
+    ("lora.target_modules=q_proj", "lora.target_modules=[q_proj]: checkpoint-4 was trained with [all-linear]", NEW_RUN),
+    ("lora.exclude_modules=[q_proj]", "lora.exclude_modules=[q_proj]: checkpoint-4 was trained with []", NEW_RUN),
+    ("lora.dora=true", "lora.dora=true: checkpoint-4 was trained with false", NEW_RUN),
+    ("lora.modules_to_save=[lm_head]", "lora.modules_to_save=[lm_head]: checkpoint-4", NEW_RUN),
+    ("lora.init=pissa", "lora.init=pissa: checkpoint-4 was trained with default", NEW_RUN),
+    ("seed=7", "seed=7: checkpoint-4 was trained with 42", ALLOW.format("seed")),
+    ("training.optimizer=adamw_8bit", "training.optimizer=adamw_8bit: checkpoint-4", ALLOW.format("optimizer")),
+    ("dataset.max_length=64", "dataset.max_length=64: checkpoint-4 was trained with 96", ALLOW.format("data")),
+    ("dataset.packing=true", "dataset.packing=true: checkpoint-4 was trained with false", ALLOW.format("data")),
+    ("dataset.shuffle=false", "dataset.shuffle=false: checkpoint-4 was trained with true", ALLOW.format("data")),
+    ("dataset.train_on=all", "dataset.train_on=[all]: checkpoint-4 was trained with [assistant]", ALLOW.format("data")),
+    ("scu.enabled=true scu.target=0.01", "scu.enabled=true: checkpoint-4 was trained with false", ALLOW.format("scu")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "told", "fix"), CHANGES, ids=[change[0] for change in CHANGES])
+def test_what_changes_the_run_is_refused(
+    ground: Path, capsys: pytest.CaptureFixture[str], changes: str, told: str, fix: str
+) -> None:
+    lines = refusal(ground, capsys, *changes.split(" "))
+    assert len(lines) == 1 and lines[0].startswith(told) and fix in lines[0], lines
+
+
+def test_all_of_it_is_refused_at_once(ground: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights of the same shapes, data of another file, the seed, the batch over all ranks."""
+    changes = [f"base_model={ground}/other", f"dataset.path={ground}/other.jsonl", "seed=7", "--world-size=2"]
+    lines = refusal(ground, capsys, *changes)
+    assert [line.split(":")[0] for line in lines] == [
+        "seed=7",
+        f"base_model={ground}/other",
+        f"dataset.path={ground}/other.jsonl",
+        "training.batch_size=4 x gradient_accumulation_steps=1 x 2 ranks = 8 sequences a step",
+    ]
+    assert "has other weights than" in lines[1] and "[base_model]" in lines[1]
+    assert "not the data that checkpoint-4 was trained with" in lines[2] and "[data]" in lines[2]
+    assert "trained with 4" in lines[3] and "[batch]" in lines[3]
+    lines = refusal(ground, capsys, *changes, "training.resume_changes=[seed, data, base_model]")
+    assert len(lines) == 1 and "[batch]" in lines[0]
+
+
+def test_validate_says_the_same(ground: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = [str(ground / "base.yaml"), "training.resume_from_checkpoint=latest"]
+    assert validate([*config, "seed=7"]) == 2
+    assert "error: seed=7: checkpoint-4 was trained with 42" in capsys.readouterr().err
+    assert validate([*config, "training.max_steps=9", "training.learning_rate=1e-4", "zero.stage=1"]) == 0
+    out = capsys.readouterr().out
+    assert f"resume: from {ground}/run/checkpoint-4" in out
+    changed = "training.max_steps 4 -> 9, training.learning_rate 0.001 -> 0.0001, zero.stage 2 -> 1"
+    assert f"resume: changed since checkpoint-4: {changed}" in out
+    assert validate(config) == 0
+    assert "there is nothing left to train; raise them to go on" in capsys.readouterr().out
+
+
+def test_the_same_run_under_other_names_is_the_same(
+    ground: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Model and data in another place, targets in another order of words, half the batch on twice the ranks."""
+    shutil.copytree(ground / "model", tmp_path / "moved")
+    shutil.copy(ground / "train.jsonl", tmp_path / "moved.jsonl")
+    moved = [f"base_model={tmp_path}/moved", f"dataset.path={tmp_path}/moved.jsonl", "training.batch_size=2"]
+    config = [str(ground / "base.yaml"), "training.resume_from_checkpoint=latest", "training.max_steps=9"]
+    assert prepare([*config, *moved, "--world-size=2"]) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert "changed since checkpoint-4: training.max_steps 4 -> 9, ranks 1 -> 2" in out
+
+
+def test_a_change_that_is_allowed_is_made(run_dir: Path, ground: Path) -> None:
+    """Other weights and another seed; the ranks ask once more, and say what has changed."""
+    again = {
+        "training__resume_from_checkpoint": "latest",
+        "training__max_steps": 5,
+        "base_model": str(ground / "other"),
+    }
+    with pytest.raises(UserError, match=r"seed=7: .*\nerror: base_model=.*other weights than"):
+        train(ground, seed=7, **again)
+    shown = train(ground, seed=7, training__resume_changes=["seed", "base_model"], **again)
+    assert "seed 42 -> 7" in shown and "the weights of base_model" in shown and "resumed from" in shown
+    state = json.loads((run_dir / "checkpoint-5" / "state.json").read_text())
+    assert state["run"]["settings"]["seed"] == 7
+
+
+def test_an_older_checkpoint_without_a_record_goes_on_with_a_note(run_dir: Path, ground: Path) -> None:
+    for folder in whole_checkpoints(run_dir):
+        state = json.loads((folder / "state.json").read_text())
+        del state["run"]
+        (folder / "state.json").write_text(json.dumps(state | {"format": 1}))
+        (folder / "COMPLETE").write_text("")
+    again = {"training__resume_from_checkpoint": "latest", "training__max_steps": 5}
+    shown = train(ground, **again)
+    assert "note: checkpoint-4 is of an older version, which kept nothing to compare" in shown
+    assert len(read_metrics(run_dir)) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"lora__r": 8}, "is [4, 64] there and [8, 64] here, so it is of another model or adapter"),
+        ({"lora__target_modules": ["q_proj"]}, "it has 24 trained tensors more than this run, so it is of another"),
+        ({"base_model": "wide"}, "here, so it is of another model or adapter"),
+    ],
+)
+def test_an_older_one_of_another_model_or_adapter_is_one_line(
+    run_dir: Path, ground: Path, changes: dict[str, Any], told: str
+) -> None:
+    folder = run_dir / "checkpoint-4"
+    state = json.loads((folder / "state.json").read_text())
+    del state["run"]
+    (folder / "state.json").write_text(json.dumps(state))
+    reseal(folder, "state.json")
+    if "base_model" in changes:
+        changes = {"base_model": str(ground / "wide")}
+    metrics = (run_dir / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError) as refused:
+        train(ground, training__resume_from_checkpoint="latest", training__max_steps=5, **changes)
+    assert told in str(refused.value) and "\n" not in str(refused.value)
+    assert (run_dir / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_damaged_newest_one_is_passed_over_in_training(run_dir: Path, ground: Path) -> None:
+    """The run goes on from the one before to the bits of the run that was never damaged."""
+    whole = load_file(run_dir / "adapter_model.safetensors")
+    file = run_dir / "checkpoint-4" / "training_state.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    shown = train(ground, training__resume_from_checkpoint="latest")
+    assert "warning: passed over checkpoint-4 (training_state.safetensors is damaged: 5,000 bytes of" in shown
+    assert "going on from checkpoint-2" in shown and "resumed from" in shown
+    assert [path.name for path in whole_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-4"]
+    assert damage(run_dir / "checkpoint-4") is None and (run_dir / "abandoned-checkpoint-4").is_dir()
+    for name, value in load_file(run_dir / "adapter_model.safetensors").items():
+        assert torch.equal(value, whole[name]), name
+
+
+def test_an_earlier_checkpoint_leaves_the_later_course_aside(run_dir: Path, ground: Path) -> None:
+    """As 500, 1000, 1500, on from 500 to 800: here 2, 4, on from 2 to 3. A start that fails changes nothing."""
+    course = read_metrics(run_dir)
+    again = {"training__resume_from_checkpoint": str(run_dir / "checkpoint-2")}
+    with pytest.raises(FloatingPointError):
+        train(ground, **again, training__learning_rate=1e30, training__max_steps=40, training__save_steps=30)
+    assert [path.name for path in whole_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-4"]
+    assert len(read_metrics(run_dir)) > 2
+    train(ground, training__resume_from_checkpoint="latest")  # of step 4: nothing is left to train
+    assert read_metrics(run_dir) == course, "the records of the failed start are void, those of the run are back"
+    shown = train(ground, **again, training__max_steps=3)
+    told = "checkpoints later than step 2 are of the course left there: kept as abandoned-checkpoint-4"
+    assert shown.count(told) == 1
+    assert [path.name for path in whole_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-3"]
+    assert damage(run_dir / "abandoned-checkpoint-4") is None
+    assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3]
+    assert read_metrics(run_dir, "abandoned-metrics.jsonl") == course[2:]
+    assert not (run_dir / "metrics.later.jsonl").exists()
+
+
+def test_the_best_checkpoint_is_that_of_the_course(ground: Path, tmp_path: Path) -> None:
+    """On from step 2 after the best so far, of step 1, was pruned for a better one that is left behind."""
+    settings = {
+        "output_dir": str(tmp_path / "best"),
+        "dataset__evaluation": {"path": str(ground / "held_out.jsonl")},
+        "training__eval_steps": 1,
+        "training__save_steps": 1,
+        "training__best_checkpoint": True,
+    }
+    train(ground, **settings, training__max_steps=4)
+    run_dir = tmp_path / "best"
+    best = json.loads((run_dir / "checkpoint-2" / "state.json").read_text())["best_step"]
+    assert best in (1, 2)
+    shutil.rmtree(run_dir / "checkpoint-1", ignore_errors=True)
+    state = json.loads((run_dir / "checkpoint-2" / "state.json").read_text()) | {"best_step": 1, "best_loss": 0.1}
+    (run_dir / "checkpoint-2" / "state.json").write_text(json.dumps(state))
+    reseal(run_dir / "checkpoint-2", "state.json")
+    again = {"training__resume_from_checkpoint": str(run_dir / "checkpoint-2"), "training__max_steps": 3}
+    shown = train(ground, **settings, **again)
+    assert "note: the best checkpoint so far, of step 1, is gone; the best is sought anew" in shown
+    assert json.loads((run_dir / "checkpoint-3" / "state.json").read_text())["best_step"] == 3
+
+
+def test_a_full_disk_ends_no_training_and_costs_no_checkpoint(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's own refusal of large files stands for the disk; it comes when the second checkpoint is written."""
+    import resource
+
+    from trainer import course
+
+    run_dir, saved = tmp_path / "full", course.save_checkpoint
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def refuse(*arguments: Any, **more: Any) -> Any:
+        step = arguments[3]["step"]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if step == 2 else soft, hard))
+        try:
+            return saved(*arguments, **more)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    monkeypatch.setattr(course, "save_checkpoint", refuse)
+    shown = train(ground, output_dir=str(run_dir), training__save_steps=1, training__max_steps=3)
+    assert "warning: checkpoint-2 was not saved: File too large (the disk at /" in shown and "GiB free)" in shown
+    assert [path.name for path in whole_checkpoints(run_dir)] == ["checkpoint-1", "checkpoint-3"]
+    assert not list(run_dir.glob(".writing-*"))
+    with pytest.raises(UserError, match="checkpoint-2 was not saved") as failed:
+        train(ground, output_dir=str(tmp_path / "end"), training__save_steps=1, training__max_steps=2)
+    assert failed.value.exit_code == 1
+    assert [damage(path) for path in whole_checkpoints(tmp_path / "end")] == [None]

@@ -1,0 +1,286 @@
+"""The files of checkpoints: which are whole, the checksums that prove it, and how one takes its place for good.
+
+COMPLETE is written last. It holds a line `xxh3-128 bytes name` for every other file and ends with the digest of those
+lines, so that one changed bit is found wherever it is. Checkpoints of older versions have an empty one.
+"""
+
+import errno
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from trainer.config import UserError
+
+MARKER = "COMPLETE"
+FORMAT = 2
+WITHOUT_CHECKSUMS = 1
+STATE_KEYS = ("step", "optimizer_steps", "schedule_steps", "world_size", "zero_stage", "loss_scale", "skipped_steps")
+MOST_HEADER_BYTES = 100_000_000  # the format's own bound
+CHUNK = 1 << 22
+NAME = re.compile(r"checkpoint-(\d+)")
+NO_SUCH_CALL = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint to go on from, None for the start; and what was wrong with newer ones."""
+
+    checkpoint: Path | None
+    warning: str | None = None
+
+
+def whole_checkpoints(run_dir: Path) -> list[Path]:
+    """All checkpoints of a run that were written to the end, oldest first; their bytes are not read."""
+    return [path for path in checkpoint_folders(run_dir) if (path / MARKER).exists()]
+
+
+def checkpoint_folders(run_dir: Path) -> list[Path]:
+    """All folders `checkpoint-N` of a run, whole or not, oldest first."""
+    return sorted((path for path in run_dir.glob("checkpoint-*") if NAME.fullmatch(path.name)), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step in a checkpoint's name."""
+    return int(checkpoint.name.rsplit("-", 1)[1])
+
+
+def choose_checkpoint(setting: str | None, run_dir: Path, *, read: bool) -> Choice:
+    """What `training.resume_from_checkpoint` means; with `read` every byte of the checkpoint is held against its sum.
+
+    `latest` and `auto` pass over damaged ones. Raises UserError if there is none, or the one that is named is damaged.
+    """
+    if setting is None:
+        return Choice(None)
+    if setting in ("latest", "auto"):
+        return _newest_whole(setting, run_dir, read)
+    path, asked = Path(setting).expanduser(), f"training.resume_from_checkpoint={setting}"
+    if not (path / "state.json").exists() and not (path / MARKER).exists():
+        raise UserError(f"{asked}: not the folder of a checkpoint; use latest")
+    problem = _problem(path, read)
+    if problem is None:
+        return Choice(path)
+    step = step_of(path) if path.name.rsplit("-", 1)[-1].isdigit() else 0
+    before = [other for other in whole_checkpoints(path.parent) if step_of(other) < step]
+    whole = next((other for other in reversed(before) if damage(other) is None), None)
+    fix = f"the newest whole one before it is {whole}" if whole else "there is no whole one before it; begin a new run"
+    raise UserError(f"{asked}: {problem}; {fix}")
+
+
+def _newest_whole(setting: str, run_dir: Path, read: bool) -> Choice:
+    damaged: list[str] = []
+    folders = checkpoint_folders(run_dir)
+    for folder in reversed(folders):
+        problem = _problem(folder, read)
+        if problem is None:
+            warning = f"passed over {'; '.join(damaged)}; going on from {folder.name}" if damaged else None
+            return Choice(folder, warning)
+        damaged.append(f"{folder.name} ({problem})")
+    if damaged:
+        # `auto` does not begin anew here either: it would write over what may still be rescued.
+        raise UserError(
+            f"training.resume_from_checkpoint={setting}: no whole checkpoint in {run_dir}: {'; '.join(damaged)}; "
+            "begin a new run in another output_dir"
+        )
+    if setting == "latest":
+        raise UserError(
+            f"training.resume_from_checkpoint=latest: no whole checkpoint in {run_dir}; remove the setting, or use auto"
+        )
+    return Choice(None)
+
+
+def _problem(checkpoint: Path, read: bool) -> str | None:
+    return damage(checkpoint) if read or not (checkpoint / MARKER).exists() else None
+
+
+def damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, its file named; None if every byte is as it was written."""
+    try:
+        marker = (checkpoint / MARKER).read_bytes()
+        sums = _sums_in(marker)
+        if sums is None:
+            return f"{MARKER} is damaged"
+        for name, (digest, size) in sums.items():
+            if problem := _difference(checkpoint / name, digest, size):
+                return f"{name} {problem}"
+        return None if sums else _damage_without_sums(checkpoint)
+    except FileNotFoundError as error:
+        name = Path(error.filename).name
+        return "was not written to the end: no COMPLETE in it" if name == MARKER else f"{name} is missing"
+    except OSError as error:
+        return f"{Path(error.filename or checkpoint).name} cannot be read ({error.strerror})"
+
+
+def damage_of_file(checkpoint: Path, name: str) -> str | None:
+    """The same of one file; None also where no checksum of it was kept. Raises OSError if it cannot be read."""
+    sums = _sums_in((checkpoint / MARKER).read_bytes()) if (checkpoint / MARKER).is_file() else None
+    return _difference(checkpoint / name, *sums[name]) if sums and name in sums else None
+
+
+def damage_of_safetensors(file: Path) -> str | None:
+    """Whether a safetensors file is what its header says, without its data being read: None, or what is wrong."""
+    with file.open("rb") as stream:
+        first = stream.read(8)
+        length = int.from_bytes(first, "little")
+        if len(first) < 8 or first.startswith((b"PK\x03\x04", b"\x80")) or length > MOST_HEADER_BYTES:
+            return "is not a safetensors file (pickled weights could run code and are not loaded)"
+        header = stream.read(length)
+    try:
+        entries = json.loads(header)
+        end = max((entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+        return "is not a safetensors file, or its header is damaged"
+    size, expected = file.stat().st_size, 8 + length + end
+    return None if size == expected else f"is cut short: {size:,} bytes of {expected:,}"
+
+
+def damage_of_adapter(folder: Path) -> str | None:
+    """What is wrong with the adapter in a folder, its file named: missing, pickled, cut, or not as it was written."""
+    name = "adapter_model.safetensors"
+    try:
+        problem = damage_of_safetensors(folder / name) or damage_of_file(folder, name)
+        json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        return f"no {Path(error.filename).name}; only safetensors are loaded"
+    except ValueError:
+        return "adapter_config.json is not JSON; take it from a checkpoint, or from where the adapter came from"
+    except OSError as error:
+        return f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"
+    return f"{name} {problem}; take it from a checkpoint, or from where the adapter came from" if problem else None
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """`state.json` of a checkpoint. Raises UserError if it cannot be read or is of another version."""
+    try:
+        state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        found = state.get("format")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{checkpoint}: state.json cannot be read ({error}); use another checkpoint") from None
+    if found not in (FORMAT, WITHOUT_CHECKSUMS):
+        raise UserError(f"{checkpoint}: written in format {found}, this version reads {FORMAT}")
+    return state
+
+
+def _damage_without_sums(checkpoint: Path) -> str | None:
+    """Of a checkpoint from before there were checksums: what its files say of themselves."""
+    try:
+        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        if state.get("format") == FORMAT:
+            return f"{MARKER} is damaged: its checksums are gone"
+        missing = [key for key in STATE_KEYS if key not in state]
+    except (ValueError, AttributeError):
+        return "state.json is not JSON"
+    if missing:
+        return f"state.json lacks {missing[0]}"
+    for file in (checkpoint / "training_state.safetensors", *sorted(checkpoint.glob("*.safetensors"))):
+        if problem := damage_of_safetensors(file):
+            return f"{file.name} {problem}"
+    return None
+
+
+def checksum(file: Path) -> str:
+    """XXH3 of a file, 128 bits; 1 GB takes 0.2 s where the disk keeps up."""
+    digest, buffer = xxhash.xxh3_128(), bytearray(CHUNK)
+    view = memoryview(buffer)
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            digest.update(view[:count])
+    return digest.hexdigest()
+
+
+def seal(folder: Path) -> None:
+    """Write COMPLETE: the checksums of all files in the folder, and of themselves."""
+    # A tokenizer with several chat templates has a folder of them.
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != MARKER]
+    sums = {str(file.relative_to(folder)): (checksum(file), file.stat().st_size) for file in files}
+    _write_sums(folder / MARKER, sums)
+
+
+def reseal(folder: Path, name: str) -> None:
+    """Take in a file that was rewritten on purpose, such as the model card, if the folder is a sealed checkpoint."""
+    marker = folder / MARKER
+    sums = _sums_in(marker.read_bytes()) if marker.is_file() else None
+    if sums and name in sums:
+        _write_sums(marker, sums | {name: (checksum(folder / name), (folder / name).stat().st_size)})
+
+
+def _write_sums(marker: Path, sums: dict[str, tuple[str, int]]) -> None:
+    lines = "".join(f"{digest} {size} {name}\n" for name, (digest, size) in sums.items())
+    partial = marker.with_name(f".{MARKER}.partial")
+    partial.write_text(f"{lines}{xxhash.xxh3_128_hexdigest(lines.encode())}\n", encoding="utf-8")
+    os.replace(partial, marker)
+
+
+def _sums_in(marker: bytes) -> dict[str, tuple[str, int]] | None:
+    """File name -> checksum and size; empty for a marker without any, None for one that is damaged."""
+    if not marker:
+        return {}
+    lines, own = marker[:-33], marker[-33:]
+    if own != f"{xxhash.xxh3_128_hexdigest(lines)}\n".encode():
+        return None
+    rows = [line.split(" ", 2) for line in lines.decode().splitlines()]
+    return {name: (digest, int(size)) for digest, size, name in rows}
+
+
+def _difference(file: Path, digest: str, size: int) -> str | None:
+    found = file.stat().st_size
+    if found != size:
+        return f"is damaged: {found:,} bytes of {size:,}"
+    return None if checksum(file) == digest else "is damaged: its checksum is another"
+
+
+def publish(folder: Path, final: Path, later: list[Path]) -> list[Path]:
+    """Seal a folder, put it on the disk for good, and give it its name; checkpoints that are `later` step aside first.
+
+    A crash at any point leaves the older checkpoints as they were. Returns the new names of what stepped aside.
+    """
+    seal(folder)
+    for path in (*folder.rglob("*"), folder):
+        _sync(path)
+    in_the_way = [final] if final.exists() and final not in later else []
+    aside = [_set_aside(checkpoint) for checkpoint in (*later, *in_the_way) if checkpoint.exists()]
+    os.replace(folder, final)
+    # The run's folder may be as new as the checkpoint, and those above it.
+    for parent in final.absolute().parents:
+        _sync(parent)
+        if parent.is_mount():
+            break
+    return aside
+
+
+def _set_aside(checkpoint: Path) -> Path:
+    """Give a checkpoint a name under which nothing looks for it; nothing is deleted."""
+    names = (f"abandoned{'' if number == 1 else f'-{number}'}-{checkpoint.name}" for number in range(1, 10_000))
+    new = next(path for name in names if not (path := checkpoint.with_name(name)).exists())
+    os.replace(checkpoint, new)
+    return new
+
+
+def _sync(path: Path) -> None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        return  # a folder above that we may pass through but not read is none that we made
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NO_SUCH_CALL:  # some network file systems know no fsync of folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def later_checkpoints(run_dir: Path, step: int) -> list[Path]:
+    """Those after a step, whole or not: what a run that goes on from that step leaves behind."""
+    return [path for path in checkpoint_folders(run_dir) if step_of(path) > step]
+
+
+def oldest_beyond(run_dir: Path, keep: int | None, protect: tuple[int, ...]) -> Iterator[Path]:
+    """The whole checkpoints beyond the newest `keep`, but for those at the steps to `protect`."""
+    if keep is not None:
+        yield from (path for path in whole_checkpoints(run_dir)[:-keep] if step_of(path) not in protect)

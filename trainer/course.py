@@ -1,0 +1,106 @@
+"""The course of a run through its checkpoints: where it begins, how it saves, and what an earlier course left there."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+
+from trainer.checkpoint import SaveFailed, agreed_damage, restore_checkpoint, save_checkpoint
+from trainer.checkpoint_files import later_checkpoints
+from trainer.config import RunConfig
+from trainer.liveness.progress import phase
+from trainer.loop import Position
+from trainer.metrics import close_earlier_course
+from trainer.prepare import Prepared
+from trainer.ranks import Ranks
+from trainer.resume_comparison import agree_on_resumption, nothing_left, run_identity
+
+
+class Course:
+    """On every rank: the checkpoint that all agree to begin at, and those that are written from there on."""
+
+    @phase("restore")
+    def __init__(
+        self,
+        config: RunConfig,
+        prepared: Prepared,
+        ranks: Ranks,
+        device: torch.device,
+        precision: str,
+        say: Callable[[str], None],
+    ) -> None:
+        """Before a weight is loaded. Raises UserError if the checkpoint is damaged or of another run."""
+        self._config, self._prepared, self._ranks, self._precision, self._say = config, prepared, ranks, precision, say
+        self._run_dir = Path(config.output_dir)
+        self._identity: dict[str, Any] | None = None
+        self._saved, self._begun_at = False, 0
+        resumption = agree_on_resumption(config, prepared, ranks, device, precision)
+        self.checkpoint = resumption.checkpoint
+        self._later = [] if self.checkpoint else later_checkpoints(self._run_dir, 0)
+        for warning in resumption.warnings:
+            say(f"[yellow]warning:[/yellow] {escape(warning)}")
+        for note in resumption.notes:
+            say(f"note: {escape(note)}")
+
+    def restore(self, engine: Any, total_steps: int) -> tuple[Position, dict[str, Any]]:
+        """The engine brought to the checkpoint, if there is one; the position there and `state.json`."""
+        if self.checkpoint is None:
+            return Position(), {}
+        state = restore_checkpoint(self.checkpoint, engine, self._ranks)
+        position = Position.from_dict(state)
+        self._later, self._begun_at = later_checkpoints(self._run_dir, position.step), position.step
+        self._say(f"resumed from {self.checkpoint} at step {position.step}")
+        training = self._config.training
+        if training.max_steps is None and position.step >= total_steps:
+            self._say(f"note: {nothing_left(position.step, total_steps)}")
+        best = position.best_step
+        if training.best_checkpoint and best and not self._checkpoint_of(best).exists():
+            self._say(f"note: the best checkpoint so far, of step {best}, is gone; the best is sought anew")
+            position.best_loss, position.best_step, position.worse_in_a_row = math.inf, 0, 0
+        return position, state
+
+    def save(self, engine: Any, position: Position, more: dict[str, Any], save_weights: Callable[[Path], None]) -> None:
+        """Write a checkpoint; every rank must call it. Raises SaveFailed, of which the user has been told."""
+        training = self._config.training
+        if self._identity is None and self._ranks.is_main:
+            self._identity = run_identity(self._config, self._prepared, self._ranks.world_size, self._precision)
+        try:
+            aside = save_checkpoint(
+                self._run_dir,
+                engine,
+                self._ranks,
+                position.to_dict() | more | {"run": self._identity},
+                save_weights,
+                keep=training.save_total_limit,
+                protect=(position.best_step,) if training.best_checkpoint else (),
+                later=self._later,
+            )
+        except SaveFailed as error:
+            self._say(f"[yellow]warning:[/yellow] {escape(str(error))}")
+            raise
+        if not self._saved and self._ranks.is_main:
+            close_earlier_course(self._run_dir, keep=bool(aside))
+        self._saved, self._later = True, []
+        if aside:
+            names = ", ".join(path.name for path in aside)
+            self._say(f"checkpoints later than step {self._begun_at} are of the course left there: kept as {names}")
+
+    def return_to_best(self, engine: Any, position: Position) -> None:
+        """The weights of the lowest held-out loss, if `best_checkpoint` asks for them and they are older ones."""
+        if not self._config.training.best_checkpoint or position.best_step in (0, position.step):
+            return
+        best = self._checkpoint_of(position.best_step)
+        if problem := agreed_damage(best, self._ranks):
+            self._say(f"[yellow]warning:[/yellow] the last weights are kept: {escape(f'{best.name}: {problem}')}")
+            return
+        restore_checkpoint(best, engine, self._ranks)
+        position.last_evaluation, position.evaluated_at = position.best_loss, position.step
+        self._say(f"the weights of step {position.best_step} have the lowest held-out loss and are kept")
+
+    def _checkpoint_of(self, step: int) -> Path:
+        """The checkpoint of a step, of this run or of the one that it goes on with elsewhere."""
+        own = self._run_dir / f"checkpoint-{step}"
+        return own if self.checkpoint is None or own.exists() else self.checkpoint.parent / own.name
