@@ -15,6 +15,7 @@ import typer
 
 from launcher.beats import read_beats
 from trainer.config import UserError
+from trainer.config.whole_files import write_whole
 
 JOB_FILE = "slurm-job"
 COMMENT = "zerolora "
@@ -49,7 +50,7 @@ def note_job(job_id: int, run: Path) -> None:
     """Leave the job's number in the run's logs, and the run's folder in the job's comment."""
     logs = run / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    (logs / JOB_FILE).write_text(f"{job_id}\n")
+    write_whole(logs / JOB_FILE, f"{job_id}\n")
     update = ["scontrol", "update", f"JobId={job_id}", f"Comment={COMMENT}{run.absolute()}"]
     subprocess.run(update, capture_output=True)  # some clusters forbid it; the file is there all the same
 
