@@ -5,6 +5,7 @@ deepspeed --module trainer.train CONFIG [key=value ...]      or      torchrun -m
 
 import argparse
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from trainer.ranks import Ranks, end_process, leave_process_group
 from trainer.run import Run
 from trainer.signals import StopRequest
 from trainer.world import first_rank_decides
+
+# mpirun and torchrun end all ranks with the first that ends: it must not be one that is silent.
+TO_SPEAK_S = 3.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -117,6 +121,8 @@ def _refuse(error: UserError, ranks: Ranks) -> int:
     if ranks.local_rank == 0:
         where = "" if ranks.is_main else f"{host_name()}: "
         print(f"error: {where}{error}", file=sys.stderr)
+    else:
+        time.sleep(TO_SPEAK_S)
     return error.exit_code
 
 
