@@ -14,7 +14,6 @@ from trainer.config.folder_lock import living_holder
 from trainer.run_record import LOGS, files_in, holds_run, written_names
 
 FREE_GIB_NEEDED = 1.0
-LONGEST_NAME = 255
 NAMES_SHOWN = 3
 
 
@@ -77,15 +76,7 @@ def _why_not_moved(folder: Path) -> str | None:
 
 
 def _nearest_existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there. Raises UserError for names that cannot be made."""
-    if "\0" in str(folder):
-        raise UserError(f"output_dir={str(folder)!r}: holds a zero byte; name another folder")
-    for name in folder.parts:
-        length = len(os.fsencode(name))
-        if length > LONGEST_NAME:
-            raise UserError(
-                f"output_dir={name[:20]}...: a name of {length} bytes, and {LONGEST_NAME} are the most; name it shorter"
-            )
+    """The folder, or the nearest one above it that is there. Raises UserError for a link that leads nowhere."""
     for path in (folder, *folder.parents):
         if path.is_symlink() and not path.exists():
             raise UserError(

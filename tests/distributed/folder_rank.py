@@ -48,7 +48,6 @@ def main() -> int:
     note(folder, 1)
     train(folder, "output.overwrite=true", "training.max_steps=2")
     (folder / "out" / "notes.txt").write_text("mine")
-    (folder / "out" / "README.md").write_text("mine")
     note(folder, 2)
     train(folder, "output.overwrite=delete", "training.max_steps=3")
     note(folder, 3)

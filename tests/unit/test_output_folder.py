@@ -93,17 +93,13 @@ PLACES = {
     "pipe": "pipe is a named pipe",
     "/dev/null": "/dev/null is a device",
     "/dev/full/x": "/dev/full is a device",
-    "x" * 256: "a name of 256 bytes, and 255 are the most",
-    "runs/" + "\N{SNOWMAN}" * 86 + "/y": "a name of 258 bytes",
-    "a\0b": "holds a zero byte",
-    "y/" * 2100: "File name too long",
     "/proc/run": "0.00 GiB free",
     "odd": "logs in it is a file",
 }
 
 
 @pytest.mark.parametrize("overwrite", [False, True, "delete"])
-@pytest.mark.parametrize("output_dir", PLACES, ids=lambda name: name[:20].replace("\0", "0"))
+@pytest.mark.parametrize("output_dir", PLACES)
 def test_no_run_begins_where_it_could_do_harm(output_dir: str, overwrite: bool | str, place: Path) -> None:
     (place / "checkout" / ".git").mkdir(parents=True)
     (place / "project" / "plots").mkdir(parents=True)
@@ -222,6 +218,7 @@ def test_a_run_behind_a_link_is_moved_where_it_is(place: Path) -> None:
 
 def test_deleting_leaves_what_the_run_did_not_write(place: Path) -> None:
     run = a_run(place / "out", "adapter_model.safetensors", "checkpoint-5")
+    (run / "abandoned-2-checkpoint-5").mkdir()
     mine = {"notes.txt": "mine", "merged/model.safetensors": "mine", "adapter_utils.py": "mine"}
     for name, text in mine.items():
         (run / name).parent.mkdir(exist_ok=True)
