@@ -244,7 +244,7 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "training.resume_from_checkpoint=no-data": ("resume_from_checkpoint=no-data: not the folder of a checkpoint",),
     "training.resume_from_checkpoint=half/checkpoint-5": ("half/checkpoint-5: was not written to the end",),
     "dataset.path=nothing.jsonl": ("dataset.path=nothing.jsonl: no such file",),
-    "dataset.path=no-data": ("dataset.path=no-data: no data files in this folder",),
+    "dataset.path=no-data": ("dataset.path=no-data: is a folder without data files",),
     "dataset.path=notes.odt": ("dataset.path=notes.odt",),
     "dataset.path=empty.jsonl": ("dataset.path=empty.jsonl: no records",),
     "dataset.path=broken.jsonl": ("dataset.path=broken.jsonl", "line 2", "JSON"),
