@@ -20,6 +20,7 @@ from launcher.status import note_job
 from launcher.supervise import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOPPED, Supervisor, run_child
 from launcher.terminal import ConsoleFile, ConsolePipe, say
 from trainer.config import LoadedConfig, UserError
+from trainer.config.folder_lock import FolderLock, refuse_if_held
 from trainer.config.ports import free_port, random_port
 
 ENVIRONMENT_FILE = "environment"
@@ -111,17 +112,27 @@ def plan(request: Request, logs: Path) -> tuple[Build, Reach | None]:
 
 def start(arguments: Sequence[str], loaded: LoadedConfig, request: Request, *, dry_run: bool) -> int:
     """Check, tokenise, start the ranks and stay with them; returns the exit code."""
-    logs = Path(loaded.config.output_dir) / "logs"
+    run_dir = Path(loaded.config.output_dir)
+    logs = run_dir / "logs"
     build, reach = plan(request, logs)
     command = build(list(arguments))  # its refusals come before any work
     if dry_run:
         print(command.shell())
         return 0
+    resumes = loaded.config.training.resume_from_checkpoint == "auto"
+    refuse_if_held(run_dir, resumes=resumes)
     # Quiet, for rank 0 says the same of the data later, and the libraries' greetings are for nobody.
     ranks = f"--world-size={command.ranks}"
     code = run_child([sys.executable, "-m", "trainer.prepare", *arguments, ranks], quiet=True)
     if code:
         return code
+    with FolderLock.take(run_dir, resumes=resumes, say=say) as lock:
+        return _run([*arguments, "--lock", lock.token], loaded, build, reach)
+
+
+def _run(arguments: Sequence[str], loaded: LoadedConfig, build: Build, reach: Reach | None) -> int:
+    """Start the ranks in a folder that is held, and stay with them; the exit code."""
+    logs = Path(loaded.config.output_dir) / "logs"
     if isinstance(reach, ThroughSrun):
         note_job(reach.allocation.job_id, Path(loaded.config.output_dir))
     hang_timeout = loaded.config.training.hang_timeout

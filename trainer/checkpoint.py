@@ -44,6 +44,7 @@ def save_checkpoint(
     position: dict[str, Any],
     save_weights: Callable[[Path], None],
     *,
+    before_publishing: Callable[[], None] = lambda: None,
     keep: int | None,
     protect: tuple[int, ...] = (),
     later: list[Path],
@@ -52,7 +53,8 @@ def save_checkpoint(
 
     `save_weights(folder)` writes the adapter or model (called on every rank, since gathering is collective). The
     checkpoints `later` belong to a course that this run has left: they step aside when this one is whole, and rank 0
-    gets their new names. Raises SaveFailed, on every rank, if the disk is full.
+    gets their new names. `before_publishing` is asked on rank 0 when all is written; its error leaves what was there
+    before. Raises SaveFailed, on every rank, if the disk is full.
     """
     final = run_dir / f"checkpoint-{position['step']}"
     folder = run_dir / f".writing-{final.name}"
@@ -87,6 +89,7 @@ def save_checkpoint(
     _agree(failures, folder, ranks)
     with disk_errors_into(failures, run_dir):
         if ranks.is_main:
+            before_publishing()
             aside = publish(folder, final, later)
     _agree(failures, folder, ranks)
     if ranks.is_main:

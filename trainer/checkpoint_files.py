@@ -89,7 +89,8 @@ def _newest_whole(setting: str, run_dir: Path, read: bool) -> Choice:
         )
     if setting == "latest":
         raise UserError(
-            f"training.resume_from_checkpoint=latest: no whole checkpoint in {run_dir}; remove the setting, or use auto"
+            f"training.resume_from_checkpoint=latest: no whole checkpoint in {run_dir}; "
+            "use auto, which then begins at the start"
         )
     return Choice(None)
 

@@ -62,7 +62,14 @@ class Course:
             position.best_loss, position.best_step, position.worse_in_a_row = math.inf, 0, 0
         return position, state
 
-    def save(self, engine: Any, position: Position, more: dict[str, Any], save_weights: Callable[[Path], None]) -> None:
+    def save(
+        self,
+        engine: Any,
+        position: Position,
+        more: dict[str, Any],
+        save_weights: Callable[[Path], None],
+        before_publishing: Callable[[], None],
+    ) -> None:
         """Write a checkpoint; every rank must call it. Raises SaveFailed, of which the user has been told."""
         training = self._config.training
         if self._identity is None and self._ranks.is_main:
@@ -74,6 +81,7 @@ class Course:
                 self._ranks,
                 position.to_dict() | more | {"run": self._identity},
                 save_weights,
+                before_publishing=before_publishing,
                 keep=training.save_total_limit,
                 protect=(position.best_step,) if training.best_checkpoint else (),
                 later=self._later,

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import re
 import sys
 import warnings
@@ -17,6 +16,7 @@ from pydantic import ValidationError
 from trainer.attention import choose_attention
 from trainer.checkpoint_files import checksum, damage_of_adapter, whole_checkpoints
 from trainer.config import RunConfig, UserError
+from trainer.config.whole_files import write_json
 from trainer.data.chat import chat_template_of
 from trainer.model import load_base_model, load_tokenizer, match_vocabulary
 from trainer.ranks import set_seed
@@ -90,9 +90,7 @@ def record_checksums(run_dir: Path) -> None:
     path = run_dir / RECORD
     record = json.loads(path.read_text(encoding="utf-8"))
     record["checksums"] = {file.name: checksum(file) for file in sorted(run_dir.glob("*.safetensors"))}
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    os.replace(partial, path)
+    write_json(path, record)
 
 
 def recorded_checksums(run_dir: Path) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """One run on one rank, read from top to bottom: join, load, adapt, start the engine, restore, loop, save."""
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from trainer.answers import answer_prompt
 from trainer.apart import check_causal, keep_documents_apart
 from trainer.build import build_model, make_batches
 from trainer.config import LoadedConfig, collective_timeout, engine_zero, known_versions
+from trainer.config.folder_lock import FolderLock
 from trainer.course import Course
 from trainer.data import Batches, evaluation_batches
 from trainer.finished_run import record_checksums
@@ -32,7 +34,7 @@ from trainer.optimizer import build_optimizer, build_schedule, planned_rates, re
 from trainer.prepare import Prepared
 from trainer.profiling import StepProfiler
 from trainer.ranks import Ranks, extend_timeouts, form_process_group
-from trainer.run_record import remove_earlier_run, write_run_record
+from trainer.run_record import RESULT, make_way, note_written, place_result, write_run_record
 from trainer.signals import StopRequest
 from trainer.steering import Steering
 from trainer.step import evaluate_loss
@@ -50,9 +52,16 @@ class Run:
     """One run on one rank, built in the order in which its parts need each other."""
 
     def __init__(
-        self, loaded: LoadedConfig, prepared: Prepared, ranks: Ranks, console: Console, stop: StopRequest
+        self,
+        loaded: LoadedConfig,
+        prepared: Prepared,
+        ranks: Ranks,
+        console: Console,
+        stop: StopRequest,
+        lock: FolderLock | None = None,
     ) -> None:
-        self.config, self.notes = loaded.config, loaded.notes
+        """`lock` is that of the run's folder, which rank 0 holds."""
+        self.config, self.notes, self.lock = loaded.config, loaded.notes, lock
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
         self.run_dir = Path(self.config.output_dir)
         self.metrics: Metrics | None = None
@@ -73,12 +82,11 @@ class Run:
         if not self.stop:
             self.course.return_to_best(engine, position)
             after = self._look(engine, position, "after training")
-            self._save_weights(engine, self.run_dir)
-            if self.ranks.is_main:
-                record_checksums(self.run_dir)
+            self._save_result(engine)
         self.stop.saved = True
         if self.steering is not None and self.ranks.is_main:
             self.steering.settle()
+            self._check_folder()
             self.steering.write_files(self.run_dir)
         self.peak = peak_over_ranks(self.device)
         engine.destroy()
@@ -195,15 +203,18 @@ class Run:
         """Write to the run's folder for the first time: every check has passed."""
         config = self.config
         if self.ranks.is_main:
-            if config.output.overwrite and position.step == 0:
-                remove_earlier_run(self.run_dir)
+            self._check_folder()
+            moved = make_way(self.run_dir, config.output.overwrite) if position.step == 0 else None
+            if moved:
+                self.say(moved)
             write_run_record(self.run_dir, config, self.ranks.world_size, str(self.device.type))
         if position.step == 0 and changes_base_weights(config.lora) and config.adapter == "lora":
             save_initial_adapter(model, self.run_dir / INITIAL_ADAPTER, is_main=self.ranks.is_main)
         if self.ranks.is_main:
             self.metrics = Metrics(
-                self.run_dir, self.config.logging, self.console, first_step=position.step, total_steps=total_steps
-            )
+                self.run_dir, self.config.logging, self.console, first_step=position.step, total_steps=total_steps,
+                before_writing=self._check_folder,
+            )  # fmt: skip
 
     def _parts(self, engine: Any, total_steps: int) -> Parts:
         self.recovery = Recovery(self.config, self.ranks, engine, self.batches, self.say)
@@ -255,11 +266,17 @@ class Run:
     @phase("save")
     def _save_checkpoint(self, engine: Any, position: Position) -> None:
         state: dict[str, Any] = {"schedule_steps": self.schedule.last_epoch}
+        if self.ranks.is_main:
+            self._check_folder()
+            name = f"checkpoint-{position.step}"
+            note_written(self.run_dir, [name, f".writing-{name}"])
         if self.steering is not None:
             state["scu"] = self.steering.state_dict()
             if self.ranks.is_main:
                 self.steering.write_files(self.run_dir)
-        self.course.save(engine, position, state, lambda folder: self._save_weights(engine, folder))
+        self.course.save(
+            engine, position, state, lambda folder: self._save_weights(engine, folder), self._check_folder
+        )
 
     @phase("save")
     def _save_weights(self, engine: Any, folder: Path) -> None:
@@ -272,11 +289,26 @@ class Run:
         moved = sum(planned_rates(self.schedule, self.schedule.last_epoch)) > 0
         save_adapter(model, tokenizer, folder, is_main=is_main, must_have_moved=moved, initial=initial)
 
+    @phase("save")
+    def _save_result(self, engine: Any) -> None:
+        """What training ends with, written beside and moved into the run's folder when it is whole."""
+        result = self.run_dir / RESULT
+        if self.ranks.is_main:
+            self._check_folder()
+            shutil.rmtree(result, ignore_errors=True)
+            result.mkdir()
+        self._save_weights(engine, result)
+        if self.ranks.is_main:
+            self._check_folder()
+            place_result(self.run_dir)
+            record_checksums(self.run_dir)
+
     @phase("report")
     def _end(self, position: Position, before: float | None, after: float | None) -> None:
         if self.metrics is None:
             return
         self.metrics.close()
+        self._check_folder()
         self.say(record_memory(self.run_dir, self.memory.found, self.peak, self.device, self.recovery.halvings))
         if self.stop:
             self.say(f"stopped at step {position.step}, saved; go on with training.resume_from_checkpoint=latest")
@@ -285,6 +317,11 @@ class Run:
 
         for line in end_summary(self.run_dir, self.config, write_report(self.run_dir), before, after):
             self.say(line)
+
+    def _check_folder(self) -> None:
+        """Raise FolderLost if another run has the folder by now: called before anything is written there."""
+        if self.lock is not None:
+            self.lock.check()
 
     def close(self) -> None:
         """Finish the files and the bar of a run that ends early."""

@@ -152,6 +152,7 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_end(workplace: Path) -> N
     command = [*COMMAND, config, steps, f"output_dir={cut}"]
     with subprocess.Popen(command, env=env, cwd=workplace, stdout=subprocess.PIPE, text=True) as process:
         _wait_for_step(cut / "metrics.jsonl", process)
+        _a_second_run_is_refused(command, workplace, cut)
         os.kill(process.pid, signal.SIGTERM)
         out, _ = process.communicate(timeout=120)
     assert process.returncode == 143, out
@@ -162,9 +163,22 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_end(workplace: Path) -> N
     resumed = subprocess.run(command, env=env, cwd=workplace, capture_output=True, text=True, timeout=300)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert f"at step {stopped_at}" in resumed.stdout
+    assert not (cut / "logs" / "lock.json").exists()
     expected = load_file(whole / "adapter_model.safetensors")
     for name, value in load_file(cut / "adapter_model.safetensors").items():
         assert torch.equal(value, expected[name]), name
+
+
+def _a_second_run_is_refused(command: list[str], workplace: Path, run: Path) -> None:
+    log = (run / "logs" / "launcher.log").read_bytes()
+    for settings in ([], ["output.overwrite=true"], ["training.resume_from_checkpoint=auto"]):
+        second = subprocess.run(
+            [*command, *settings], env=environment(), cwd=workplace, capture_output=True, text=True, timeout=60
+        )
+        assert second.returncode == 2 and second.stdout == ""
+        assert second.stderr.startswith(f"error: output_dir={run}: another run is in this folder, process ")
+        assert second.stderr.count("\n") == 1
+    assert (run / "logs" / "launcher.log").read_bytes() == log
 
 
 def _wait_for_step(metrics: Path, process: subprocess.Popen[str]) -> None:
