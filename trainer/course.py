@@ -18,6 +18,11 @@ from trainer.prepare import Prepared
 from trainer.ranks import Ranks
 from trainer.resume_comparison import agree_on_resumption, nothing_left, run_identity
 
+ROUNDED_ANEW = (
+    "the 8-bit moments are cut into other blocks here than in the checkpoint and were rounded anew: the run goes on "
+    "nearly, not exactly, as it would have"
+)
+
 
 class Course:
     """On every rank: the checkpoint that all agree to begin at, and those that are written from there on."""
@@ -53,6 +58,8 @@ class Course:
         position = Position.from_dict(state)
         self._later, self._begun_at = later_checkpoints(self._run_dir, position.step), position.step
         self._say(f"resumed from {self.checkpoint} at step {position.step}")
+        if state.get("rounded_anew"):
+            self._say("note: " + ROUNDED_ANEW)
         training = self._config.training
         if training.max_steps is None and position.step >= total_steps:
             self._say(f"note: {nothing_left(position.step, total_steps)}")

@@ -20,6 +20,7 @@ from trainer.build import build_model, make_batches
 from trainer.config import LoadedConfig, collective_timeout, engine_zero, known_versions
 from trainer.course import Course
 from trainer.data import Batches, evaluation_batches
+from trainer.eight_bit_moments import elements_per_buffer
 from trainer.finished_run import record_checksums
 from trainer.flat import flatten_adapter, why_not_flat
 from trainer.liveness.progress import phase
@@ -135,7 +136,8 @@ class Run:
         offloads = config.zero.offload_optimizer or self.device.type != "cuda"
         flat = None
         if why_not_flat(config) is None:
-            flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio))
+            multiple = elements_per_buffer(config.training.optimizer, self.ranks.world_size)
+            flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio), multiple=multiple)
         optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads)
         self.token_loss = TokenLoss(model)
         engine = start_engine(model, optimizer, self.deepspeed_config)
