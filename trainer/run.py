@@ -14,15 +14,17 @@ from trainer.adapt import (
     count_parameters,
     save_initial_adapter,
 )
+from trainer.adapter_files import record_checksums
 from trainer.answers import answer_prompt
 from trainer.apart import check_causal, keep_documents_apart
 from trainer.build import build_model, make_batches
+from trainer.checkpoint import SaveFailed
 from trainer.config import LoadedConfig, collective_timeout, engine_zero, known_versions
 from trainer.course import Course
 from trainer.data import Batches, evaluation_batches
 from trainer.eight_bit_moments import elements_per_buffer
-from trainer.finished_run import record_checksums
 from trainer.flat import flatten_adapter, why_not_flat
+from trainer.full_disk import disk_errors_into
 from trainer.liveness.progress import phase
 from trainer.loop import Loop, Parts, Position, report_evaluation
 from trainer.memory.check import peak_over_ranks, plan_memory, record_memory
@@ -74,9 +76,7 @@ class Run:
         if not self.stop:
             self.course.return_to_best(engine, position)
             after = self._look(engine, position, "after training")
-            self._save_weights(engine, self.run_dir)
-            if self.ranks.is_main:
-                record_checksums(self.run_dir)
+            self._save_result(engine)
         self.stop.saved = True
         if self.steering is not None and self.ranks.is_main:
             self.steering.settle()
@@ -273,6 +273,15 @@ class Run:
         # The first steps of a warm-up have a learning rate of zero.
         moved = sum(planned_rates(self.schedule, self.schedule.last_epoch)) > 0
         save_adapter(model, tokenizer, folder, is_main=is_main, must_have_moved=moved, initial=initial)
+
+    def _save_result(self, engine: Any) -> None:
+        failures: list[str] = []
+        with disk_errors_into(failures, self.run_dir):
+            self._save_weights(engine, self.run_dir)
+            if self.ranks.is_main:
+                record_checksums(self.run_dir)
+        if failures:
+            raise SaveFailed(f"{self.run_dir}: the result was not written: {failures[0]}; the newest checkpoint has it")
 
     @phase("report")
     def _end(self, position: Position, before: float | None, after: float | None) -> None:
