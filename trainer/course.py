@@ -1,6 +1,7 @@
 """The course of a run through its checkpoints: where it begins, how it saves, and what an earlier course left there."""
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from rich.markup import escape
 
 from trainer.checkpoint import SaveFailed, agreed_damage, restore_checkpoint, save_checkpoint
 from trainer.checkpoint_files import later_checkpoints
-from trainer.config import RunConfig
+from trainer.config import RunConfig, UserError
 from trainer.liveness.progress import phase
 from trainer.loop import Position
 from trainer.metrics import close_earlier_course
@@ -94,6 +95,16 @@ class Course:
         if aside:
             names = ", ".join(path.name for path in aside)
             self._say(f"checkpoints later than step {self._begun_at} are of the course left there: kept as {names}")
+
+    def bring(self, name: str) -> None:
+        """A folder that the run needs and that lies beside the checkpoint, where this run has another output_dir."""
+        source, target = (self.checkpoint or self._run_dir).parent / name, self._run_dir / name
+        if target.is_dir():
+            return
+        if not source.is_dir():
+            raise UserError(f"{source}: missing, and the run cannot go on without it; bring it back to where it was")
+        if self._ranks.is_main:
+            shutil.copytree(source, target)
 
     def return_to_best(self, engine: Any, position: Position) -> None:
         """The weights of the lowest held-out loss, if `best_checkpoint` asks for them and they are older ones."""

@@ -196,11 +196,14 @@ class Run:
     def _open_records(self, model: Any, position: Position, total_steps: int) -> None:
         """Write to the run's folder for the first time: every check has passed."""
         config = self.config
+        moves_base = changes_base_weights(config.lora) and config.adapter == "lora"
+        if position.step and moves_base:
+            self.course.bring(INITIAL_ADAPTER)
         if self.ranks.is_main:
             if config.output.overwrite and position.step == 0:
                 remove_earlier_run(self.run_dir)
             write_run_record(self.run_dir, config, self.ranks.world_size, str(self.device.type))
-        if position.step == 0 and changes_base_weights(config.lora) and config.adapter == "lora":
+        if position.step == 0 and moves_base:
             save_initial_adapter(model, self.run_dir / INITIAL_ADAPTER, is_main=self.ranks.is_main)
         if self.ranks.is_main:
             self.metrics = Metrics(

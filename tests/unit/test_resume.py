@@ -311,3 +311,17 @@ def test_bytes_of_moments_are_found_again_by_their_scales() -> None:
     assert not requantise(entry, names, dense, None)
     assert not torch.equal(dequantised(entry["state1"], entry["absmax1"], codes), dense)
     assert not requantise(entry, names, dense, state.absmax / 2), "scales of another quantisation are not believed"
+
+
+def test_pissa_goes_on_in_another_folder(ground: Path, tmp_path: Path) -> None:
+    """The start of its adapter, which what it saves is the difference to, comes along."""
+    settings = {"lora__init": "pissa", "training__max_steps": 3, "training__save_steps": 1}
+    train(ground, **settings, output_dir=str(tmp_path / "whole"))
+    start = {"training__resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-2")}
+    train(ground, **settings, **start, output_dir=str(tmp_path / "moved"))
+    whole = load_file(tmp_path / "whole" / "adapter_model.safetensors")
+    for name, value in load_file(tmp_path / "moved" / "adapter_model.safetensors").items():
+        assert torch.equal(value, whole[name]), name
+    shutil.rmtree(tmp_path / "whole" / "initial_adapter")
+    with pytest.raises(UserError, match="whole/initial_adapter: missing, and the run cannot go on without it"):
+        train(ground, **settings, **start, output_dir=str(tmp_path / "lost"))
