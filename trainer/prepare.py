@@ -140,7 +140,7 @@ def _check_adapter_folder(config: RunConfig) -> None:
     ):
         raise UserError(f"lora.adapter_path={path}: no adapter_config.json there; name the folder of a PEFT adapter")
     if path and Path(path).is_dir():
-        from trainer.checkpoint_files import damage_of_adapter
+        from trainer.adapter_files import damage_of_adapter
 
         if problem := damage_of_adapter(Path(path)):
             raise UserError(f"lora.adapter_path={path}: {problem}")

@@ -15,15 +15,18 @@ from trainer.adapt import (
     count_parameters,
     save_initial_adapter,
 )
+from trainer.adapter_files import record_checksums
 from trainer.answers import answer_prompt
 from trainer.apart import check_causal, keep_documents_apart
 from trainer.build import build_model, make_batches
+from trainer.checkpoint import SaveFailed
 from trainer.config import LoadedConfig, collective_timeout, engine_zero, known_versions
 from trainer.config.folder_lock import FolderLock
 from trainer.course import Course
 from trainer.data import Batches, evaluation_batches
-from trainer.finished_run import record_checksums
+from trainer.eight_bit_moments import elements_per_buffer
 from trainer.flat import flatten_adapter, why_not_flat
+from trainer.full_disk import disk_errors_into
 from trainer.liveness.progress import phase
 from trainer.loop import Loop, Parts, Position, report_evaluation
 from trainer.memory.check import peak_over_ranks, plan_memory, record_memory
@@ -143,7 +146,8 @@ class Run:
         offloads = config.zero.offload_optimizer or self.device.type != "cuda"
         flat = None
         if why_not_flat(config) is None:
-            flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio))
+            multiple = elements_per_buffer(config.training.optimizer, self.ranks.world_size)
+            flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio), multiple=multiple)
         optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads)
         self.token_loss = TokenLoss(model)
         engine = start_engine(model, optimizer, self.deepspeed_config)
@@ -202,13 +206,16 @@ class Run:
     def _open_records(self, model: Any, position: Position, total_steps: int) -> None:
         """Write to the run's folder for the first time: every check has passed."""
         config = self.config
+        moves_base = changes_base_weights(config.lora) and config.adapter == "lora"
+        if position.step and moves_base:
+            self.course.bring(INITIAL_ADAPTER)
         if self.ranks.is_main:
             self._check_folder()
             moved = make_way(self.run_dir, config.output.overwrite) if position.step == 0 else None
             if moved:
                 self.say(moved)
             write_run_record(self.run_dir, config, self.ranks.world_size, str(self.device.type))
-        if position.step == 0 and changes_base_weights(config.lora) and config.adapter == "lora":
+        if position.step == 0 and moves_base:
             save_initial_adapter(model, self.run_dir / INITIAL_ADAPTER, is_main=self.ranks.is_main)
         if self.ranks.is_main:
             self.metrics = Metrics(
@@ -293,15 +300,19 @@ class Run:
     def _save_result(self, engine: Any) -> None:
         """What training ends with, written beside and moved into the run's folder when it is whole."""
         result = self.run_dir / RESULT
-        if self.ranks.is_main:
-            self._check_folder()
-            shutil.rmtree(result, ignore_errors=True)
-            result.mkdir()
-        self._save_weights(engine, result)
-        if self.ranks.is_main:
-            self._check_folder()
-            place_result(self.run_dir)
-            record_checksums(self.run_dir)
+        failures: list[str] = []
+        with disk_errors_into(failures, self.run_dir):
+            if self.ranks.is_main:
+                self._check_folder()
+                shutil.rmtree(result, ignore_errors=True)
+                result.mkdir()
+            self._save_weights(engine, result)
+            if self.ranks.is_main:
+                self._check_folder()
+                place_result(self.run_dir)
+                record_checksums(self.run_dir)
+        if failures:
+            raise SaveFailed(f"{self.run_dir}: the result was not written: {failures[0]}; the newest checkpoint has it")
 
     @phase("report")
     def _end(self, position: Position, before: float | None, after: float | None) -> None:

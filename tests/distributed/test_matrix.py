@@ -83,6 +83,16 @@ def test_a_run_goes_on_elsewhere(matrix: Matrix, name: str) -> None:
     assert matrix[name].losses == pytest.approx(matrix["cut"].losses[3:], abs=1e-5)
 
 
+def test_moments_of_8_bits_go_on_elsewhere(matrix: Matrix) -> None:
+    """From ZeRO-2 on two ranks to ZeRO-0 on one: the same blocks, so that nothing is rounded anew."""
+    again, whole = matrix["cut-adam8-to-one-rank"], matrix["cut-adam8"]
+    assert again.losses == pytest.approx(whole.losses[3:], abs=1e-6)
+    assert "rounded anew" not in again.console
+    for name, value in whole.adapter().items():
+        # Gradients are added up in another order, which may move a byte of a moment by one; measured: 7e-9.
+        torch.testing.assert_close(again.adapter()[name], value, atol=1e-5, rtol=0)
+
+
 def test_a_finished_run_goes_on_to_more_steps(matrix: Matrix) -> None:
     assert len(matrix["longer"].losses) == 2
     state = json.loads((matrix["longer"].folder / "checkpoint-8" / "state.json").read_text())

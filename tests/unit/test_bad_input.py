@@ -204,6 +204,10 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (ground / "run" / "adapter_config.json").write_text("{}")
     (ground / "half" / "checkpoint-5").mkdir(parents=True)
     (ground / "half" / "checkpoint-5" / "state.json").write_text("{}")
+    for name, content in (("cut-adapter", b"\x10\0\0\0\0\0\0\0{}"), ("old-adapter", b"PK\x03\x04" + bytes(60))):
+        (ground / name).mkdir()
+        (ground / name / "adapter_config.json").write_text("{}")
+        (ground / name / "adapter_model.safetensors").write_bytes(content)
     (ground / "pickled").mkdir()
     (ground / "pickled" / "config.json").write_bytes((ground / "model" / "config.json").read_bytes())
     (ground / "pickled" / "pytorch_model.bin").write_text("x")
@@ -232,6 +236,8 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "dataset.max_length=257": ("dataset.max_length=257: the model was made for 256 tokens", "use 256 or less"),
     "lora.target_modules=q_project": ("lora.target_modules=", "q_project", "q_proj"),
     "lora.modules_to_save=head": ("lora.modules_to_save=head", "lm_head"),
+    "lora.adapter_path=./cut-adapter": ("./cut-adapter: adapter_model.safetensors is cut short: 10 bytes of 24",),
+    "lora.adapter_path=./old-adapter": ("./old-adapter: adapter_model.safetensors is not", "pickled"),
     "lora.adapter_path=./no-data": ("lora.adapter_path=./no-data: no adapter_config.json there",),
     "output_dir=run": ("output_dir=run: holds files that are no run's (adapter_config.json)", "name a new folder"),
     "output_dir=model": ("output_dir=model: is base_model as well", "name a folder of its own"),
