@@ -1,6 +1,7 @@
 """Where records come from: files, folders and hub names, read into one table per source."""
 
 import errno
+import os
 import stat
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -15,6 +16,7 @@ from datasets.exceptions import DatasetGenerationError
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import shown
 from trainer.config.known_versions import require
+from trainer.data.built_folder import FULL
 from trainer.data.splits import no_such_split, read_split, split_names
 from trainer.data.text_files import OPENERS, RAW, raw_records, record_of
 
@@ -270,8 +272,10 @@ def _unreadable(source: SourceSection, label: str, kind: str, error: Exception) 
     for cause in causes:
         if isinstance(cause, UserError):
             return cause
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(cause, OSError) and cause.errno in FULL:
             return cause
+        if str(cause).startswith("Not enough disk space"):  # the library looks before it writes
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if isinstance(cause, OSError) and cause.filename and cause.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
             return UserError(
                 f"{where_from(source, label)}: cannot be read, since {cause.filename} cannot be written "
