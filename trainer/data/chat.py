@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config import UserError
 from trainer.data.marks import TURN_KEY, Marked, has_generation_blocks, mark_template, mark_text, read_marks
 from trainer.data.records import Turns
+from trainer.data.render import RenderError, render
 from trainer.data.tokens import Encoded, Span, encode_spans
 
 _PROBE = "Sentinel"
@@ -52,7 +53,7 @@ class ChatEncoder:
         try:
             self.marked_template = mark_template(template)
             self.header = self._assistant_header()
-        except TemplateError as error:
+        except (TemplateError, RenderError) as error:
             raise UserError(f"dataset.chat_template: the template cannot be used ({error})") from None
         self.end_tokens = tuple(str(token) for token in tokenizer.added_tokens_decoder.values())
         self.has_generation_blocks = has_generation_blocks(template)
@@ -110,10 +111,9 @@ class ChatEncoder:
                 texts.append("")
                 continue
             try:
-                text = self.tokenizer.apply_chat_template(chat, tools=tool, chat_template=template, tokenize=False)
-            except (TemplateError, TypeError, ValueError) as error:
+                texts.append(render(self.tokenizer, chat, template, tools=tool))
+            except RenderError as error:
                 raise UserError(f"{place}: the chat template refuses it ({error})") from None
-            texts.append(str(text))
         return texts
 
     def _trained_spans(
@@ -164,16 +164,9 @@ class ChatEncoder:
         question = [{"role": "user", "content": _PROBE}]
         answered = [*question, {"role": "assistant", "content": _PROBE}]
         numbered = [{**message, TURN_KEY: index} for index, message in enumerate(answered)]
-        arguments: dict[str, Any] = {"tokenize": False}
-        asked = str(self.tokenizer.apply_chat_template(question, chat_template=self.template, **arguments))
-        prompted = str(
-            self.tokenizer.apply_chat_template(
-                question, chat_template=self.template, add_generation_prompt=True, **arguments
-            )
-        )
-        marked = read_marks(
-            str(self.tokenizer.apply_chat_template(numbered, chat_template=self.marked_template, **arguments))
-        )
+        asked = render(self.tokenizer, question, self.template)
+        prompted = render(self.tokenizer, question, self.template, add_generation_prompt=True)
+        marked = read_marks(render(self.tokenizer, numbered, self.marked_template))
         prompt = prompted[len(_common_prefix(asked, prompted)) :]
         block = next((marked.text[start:end] for start, end in marked.turns.get(1, [])), "")
         lead = block[: max(block.find(_PROBE), 0)]
