@@ -19,7 +19,7 @@ from trainer.apart import check_causal, keep_documents_apart
 from trainer.build import build_model, make_batches
 from trainer.config import LoadedConfig, collective_timeout, engine_zero, known_versions
 from trainer.course import Course
-from trainer.data import Batches, evaluation_batches
+from trainer.data import Batches, StreamBatches, evaluation_batches
 from trainer.finished_run import record_checksums
 from trainer.flat import flatten_adapter, why_not_flat
 from trainer.liveness.progress import phase
@@ -165,6 +165,8 @@ class Run:
         if state:
             restore_schedule(self.schedule, int(state["schedule_steps"]))
             self.restored_scu = state.get("scu")
+            if isinstance(self.batches, StreamBatches):
+                self.batches.load_state_dict(state.get("stream", {}))
         return position, total_steps
 
     @phase("steer")
@@ -255,6 +257,8 @@ class Run:
     @phase("save")
     def _save_checkpoint(self, engine: Any, position: Position) -> None:
         state: dict[str, Any] = {"schedule_steps": self.schedule.last_epoch}
+        if isinstance(self.batches, StreamBatches):
+            state["stream"] = self.batches.state_dict()
         if self.steering is not None:
             state["scu"] = self.steering.state_dict()
             if self.ranks.is_main:

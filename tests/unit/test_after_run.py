@@ -14,9 +14,7 @@ from trainer.finished_run import find_run, load_trained, saved_tokenizer
 from trainer.model import load_tokenizer
 
 
-def make_run(
-    folder: Path, *, llama: dict[str, Any] | None = None, base: Path | None = None, **settings: Any
-) -> Path:
+def make_run(folder: Path, *, llama: dict[str, Any] | None = None, base: Path | None = None, **settings: Any) -> Path:
     """A run as training leaves it, without the training: the adapter's B is drawn and not learned."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM

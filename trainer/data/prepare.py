@@ -16,10 +16,12 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.config import DatasetSection, UserError
 from trainer.data.built_folder import built_folder
-from trainer.data.documents import DocumentEncoder, encode_source, stream_samples
+from trainer.data.documents import DocumentEncoder, encode_source
 from trainer.data.plan import DataStats, Figures, Sources, plan
 from trainer.data.samples import Samples, SampleStream
+from trainer.data.shared_blocks import folder_of_host
 from trainer.data.sources import content_key
+from trainer.data.streams import stream_samples
 
 # Part of every cache key: raise it when the same input no longer gives the same documents.
 CACHE_FORMAT = 2
@@ -77,7 +79,7 @@ def prepare_data(
         read = partial(stream_samples, section, streamed, encoder, seed)
         notes = tuple(f"{label}: streamed from {source.path}" for label, source in streamed)
         stats = replace(stats, notes=notes + stats.notes)
-        return PreparedData(SampleStream(read, section.packing), held_out, stats, key, origin)
+        return PreparedData(SampleStream(read, section.packing, folder_of_host(key)), held_out, stats, key, origin)
     assert samples is not None
     return PreparedData(samples, held_out, stats, key, origin)
 
