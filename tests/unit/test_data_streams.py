@@ -99,7 +99,7 @@ def test_a_resumed_stream_goes_on_without_tokenising_what_was_before(
         resumed.load_state_dict(states[at])
         tokenised.clear()
         assert [rows_in(resumed.step(0, 16 * step)[0]) for step in (at, at + 1)] == expected[at : at + 2]
-        # Two steps of 16, or the window of 1,000 documents that is being packed, in blocks of 64 records of each source.
+        # Two steps of 16, or the window of 1,000 documents that is being packed, in blocks of 64 records.
         assert sum(tokenised) <= (64 * 5 if "packed" not in name else 2600)
     resumed = batches_of(stream)  # a checkpoint of an earlier version says nothing of the stream
     assert rows_in(resumed.step(0, 16 * 20)[0]) == expected[20]
