@@ -109,13 +109,18 @@ def where_from(source: SourceSection, label: str) -> str:
 
 
 def _empty(source: SourceSection, label: str) -> UserError:
-    return UserError(f"{where_from(source, label)}: no records in it; give a data set that has some")
+    head = "; the first line of a CSV file names its columns" if ".csv" in str(source.path).lower() else ""
+    return UserError(f"{where_from(source, label)}: no records in it{head}; give a data set that has some")
 
 
 def _local_path(source: SourceSection, label: str) -> Path | None:
     """The path on this machine, or None for a hub name; a path that looks local but is not there is an error."""
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
     where = where_from(source, label)
+    if not source.path.strip():
+        raise UserError(f"{where}: is empty; give a file, a folder or the name of a hub data set")
+    if "://" in source.path:
+        raise UserError(f"{where}: is an address, and data is read from files and by its name on the hub; download it")
     path = Path(source.path).expanduser()
     try:
         mode = path.absolute().stat().st_mode
@@ -165,8 +170,9 @@ def _files_of(source: SourceSection, local: Path, split: str, label: str) -> lis
     kinds = ", ".join(READERS)
     if local.is_file():
         if _suffix(local) not in READERS:
-            ending = local.suffix or "a file without an ending"
-            packed = local.suffix.lower() in (".zst", ".zip", ".tar", ".7z", ".rar", ".lz4")
+            ending = "".join(local.suffixes[-2:] if local.suffix.lower() in OPENERS else local.suffixes[-1:])
+            ending = ending or "a file without an ending"
+            packed = ".tar" in ending or local.suffix.lower() in (".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")
             advice = "; unpack it first" if packed else f"; known are {kinds}, each with .gz, .bz2 or .xz too"
             raise UserError(f"{where}: {ending} is not understood{advice}")
         if not _is_of_split(local, split) and _suffix(local) != ".json":  # which may hold lists named for splits
