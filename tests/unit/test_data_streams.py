@@ -176,6 +176,15 @@ def test_a_bad_record_is_told_by_every_rank_when_it_is_needed(tokenizer: PreTrai
             rank.step(0, 128)
 
 
+def test_a_file_that_is_edited_is_another_stream(tokenizer: PreTrainedTokenizerBase) -> None:
+    before = stream_of(tokenizer, path="b.jsonl").shared
+    assert before == stream_of(tokenizer, path="b.jsonl").shared
+    Path("b.jsonl").write_text(Path("a.jsonl").read_text())
+    assert before != stream_of(tokenizer, path="b.jsonl").shared
+    with pytest.raises(UserError, match=r"dataset.path=gone.jsonl: no such file"):
+        stream_of(tokenizer, path="gone.jsonl")
+
+
 def test_blocks_that_are_passed_are_removed(
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,12 @@ def test_weights_without_measure(tokenizer: PreTrainedTokenizerBase, weight: flo
         stats_of(tokenizer, path=None, mix=[{"path": "a.jsonl", "weight": weight}, {"path": "a.jsonl"}])
 
 
+def test_a_source_that_a_stream_would_never_draw(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_pairs("a.jsonl", "red", "blue", "nine")
+    with pytest.raises(UserError, match=r"dataset.mix.0.weight=1e-09: less than one document in a million"):
+        stats_of(tokenizer, path=None, streaming=True, mix=[{"path": "a.jsonl", "weight": 1e-9}, {"path": "a.jsonl"}])
+
+
 TURNS = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
 PREFERENCES: dict[str, tuple[dict[str, Any], str | None]] = {
     "pairs": ({"prompt": "a", "chosen": "b", "rejected": "c"}, "{prompt: prompt, completion: chosen}"),

@@ -20,11 +20,13 @@ from trainer.data.documents import DocumentEncoder, encode_source
 from trainer.data.plan import DataStats, Figures, Sources, plan
 from trainer.data.samples import Samples, SampleStream
 from trainer.data.shared_blocks import folder_of_host
-from trainer.data.sources import content_key
+from trainer.data.sources import content_key, stamps
 from trainer.data.streams import stream_samples
 
 # Part of every cache key: raise it when the same input no longer gives the same documents.
 CACHE_FORMAT = 2
+# Of a source in a mixed stream.
+LEAST_ODDS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,24 @@ def prepare_data(
         samples, held_out, stats = loaded
         stats = replace(stats, notes=((note, *stats.notes) if note else stats.notes))
     if streamed:
+        _check_odds(streamed)
         read = partial(stream_samples, section, streamed, encoder, seed)
         notes = tuple(f"{label}: streamed from {source.path}" for label, source in streamed)
         stats = replace(stats, notes=notes + stats.notes)
-        return PreparedData(SampleStream(read, section.packing, folder_of_host(key)), held_out, stats, key, origin)
+        shared = folder_of_host(_digest([key, seed, [stamps(source, label) for label, source in streamed]]))
+        return PreparedData(SampleStream(read, section.packing, shared), held_out, stats, key, origin)
     assert samples is not None
     return PreparedData(samples, held_out, stats, key, origin)
+
+
+def _check_odds(streamed: Sources) -> None:
+    total = sum(source.weight for _, source in streamed)
+    for label, source in streamed:
+        if source.weight < LEAST_ODDS * total:
+            raise UserError(
+                f"{label}.weight={source.weight:g}: less than one document in a million of the stream would be its own; "
+                "raise it, or remove the source"
+            )
 
 
 def _identity(section: DatasetSection, encoder: DocumentEncoder, sources: Sources, seed: int) -> dict[str, Any]:

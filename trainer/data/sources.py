@@ -103,6 +103,16 @@ def local_files(source: SourceSection, local: Path, label: str) -> list[Path]:
     return [file for name in split_names(source.split, label) for file in _files_of(source, local, name, label)]
 
 
+def stamps(source: SourceSection, label: str) -> list[list[str | int]]:
+    """Name, size and time of each file: of a stream, which is too long to be read for its `content_key`.
+
+    Nothing for a hub data set. Raises UserError if the files are not there.
+    """
+    local = _local_path(source, label)
+    files = local_files(source, local, label) if local else []
+    return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+
 def where_from(source: SourceSection, label: str) -> str:
     """The source as users wrote it, to begin a message with."""
     return f"{label}.path={shown(source.path)}"
