@@ -23,7 +23,7 @@ from trainer.checkpoint import SaveFailed
 from trainer.config import LoadedConfig, collective_timeout, engine_zero, known_versions
 from trainer.config.folder_lock import FolderLock
 from trainer.course import Course
-from trainer.data import Batches, evaluation_batches
+from trainer.data import Batches, StreamBatches, evaluation_batches
 from trainer.eight_bit_moments import elements_per_buffer
 from trainer.flat import flatten_adapter, why_not_flat
 from trainer.full_disk import disk_errors_into
@@ -177,6 +177,8 @@ class Run:
         if state:
             restore_schedule(self.schedule, int(state["schedule_steps"]))
             self.restored_scu = state.get("scu")
+            if isinstance(self.batches, StreamBatches):
+                self.batches.load_state_dict(state.get("stream", {}))
         return position, total_steps
 
     @phase("steer")
@@ -277,6 +279,8 @@ class Run:
             self._check_folder()
             name = f"checkpoint-{position.step}"
             note_written(self.run_dir, [name, f".writing-{name}"])
+        if isinstance(self.batches, StreamBatches):
+            state["stream"] = self.batches.state_dict()
         if self.steering is not None:
             state["scu"] = self.steering.state_dict()
             if self.ranks.is_main:
