@@ -24,7 +24,7 @@ NAMES
 DS_ACCELERATOR=cpu DS_BUILD_OPS=0 "$python" -m pip install --disable-pip-version-check -q --no-build-isolation \
   --upgrade --upgrade-strategy eager "${index[@]}" "torch==$installed_torch" "${names[@]}"
 echo "newer than constraints.txt:"
-"$python" -m pip list --format=freeze | tr -d '\r' | sort -f | comm -23 - <(sort -f constraints.txt) | grep -v '^zerolora\|^torch==' || true
+"$python" -m pip list --disable-pip-version-check --format=freeze | grep -vixFf constraints.txt | grep -v '^zerolora\|^torch==' || true
 PATH="$PWD/$VENV/bin:$PATH"
 export PATH
 if [ $# -eq 0 ]; then
