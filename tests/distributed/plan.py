@@ -95,6 +95,9 @@ TWO_RANKS: list[dict[str, Any]] = [
     *_equal_losses(),
     *_resumes(),
     *(case(f"{name}-{stage}", zero__stage=stage, **changes) for name, changes in VARIANTS.items() for stage in (2, 3)),
+    # Weights that move, as saving insists, and losses that do not.
+    case("untrained", zero__stage=2, training__learning_rate=1e-9),
+    case("untrained-biased", zero__stage=2, training__learning_rate=1e-9, base_model="biased"),
     case("clipped-0", zero__stage=0, training__max_grad_norm=0.05),
     case("answers-2", zero__stage=2, logging__sample_prompts=["red cat", "blue dog"], logging__sample_tokens=6),
     case("answers-3", zero__stage=3, logging__sample_prompts=["red cat", "blue dog"], logging__sample_tokens=6),
