@@ -93,7 +93,7 @@ def _check_odds(streamed: Sources) -> None:
     for label, source in streamed:
         if source.weight < LEAST_ODDS * total:
             raise UserError(
-                f"{label}.weight={source.weight:g}: less than one document in a million of the stream would be its own; "
+                f"{label}.weight={source.weight:g}: fewer than one document in a million of the stream would be its; "
                 "raise it, or remove the source"
             )
 
