@@ -5,7 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,11 @@ def read_beats(logs: Path) -> dict[int, Beat]:
     beats: dict[int, Beat] = {}
     for path in logs.glob("heartbeat-*.json"):
         try:
-            values = json.loads(path.read_bytes())
+            line, _, step = path.read_bytes().partition(b"\n")
+            values = json.loads(line)
             beat = Beat(**{name: values[name] for name in Beat.__dataclass_fields__})
+            if step.strip() and int(step) > beat.step:
+                beat = replace(beat, step=int(step), phase="")  # the phase is of the step before
         except (OSError, ValueError, KeyError, TypeError):
             continue
         beats[beat.rank] = beat

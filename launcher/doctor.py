@@ -2,10 +2,10 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from launcher.doctor_local import (
 from launcher.elsewhere import ThroughSsh
 from launcher.environment import write_environment
 from launcher.hosts import choose_slots, read_hostfile
-from launcher.processes import end_session
+from launcher.processes import end_sessions
 from launcher.slurm import in_allocation, read_allocation
 from launcher.start import ENVIRONMENT_FILE, OF_CPU_RANKS, Request, plan
 from trainer.config import LoadedConfig, UserError, load_config
@@ -135,8 +135,8 @@ def _num_gpus(request: Request) -> list[str]:
 
 def probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], Need]:
     """What needs torch on this machine, in a process of its own."""
-    command = [sys.executable, "-m", "trainer.doctor.probe", *arguments, "--ranks", str(ranks)]
-    found, last_words = _run(command, dict(os.environ), PROBE_PATIENCE_S)
+    argv = (sys.executable, "-m", "trainer.doctor.probe", *arguments, "--ranks", str(ranks))
+    found, last_words = _run(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
     if found is None:
         return [Check("torch", "FAIL", last_words, "python -m trainer.doctor.probe shows all of it")], Need()
     return [Check(**check) for check in found["checks"]], Need(**found["need"])
@@ -144,31 +144,35 @@ def probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], Need]:
 
 def measure_ranks(command: Command) -> list[Check]:
     """What the ranks find out about each other, started as a run would be."""
-    found, last_words = _run(command.argv, command.environment(), RANKS_PATIENCE_S)
+    found, last_words = _run(command, RANKS_PATIENCE_S)
     if found is None:
         return [Check("ranks", "FAIL", last_words, f"the same by hand: {command.shell()}")]
     return [Check(**check) for check in found["checks"]]
 
 
-def _run(argv: Sequence[str], environment: dict[str, str], patience_s: float) -> tuple[Any, str]:
+def _run(command: Command, patience_s: float) -> tuple[Any, str]:
     """The JSON that a command prints after MARK, or None and the last words it said."""
-    process = subprocess.Popen(
-        argv, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        said, _ = process.communicate(timeout=patience_s)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)
-        return None, f"no answer within {patience_s:g} s"
-    finally:
-        end_session(process.pid)
+    with tempfile.TemporaryFile() as output:
+        processes = command.start(output, output)
+        deadline = time.monotonic() + patience_s
+        try:
+            for process in processes:
+                process.wait(timeout=max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            return None, f"no answer within {patience_s:g} s"
+        finally:
+            for process in processes:
+                process.terminate()  # srun and mpirun end their ranks then
+            end_sessions([process.pid for process in processes])
+        output.seek(0)
+        said = output.read().decode(errors="replace")
     for line in said.splitlines():
         if MARK in line:
             return json.loads(line.partition(MARK)[2].rpartition("}")[0] + "}"), ""
     lines = [line.strip("- ") for line in said.splitlines() if line.strip("- ")] or ["it said nothing"]
     errors = [line for line in lines if "Error" in line][-1:] or lines[:2]
-    return None, f"exit code {process.returncode}: {' '.join(errors)[:300]}"
+    code = next((process.returncode for process in processes if process.returncode), 0)
+    return None, f"exit code {code}: {' '.join(errors)[:300]}"
 
 
 def show(checks: Iterable[Check], *, as_json: bool) -> None:

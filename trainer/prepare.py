@@ -8,7 +8,9 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +37,8 @@ class Prepared:
     """What is worth a line on the console."""
 
 
-def prepare(config: RunConfig) -> Prepared:
-    """Check what can be checked without weights and tokenise the data. Raises UserError."""
+def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None) -> Prepared:
+    """Check what can be checked without weights and tokenise the data; `tell` hears of each phase. Raises UserError."""
     from trainer.adapt import check_targets
     from trainer.architectures import check_packable
     from trainer.attention import check_supported
@@ -57,6 +59,7 @@ def prepare(config: RunConfig) -> Prepared:
         raise UserError(f"model.attn_implementation={kernels}: the package flash-attn is not installed; use auto")
     if config.lora.init == "loftq" and not torch.cuda.is_available():
         raise UserError("lora.init=loftq: PEFT computes it on a GPU, and this machine has none; use lora.init: default")
+    tell(f"checking the model {config.base_model}")
     model_config = load_model_config(config.base_model, config.model)
     check_kind(config.base_model, model_config)
     notes = check_weights(config.base_model, config.model, model_config)
@@ -78,6 +81,8 @@ def prepare(config: RunConfig) -> Prepared:
         check_packable(empty)
     if config.dataset.packing:
         check_packing(model_config)
+    paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
+    tell(f"tokenising {', '.join(map(str, paths))}, or finding that done")
     data = prepare_data(
         config.dataset,
         tokenizer,
@@ -88,22 +93,25 @@ def prepare(config: RunConfig) -> Prepared:
     return Prepared(tokenizer, model_config, data, tuple(notes))
 
 
-def prepare_to_resume(config: RunConfig, world_size: int | None = None) -> tuple[Prepared, "Resumption"]:
+def prepare_to_resume(
+    config: RunConfig, world_size: int | None = None, tell: Callable[[str], None] = lambda phase: None
+) -> tuple[Prepared, "Resumption"]:
     """`prepare`, and what comes before and after it where a checkpoint is gone on from; each byte of it is read."""
     from trainer.checkpoint_files import choose_checkpoint
     from trainer.resume_comparison import plan_resumption
 
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
-    prepared = prepare(config)
+    prepared = prepare(config, tell)
     return prepared, plan_resumption(config, prepared, world_size=world_size, choice=choice)
 
 
-def build_operators(config: RunConfig) -> None:
+def build_operators(config: RunConfig, tell: Callable[[str], None]) -> None:
     """Compile the CUDA operators, if this run is to use them, before the ranks start: they find them built."""
     if config.ops.backend not in ("auto", "cuda") or config.adapter == "none" or not torch.cuda.is_available():
         return
     import ops
 
+    tell("building the operators, or finding them built")
     try:
         ops.load(config.ops.backend)
     except ValueError as error:
@@ -171,13 +179,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", help="key=value")
     parser.add_argument("--world-size", type=int, help="how many ranks will train")
+    parser.add_argument("--phases", action="store_true", help="print what is being done, and not what was found")
     arguments = parser.parse_intermixed_args(argv)
+    show = partial(print, flush=True) if arguments.phases else lambda phase: None
     try:
         config = load_config(arguments.config, arguments.overrides).config
-        prepared, resumption = prepare_to_resume(config, arguments.world_size)
-        for line in (*prepared.data.stats.lines(), *resumption.warnings, *resumption.notes):
-            print(line)
-        build_operators(config)
+        prepared, resumption = prepare_to_resume(config, arguments.world_size, show)
+        if not arguments.phases:
+            for line in (*prepared.data.stats.lines(), *resumption.warnings, *resumption.notes):
+                print(line)
+        build_operators(config, show)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 CHECKOUT = Path(__file__).parents[2]
+DASHES = "settings are written without dashes"
 CONFIG = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
 
 
@@ -27,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    program = "import sys, launcher.cli; print({'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules))"
+    program = "import sys, launcher.commands; print({'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules))"
     shown = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "set()"
 
@@ -68,6 +69,10 @@ def test_json_schema_is_json(folder: Path) -> None:
         (["config"], "error: zerolora config: no file"),
         (["trian", "c.yaml"], "error: No such command 'trian'. Did you mean 'train'? `zerolora --help` says how"),
         (["train", "c.yaml", "--num-gpu", "2"], "error: No such option: --num-gpu"),
+        (["train", "c.yaml", "--training.epochs", "3"], f"error: --training.epochs: {DASHES}: training.epochs=3;"),
+        (["train", "c.yaml", "--lora_r=4"], f"error: --lora_r: {DASHES}: lora_r=4;"),
+        (["validate", "c.yaml", "--training.max-steps", "3"], f"error: --training.max-steps: {DASHES}: training.max_"),
+        (["train", "c.yaml", "--num-gpus", "1000"], "error: --num-gpus 1000: there is no GPU, and this process may "),
         (["train"], "error: Missing argument 'CONFIG'. `zerolora train --help` says how"),
     ],
 )
@@ -81,10 +86,10 @@ def test_a_mistake_ends_with_2(folder: Path, arguments: list[str], complaint: st
 
 def test_a_subcommand_of_its_own_module_gets_its_arguments_and_returns_its_code(folder: Path) -> None:
     program = (
-        "import sys, launcher.cli as cli\n"
-        "cli._add_passed_on('probe', 'probe', 'a module')\n"
+        "import sys, launcher.commands as commands\n"
+        "commands._add_passed_on('probe', 'probe', 'a module')\n"
         "sys.argv[1:] = ['probe', 'RUN', '--help', '-x', '--', '--flag=1']\n"
-        "cli.main()\n"
+        "commands.main()\n"
     )
     (folder / "probe.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(7)\n")
     result = subprocess.run(

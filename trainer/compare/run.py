@@ -1,4 +1,4 @@
-"""One run of a comparison: `python -m trainer.compare.run CONFIG [key=value ...]`, a single rank without a launcher.
+"""One run of a comparison, a single rank without a launcher; trainer/compare/trial.py starts it.
 
 It trains as any other run does. Besides, every evaluation keeps the loss of each held-out document, which intervals and
 paired differences need; they are written at the end, to heldout_documents.json, which marks the run as finished. What a
@@ -22,7 +22,7 @@ from trainer.evaluate import row_losses
 from trainer.loop import Position
 from trainer.metrics import read_metrics
 from trainer.prepare import Prepared, prepare
-from trainer.ranks import Ranks, end_process, leave_process_group
+from trainer.ranks import Ranks, leave_process_group
 from trainer.run import Run
 from trainer.signals import StopRequest
 
@@ -111,7 +111,3 @@ class MeasuredRun(Run):
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(record, allow_nan=False) + "\n", encoding="utf-8")
         os.replace(partial, path)
-
-
-if __name__ == "__main__":
-    end_process(main())

@@ -18,7 +18,7 @@ from trainer.config import RunConfig, UserError, load_config
 
 CONTROLLERS = ("none", "fixed", "linear", "cosine", "pi")
 MEASURES = ("delta", "factors")
-CHILD = "trainer.compare.run"
+CHILD = "trainer.compare.trial"
 POLL_S = 0.2
 PATIENCE_S = 20.0
 # A trial measures and ends: nothing is kept to resume from, nothing ends it early, nothing is shown or reported.

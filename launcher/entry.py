@@ -1,0 +1,126 @@
+"""How commands begin and end, whatever they do: a signal is one line and 128 + its number, never a traceback.
+
+`python -m launcher.entry MODULE ARGUMENTS` runs a module as `python -m MODULE ARGUMENTS` would. Nothing heavy is
+imported here, so that this holds from the first moments on.
+"""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+EXIT_FAILED = 1
+EXIT_PREEMPTED = 75
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class Stopped(BaseException):
+    """A signal has come."""
+
+
+class Ending:
+    """What to do about signals until the command has ended."""
+
+    def __init__(self, exception: type[BaseException]) -> None:
+        self._exception = exception
+        self._process = os.getpid()
+        self.number = 0
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.number or os.getpid() != self._process:
+            os._exit(self.code(number))  # asked again; or a worker that a library has forked
+        self.number = number
+        raise self._exception
+
+    @staticmethod
+    def code(number: int) -> int:
+        """75 after SIGUSR1, which schedulers send before they take the machine away, else 128 + signal."""
+        return EXIT_PREEMPTED if number == signal.SIGUSR1 else 128 + number
+
+    def tell(self) -> int:
+        """One line; the exit code."""
+        name = signal.Signals(self.number).name
+        _say("stopped" if self.number == signal.SIGINT else f"stopped by {name}")
+        return self.code(self.number)
+
+
+def run(command: Callable[[], int], *, exception: type[BaseException] = KeyboardInterrupt) -> int:
+    """The exit code of `command`; a signal becomes `exception` in it, and is told here whatever it is turned into."""
+    ending = Ending(exception)
+    try:
+        code = command()
+        sys.stdout.flush()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            _say(error.code)
+        code = _flushed(code)
+    except BrokenPipeError:
+        _drop_output()
+        return 128 + signal.SIGPIPE  # `| head -1` has read what it wanted
+    except OSError:
+        code = _flushed(0)
+        if code == 0 and not ending.number:
+            raise  # not about what is printed
+    except BaseException:
+        # Libraries turn an interrupt in the middle of an import into an error of their own.
+        if not ending.number:
+            raise
+        code = EXIT_FAILED
+    if ending.number and code < 128 and code != EXIT_PREEMPTED:
+        code = ending.tell()
+    return code
+
+
+def _flushed(code: int) -> int:
+    """`code`, or 1 after one line if what was printed cannot be written."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
+    except OSError as error:
+        _drop_output()
+        _say(f"error: standard output: {error.strerror}; what was printed is not complete")
+        return EXIT_FAILED
+    return code
+
+
+def _drop_output() -> None:
+    """Let what is still to be flushed at the end of the process go nowhere."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+
+
+def _say(line: str) -> None:
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        pass  # the terminal is closed
+
+
+def quiet_libraries() -> None:
+    """Before they are imported: notices of DeepSpeed (it finds no GPU) and the hub (it tries again) are for nobody."""
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+def _run_module() -> int:
+    import runpy
+
+    from trainer.config.launcher_process import LauncherWatch
+
+    LauncherWatch(os.environ, is_rank=False).start()
+    quiet_libraries()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(_run_module))
