@@ -58,7 +58,7 @@ class Command:
             for variables in self.of_each_rank or ({},):
                 started.append(
                     subprocess.Popen(
-                        self.argv,
+                        self.argv if self.of_each_rank else [sys.executable, "-m", "launcher.tied", *self.argv],
                         env=self.environment() | dict(variables),
                         stdin=subprocess.DEVNULL,
                         stdout=stdout,

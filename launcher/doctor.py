@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,6 +39,8 @@ from trainer.config import LoadedConfig, UserError, load_config
 
 PROBE_PATIENCE_S = 300.0
 RANKS_PATIENCE_S = 300.0
+LAST_WORDS_S = 10.0
+POLL_S = 0.1
 LINE_WIDTH = 200
 COLOURS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 
@@ -155,15 +156,15 @@ def _run(command: Command, patience_s: float) -> tuple[Any, str]:
     with tempfile.TemporaryFile() as output:
         processes = command.start(output, output)
         deadline = time.monotonic() + patience_s
-        try:
-            for process in processes:
-                process.wait(timeout=max(deadline - time.monotonic(), 0.0))
-        except subprocess.TimeoutExpired:
-            return None, f"no answer within {patience_s:g} s"
-        finally:
-            for process in processes:
-                process.terminate()  # srun and mpirun end their ranks then
-            end_sessions([process.pid for process in processes])
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            if any(process.returncode for process in processes):  # the others wait for it in vain
+                deadline = min(deadline, time.monotonic() + LAST_WORDS_S)
+            time.sleep(POLL_S)
+        late = [process for process in processes if process.poll() is None]
+        for process in late:
+            process.terminate()  # srun and mpirun end their ranks then
+        end_sessions([process.pid for process in processes])
+        codes = [process.wait() for process in processes]
         output.seek(0)
         said = output.read().decode(errors="replace")
     for line in said.splitlines():
@@ -171,8 +172,9 @@ def _run(command: Command, patience_s: float) -> tuple[Any, str]:
             return json.loads(line.partition(MARK)[2].rpartition("}")[0] + "}"), ""
     lines = [line.strip("- ") for line in said.splitlines() if line.strip("- ")] or ["it said nothing"]
     errors = [line for line in lines if "Error" in line][-1:] or lines[:2]
-    code = next((process.returncode for process in processes if process.returncode), 0)
-    return None, f"exit code {code}: {' '.join(errors)[:300]}"
+    if len(late) == len(processes):
+        return None, f"no answer within {patience_s:g} s"
+    return None, f"exit code {next((code for code in codes if code), 0)}: {' '.join(errors)[:300]}"
 
 
 def show(checks: Iterable[Check], *, as_json: bool) -> None:

@@ -5,6 +5,7 @@
 | the host of the `zerolora` process   | no such process; one that is stopped is alive          | seconds            |
 | below srun, mpirun, deepspeed,       | slurmstepd, orted ... above this process has ended     | seconds            |
 | torchrun, with `zerolora` or without |                                                        |                    |
+| another host                         | the pipe to it is closed: its ssh has ended            | seconds            |
 | another host                         | logs/launcher-alive, which it touches, does not change | `launcher_timeout` |
 
 A thread looks, for the main thread may wait in a collective. It takes the processes below this one along, and nothing
@@ -12,6 +13,7 @@ is saved: a checkpoint that is not whole yet is never renamed into place.
 """
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -94,6 +96,8 @@ class LauncherWatch:
         self._above = _process_above(environment) if is_rank else None
         self._file: Path | None = None
         self._timeout_s = 0.0
+        # The descriptor itself will be a log's soon.
+        self._stderr = os.dup(2) if self._launcher is not None and not self._launcher.can_be_seen() else None
         self._seen: tuple[int, float] | None = None
 
     def start(self) -> None:
@@ -112,6 +116,8 @@ class LauncherWatch:
             return f"the zerolora process {launcher.pid}, which started this one, is gone"
         if above is not None and not above.lives():
             return f"process {above.pid}, which started this one, is gone"
+        if self._stderr is not None and _is_closed(self._stderr):
+            return "the connection to the zerolora process, which started this one, is closed"
         if launcher is not None and not launcher.can_be_seen() and self._is_silent():
             return f"no sign of life of the zerolora process for {self._timeout_s:g} s (training.launcher_timeout)"
         return None
@@ -149,6 +155,13 @@ def end_with_children(exit_code: int) -> None:
         except psutil.NoSuchProcess:
             continue
     os._exit(exit_code)
+
+
+def _is_closed(descriptor: int) -> bool:
+    """Whether nobody is left to read what is written to a pipe or a socket."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
 def _process_above(environment: Mapping[str, str]) -> ProcessMark | None:

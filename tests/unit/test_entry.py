@@ -1,0 +1,136 @@
+"""How commands end before their end: signals at any moment, a pipe that nobody reads, an output that is full."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+ZEROLORA = [sys.executable, "-m", "launcher.cli"]
+MODULE = [sys.executable, "-m", "launcher.entry", "victim"]
+ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1"}
+CONFIG = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
+# What transformers does with an interrupt in the middle of an import; the worker inherits its parent's handlers.
+VICTIM = """
+import os, sys, time
+kind = sys.argv[1]
+if kind == "fork" and os.fork() == 0:
+    time.sleep(600)
+print("ready", flush=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    if kind == "import":
+        raise ModuleNotFoundError("Could not import module 'LlamaConfig'") from None
+    if kind == "swallow":
+        print("done")
+        sys.exit(0)
+    if kind == "cleanup":
+        print("swept up")
+    if kind == "deaf":
+        time.sleep(600)
+    raise
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "victim.py").write_text(VICTIM)
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def start(command: list[str], folder: Path) -> "subprocess.Popen[str]":
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}"}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "code", "line"),
+    [
+        ("plain", signal.SIGINT, 130, "stopped"),
+        ("plain", signal.SIGTERM, 143, "stopped by SIGTERM"),
+        ("plain", signal.SIGUSR1, 75, "stopped by SIGUSR1"),
+        ("import", signal.SIGINT, 130, "stopped"),
+        ("swallow", signal.SIGINT, 130, "stopped"),
+        ("cleanup", signal.SIGINT, 130, "stopped"),
+    ],
+)
+def test_a_signal_is_one_line_whatever_becomes_of_it(
+    folder: Path, kind: str, number: signal.Signals, code: int, line: str
+) -> None:
+    with start([*MODULE, kind], folder) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (code, f"{line}\n")
+    assert out == {"swallow": "done\n", "cleanup": "swept up\n"}.get(kind, "")
+
+
+def test_a_second_signal_ends_it_at_once(folder: Path) -> None:
+    with start([*MODULE, "deaf"], folder) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+
+
+def test_workers_that_a_library_has_forked_end_in_silence(folder: Path) -> None:
+    """Ctrl-C in a terminal reaches all of them."""
+    with start(["setsid", "--wait", *MODULE, "fork"], folder) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        group = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text() or process.pid)
+        os.killpg(group, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "stopped\n")
+
+
+@pytest.mark.parametrize("delay", [0.15, 0.3, 0.6, 1.0, 2.0])
+def test_ctrl_c_in_the_first_seconds_is_130_without_a_traceback(folder: Path, delay: float) -> None:
+    """Wherever it hits: the imports of the command, of what checks the model, or that itself."""
+    with start([*ZEROLORA, "train", "c.yaml"], folder) as process:
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    assert process.returncode == 130 or (process.returncode == 2 and err.startswith("error: ")), err
+    assert "Traceback" not in err and len(err.splitlines()) <= 1, err
+
+
+@pytest.mark.parametrize("command", ["config --schema", "config c.yaml", "config --json-schema", "--help"])
+def test_an_output_that_is_full_is_one_line_and_1(folder: Path, command: str) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*ZEROLORA, *command.split()], cwd=folder, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: standard output: No space left on device; what was printed is not complete\n"
+
+
+def test_a_pipe_that_nobody_reads_is_no_error_to_tell(folder: Path) -> None:
+    line = f"{sys.executable} -m launcher.cli config --schema | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] == "141"
+
+
+def test_a_closed_stdout_of_a_module_is_one_line_too(folder: Path) -> None:
+    (folder / "victim.py").write_text("print('x' * 100_000)")
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}"}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(MODULE, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+
+
+def test_an_error_of_ours_keeps_its_traceback(folder: Path) -> None:
+    (folder / "victim.py").write_text("raise ValueError('a bug')")
+    done = subprocess.run(
+        MODULE, env=ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}"}, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "Traceback" in done.stderr and "a bug" in done.stderr
