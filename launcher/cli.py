@@ -1,5 +1,6 @@
 """The `zerolora` command, ended in order by a signal or a closed pipe; what it does is in launcher/commands.py."""
 
+import os
 import sys
 
 from launcher.entry import Stopped, run
@@ -7,7 +8,9 @@ from launcher.entry import Stopped, run
 
 def _command() -> int:
     from launcher.commands import main
+    from trainer.config.launcher_process import LauncherWatch
 
+    LauncherWatch(os.environ, is_rank=False).start()
     return main()
 
 

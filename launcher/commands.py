@@ -156,11 +156,9 @@ def main() -> int:
     except UserError as error:
         say(f"error: {error}")
         return EXIT_USAGE
-    except BrokenPipeError:
-        raise
     except OSError as error:
         if error.filename is None:
-            raise  # of what is printed
+            raise  # perhaps of what is printed: launcher/entry.py knows
         say(f"error: {error}")
         return EXIT_FAILED
 

@@ -4,12 +4,14 @@
 imported here, so that this holds from the first moments on.
 """
 
+import io
 import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 EXIT_FAILED = 1
 EXIT_PREEMPTED = 75
@@ -48,52 +50,54 @@ class Ending:
         return self.code(self.number)
 
 
+class _Output(io.FileIO):
+    """Standard output that remembers why it could not be written."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
 def run(command: Callable[[], int], *, exception: type[BaseException] = KeyboardInterrupt) -> int:
     """The exit code of `command`; a signal becomes `exception` in it, and is told here whatever it is turned into."""
-    ending = Ending(exception)
+    ending, output = Ending(exception), _Output(1, "w", closefd=False)
+    before = sys.stdout
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(output), encoding=before.encoding, errors=before.errors, line_buffering=output.isatty()
+    )
     try:
-        code = command()
+        try:
+            code = command()
+        except SystemExit as error:
+            if isinstance(error.code, str):
+                _say(error.code)
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
         sys.stdout.flush()
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if isinstance(error.code, str):
-            _say(error.code)
-        code = _flushed(code)
-    except BrokenPipeError:
-        _drop_output()
-        return 128 + signal.SIGPIPE  # `| head -1` has read what it wanted
-    except OSError:
-        code = _flushed(0)
-        if code == 0 and not ending.number:
-            raise  # not about what is printed
     except BaseException:
         # Libraries turn an interrupt in the middle of an import into an error of their own.
-        if not ending.number:
+        if not ending.number and output.error is None:
             raise
         code = EXIT_FAILED
     if ending.number and code < 128 and code != EXIT_PREEMPTED:
-        code = ending.tell()
-    return code
+        return ending.tell()
+    return code if output.error is None else _told(output.error)
 
 
-def _flushed(code: int) -> int:
-    """`code`, or 1 after one line if what was printed cannot be written."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _drop_output()
-    except OSError as error:
-        _drop_output()
-        _say(f"error: standard output: {error.strerror}; what was printed is not complete")
-        return EXIT_FAILED
-    return code
-
-
-def _drop_output() -> None:
-    """Let what is still to be flushed at the end of the process go nowhere."""
+def _told(error: OSError) -> int:
+    """The exit code where not everything could be printed, after a line where that is a mistake."""
+    # What is still to be flushed at the end of the process goes nowhere.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)
+    if isinstance(error, BrokenPipeError):
+        return 128 + signal.SIGPIPE  # `| head -1` has read what it wanted
+    _say(f"error: standard output: {error.strerror}; what was printed is not complete")
+    return EXIT_FAILED
 
 
 def _say(line: str) -> None:
