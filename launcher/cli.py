@@ -1,9 +1,8 @@
 """The `zerolora` command, ended in order by a signal or a closed pipe; what it does is in launcher/commands.py."""
 
+import _signal  # type: ignore[import-not-found]  # of the interpreter itself: `signal` imports others
 import os
 import sys
-
-from launcher.entry import Stopped, run
 
 
 def _command() -> int:
@@ -16,6 +15,10 @@ def _command() -> int:
 
 def main() -> None:
     """Run the command line."""
+    # Until launcher/entry.py is there a Ctrl-C ends the process without a word, not in a traceback of these imports.
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+    from launcher.entry import Stopped, run
+
     sys.exit(run(_command, exception=Stopped))
 
 

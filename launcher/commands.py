@@ -130,7 +130,7 @@ def scu_train(context: typer.Context) -> None:
 def _add_passed_on(name: str, module: str, text: str) -> None:
     def passed_on(context: typer.Context) -> None:
         # The process becomes the other one: its exit code, signals and terminal are then right without any help.
-        os.execv(sys.executable, [sys.executable, "-m", "launcher.entry", module, *context.args])
+        os.execv(sys.executable, [sys.executable, "-m", "launcher.module", module, *context.args])
 
     app.command(name, help=text, add_help_option=False, context_settings=AS_TYPED)(passed_on)
 

@@ -1,7 +1,6 @@
 """How commands begin and end, whatever they do: a signal is one line and 128 + its number, never a traceback.
 
-`python -m launcher.entry MODULE ARGUMENTS` runs a module as `python -m MODULE ARGUMENTS` would. Nothing heavy is
-imported here, so that this holds from the first moments on.
+launcher/cli.py and launcher/module.py run commands by it. Nothing heavy is imported here, so that this holds soon.
 """
 
 import io
@@ -112,19 +111,3 @@ def quiet_libraries() -> None:
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-
-
-def _run_module() -> int:
-    import runpy
-
-    from trainer.config.launcher_process import LauncherWatch
-
-    LauncherWatch(os.environ, is_rank=False).start()
-    quiet_libraries()
-    del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run(_run_module))

@@ -128,7 +128,7 @@ def start(arguments: Sequence[str], loaded: LoadedConfig, request: Request, *, d
     show(f"zerolora {own_version()}: {arguments[0]}")
     # Of what it finds it shows only how far it is: rank 0 says the rest later.
     prepare = ["trainer.prepare", "--phases", *arguments, f"--world-size={command.ranks}"]
-    code = run_child([sys.executable, "-m", "launcher.entry", *prepare])
+    code = run_child([sys.executable, "-m", "launcher.module", *prepare])
     if code:
         return code
     if isinstance(reach, ThroughSrun):

@@ -19,8 +19,8 @@ from types import FrameType
 
 import psutil
 
-from launcher.beats import Silence, clear_beats, read_beats, read_hang
-from launcher.build_locks import remove_stale_locks
+from launcher.beats import Silence, clear_beats, own_host, read_beats, read_hang
+from launcher.build_locks import build_waited_for, remove_stale_locks
 from launcher.command import Command
 from launcher.elsewhere import Reach
 from launcher.failure import Death, Failure, log_sizes, tell_hang
@@ -68,6 +68,7 @@ class Supervisor:
         self._looked_at = 0.0
         self._locks_due_at = 0.0
         self._has_failed = False
+        self._has_told_wait = False
         self._trains = False
         self._is_silent = False
         self._cut_short = False
@@ -143,6 +144,11 @@ class Supervisor:
         if self.reach is not None:
             self.ranks = find_noted_ranks(beats.values()) | self.ranks
             self._has_failed = self._has_failed or self.log.tells_of_failure()
+        waiting = [beat for beat in beats.values() if beat.waits_for_build]
+        if waiting and not self._has_told_wait:
+            self._has_told_wait = True
+            whom = build_waited_for() if waiting[0].host == own_host() else "the build of an operator there"
+            say(f"rank {waiting[0].rank} on {waiting[0].host} waits for {whom}")
         if now > self._locks_due_at:
             # Another run may be killed while it builds what this one waits for, but only before the first step.
             self._locks_due_at = math.inf if self._trains else now + LOCKS_EVERY_S

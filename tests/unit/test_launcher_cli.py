@@ -1,6 +1,7 @@
 """The command line itself: quick, free of torch, and honest."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,27 @@ def test_dry_run_prints_the_command_and_does_nothing(folder: Path) -> None:
     assert result.stdout.startswith("DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 ")
     assert result.stdout.endswith("deepspeed --num_gpus=2 --master_port=29400 --module trainer.train c.yaml seed=7\n")
     assert [path.name for path in folder.iterdir()] == ["c.yaml"]
+
+
+def test_the_version_is_told(folder: Path) -> None:
+    result = zerolora("--version", cwd=folder)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("zerolora ") and result.stdout.count("\n") == 1
+
+
+def test_a_configuration_that_can_be_read_once_is_refused_at_once(folder: Path) -> None:
+    """As `zerolora train <(cat c.yaml)` gives it."""
+    os.mkfifo(folder / "pipe")
+    result = zerolora("train", "pipe", cwd=folder)
+    assert result.returncode == 2
+    assert result.stderr == "error: pipe: a pipe can be read once, and every rank reads the file; write it to a file\n"
+
+
+def test_how_far_the_start_is_comes_line_by_line(folder: Path) -> None:
+    result = zerolora("train", "c.yaml", cwd=folder, variables={"HF_HUB_OFFLINE": "1"})
+    assert result.returncode == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    first, second = result.stdout.splitlines()
+    assert first.startswith("zerolora ") and first.endswith(": c.yaml") and second == "checking the model some/model"
 
 
 def test_config_prints_yaml_that_can_be_used_again(folder: Path) -> None:
