@@ -119,7 +119,8 @@ def plan(request: Request, logs: Path) -> tuple[Build, Reach | None]:
 def start(arguments: Sequence[str], loaded: LoadedConfig, request: Request, *, dry_run: bool) -> int:
     """Check, tokenise, start the ranks and stay with them; returns the exit code."""
     logs = Path(loaded.config.output_dir) / "logs"
-    tie_children_to_this_process()
+    if not dry_run:
+        tie_children_to_this_process()
     build, reach = plan(request, logs)
     command = build(list(arguments))  # its refusals come before any work
     if dry_run:
