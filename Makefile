@@ -1,6 +1,6 @@
 # Everything people type here. Each target first makes or refreshes .venv; nothing happens when it is up to date.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-slow test-gpu bench clean
+.PHONY: help setup demo lint test test-slow test-gpu canary bench clean
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
@@ -40,6 +40,9 @@ test-slow: setup  ## the tests that take minutes each
 
 test-gpu: setup  ## the tests that need an NVIDIA GPU
 	pytest -m gpu tests
+
+canary:  ## the distributed tests on the newest release of each dependency but torch, in .venv-canary
+	scripts/canary.sh
 
 bench: setup  ## measure this machine; nothing is asserted
 	for file in tests/bench/bench_*.py; do echo "== $$file"; python -m "tests.bench.$$(basename "$$file" .py)"; done

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from trainer.config.whole_files import write_whole
+
 PREFIXES = (
     "CUDA_", "DS_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_",
     "TRITON_", "UCX_", "ZEROLORA_",
@@ -36,4 +38,4 @@ def write_environment(file: Path, env: Mapping[str, str]) -> None:
         if (folder / own).is_file():
             lines += [line for line in (folder / own).read_text().splitlines() if "=" in line]
     lines += [f"{name}={value}" for name, value in exported_variables(env).items() if "\n" not in value]
-    file.write_text("\n".join(lines))
+    write_whole(file, "\n".join(lines))

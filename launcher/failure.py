@@ -29,7 +29,7 @@ _CONSEQUENCE = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|\bNCCL\b|\bgloo\b", re.I
 )
 # How a rank tells a mistake of the user: in its log, or in the launcher's where pdsh puts the host before it.
-_MISTAKE = re.compile(r"^(?!srun: )(?:[\w.-]+: )?(error: .+)", re.M)
+_MISTAKE = re.compile(r"^(?!srun: )(?:[\w.-]+: )?(error: .+(?:\nerror: .+)*)", re.M)  # found together, told together
 _CAUSES = {
     signal.SIGSEGV: "a crash in native code; its Python stack is at the end of the log",
     signal.SIGABRT: "native code gave up; its reason is at the end of the log",

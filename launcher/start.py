@@ -23,6 +23,7 @@ from launcher.stop_signals import EXIT_PREEMPTED, STOPPED
 from launcher.supervise import EXIT_OK, EXIT_USAGE, Supervisor
 from launcher.terminal import ConsoleFile, ConsolePipe, say, show
 from trainer.config import LoadedConfig, UserError
+from trainer.config.folder_lock import FolderLock, refuse_if_held
 from trainer.config.launcher_process import tie_children_to_this_process
 from trainer.config.ports import check_free, free_port, random_port
 
@@ -118,7 +119,8 @@ def plan(request: Request, logs: Path) -> tuple[Build, Reach | None]:
 
 def start(arguments: Sequence[str], loaded: LoadedConfig, request: Request, *, dry_run: bool) -> int:
     """Check, tokenise, start the ranks and stay with them; returns the exit code."""
-    logs = Path(loaded.config.output_dir) / "logs"
+    run_dir = Path(loaded.config.output_dir)
+    logs = run_dir / "logs"
     if not dry_run:
         tie_children_to_this_process()
     build, reach = plan(request, logs)
@@ -126,12 +128,21 @@ def start(arguments: Sequence[str], loaded: LoadedConfig, request: Request, *, d
     if dry_run:
         print(command.shell())
         return 0
+    resumes = loaded.config.training.resume_from_checkpoint == "auto"
+    refuse_if_held(run_dir, resumes=resumes)
     show(f"zerolora {own_version()}: {arguments[0]}")
     # Of what it finds it shows only how far it is: rank 0 says the rest later.
     prepare = ["trainer.prepare", "--phases", *arguments, f"--world-size={command.ranks}"]
     code = run_child([sys.executable, "-m", "launcher.module", *prepare])
     if code:
         return code
+    with FolderLock.take(run_dir, resumes=resumes, say=say) as lock:
+        return _run([*arguments, "--lock", lock.token], loaded, build, reach)
+
+
+def _run(arguments: Sequence[str], loaded: LoadedConfig, build: Build, reach: Reach | None) -> int:
+    """Start the ranks in a folder that is held, and stay with them; the exit code."""
+    logs = Path(loaded.config.output_dir) / "logs"
     if isinstance(reach, ThroughSrun):
         note_job(reach.allocation.job_id, Path(loaded.config.output_dir))
     hang_timeout = loaded.config.training.hang_timeout

@@ -15,8 +15,11 @@ import typer
 
 from launcher.beats import read_beats
 from trainer.config import UserError
+from trainer.config.whole_files import write_whole
 
 JOB_FILE = "slurm-job"
+# Any of these tells the folder of a run, or of a job that has not begun.
+OF_A_RUN = ("training_config.json", "metrics.jsonl", f"logs/{JOB_FILE}", "logs/job.sbatch", "logs/lock.json")
 COMMENT = "zerolora "
 # Heartbeats come every second or two; a network file system may show them late.
 RECENT_S = 60.0
@@ -39,6 +42,8 @@ def status(
     run = Path(target)
     if not run.is_dir():
         raise UserError(f"{target}: neither a job's number nor the folder of a run")
+    if not any((run / name).exists() for name in OF_A_RUN) and not read_beats(run / "logs"):
+        raise UserError(f"{target}: no run has written into this folder; name the output_dir of one, or a job's number")
     noted = run / "logs" / JOB_FILE
     for job in read_job(noted.read_text().strip()) if noted.is_file() else []:
         _print(job_lines(job))
@@ -49,7 +54,7 @@ def note_job(job_id: int, run: Path) -> None:
     """Leave the job's number in the run's logs, and the run's folder in the job's comment."""
     logs = run / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    (logs / JOB_FILE).write_text(f"{job_id}\n")
+    write_whole(logs / JOB_FILE, f"{job_id}\n")
     update = ["scontrol", "update", f"JobId={job_id}", f"Comment={COMMENT}{run.absolute()}"]
     subprocess.run(update, capture_output=True)  # some clusters forbid it; the file is there all the same
 

@@ -47,6 +47,12 @@ class Run:
             assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()
             time.sleep(0.1)
 
+    def wait_for_phase(self, phase: str, rank: int) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not str(self.beat(rank).get("phase", "")).startswith(phase):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.process.communicate()
+            time.sleep(0.1)
+
     def end(self) -> tuple[int, str, str]:
         """Exit code, stdout, stderr."""
         out, err = self.process.communicate(timeout=PATIENCE_S)

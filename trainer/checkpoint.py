@@ -44,6 +44,7 @@ def save_checkpoint(
     position: dict[str, Any],
     save_weights: Callable[[Path], None],
     *,
+    before_publishing: Callable[[], None] = lambda: None,
     keep: int | None,
     protect: tuple[int, ...] = (),
     later: list[Path],
@@ -52,7 +53,8 @@ def save_checkpoint(
 
     `save_weights(folder)` writes the adapter or model (called on every rank, since gathering is collective). The
     checkpoints `later` belong to a course that this run has left: they step aside when this one is whole, and rank 0
-    gets their new names. Raises SaveFailed, on every rank, if the disk is full.
+    gets their new names. `before_publishing` is asked on rank 0 when all is written; its error leaves what was there
+    before. Raises SaveFailed, on every rank, if the disk is full.
     """
     final = run_dir / f"checkpoint-{position['step']}"
     folder = run_dir / f".writing-{final.name}"
@@ -87,6 +89,7 @@ def save_checkpoint(
     _agree(failures, folder, ranks)
     with disk_errors_into(failures, run_dir):
         if ranks.is_main:
+            before_publishing()
             aside = publish(folder, final, later)
     _agree(failures, folder, ranks)
     if ranks.is_main:
@@ -133,13 +136,14 @@ def restore_checkpoint(checkpoint: Path, engine: Any, ranks: Ranks) -> dict[str,
             f"{checkpoint}: {misfit}, so it is of another model or adapter; take the settings that it was trained "
             f"with, or begin a new run with lora.adapter_path: {checkpoint}"
         )
-    engine_state.restore(tensors, int(state["optimizer_steps"]))
+    exact = engine_state.restore(tensors, int(state["optimizer_steps"]))
     same_layout = (state["world_size"], state["zero_stage"]) == (ranks.world_size, engine.zero_optimization_stage())
     own = checkpoint / f"rank-{ranks.rank:05d}.safetensors"
     if same_layout and own.exists():
-        _restore_rank(own, engine_state)
+        exact = _restore_rank(own, engine_state) or exact
     else:
         torch.manual_seed(hash((int(state["step"]), ranks.rank)) % 2**31)
+    state["rounded_anew"] = not exact
     _restore_loss_scale(engine, state["loss_scale"])
     engine.skipped_steps = int(state["skipped_steps"])
     engine.global_steps = int(state["step"])
@@ -170,7 +174,7 @@ def _rank_metadata() -> dict[str, str]:
     return {"python_rng": json.dumps(random.getstate())}
 
 
-def _restore_rank(path: Path, engine_state: EngineState) -> None:
+def _restore_rank(path: Path, engine_state: EngineState) -> bool:
     from safetensors import safe_open
 
     tensors = _load(path)
@@ -184,7 +188,7 @@ def _restore_rank(path: Path, engine_state: EngineState) -> None:
     if torch.cuda.is_available() and "rng/cuda" in tensors:
         torch.cuda.set_rng_state(tensors["rng/cuda"])
     moments = {name.removeprefix("moments/"): value for name, value in tensors.items() if name.startswith("moments/")}
-    engine_state.restore_raw(moments)
+    return engine_state.restore_raw(moments)
 
 
 def _loss_scale(engine: Any) -> dict[str, float] | None:

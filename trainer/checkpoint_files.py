@@ -89,7 +89,8 @@ def _newest_whole(setting: str, run_dir: Path, read: bool) -> Choice:
         )
     if setting == "latest":
         raise UserError(
-            f"training.resume_from_checkpoint=latest: no whole checkpoint in {run_dir}; remove the setting, or use auto"
+            f"training.resume_from_checkpoint=latest: no whole checkpoint in {run_dir}; "
+            "use auto, which then begins at the start"
         )
     return Choice(None)
 
@@ -139,21 +140,6 @@ def damage_of_safetensors(file: Path) -> str | None:
     return None if size == expected else f"is cut short: {size:,} bytes of {expected:,}"
 
 
-def damage_of_adapter(folder: Path) -> str | None:
-    """What is wrong with the adapter in a folder, its file named: missing, pickled, cut, or not as it was written."""
-    name = "adapter_model.safetensors"
-    try:
-        problem = damage_of_safetensors(folder / name) or damage_of_file(folder, name)
-        json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        return f"no {Path(error.filename).name}; only safetensors are loaded"
-    except ValueError:
-        return "adapter_config.json is not JSON; take it from a checkpoint, or from where the adapter came from"
-    except OSError as error:
-        return f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"
-    return f"{name} {problem}; take it from a checkpoint, or from where the adapter came from" if problem else None
-
-
 def read_state(checkpoint: Path) -> dict[str, Any]:
     """`state.json` of a checkpoint. Raises UserError if it cannot be read or is of another version."""
     try:
@@ -184,7 +170,7 @@ def _damage_without_sums(checkpoint: Path) -> str | None:
 
 
 def checksum(file: Path) -> str:
-    """XXH3 of a file, 128 bits; 1 GB takes 0.2 s where the disk keeps up."""
+    """XXH3 of a file, 128 bits: as fast as the disk."""
     digest, buffer = xxhash.xxh3_128(), bytearray(CHUNK)
     view = memoryview(buffer)
     with file.open("rb", buffering=0) as stream:

@@ -1,6 +1,7 @@
 """The course of a run through its checkpoints: where it begins, how it saves, and what an earlier course left there."""
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,18 @@ from rich.markup import escape
 
 from trainer.checkpoint import SaveFailed, agreed_damage, restore_checkpoint, save_checkpoint
 from trainer.checkpoint_files import later_checkpoints
-from trainer.config import RunConfig
+from trainer.config import RunConfig, UserError
 from trainer.liveness.progress import phase
 from trainer.loop import Position
 from trainer.metrics import close_earlier_course
 from trainer.prepare import Prepared
 from trainer.ranks import Ranks
 from trainer.resume_comparison import agree_on_resumption, nothing_left, run_identity
+
+ROUNDED_ANEW = (
+    "the 8-bit moments are cut into other blocks here than in the checkpoint and were rounded anew: the run goes on "
+    "nearly, not exactly, as it would have"
+)
 
 
 class Course:
@@ -53,6 +59,8 @@ class Course:
         position = Position.from_dict(state)
         self._later, self._begun_at = later_checkpoints(self._run_dir, position.step), position.step
         self._say(f"resumed from {self.checkpoint} at step {position.step}")
+        if state.get("rounded_anew"):
+            self._say("note: " + ROUNDED_ANEW)
         training = self._config.training
         if training.max_steps is None and position.step >= total_steps:
             self._say(f"note: {nothing_left(position.step, total_steps)}")
@@ -62,7 +70,14 @@ class Course:
             position.best_loss, position.best_step, position.worse_in_a_row = math.inf, 0, 0
         return position, state
 
-    def save(self, engine: Any, position: Position, more: dict[str, Any], save_weights: Callable[[Path], None]) -> None:
+    def save(
+        self,
+        engine: Any,
+        position: Position,
+        more: dict[str, Any],
+        save_weights: Callable[[Path], None],
+        before_publishing: Callable[[], None],
+    ) -> None:
         """Write a checkpoint; every rank must call it. Raises SaveFailed, of which the user has been told."""
         training = self._config.training
         if self._identity is None and self._ranks.is_main:
@@ -74,6 +89,7 @@ class Course:
                 self._ranks,
                 position.to_dict() | more | {"run": self._identity},
                 save_weights,
+                before_publishing=before_publishing,
                 keep=training.save_total_limit,
                 protect=(position.best_step,) if training.best_checkpoint else (),
                 later=self._later,
@@ -87,6 +103,16 @@ class Course:
         if aside:
             names = ", ".join(path.name for path in aside)
             self._say(f"checkpoints later than step {self._begun_at} are of the course left there: kept as {names}")
+
+    def bring(self, name: str) -> None:
+        """A folder that the run needs and that lies beside the checkpoint, where this run has another output_dir."""
+        source, target = (self.checkpoint or self._run_dir).parent / name, self._run_dir / name
+        if target.is_dir():
+            return
+        if not source.is_dir():
+            raise UserError(f"{source}: missing, and the run cannot go on without it; bring it back to where it was")
+        if self._ranks.is_main:
+            shutil.copytree(source, target)
 
     def return_to_best(self, engine: Any, position: Position) -> None:
         """The weights of the lowest held-out loss, if `best_checkpoint` asks for them and they are older ones."""

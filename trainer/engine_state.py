@@ -6,22 +6,29 @@ where one trained tensor lies in the partition that this rank holds; with it eve
 stage_1_and_2.py (`_hp_mapping`), stage3.py (`grad_position`), fp16/unfused_optimizer.py (`fp32_groups`).
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xxhash
 
 from trainer.config.known_versions import require
+from trainer.eight_bit_moments import (
+    EIGHT_BIT,
+    EIGHT_BIT_BLOCK,
+    ELEMENTS_AT_ONCE,
+    dequantised,
+    requantise,
+)
 from trainer.flat import flat_adapter_of, trained_parameters
 from trainer.partitioned import whole_shape, whole_size
 from trainer.ranks import sum_over_ranks
 
 QUANTITIES = ("master", "exp_avg", "exp_avg_sq")
-# bitsandbytes' names for the two moments in 8 bits, their scales and code books; a scale covers 256 elements.
-EIGHT_BIT = {"exp_avg": ("state1", "absmax1", "qmap1"), "exp_avg_sq": ("state2", "absmax2", "qmap2")}
-EIGHT_BIT_BLOCK = 256
-ELEMENTS_AT_ONCE = 64_000_000
+
+LAYOUT = "scales/layout"
 
 Named = tuple[str, torch.nn.Parameter]
 Dense = dict[str, torch.Tensor]
@@ -58,7 +65,7 @@ class EngineState:
         for quantity in QUANTITIES:
             for group in _groups_of_size(self._trained, ELEMENTS_AT_ONCE):
                 state |= {f"{quantity}/{name}": value for name, value in self._whole(quantity, group, dense)}
-        return state
+        return state | self._scales()
 
     def misfit(self, state: dict[str, torch.Tensor]) -> str | None:
         """Where `state`, as `collect` gave it, has other trained tensors than this engine; None if it fits."""
@@ -71,8 +78,11 @@ class EngineState:
         more = len([name for name in state if name.startswith("master/")]) - len(self._trained)
         return f"it has {more} trained tensors more than this run" if more else None
 
-    def restore(self, state: dict[str, torch.Tensor], steps: int) -> None:
-        """Write back what `collect` gave after `steps` optimizer steps; the working copies of the weights follow."""
+    def restore(self, state: dict[str, torch.Tensor], steps: int) -> bool:
+        """Write back what `collect` gave after `steps` optimizer steps; the working copies of the weights follow.
+
+        False if 8-bit moments had to be rounded anew.
+        """
         if steps:
             self._create_moments(steps)
         dense = {id(holder): self._dense(holder) for holder in self._holders}
@@ -80,9 +90,15 @@ class EngineState:
             for quantity in QUANTITIES if steps else ("master",):
                 piece = state[f"{quantity}/{shard.name}"].reshape(-1).narrow(0, shard.param_start, shard.length)
                 dense[id(shard.holder)][quantity].narrow(0, shard.holder_start, shard.length).copy_(piece)
-        for holder in self._holders:
-            _requantise(self._optimizer.state.get(holder, {}), dense[id(holder)])
+        exact = True
+        for index, holder in enumerate(self._holders):
+            entry = self._optimizer.state.get(holder, {})
+            for quantity, names in EIGHT_BIT.items():
+                if names[0] in entry and entry[names[0]].dtype == torch.uint8:
+                    scales = self._scales_of(state, quantity, index, entry[names[1]])
+                    exact &= requantise(entry, names, dense[id(holder)][quantity], scales)
         self._refresh_working_copies(state)
+        return exact
 
     def raw(self) -> dict[str, torch.Tensor]:
         """This rank's 8-bit moments bit by bit (empty for 32-bit ones); they fit the same partitioning only."""
@@ -93,11 +109,63 @@ class EngineState:
             if torch.is_tensor(value) and key in ("state1", "state2", "absmax1", "absmax2")
         }
 
-    def restore_raw(self, raw: dict[str, torch.Tensor]) -> None:
-        """Write back this rank's own 8-bit moments."""
-        for name, value in raw.items():
+    def restore_raw(self, raw: dict[str, torch.Tensor]) -> bool:
+        """Write back this rank's own 8-bit moments; False, and nothing written, if they are of another partitioning."""
+        own = {}
+        for name in raw:
             index, key = name.split("/")
-            self._optimizer.state[self._holders[int(index)]][key].copy_(value)
+            own[name] = self._optimizer.state[self._holders[int(index)]][key]
+        if any(own[name].shape != value.shape for name, value in raw.items()):
+            return False
+        for name, value in raw.items():
+            own[name].copy_(value)
+        return True
+
+    def _scales(self) -> dict[str, torch.Tensor]:
+        """The scales of 8-bit moments over the flat buffers, on rank 0's CPU; none where blocks are not cut alike."""
+        offsets = self._block_offsets()
+        entries = [self._optimizer.state.get(holder, {}) for holder in self._holders]
+        if offsets is None or any(entry.get("state1", torch.empty(0)).dtype != torch.uint8 for entry in entries):
+            return {}
+        parts = self._engine.world_size if self._engine.zero_optimization_stage() else 1
+        found = {LAYOUT: torch.tensor(self._layout())}
+        for index, (entry, offset) in enumerate(zip(entries, offsets, strict=True)):
+            for quantity, (_, name, _) in EIGHT_BIT.items():
+                own = entry[name]
+                everyones = torch.zeros(parts * len(own), dtype=own.dtype, device=own.device)
+                everyones.narrow(0, offset // EIGHT_BIT_BLOCK, len(own)).copy_(own)
+                if parts > 1:
+                    sum_over_ranks(everyones)
+                found[f"scales/{quantity}/{index}"] = everyones.cpu()
+        return found if self._engine.global_rank == 0 else {}
+
+    def _scales_of(
+        self, state: dict[str, torch.Tensor], quantity: str, index: int, like: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The saved scales of a holder's blocks, if those were cut as they are here."""
+        offsets, saved = self._block_offsets(), state.get(f"scales/{quantity}/{index}")
+        if offsets is None or saved is None or int(state[LAYOUT]) != self._layout():
+            return None
+        own = torch.zeros_like(like)  # beyond the end of the saved ones there is padding only
+        part = saved[offsets[index] // EIGHT_BIT_BLOCK :][: len(own)]
+        own[: len(part)].copy_(part)
+        return own
+
+    def _block_offsets(self) -> list[int] | None:
+        """Where this rank's holders begin in the flat buffers, all of whose blocks are whole on one rank; else None."""
+        flat, stage = flat_adapter_of(self._engine.module), self._engine.zero_optimization_stage()
+        if flat is None or stage == 3 or len(flat.members) != len(self._trained):
+            return None
+        sizes = [holder.numel() for holder in self._holders]
+        if len(sizes) != len(flat.buffers) or any(size % EIGHT_BIT_BLOCK for size in sizes):
+            return None
+        return [size * self._engine.global_rank if stage else 0 for size in sizes]
+
+    def _layout(self) -> int:
+        """A number for where each factor lies in the flat buffers."""
+        flat = flat_adapter_of(self._engine.module)
+        assert flat is not None, "a layout without a flat adapter"
+        return xxhash.xxh3_64_intdigest(json.dumps(sorted(flat.spans().items())).encode()) >> 1  # fits an int64
 
     def steps_taken(self) -> int:
         """Optimizer steps that the moments have seen."""
@@ -114,7 +182,7 @@ class EngineState:
             elif values not in entry:
                 dense[quantity] = torch.zeros_like(dense["master"])
             elif entry[values].dtype == torch.uint8:
-                dense[quantity] = _dequantised(entry[values], entry[scales], entry[codes])
+                dense[quantity] = dequantised(entry[values], entry[scales], entry[codes])
             else:  # bitsandbytes keeps small tensors in 32 bits
                 dense[quantity] = entry[values].reshape(-1)
         return dense
@@ -251,19 +319,3 @@ def _groups_of_size(named: list[Named], elements: int) -> Iterator[list[Named]]:
         size += whole_size(parameter)
     if group:
         yield group
-
-
-def _dequantised(values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    scale_of_each = scales.repeat_interleave(EIGHT_BIT_BLOCK)[: values.numel()]
-    return codes[values.reshape(-1).long()] * scale_of_each
-
-
-def _requantise(entry: dict[str, Any], dense: Dense) -> None:
-    """Write 32-bit moments back into an 8-bit optimizer's entry; nothing to do for 32-bit entries."""
-    from bitsandbytes.functional import quantize_blockwise
-
-    for quantity, (values, scales, codes) in EIGHT_BIT.items():
-        if values in entry and entry[values].dtype == torch.uint8:
-            packed, state = quantize_blockwise(dense[quantity], code=entry[codes], blocksize=EIGHT_BIT_BLOCK)
-            entry[values].copy_(packed.view_as(entry[values]))
-            entry[scales].copy_(state.absmax)

@@ -1,8 +1,6 @@
 """A run as training left it: its configuration, tokenizer and adapter, found again from the run's folder."""
 
-import json
 import logging
-import os
 import re
 import sys
 import warnings
@@ -14,8 +12,9 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from trainer.adapter_files import damage_of_adapter
 from trainer.attention import choose_attention
-from trainer.checkpoint_files import checksum, damage_of_adapter, whole_checkpoints
+from trainer.checkpoint_files import whole_checkpoints
 from trainer.config import RunConfig, UserError
 from trainer.data.chat import chat_template_of
 from trainer.model import load_base_model, load_tokenizer, match_vocabulary
@@ -23,7 +22,6 @@ from trainer.ranks import set_seed
 from trainer.zero import DTYPES, resolve_precision
 
 CONFIG = "training_config.json"
-RECORD = "run.json"
 CHECKPOINT = re.compile(r"(abandoned-(\d+-)?)?checkpoint-\d+")
 ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
 
@@ -74,34 +72,10 @@ def find_run(folder: Path, base_model: str | None = None, *, needs_base: bool = 
 
 def _check_adapter(folder: Path, run_dir: Path) -> None:
     """Raise UserError, naming the file, if the adapter is not what training wrote."""
-    problem = damage_of_adapter(folder)
-    file = folder / ADAPTER[0]
-    if problem is None and (sums := recorded_checksums(folder)):
-        changed = file.name in sums and checksum(file) != sums[file.name]
-        problem = f"{file.name} is damaged: its checksum is not that of {RECORD}" if changed else None
-    if problem is not None:
+    if problem := damage_of_adapter(folder):
         whole = [path for path in whole_checkpoints(run_dir) if path.resolve() != folder.resolve()]
-        fix = f"; its newest checkpoint is {whole[-1]}" if whole else ""
-        raise UserError(f"{folder}: {problem}{fix}")
-
-
-def record_checksums(run_dir: Path) -> None:
-    """Add the checksum of the result's weights to run.json, by which `find_run` knows them again."""
-    path = run_dir / RECORD
-    record = json.loads(path.read_text(encoding="utf-8"))
-    record["checksums"] = {file.name: checksum(file) for file in sorted(run_dir.glob("*.safetensors"))}
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    os.replace(partial, path)
-
-
-def recorded_checksums(run_dir: Path) -> dict[str, str]:
-    """What `record_checksums` has kept; nothing for a checkpoint, or a run of before there were any."""
-    try:
-        sums: dict[str, str] = json.loads((run_dir / RECORD).read_text(encoding="utf-8")).get("checksums", {})
-    except (OSError, ValueError):
-        return {}
-    return sums
+        newest = f"; its newest checkpoint is {whole[-1]}" if whole else ""
+        raise UserError(f"{folder}: {problem}{newest}")
 
 
 def _read_config(path: Path) -> RunConfig:

@@ -63,8 +63,11 @@ class Block:
 class FlatAdapter:
     """The buffers, their blocks, and the views that the current forward pass reads."""
 
-    def __init__(self, pairs: Sequence[tuple[Member, Member]], *, separate_up: bool) -> None:
-        """`separate_up` puts the factors B into a buffer of their own, for a learning rate of their own (LoRA+)."""
+    def __init__(self, pairs: Sequence[tuple[Member, Member]], *, separate_up: bool, multiple: int = 1) -> None:
+        """`separate_up` puts the factors B into a buffer of their own, for a learning rate of their own (LoRA+).
+
+        Each buffer has a `multiple` of elements.
+        """
         self.blocks: list[Block] = []
         ends = [0, 0] if separate_up else [0]
         groups: dict[tuple[torch.Size, torch.Size], list[tuple[Member, Member]]] = {}
@@ -79,7 +82,8 @@ class FlatAdapter:
                 stride = (numel + alignment - 1) // alignment * alignment
                 self.blocks.append(Block(members, buffer, ends[buffer], stride))
                 ends[buffer] += self.blocks[-1].elements
-        self.buffers = [nn.Parameter(torch.zeros(end, dtype=sample.dtype, device=sample.device)) for end in ends]
+        sizes = [(end + multiple - 1) // multiple * multiple for end in ends]
+        self.buffers = [nn.Parameter(torch.zeros(size, dtype=sample.dtype, device=sample.device)) for size in sizes]
         self.stacks: dict[int, Tensor] = {}
         """Block number -> [N, *shape] in the graph of the latest forward pass with gradients."""
         self._watcher: Watcher | None = None
@@ -135,8 +139,9 @@ class FlatAdapter:
             return
         for index, buffer in enumerate(self.buffers):
             blocks = [(number, block) for number, block in enumerate(self.blocks) if block.buffer == index]
-            pieces = buffer.split([block.elements for _, block in blocks])
-            for (number, block), piece in zip(blocks, pieces, strict=True):
+            elements = [block.elements for _, block in blocks]
+            pieces = buffer.split([*elements, buffer.numel() - sum(elements)])
+            for (number, block), piece in zip(blocks, pieces, strict=False):  # the last one is padding
                 stack = block.stacked(piece)
                 self.stacks[number] = stack
                 for member, view in zip(block.members, stack.unbind(0), strict=True):
@@ -157,8 +162,11 @@ class FlatAdapter:
         ]
 
 
-def flatten_adapter(model: Any, *, separate_up: bool) -> FlatAdapter | None:
-    """Put the LoRA factors of a PEFT model into flat buffers, registered with the model; None if it has none."""
+def flatten_adapter(model: Any, *, separate_up: bool, multiple: int = 1) -> FlatAdapter | None:
+    """Put the LoRA factors of a PEFT model into flat buffers, registered with the model; None if it has none.
+
+    `multiple` is what the elements of a buffer are rounded up to.
+    """
     from peft.tuners.lora import LoraLayer
 
     pairs: list[tuple[Member, Member]] = []
@@ -176,7 +184,7 @@ def flatten_adapter(model: Any, *, separate_up: bool) -> FlatAdapter | None:
                 )
     if not pairs:
         return None
-    flat = FlatAdapter(pairs, separate_up=separate_up)
+    flat = FlatAdapter(pairs, separate_up=separate_up, multiple=multiple)
     sides = (DOWN, UP) if separate_up else ("both",)
     for side, buffer in zip(sides, flat.buffers, strict=True):
         model.register_parameter(f"{FLAT}{side}", buffer)

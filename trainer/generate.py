@@ -133,6 +133,8 @@ def _run(arguments: argparse.Namespace) -> None:
     tokenizer = saved_tokenizer(run)
     model = load_trained(run, tokenizer, run_device())
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model writes what an ASCII terminal cannot show
     system = run.config.dataset.system_prompt if arguments.system is None else arguments.system or None
     console = Console()
     terminal = sys.stdin.isatty()

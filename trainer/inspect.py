@@ -5,6 +5,7 @@ trained tokens, what was cut, how full the packs are, and warns of masks that ar
 """
 
 import sys
+from io import TextIOWrapper
 from itertools import groupby, islice
 from pathlib import Path
 
@@ -123,6 +124,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--examples", type=int, default=3, help="how many to show (3)")
     arguments = parser.parse_intermixed_args(argv)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # data holds what an ASCII terminal cannot show
     console = Console()
     try:
         loaded = load_config(arguments.config, arguments.overrides)

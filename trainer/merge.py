@@ -18,6 +18,7 @@ from torch import nn
 from trainer.config import CommandParser, UserError
 from trainer.finished_run import FinishedRun, exit_code_of, find_run, put_adapter, quiet_libraries, saved_tokenizer
 from trainer.model import load_base_model, load_model_config
+from trainer.run_record import note_written
 from trainer.zero import DTYPES
 
 SHARD_SIZE = "5GB"
@@ -30,6 +31,7 @@ def merge(run: FinishedRun, output: Path, *, dtype: str = "auto") -> Path:
     was read back is not what was written, or not finite.
     """
     check_output(output)
+    note_written(output.parent, [output.name, f".writing-{output.name}"])
     tokenizer = saved_tokenizer(run)
     stored = _stored_dtype(run)  # refuses a quantised base
     model = merged_model(run, tokenizer, stored if dtype == "auto" else DTYPES[dtype])

@@ -4,12 +4,11 @@ import importlib
 import importlib.util
 import json
 import math
-import os
 import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from trainer.config import LoggingSection, UserError
+from trainer.config.whole_files import write_whole
 from trainer.gpu_metrics import GpuMetrics
 
 METRICS_FILE = "metrics.jsonl"
@@ -82,9 +82,18 @@ class Metrics:
     """
 
     def __init__(
-        self, run_dir: Path, logging: LoggingSection, console: Console, *, first_step: int, total_steps: int
+        self,
+        run_dir: Path,
+        logging: LoggingSection,
+        console: Console,
+        *,
+        first_step: int,
+        total_steps: int,
+        before_writing: Callable[[], None] = lambda: None,
     ) -> None:
+        """`before_writing` raises if the folder is no longer this run's."""
         check_reporters(logging)
+        self._before_writing = before_writing
         run_dir.mkdir(parents=True, exist_ok=True)
         name = logging.run_name or run_dir.resolve().name
         _cut_back(run_dir, first_step)
@@ -101,6 +110,7 @@ class Metrics:
             numbers |= self._gpu.values()
         # NaN is not JSON: other readers of the file would stop at it.
         finite = {key: number if math.isfinite(number) else None for key, number in numbers.items()}
+        self._before_writing()
         self._jsonl.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
         if self._tensorboard is not None:
             for key, number in numbers.items():
@@ -269,9 +279,7 @@ def _cut_back(run_dir: Path, first_step: int) -> None:
 
 
 def _rewrite(path: Path, records: list[Record]) -> None:
-    rewritten = path.with_name(f"{path.name}.new")
-    rewritten.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    os.replace(rewritten, path)
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def _open_tensorboard(run_dir: Path, name: str, first_step: int) -> Any:
@@ -286,7 +294,7 @@ def _open_wandb(run_dir: Path, name: str, project: str) -> Any:
     wandb = importlib.import_module("wandb")
     identity = run_dir / "wandb-id.txt"
     if not identity.is_file():
-        identity.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
+        write_whole(identity, secrets.token_hex(4) + "\n")
     # console=off: wandb would otherwise put itself between this process and its log.
     run = wandb.init(
         project=project,

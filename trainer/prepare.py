@@ -5,8 +5,6 @@ ranks find both done. Every failure is a UserError: one line, exit code 2, nothi
 """
 
 import importlib.util
-import os
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +21,6 @@ from trainer.data.chat import chat_template_of
 if TYPE_CHECKING:
     from trainer.resume_comparison import Resumption
 
-FREE_GIB_NEEDED = 1.0
-
 
 @dataclass(frozen=True)
 class Prepared:
@@ -37,8 +33,13 @@ class Prepared:
     """What is worth a line on the console."""
 
 
-def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None) -> Prepared:
-    """Check what can be checked without weights and tokenise the data; `tell` hears of each phase. Raises UserError."""
+def prepare(
+    config: RunConfig, tell: Callable[[str], None] = lambda phase: None, *, to_train: bool = True
+) -> Prepared:
+    """Check what can be checked without weights and tokenise the data; `tell` hears of each phase. Raises UserError.
+
+    `to_train` false: for a look at a configuration whose output folder may hold a run already.
+    """
     from trainer.adapt import check_targets
     from trainer.architectures import check_packable
     from trainer.attention import check_supported
@@ -46,11 +47,14 @@ def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None)
     from trainer.metrics import check_reporters
     from trainer.model import check_weights, context_length, empty_model, load_model_config, load_tokenizer
     from trainer.model_kind import check_kind
+    from trainer.output_folder import check_free, check_place
     from trainer.zero import check_extra_keys, resolve_precision
 
     check_reporters(config.logging)
+    check_place(config)
     choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=False)
-    check_output_folder(config)
+    if to_train:
+        check_free(config)
     _check_adapter_folder(config)
     check_extra_keys(config.training, config.zero)
     resolve_precision(config.training.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -94,14 +98,20 @@ def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None)
 
 
 def prepare_to_resume(
-    config: RunConfig, world_size: int | None = None, tell: Callable[[str], None] = lambda phase: None
+    config: RunConfig,
+    world_size: int | None = None,
+    tell: Callable[[str], None] = lambda phase: None,
+    *,
+    to_train: bool = True,
 ) -> tuple[Prepared, "Resumption"]:
     """`prepare`, and what comes before and after it where a checkpoint is gone on from; each byte of it is read."""
     from trainer.checkpoint_files import choose_checkpoint
+    from trainer.output_folder import check_place
     from trainer.resume_comparison import plan_resumption
 
+    check_place(config)
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
-    prepared = prepare(config, tell)
+    prepared = prepare(config, tell, to_train=to_train)
     return prepared, plan_resumption(config, prepared, world_size=world_size, choice=choice)
 
 
@@ -116,31 +126,6 @@ def build_operators(config: RunConfig, tell: Callable[[str], None]) -> None:
         ops.load(config.ops.backend)
     except ValueError as error:
         raise UserError(str(error)) from error
-
-
-def check_output_folder(config: RunConfig) -> None:
-    """The folder must be writable, have room, and not hold another run unless that is meant."""
-    folder = Path(config.output_dir)
-    existing = folder
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir():
-        raise UserError(f"output_dir={folder}: {existing} is a file; name another folder")
-    if not os.access(existing, os.W_OK):
-        raise UserError(f"output_dir={folder}: no permission to write in {existing}; name another folder")
-    free_gib = shutil.disk_usage(existing).free / 2**30
-    if free_gib < FREE_GIB_NEEDED:
-        raise UserError(
-            f"output_dir={folder}: {free_gib:.2f} GiB free on its disk, checkpoints need "
-            f"{FREE_GIB_NEEDED} at least; make room"
-        )
-    # Logs alone are of an attempt that never trained.
-    occupied = folder.exists() and any(path.name != "logs" for path in folder.iterdir())
-    if occupied and not config.output.overwrite and config.training.resume_from_checkpoint is None:
-        raise UserError(
-            f"output_dir={folder}: holds another run; name a new folder, set training.resume_from_checkpoint: latest "
-            "to go on with it, or output.overwrite: true to replace it"
-        )
 
 
 def check_packing(model_config: Any) -> None:
@@ -167,7 +152,7 @@ def _check_adapter_folder(config: RunConfig) -> None:
     ):
         raise UserError(f"lora.adapter_path={path}: no adapter_config.json there; name the folder of a PEFT adapter")
     if path and Path(path).is_dir():
-        from trainer.checkpoint_files import damage_of_adapter
+        from trainer.adapter_files import damage_of_adapter
 
         if problem := damage_of_adapter(Path(path)):
             raise UserError(f"lora.adapter_path={path}: {problem}")

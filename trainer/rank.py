@@ -2,21 +2,27 @@
 
 import argparse
 import sys
+import time
 import traceback
 from pathlib import Path
 
 from rich.markup import escape
 
-from trainer.config import CommandParser, LoadedConfig, UserError, load_config
+from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, load_config
+from trainer.config.folder_lock import FolderLock, refuse_if_held
 from trainer.console import open_console, tell_torchrun
 from trainer.liveness.progress import phase
 from trainer.liveness.watchdog import Watchdog
-from trainer.prepare import prepare
+from trainer.prepare import Prepared, prepare
 from trainer.rank_variables import host_name
 from trainer.ranks import Ranks, leave_process_group
 from trainer.run import Run
 from trainer.signals import StopRequest
 from trainer.training_process import LAUNCHER_WATCH
+from trainer.world import first_rank_decides
+
+# mpirun and torchrun end all ranks with the first that ends: it must not be one that is silent.
+TO_SPEAK_S = 3.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,19 +38,53 @@ def main(argv: list[str] | None = None) -> int:
         loaded = load_config(arguments.config, arguments.overrides)
     except UserError as error:
         return _refuse(error, ranks)
-    logs, training = Path(loaded.config.output_dir) / "logs", loaded.config.training
-    LAUNCHER_WATCH.look_at_file(logs, training.launcher_timeout)
-    watchdog = Watchdog(ranks, logs, training.hang_timeout)
-    return watchdog.end(_train(loaded, arguments, ranks, stop))
-
-
-def _train(loaded: LoadedConfig, arguments: argparse.Namespace, ranks: Ranks, stop: StopRequest) -> int:
-    """Prepare, train, and say what went wrong; the exit code."""
+    run_dir = Path(loaded.config.output_dir)
+    LAUNCHER_WATCH.look_at_file(run_dir / "logs", loaded.config.training.launcher_timeout)
+    watchdog = Watchdog(ranks, run_dir / "logs", loaded.config.training.hang_timeout)
+    # A launcher that holds the folder has made sure that it is this run's; else nothing is written before `_hold`.
+    watchdog.writes = arguments.lock is not None
+    lock = None
     try:
+        if arguments.lock is None and ranks.is_main:
+            refuse_if_held(run_dir, resumes=loaded.config.training.resume_from_checkpoint == "auto")
         with phase("tokenise"):
             prepared = prepare(loaded.config)
+        with phase("join"):
+            lock = _hold(loaded.config, ranks, arguments.lock)
+        watchdog.writes = True
+        code = _train(loaded, prepared, arguments, ranks, stop, lock)
+        watchdog.writes = lock is None or lock.is_held
     except UserError as error:
-        return _refuse(error, ranks)
+        code = _refuse(error, ranks)
+    code = watchdog.end(code)
+    if lock is not None:
+        lock.release()
+    return code
+
+
+def _hold(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLock | None:
+    """The lock of the run's folder on rank 0, of its own or the launcher's; the other ranks wait until it is there."""
+    run_dir = Path(config.output_dir)
+
+    def take() -> FolderLock:
+        lock = FolderLock.join(run_dir, token) if token else None
+        resumes = config.training.resume_from_checkpoint == "auto"
+        return lock or FolderLock.take(run_dir, resumes=resumes, say=lambda line: print(line, file=sys.stderr))
+
+    if token is not None:
+        return take() if ranks.is_main else None
+    return first_rank_decides(ranks, config.training.timeout_minutes, take)
+
+
+def _train(
+    loaded: LoadedConfig,
+    prepared: Prepared,
+    arguments: argparse.Namespace,
+    ranks: Ranks,
+    stop: StopRequest,
+    lock: FolderLock | None,
+) -> int:
+    """Train, and say what went wrong; the exit code."""
     console = open_console(
         Path(loaded.config.output_dir),
         ranks.rank,
@@ -52,7 +92,7 @@ def _train(loaded: LoadedConfig, arguments: argparse.Namespace, ranks: Ranks, st
         width=arguments.console_width,
         terminal=arguments.console_tty,
     )
-    run = Run(loaded, prepared, ranks, console, stop)
+    run = Run(loaded, prepared, ranks, console, stop, lock)
     try:
         run.train()
     except UserError as error:
@@ -79,6 +119,8 @@ def _refuse(error: UserError, ranks: Ranks) -> int:
     if ranks.local_rank == 0:
         where = "" if ranks.is_main else f"{host_name()}: "
         print(f"error: {where}{error}", file=sys.stderr)
+    else:
+        time.sleep(TO_SPEAK_S)
     return error.exit_code
 
 
@@ -88,6 +130,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", help="key=value")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed command")
     parser.add_argument("--world-size", type=int, help="how many ranks there must be")
+    parser.add_argument("--lock", help="the lock of the output folder that the launcher holds")
     parser.add_argument("--console", help="where rank 0 writes what the user sees, if not its stdout")
     parser.add_argument("--console-width", type=int)
     parser.add_argument("--console-tty", action="store_true")

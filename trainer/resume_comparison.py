@@ -15,7 +15,7 @@ import torch.distributed as dist
 from trainer.base_fingerprint import fingerprint_of_base, same_base
 from trainer.checkpoint_files import Choice, choose_checkpoint, read_state
 from trainer.config import AUTO, RunConfig, UserError
-from trainer.config.errors import shown
+from trainer.config.errors import UserErrors, shown
 from trainer.prepare import Prepared
 from trainer.ranks import Ranks
 
@@ -128,7 +128,7 @@ def plan_resumption(
         now = run_identity(config, prepared, world_size, precision)
         refused, note = compare(state["run"], now, checkpoint, training.resume_changes)
         if refused:
-            raise UserError(*refused)
+            raise UserErrors(refused)
         notes += [note] if note else []
     else:
         notes.append(
@@ -152,17 +152,17 @@ def agree_on_resumption(
     config: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, precision: str
 ) -> Resumption:
     """Rank 0's `plan_resumption` for all ranks, all of which must call it; it alone reads the checkpoint's bytes."""
-    answer: list[Resumption | UserError | None] = [None]
+    answer: list[Resumption | list[str] | None] = [None]
     if ranks.is_main:
         try:
             answer[0] = plan_resumption(config, prepared, world_size=ranks.world_size, precision=precision)
         except UserError as error:
-            answer[0] = error
+            answer[0] = error.messages if isinstance(error, UserErrors) else [str(error)]
     if dist.is_initialized() and ranks.world_size > 1:
         dist.broadcast_object_list(answer, src=0, device=device)
     found = answer[0]
-    if isinstance(found, UserError):
-        raise found
+    if isinstance(found, list):
+        raise UserErrors(found)
     assert found is not None, "rank 0 sent no answer"
     return found
 

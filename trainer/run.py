@@ -1,6 +1,7 @@
 """One run on one rank, read from top to bottom: join, load, adapt, start the engine, restore, loop, save."""
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,18 @@ from trainer.adapt import (
     count_parameters,
     save_initial_adapter,
 )
+from trainer.adapter_files import record_checksums
 from trainer.answers import answer_prompt
 from trainer.apart import check_causal, keep_documents_apart
 from trainer.build import build_model, make_batches
+from trainer.checkpoint import SaveFailed
 from trainer.config import LoadedConfig, collective_timeout, engine_zero, known_versions
+from trainer.config.folder_lock import FolderLock
 from trainer.course import Course
-from trainer.data import Batches, evaluation_batches
-from trainer.finished_run import record_checksums
+from trainer.data import Batches, StreamBatches, evaluation_batches
+from trainer.eight_bit_moments import elements_per_buffer
 from trainer.flat import flatten_adapter, why_not_flat
+from trainer.full_disk import disk_errors_into
 from trainer.liveness.progress import phase
 from trainer.loop import Loop, Parts, Position, report_evaluation
 from trainer.memory.check import peak_over_ranks, plan_memory, record_memory
@@ -32,7 +37,7 @@ from trainer.optimizer import build_optimizer, build_schedule, planned_rates, re
 from trainer.prepare import Prepared
 from trainer.profiling import StepProfiler
 from trainer.ranks import Ranks, extend_timeouts, form_process_group
-from trainer.run_record import remove_earlier_run, write_run_record
+from trainer.run_record import RESULT, make_way, note_written, place_result, write_run_record
 from trainer.signals import StopRequest
 from trainer.steering import Steering
 from trainer.step import evaluate_loss
@@ -50,9 +55,16 @@ class Run:
     """One run on one rank, built in the order in which its parts need each other."""
 
     def __init__(
-        self, loaded: LoadedConfig, prepared: Prepared, ranks: Ranks, console: Console, stop: StopRequest
+        self,
+        loaded: LoadedConfig,
+        prepared: Prepared,
+        ranks: Ranks,
+        console: Console,
+        stop: StopRequest,
+        lock: FolderLock | None = None,
     ) -> None:
-        self.config, self.notes = loaded.config, loaded.notes
+        """`lock` is that of the run's folder, which rank 0 holds."""
+        self.config, self.notes, self.lock = loaded.config, loaded.notes, lock
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
         self.run_dir = Path(self.config.output_dir)
         self.metrics: Metrics | None = None
@@ -73,12 +85,11 @@ class Run:
         if not self.stop:
             self.course.return_to_best(engine, position)
             after = self._look(engine, position, "after training")
-            self._save_weights(engine, self.run_dir)
-            if self.ranks.is_main:
-                record_checksums(self.run_dir)
+            self._save_result(engine)
         self.stop.saved = True
         if self.steering is not None and self.ranks.is_main:
             self.steering.settle()
+            self._check_folder()
             self.steering.write_files(self.run_dir)
         self.peak = peak_over_ranks(self.device)
         engine.destroy()
@@ -135,7 +146,8 @@ class Run:
         offloads = config.zero.offload_optimizer or self.device.type != "cuda"
         flat = None
         if why_not_flat(config) is None:
-            flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio))
+            multiple = elements_per_buffer(config.training.optimizer, self.ranks.world_size)
+            flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio), multiple=multiple)
         optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads)
         self.token_loss = TokenLoss(model)
         engine = start_engine(model, optimizer, self.deepspeed_config)
@@ -165,6 +177,8 @@ class Run:
         if state:
             restore_schedule(self.schedule, int(state["schedule_steps"]))
             self.restored_scu = state.get("scu")
+            if isinstance(self.batches, StreamBatches):
+                self.batches.load_state_dict(state.get("stream", {}))
         return position, total_steps
 
     @phase("steer")
@@ -194,16 +208,22 @@ class Run:
     def _open_records(self, model: Any, position: Position, total_steps: int) -> None:
         """Write to the run's folder for the first time: every check has passed."""
         config = self.config
+        moves_base = changes_base_weights(config.lora) and config.adapter == "lora"
+        if position.step and moves_base:
+            self.course.bring(INITIAL_ADAPTER)
         if self.ranks.is_main:
-            if config.output.overwrite and position.step == 0:
-                remove_earlier_run(self.run_dir)
+            self._check_folder()
+            moved = make_way(self.run_dir, config.output.overwrite) if position.step == 0 else None
+            if moved:
+                self.say(moved)
             write_run_record(self.run_dir, config, self.ranks.world_size, str(self.device.type))
-        if position.step == 0 and changes_base_weights(config.lora) and config.adapter == "lora":
+        if position.step == 0 and moves_base:
             save_initial_adapter(model, self.run_dir / INITIAL_ADAPTER, is_main=self.ranks.is_main)
         if self.ranks.is_main:
             self.metrics = Metrics(
-                self.run_dir, self.config.logging, self.console, first_step=position.step, total_steps=total_steps
-            )
+                self.run_dir, self.config.logging, self.console, first_step=position.step, total_steps=total_steps,
+                before_writing=self._check_folder,
+            )  # fmt: skip
 
     def _parts(self, engine: Any, total_steps: int) -> Parts:
         self.recovery = Recovery(self.config, self.ranks, engine, self.batches, self.say)
@@ -255,11 +275,19 @@ class Run:
     @phase("save")
     def _save_checkpoint(self, engine: Any, position: Position) -> None:
         state: dict[str, Any] = {"schedule_steps": self.schedule.last_epoch}
+        if self.ranks.is_main:
+            self._check_folder()
+            name = f"checkpoint-{position.step}"
+            note_written(self.run_dir, [name, f".writing-{name}"])
+        if isinstance(self.batches, StreamBatches):
+            state["stream"] = self.batches.state_dict()
         if self.steering is not None:
             state["scu"] = self.steering.state_dict()
             if self.ranks.is_main:
                 self.steering.write_files(self.run_dir)
-        self.course.save(engine, position, state, lambda folder: self._save_weights(engine, folder))
+        self.course.save(
+            engine, position, state, lambda folder: self._save_weights(engine, folder), self._check_folder
+        )
 
     @phase("save")
     def _save_weights(self, engine: Any, folder: Path) -> None:
@@ -272,11 +300,30 @@ class Run:
         moved = sum(planned_rates(self.schedule, self.schedule.last_epoch)) > 0
         save_adapter(model, tokenizer, folder, is_main=is_main, must_have_moved=moved, initial=initial)
 
+    @phase("save")
+    def _save_result(self, engine: Any) -> None:
+        """What training ends with, written beside and moved into the run's folder when it is whole."""
+        result = self.run_dir / RESULT
+        failures: list[str] = []
+        with disk_errors_into(failures, self.run_dir):
+            if self.ranks.is_main:
+                self._check_folder()
+                shutil.rmtree(result, ignore_errors=True)
+                result.mkdir()
+            self._save_weights(engine, result)
+            if self.ranks.is_main:
+                self._check_folder()
+                place_result(self.run_dir)
+                record_checksums(self.run_dir)
+        if failures:
+            raise SaveFailed(f"{self.run_dir}: the result was not written: {failures[0]}; the newest checkpoint has it")
+
     @phase("report")
     def _end(self, position: Position, before: float | None, after: float | None) -> None:
         if self.metrics is None:
             return
         self.metrics.close()
+        self._check_folder()
         self.say(record_memory(self.run_dir, self.memory.found, self.peak, self.device, self.recovery.halvings))
         if self.stop:
             self.say(f"stopped at step {position.step}, saved; go on with training.resume_from_checkpoint=latest")
@@ -285,6 +332,11 @@ class Run:
 
         for line in end_summary(self.run_dir, self.config, write_report(self.run_dir), before, after):
             self.say(line)
+
+    def _check_folder(self) -> None:
+        """Raise FolderLost if another run has the folder by now: called before anything is written there."""
+        if self.lock is not None:
+            self.lock.check()
 
     def close(self) -> None:
         """Finish the files and the bar of a run that ends early."""

@@ -12,7 +12,6 @@ Evaluation never comes here. A fault raises ScuFault on every rank; nothing fall
 
 import json
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from trainer import scu
 from trainer.config import ScuSection, UserError
+from trainer.config.whole_files import write_json
 from trainer.flat import flat_adapter_of
 from trainer.information import AdapterInformation, data_bpt, find_pairs
 from trainer.ranks import sum_over_ranks
@@ -263,10 +263,7 @@ class Steering:
             "cuda_memory_stats": dict(torch.cuda.memory_stats()) if on_gpu else {},
         }
         for name, content in (("config", config), ("metrics", self.records), ("history", history)):
-            path = run_dir / f"scu_{name}.json"
-            partial = path.with_suffix(".json.partial")
-            partial.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            os.replace(partial, path)
+            write_json(run_dir / f"scu_{name}.json", content)
 
     def _mean_share(self, squares: Tensor) -> Tensor:
         """Q of this rank over the number of ranks: what sums to the adapter's Q, with the same bits on every rank."""

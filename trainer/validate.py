@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trainer.config import AUTO, CommandParser, RunConfig, UserError, load_config
 from trainer.finished_run import quiet_libraries
+from trainer.output_folder import obstacle
 from trainer.prepare import Prepared, prepare_to_resume
 
 
@@ -42,7 +43,8 @@ def findings(config: RunConfig, prepared: Prepared) -> list[str]:
         lines.append(f"adapter: r={config.lora.r} on {base}, {part}: {where}")
     lines += [f"note: {note}" for note in prepared.notes]
     lines += [f"data: {line}" for line in prepared.data.stats.lines()]
-    lines += [f"steps: {_steps(config, prepared)}", f"output: {Path(config.output_dir).absolute()}"]
+    lines.append(f"steps: {_steps(config, prepared)}")
+    lines.append(f"output: {Path(config.output_dir).absolute()}")
     return lines
 
 
@@ -73,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         loaded = load_config(arguments.config, arguments.overrides)
         for note in loaded.notes:
             print(f"note: {note}")
-        prepared, resumption = prepare_to_resume(loaded.config)
+        prepared, resumption = prepare_to_resume(loaded.config, to_train=False)
         for warning in resumption.warnings:
             print(f"warning: {warning}")
         for line in findings(loaded.config, prepared):
@@ -85,7 +87,11 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"OK: zerolora train {' '.join([arguments.config, *arguments.overrides])}")
+    problem = obstacle(loaded.config)
+    if problem:
+        print(f"OK but for output_dir={loaded.config.output_dir}: {problem}")
+    else:
+        print(f"OK: zerolora train {' '.join([arguments.config, *arguments.overrides])}")
     return 0
 
 

@@ -9,13 +9,13 @@ import itertools
 import json
 import platform
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,10 @@ class Report:
     """What must be the same everywhere, by name."""
 
 
-_MEETINGS = itertools.count()
+_MEETINGS, _DECISIONS = itertools.count(), itertools.count()
+# Rank 0 serves the store, in which all of them meet next, as long as it keeps it.
+_SERVERS: list[Any] = []
+Decision = TypeVar("Decision")
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,37 @@ def meet(ranks: Ranks, config: RunConfig) -> World:
     if answer["wrong"]:
         raise UserError(answer["wrong"])
     return World(answer["summary"], store)
+
+
+def first_rank_decides(ranks: Ranks, timeout_minutes: float, decide: Callable[[], Decision]) -> Decision | None:
+    """What `decide` gives on rank 0, None on the others; every rank must call it, before the process group is formed.
+
+    A UserError of rank 0 is raised on all ranks, when all have heard of it.
+    """
+    if ranks.world_size == 1:
+        return decide()
+    find_meeting_point(ranks)
+    patience = timedelta(minutes=timeout_minutes)
+    server, _, _ = next(rendezvous("env://", timeout=patience))
+    store: Any = PrefixStore(f"zerolora_decision_{next(_DECISIONS)}", server)
+    store.set_timeout(patience)
+    _SERVERS.append(server)
+    decision, problem = None, ""
+    if ranks.is_main:
+        try:
+            decision = decide()
+        except UserError as error:
+            problem = str(error)
+        store.set("problem", problem)
+    else:
+        problem = store.get("problem").decode()
+        if store.add("read", 1) == ranks.world_size - 1:
+            store.set("all read", "")
+    if problem:
+        # If rank 0 ended at once the others would read a closed connection, not the problem.
+        store.wait(["all read"])
+        raise UserError(problem)
+    return decision
 
 
 def own_report(ranks: Ranks, config: RunConfig) -> Report:

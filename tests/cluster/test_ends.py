@@ -110,11 +110,15 @@ def test_preemption_of_the_launcher_is_75(start: Start) -> None:
 
 
 def test_preemption_before_the_first_step_is_75_too(start: Start) -> None:
-    run = start()
-    time.sleep(4.0)
+    """Rank 1 loads for 25 s, so no rank can have taken a step when the signal comes."""
+    run = start(mischief="1:slow load:1")
+    run.wait_for_phase("load", 1)
     run.process.send_signal(signal.SIGUSR1)
+    beats = [run.beat(rank) for rank in (0, 1)]
+    assert [beat["step"] for beat in beats] == [0, 0] and str(beats[1]["phase"]).startswith("load"), beats
     code, _, err = run.end()
     assert code == 75, err
+    assert [int(str(run.beat(rank)["step"])) <= 1 for rank in (0, 1)] == [True, True]
 
 
 def test_a_killed_rank_is_137_within_seconds_and_the_kernel_is_asked_why(start: Start) -> None:

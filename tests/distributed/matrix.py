@@ -7,11 +7,13 @@ its case alone, and makes the exit code 1; anything else ends all.
 
 import argparse
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 from rich.console import Console
 
 from trainer.config import load_config
+from trainer.config.folder_lock import FolderLock
 from trainer.prepare import prepare
 from trainer.ranks import Ranks, end_process, leave_process_group
 from trainer.run import Run
@@ -24,8 +26,10 @@ def run_case(folder: Path, case: dict[str, object], ranks: Ranks, stop: StopRequ
     overrides.setdefault("output_dir", str(folder / str(case["name"])))
     loaded = load_config(folder / "base.yaml", [f"{key}={json.dumps(value)}" for key, value in overrides.items()])
     log = folder / f"{case['name']}-console-{ranks.rank}.txt"
-    with log.open("w") as file:
-        Run(loaded, prepare(loaded.config), ranks, Console(file=file, width=140), stop).train()
+    folder_of_case = Path(loaded.config.output_dir)
+    held = FolderLock.take(folder_of_case, resumes=False, say=print) if ranks.is_main else nullcontext()
+    with log.open("w") as file, held as lock:
+        Run(loaded, prepare(loaded.config), ranks, Console(file=file, width=140), stop, lock).train()
     (folder / f"{case['name']}-done-{ranks.rank}").touch()
 
 

@@ -9,6 +9,8 @@ def case(name: str, **overrides: Any) -> dict[str, Any]:
 
 
 STAGES = (0, 1, 2, 3)
+# Smaller tensors bitsandbytes keeps in 32 bits.
+ADAM8 = {"training__optimizer": "adamw_8bit", "lora__r": 32}
 CHECKPOINTING = ("none", "reentrant", "non_reentrant", "selective")
 # What a resumed run must continue to the bit.
 RESUMES: dict[str, dict[str, Any]] = {
@@ -93,6 +95,9 @@ TWO_RANKS: list[dict[str, Any]] = [
     *_equal_losses(),
     *_resumes(),
     *(case(f"{name}-{stage}", zero__stage=stage, **changes) for name, changes in VARIANTS.items() for stage in (2, 3)),
+    # Weights that move, as saving insists, and losses that do not.
+    case("untrained", zero__stage=2, training__learning_rate=1e-9),
+    case("untrained-biased", zero__stage=2, training__learning_rate=1e-9, base_model="biased"),
     case("clipped-0", zero__stage=0, training__max_grad_norm=0.05),
     case("answers-2", zero__stage=2, logging__sample_prompts=["red cat", "blue dog"], logging__sample_tokens=6),
     case("answers-3", zero__stage=3, logging__sample_prompts=["red cat", "blue dog"], logging__sample_tokens=6),
@@ -112,6 +117,7 @@ TWO_RANKS: list[dict[str, Any]] = [
     case("pissa-2", zero__stage=2, lora__init="pissa"),
     # Cut at step 3 on two ranks; one rank and another stage go on below.
     case("cut", zero__stage=2, training__max_steps=6, training__save_steps=3),
+    case("cut-adam8", zero__stage=2, training__max_steps=6, training__save_steps=3, **ADAM8),
     case(
         "cut-to-stage3",
         zero__stage=3,
@@ -133,6 +139,15 @@ ONE_RANK: list[dict[str, Any]] = [
         training__max_steps=6,
         training__resume_from_checkpoint="cut/checkpoint-3",
         output_dir="cut-to-one-rank",
+    ),
+    case(
+        "cut-adam8-to-one-rank",
+        zero__stage=0,
+        training__gradient_accumulation_steps=4,
+        training__max_steps=6,
+        training__resume_from_checkpoint="cut-adam8/checkpoint-3",
+        output_dir="cut-adam8-to-one-rank",
+        **ADAM8,
     ),
     case(
         "longer",

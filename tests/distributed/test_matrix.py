@@ -12,6 +12,9 @@ from tests.distributed.plan import CHECKPOINTING, RESUMES, STAGES, VARIANTS
 
 pytestmark = pytest.mark.distributed
 
+LEARNED = 3e-3
+"""Nats in four steps: the least of all variants, two targets of seven, is 4.4e-3; NF4's own offset is 1.6e-3."""
+
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("stage", STAGES)
@@ -46,7 +49,12 @@ def test_losses_and_gradients_do_not_depend_on_how_the_batch_is_cut(matrix: Matr
             torch.testing.assert_close(other.adapter()[name], value, atol=3e-7, rtol=1e-6)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+def test_full_fine_tuning_learns_more_than_an_adapter(matrix: Matrix) -> None:
+    assert matrix["full-0"].losses[0] == pytest.approx(matrix["lora-0-none"].losses[0], abs=1e-5)
+    assert matrix["full-0"].losses[-1] < matrix["lora-0-none"].losses[-1] - 0.1  # measured 0.16
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
 def test_full_fine_tuning_agrees(matrix: Matrix, stage: int) -> None:
     assert matrix[f"full-{stage}"].losses == pytest.approx(matrix["full-0"].losses, abs=1e-5)
     weights = load_file(matrix[f"full-{stage}"].folder / "model.safetensors")
@@ -83,6 +91,16 @@ def test_a_run_goes_on_elsewhere(matrix: Matrix, name: str) -> None:
     assert matrix[name].losses == pytest.approx(matrix["cut"].losses[3:], abs=1e-5)
 
 
+def test_moments_of_8_bits_go_on_elsewhere(matrix: Matrix) -> None:
+    """From ZeRO-2 on two ranks to ZeRO-0 on one: the same blocks, so that nothing is rounded anew."""
+    again, whole = matrix["cut-adam8-to-one-rank"], matrix["cut-adam8"]
+    assert again.losses == pytest.approx(whole.losses[3:], abs=1e-6)
+    assert "rounded anew" not in again.console
+    for name, value in whole.adapter().items():
+        # Gradients are added up in another order, which may move a byte of a moment by one; measured: 7e-9.
+        torch.testing.assert_close(again.adapter()[name], value, atol=1e-5, rtol=0)
+
+
 def test_a_finished_run_goes_on_to_more_steps(matrix: Matrix) -> None:
     assert len(matrix["longer"].losses) == 2
     state = json.loads((matrix["longer"].folder / "checkpoint-8" / "state.json").read_text())
@@ -93,12 +111,18 @@ def test_a_finished_run_goes_on_to_more_steps(matrix: Matrix) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_kind_of_adapter_learns_and_is_saved(matrix: Matrix, name: str, stage: int) -> None:
     case = matrix[f"{name}-{stage}"]
-    # Blocks of 8-bit moments are cut along the partitions, so another stage rounds them differently.
-    tolerance = 1e-3 if name == "adam8" else 1e-5
-    assert case.losses == pytest.approx(matrix[f"{name}-2"].losses, abs=tolerance)
+    untrained = matrix["untrained-biased" if name == "biased" else "untrained"].losses
+    assert case.losses[-1] < untrained[-1] - LEARNED
     adapter = case.adapter()
     assert all(value.numel() for value in adapter.values())
     assert all(bool(value.any()) for key, value in adapter.items() if "lora_B" in key)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_kind_of_adapter_agrees_over_stages(matrix: Matrix, name: str) -> None:
+    # Blocks of 8-bit moments are cut along the partitions, so another stage rounds them differently.
+    tolerance = 1e-3 if name == "adam8" else 1e-5
+    assert matrix[f"{name}-3"].losses == pytest.approx(matrix[f"{name}-2"].losses, abs=tolerance)
 
 
 def test_modules_to_save_are_in_the_adapter(matrix: Matrix) -> None:

@@ -111,8 +111,8 @@ def test_stages_0_and_1_repeat_the_step_in_the_process(runs: Matrix, stage: int)
 def test_so_they_do_with_master_weights(runs: Matrix, stage: int) -> None:
     case = runs[f"stage-{stage}-bf16"]
     assert len(halvings(case.folder)) == 1
-    # bf16 gradients are summed in another order: two of its roundings of a loss near 6.
-    assert case.losses == pytest.approx(runs["whole-bf16"].losses, abs=2 * 6 * 2**-8)
+    # bf16 gradients are summed in another order: 1e-4 was measured. A run that is never updated is 2e-2 away.
+    assert case.losses == pytest.approx(runs["whole-bf16"].losses, abs=1e-3)
 
 
 def test_auto_is_resolved_alike_on_all_ranks(runs: Matrix) -> None:

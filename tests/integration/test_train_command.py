@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,6 +153,7 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_end(workplace: Path) -> N
     command = [*COMMAND, config, steps, f"output_dir={cut}"]
     with subprocess.Popen(command, env=env, cwd=workplace, stdout=subprocess.PIPE, text=True) as process:
         _wait_for_step(cut / "metrics.jsonl", process)
+        _a_second_run_is_refused(command, workplace, cut)
         os.kill(process.pid, signal.SIGTERM)
         out, _ = process.communicate(timeout=120)
     assert process.returncode == 143, out
@@ -162,8 +164,53 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_end(workplace: Path) -> N
     resumed = subprocess.run(command, env=env, cwd=workplace, capture_output=True, text=True, timeout=300)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert f"at step {stopped_at}" in resumed.stdout
+    assert not (cut / "logs" / "lock.json").exists()
     expected = load_file(whole / "adapter_model.safetensors")
     for name, value in load_file(cut / "adapter_model.safetensors").items():
+        assert torch.equal(value, expected[name]), name
+
+
+def _a_second_run_is_refused(command: list[str], workplace: Path, run: Path) -> None:
+    log = (run / "logs" / "launcher.log").read_bytes()
+    for settings in ([], ["output.overwrite=true"], ["training.resume_from_checkpoint=auto"]):
+        second = subprocess.run(
+            [*command, *settings], env=environment(), cwd=workplace, capture_output=True, text=True, timeout=60
+        )
+        assert second.returncode == 2 and second.stdout == ""
+        assert second.stderr.startswith(f"error: output_dir={run}: another run is in this folder, process ")
+        assert second.stderr.count("\n") == 1
+    assert (run / "logs" / "launcher.log").read_bytes() == log
+
+
+def test_two_ranks_pass_over_a_damaged_checkpoint_together(
+    finished: subprocess.CompletedProcess[str], workplace: Path
+) -> None:
+    """To the bits of the run that was not damaged. Named, it is refused, and so is another run; nothing is written."""
+    run = workplace / "damaged"
+    shutil.copytree(workplace / "run", run)
+    file = run / "checkpoint-13" / "training_state.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    common = [*COMMAND, str(workplace / "config.yaml"), "training.max_steps=13", f"output_dir={run}"]
+    refused = [*common, f"training.resume_from_checkpoint={run / 'checkpoint-13'}"]
+    other = [*common, "training.resume_from_checkpoint=latest", "seed=7", "training.batch_size=2"]
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    said = []
+    for command in (refused, other):
+        done = subprocess.run(command, env=environment(), cwd=workplace, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 2 and not done.stdout, done.stderr + done.stdout
+        said += done.stderr.splitlines()
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    assert len(said) == 3, said
+    assert "checkpoint-13: training_state.safetensors is damaged" in said[0] and f"{run / 'checkpoint-12'}" in said[0]
+    assert said[1].startswith("error: seed=7: checkpoint-12 was trained with 42; set it back, or allow the change")
+    assert said[2].startswith("error: training.batch_size=2 x gradient_accumulation_steps=1 x 2 ranks = 4 sequences")
+    command = [*common, "training.resume_from_checkpoint=latest"]
+    done = subprocess.run(command, env=environment(), cwd=workplace, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stdout.count("warning: passed over checkpoint-13 (training_state.safetensors is damaged: ") == 1
+    assert [path.name for path in whole_checkpoints(run)] == ["checkpoint-6", "checkpoint-12", "checkpoint-13"]
+    expected = load_file(workplace / "run" / "adapter_model.safetensors")
+    for name, value in load_file(run / "adapter_model.safetensors").items():
         assert torch.equal(value, expected[name]), name
 
 

@@ -11,6 +11,7 @@ import torch
 from tests.tiny import write_chats
 from tests.unit.test_after_run import make_run
 from trainer import evaluate
+from trainer.config import UserError
 from trainer.data import Sample
 from trainer.data.batches import collate
 from trainer.evaluate import bootstrap, held_out_documents, row_losses
@@ -117,3 +118,14 @@ def test_a_run_whose_training_data_is_gone_is_still_evaluated(run_dir: Path) -> 
     run = find_run(run_dir)
     assert run.config.dataset.path is not None and not Path(run.config.dataset.path).exists()
     assert len(held_out_documents(run, saved_tokenizer(run), None, None)) == 9
+
+
+def test_a_split_that_is_not_there_is_refused(run_dir: Path, tmp_path: Path) -> None:
+    run = find_run(run_dir)
+    tokenizer = saved_tokenizer(run)
+    other = str(write_chats(tmp_path / "other.jsonl", 20))
+    assert len(held_out_documents(run, tokenizer, other, "train[:5]")) == 5
+    with pytest.raises(UserError, match=r"^--split=nosuch: .*other.jsonl has no such split; remove the setting"):
+        held_out_documents(run, tokenizer, other, "nosuch")
+    with pytest.raises(UserError, match=r"^--data=gone.jsonl: no such file"):
+        held_out_documents(run, tokenizer, "gone.jsonl", None)

@@ -9,14 +9,13 @@ import torch
 
 from tests.tiny import make_model, write_chats
 from trainer import evaluate, generate, merge, push
+from trainer.adapter_files import record_checksums
 from trainer.config import RunConfig, UserError
 from trainer.finished_run import find_run, load_trained, saved_tokenizer
 from trainer.model import load_tokenizer
 
 
-def make_run(
-    folder: Path, *, llama: dict[str, Any] | None = None, base: Path | None = None, **settings: Any
-) -> Path:
+def make_run(folder: Path, *, llama: dict[str, Any] | None = None, base: Path | None = None, **settings: Any) -> Path:
     """A run as training leaves it, without the training: the adapter's B is drawn and not learned."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
@@ -103,6 +102,19 @@ def _broken(run_dir: Path, folder: Path, case: str) -> Path:
             (folder / path.name).write_bytes(path.read_bytes())
     text = config.model_copy(update=changes).model_dump_json()
     (folder / "training_config.json").write_text("{}" if case == "broken config" else text)
+    adapter = folder / "adapter_model.safetensors"
+    if case == "cut adapter":
+        adapter.write_bytes(adapter.read_bytes()[:-11])
+    elif case == "pickled adapter":
+        torch.save({"w": torch.ones(3)}, adapter)
+    elif case == "changed adapter":
+        (folder / "run.json").write_text("{}")
+        record_checksums(folder)
+        content = bytearray(adapter.read_bytes())
+        content[-1] ^= 1
+        adapter.write_bytes(content)
+        (folder / "checkpoint-3").mkdir()
+        (folder / "checkpoint-3" / "COMPLETE").touch()
     if case == "not a run":
         (folder / "training_config.json").unlink()
     if case == "occupied":
@@ -120,6 +132,12 @@ BAD_FOLDERS = [
     (evaluate, "base gone", "base_model=.*gone: the folder of the base model is gone; --base-model"),
     (generate, "base gone", "base_model=.*gone: the folder of the base model is gone; --base-model"),
     (merge, "base gone", "base_model=.*gone: the folder of the base model is gone; --base-model"),
+    *[(module, "cut adapter", "adapter_model.safetensors is cut short: .* bytes of ") for module in ALL],
+    *[(module, "pickled adapter", "adapter_model.safetensors is not a safetensors file .pickled") for module in ALL],
+    *[
+        (module, "changed adapter", "adapter_model.safetensors is damaged: .*its newest checkpoint is")
+        for module in ALL
+    ],
     (evaluate, "no data", "held no data out; name some with --data"),
     (merge, "occupied", "merged: exists and would be overwritten"),
 ]

@@ -184,9 +184,7 @@ def test_auto_is_eager_where_the_model_knows_nothing_else(folder: Path) -> None:
     Gemma2ForCausalLM(Gemma2Config(**sizes)).save_pretrained(folder / "gemma2")
     device, dtype = torch.device("cpu"), torch.float32
     attention = choose_attention(ModelSection(), device, dtype)
-    model = load_base_model(
-        str(folder / "gemma2"), ModelSection(), dtype=dtype, device=device, attention=attention
-    )
+    model = load_base_model(str(folder / "gemma2"), ModelSection(), dtype=dtype, device=device, attention=attention)
     assert model.config._attn_implementation == "eager"
     with pytest.raises(UserError, match=r"model.attn_implementation=sdpa: Gemma2ForCausalLM does not support it; use"):
         check_supported(ModelSection(attn_implementation="sdpa"), type(model))

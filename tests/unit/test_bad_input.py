@@ -202,6 +202,10 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (ground / "run" / "adapter_config.json").write_text("{}")
     (ground / "half" / "checkpoint-5").mkdir(parents=True)
     (ground / "half" / "checkpoint-5" / "state.json").write_text("{}")
+    for name, content in (("cut-adapter", b"\x10\0\0\0\0\0\0\0{}"), ("old-adapter", b"PK\x03\x04" + bytes(60))):
+        (ground / name).mkdir()
+        (ground / name / "adapter_config.json").write_text("{}")
+        (ground / name / "adapter_model.safetensors").write_bytes(content)
     (ground / "pickled").mkdir()
     (ground / "pickled" / "config.json").write_bytes((ground / "model" / "config.json").read_bytes())
     (ground / "pickled" / "pytorch_model.bin").write_text("x")
@@ -230,15 +234,21 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "dataset.max_length=257": ("dataset.max_length=257: the model was made for 256 tokens", "use 256 or less"),
     "lora.target_modules=q_project": ("lora.target_modules=", "q_project", "q_proj"),
     "lora.modules_to_save=head": ("lora.modules_to_save=head", "lm_head"),
+    "lora.adapter_path=./cut-adapter": ("./cut-adapter: adapter_model.safetensors is cut short: 10 bytes of 24",),
+    "lora.adapter_path=./old-adapter": ("./old-adapter: adapter_model.safetensors is not", "pickled"),
     "lora.adapter_path=./no-data": ("lora.adapter_path=./no-data: no adapter_config.json there",),
-    "output_dir=run": ("output_dir=run: holds another run", "resume_from_checkpoint", "output.overwrite: true"),
+    "output_dir=run": ("output_dir=run: holds files that are no run's (adapter_config.json)", "name a new folder"),
+    "output_dir=model": ("output_dir=model: is base_model as well", "name a folder of its own"),
+    "output_dir=model ; output.overwrite=true": ("output_dir=model: is base_model as well",),
+    "output_dir=. ; output.overwrite=delete": ("output_dir=.: holds base_model (model)",),
+    "output_dir=. ; training.resume_from_checkpoint=auto": ("output_dir=.: holds base_model (model)",),
     "output_dir=good.jsonl": ("output_dir=good.jsonl: good.jsonl is a file", "name another folder"),
     "output_dir=good.jsonl/x": ("output_dir=good.jsonl/x: good.jsonl is a file",),
     "training.resume_from_checkpoint=latest": ("resume_from_checkpoint=latest: no whole checkpoint in out",),
     "training.resume_from_checkpoint=no-data": ("resume_from_checkpoint=no-data: not the folder of a checkpoint",),
     "training.resume_from_checkpoint=half/checkpoint-5": ("half/checkpoint-5: was not written to the end",),
     "dataset.path=nothing.jsonl": ("dataset.path=nothing.jsonl: no such file",),
-    "dataset.path=no-data": ("dataset.path=no-data: no data files in this folder",),
+    "dataset.path=no-data": ("dataset.path=no-data: is a folder without data files",),
     "dataset.path=notes.odt": ("dataset.path=notes.odt",),
     "dataset.path=empty.jsonl": ("dataset.path=empty.jsonl: no records",),
     "dataset.path=broken.jsonl": ("dataset.path=broken.jsonl", "line 2", "JSON"),
@@ -292,7 +302,7 @@ def test_train_ends_with_what_the_checks_say(ground: Path, monkeypatch: pytest.M
     result = subprocess.run(command, cwd=ground, capture_output=True, text=True, timeout=120)
     assert result.returncode == 2
     assert result.stderr.startswith("error: dataset.path=broken.jsonl") and result.stderr.count("\n") == 1
-    assert result.stdout == "" and everything_in(ground) == before
+    assert result.stdout.splitlines()[1] == "checking the model model" and everything_in(ground) == before
 
 
 @pytest.mark.parametrize(

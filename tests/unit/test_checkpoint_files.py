@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import save_file
 
 from trainer import checkpoint_files
+from trainer.adapter_files import damage_of_adapter
 from trainer.checkpoint_files import (
     STATE_KEYS,
     choose_checkpoint,
     damage,
-    damage_of_adapter,
     later_checkpoints,
     oldest_beyond,
     publish,

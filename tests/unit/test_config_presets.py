@@ -53,5 +53,5 @@ def test_a_tier_names_its_command_and_needs_no_partitioning(name: str) -> None:
     path = CONFIGS / f"tier_{name}.yaml"
     config = load_config(path).config
     assert path.read_text().startswith(f"# zerolora tier {name}\n")
-    assert (config.output_dir, config.zero.stage, config.output.overwrite) == (f"runs/tiers/{name}", 0, True)
+    assert (config.output_dir, config.zero.stage, config.output.overwrite) == (f"runs/tiers/{name}", 0, "delete")
     assert config.adapter == ("lora" if name == "convergence" else "qlora")

@@ -1,7 +1,9 @@
 """Packing, and the batches of an optimizer step: targets, positions, padding, an order that no rank count changes."""
 
+import json
 import random
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import datasets
 import numpy as np
@@ -208,10 +210,30 @@ def test_evaluation_gives_every_rank_the_same_number_of_batches(count: int, worl
     )
 
 
+class Counted:
+    """A pass over documents 1 to `count`, 101 to 100 + `count` and so on."""
+
+    made: ClassVar[list[int]] = []
+
+    def __init__(self, count: int, epoch: int, state: dict[str, Any] | None) -> None:
+        self.count, self.epoch, self.at = count, epoch, state["at"] if state else 0
+
+    def __iter__(self) -> Iterator[Sample]:
+        return self
+
+    def __next__(self) -> Sample:
+        if self.at == self.count:
+            raise StopIteration
+        self.at += 1
+        self.made.append(self.at + 100 * self.epoch)
+        return document(self.made[-1], 3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+
 def stream(count: int) -> SampleStream:
-    return SampleStream(
-        lambda epoch: (document(number + 100 * epoch, 3) for number in range(1, count + 1)), packed=False
-    )
+    return SampleStream(lambda epoch, state=None, shared=None: Counted(count, epoch, state), packed=False)
 
 
 def stream_batches(count: int, **changes: Any) -> StreamBatches:
@@ -238,6 +260,20 @@ def test_a_stream_goes_on_after_its_end_and_from_any_offset() -> None:
     assert documents_of(resumed.step(0, 4)[0][0]) == [5, 101]
     assert documents_of(resumed.step(0, 6)[0][0]) == [102, 103]
     assert documents_of(resumed.step(0, 0)[0][0]) == [1, 2]
+
+
+def test_a_repeated_step_and_a_resumed_stream_read_nothing_twice_but_that_step() -> None:
+    running = stream_batches(5, batch_size=2)
+    for offset in (0, 2, 4):
+        running.step(0, offset)
+    state = json.loads(json.dumps(running.state_dict()))
+    Counted.made.clear()
+    assert documents_of(running.step(0, 4)[0][0]) == [5, 101] == Counted.made
+    resumed = stream_batches(5, batch_size=1, accumulation=2)
+    resumed.load_state_dict(state)
+    Counted.made.clear()
+    assert [documents_of(batch)[0] for batch in resumed.step(0, 6)[0]] == [102, 103] == Counted.made
+    assert documents_of(resumed.step(0, 0)[0][0]) == [1]  # another offset than the state's is read up to
 
 
 def test_a_stream_without_samples_is_refused() -> None:

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from tests.tiny import CHATML, make_tokenizer
 from trainer.config import UserError
+from trainer.data import render
 from trainer.data.chat import ChatEncoder, chat_template_of
 from trainer.data.records import Text, Turns
 from trainer.data.tokens import Encoded, encode_spans, encode_texts
@@ -333,6 +334,16 @@ REFUSED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, .
     ),
     "tools in a template without": (CHATML, TALK, {"tools": [{"type": "function"}]}, ("record 1", "has tools")),
     "a template that is none": ("{% for message in %}", TALK, {}, ("dataset.chat_template", "cannot be used")),
+    "a loop that is too long": (
+        "{% for i in range(10**12) %}x{% endfor %}",
+        TALK,
+        {},
+        ("cannot be used", "Range too big"),
+    ),
+    "a text that is too long": ("{{ 'x' * 10**12 }}", TALK, {}, ("dataset.chat_template", "cannot be used")),
+    "a long text": ("{{ 'x' * 101000000 }}", TALK, {}, ("a text of 101,000,000 characters",)),
+    "a division by nothing": ("{{ 1 / 0 }}", TALK, {}, ("cannot be used (division by zero)",)),
+    "a way out of the sandbox": ("{{ ''.__class__.__mro__ }}", TALK, {}, ("cannot be used", "unsafe")),
     "a template that lets turns out": (
         CHATML.replace("{{ message['content'] }}", "{{ message['content'] }}").replace(
             "<|im_start|>{{ message['role'] }}",
@@ -351,6 +362,17 @@ def test_refuses_in_one_line(tokenizer: PreTrainedTokenizerBase, name: str) -> N
     with pytest.raises(UserError) as caught:
         encode(tokenizer, template, messages, **turns)
     assert [needle for needle in needles if needle not in str(caught.value)] == []
+
+
+def test_a_loop_without_end(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "LONGEST_SECONDS", 0.2)
+    endless = "{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}"
+    with pytest.raises(UserError, match=r"dataset.chat_template: .*one conversation takes more than 0.2 s"):
+        encode(tokenizer, endless, TALK)
+    # One that ends for the probe and not for a record names the record.
+    some = "{% if messages | length > 2 %}" + endless + "{% endif %}" + CHATML
+    with pytest.raises(UserError, match=r"record 1: the chat template refuses it \(one conversation takes more"):
+        encode(tokenizer, some, TALK)
 
 
 def test_template_from_the_configuration(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """`zerolora inspect`: trained tokens marked, the figures, the warnings, and exit code 2 after one line."""
 
+import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import datasets
@@ -100,3 +102,13 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str
     assert captured.out == "" and captured.err.count("\n") == 1
     assert captured.err.startswith("error: dataset.path=chat.jsonl: no such file or folder")
     assert "did you mean chats.jsonl?" in captured.err
+
+
+def test_a_terminal_without_unicode(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"messages": [{"role": "user", "content": "caf\u00e9"}, {"role": "assistant", "content": "\u2603 snow"}]}
+    Path("chats.jsonl").write_text(json.dumps(row) + "\n")
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    assert inspect.main(["config.yaml"]) == 0
+    sys.stdout.flush()
+    assert b"caf?" in shown.getvalue() and b"snow<|im_end|>" in shown.getvalue()

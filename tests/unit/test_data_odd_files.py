@@ -144,6 +144,12 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
     "a cut .bz2": ("a.jsonl.bz2", bz2.compress(LINE.encode())[:-5], ("ends in the middle of its compressed data",)),
     "a false .bz2": ("a.jsonl.bz2", LINE, ("ends in .bz2 and is no such file",)),
     "a false .xz": ("a.jsonl.xz", LINE, ("ends in .xz and is no such file",)),
+    "a folder in .tar.gz": ("a.tar.gz", "x", (".tar.gz is not understood; unpack it first",)),
+    "two records on a line": (
+        "a.jsonl",
+        LINE.strip() + LINE,
+        ("line 1 of a.jsonl is not JSON (more follows after the end of a value", "write one record a line"),
+    ),
     "zstd": ("a.jsonl.zst", "x", (".zst is not understood; unpack it first",)),
     "lists on lines": ("a.jsonl", '["a", "b"]\n["c", "d"]\n', ("line 1 of a.jsonl holds a list, not a record",)),
     "a list of texts": ("a.json", '["a", "b"]', ("item 1 of a.json holds text, not a record",)),
@@ -160,7 +166,7 @@ REFUSED: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
     "a comma after each": (
         "a.jsonl",
         LINE.strip() + ",\n" + LINE.strip() + ",\n",
-        ("line 1 of a.jsonl is not JSON (Extra data",),
+        ("line 1 of a.jsonl is not JSON (more follows",),
     ),
     "too deep": ("a.jsonl", "[" * 100_000, ("line 1 of a.jsonl is JSON that cannot be read",)),
     "too long a number": (
@@ -227,7 +233,13 @@ def make_special(name: str) -> str:
         Path("a.jsonl").mkdir()
     elif name == "a loop":
         Path("a.jsonl").symlink_to("a.jsonl")
-    return {"a device": "/dev/zero", "a long name": "x" * 300 + ".jsonl", "NUL": "a\0b.jsonl"}.get(name, "a.jsonl")
+    return {
+        "a device": "/dev/zero",
+        "a long name": "x/" * 2500 + "a.jsonl",
+        "NUL": "a\0b.jsonl",
+        "nothing": " ",
+        "an address": "https://x.y/a.jsonl",
+    }.get(name, "a.jsonl")
 
 
 SPECIAL = {
@@ -236,8 +248,8 @@ SPECIAL = {
     "a device": "is a device, and data",
     "a folder": "is a folder without data files",
     "a loop": "cannot be read (Too many levels of symbolic links)",
-    "a long name": "cannot be read (File name too long)",
-    "NUL": "cannot be read (embedded null byte)",
+    "nothing": "dataset.path= : is empty; give a file",
+    "an address": "is an address, and data is read from files and by its name on the hub; download it",
 }
 
 

@@ -125,6 +125,16 @@ def test_a_script_without_options_of_its_own_would_not_be_sbatchs(tmp_path: Path
     ]  # fmt: skip
 
 
+def test_a_folder_without_a_run_is_said_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "README.md").touch()
+    (tmp_path / "logs").mkdir()
+    done = CliRunner().invoke(app, ["status", str(tmp_path)])
+    assert isinstance(done.exception, UserError) and done.stdout == ""
+    assert f"{tmp_path}: no run has written into this folder; name the output_dir of one" in str(done.exception)
+    (tmp_path / "logs" / "job.sbatch").touch()  # submitted, and not begun
+    assert "none yet" in CliRunner().invoke(app, ["status", str(tmp_path)]).stdout
+
+
 def test_the_folder_of_a_run_tells_where_it_stands(tmp_path: Path) -> None:
     assert run_lines(tmp_path)[-1] == ("step", "none yet")
     logs = tmp_path / "logs"

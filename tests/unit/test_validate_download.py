@@ -11,7 +11,9 @@ import yaml
 
 from tests.tiny import make_model, write_chats
 from trainer import download, validate
-from trainer.config import UserError
+from trainer.config import UserError, load_config
+from trainer.config.folder_lock import FolderLock
+from trainer.run_record import write_run_record
 
 
 @pytest.fixture
@@ -45,6 +47,24 @@ def test_it_says_what_it_found_and_leaves_no_run(config: Path, capsys: pytest.Ca
     assert lines["steps"] == "6 on one GPU, batch_size 3 x accumulation 2 sequences in each; fewer on more GPUs"
     assert lines["OK"] == f"zerolora train {config} lora_r=8"
     assert not Path("run").exists()
+
+
+def test_it_works_beside_a_run_and_says_what_training_would_need(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path("run")
+    with FolderLock.take(run, resumes=False, say=print):
+        assert validate.main([str(config)]) == 0
+        assert f"OK but for output_dir=run: a run is in it now, process {os.getpid()} on " in capsys.readouterr().out
+    write_run_record(run, load_config(config).config, 1, "cpu")
+    before = sorted(run.rglob("*"))
+    assert validate.main([str(config)]) == 0
+    assert "OK but for output_dir=run: holds another run, without a whole checkpoint" in capsys.readouterr().out
+    assert validate.main([str(config), "output.overwrite=delete"]) == 0
+    assert f"OK: zerolora train {config} output.overwrite=delete" in capsys.readouterr().out
+    assert sorted(run.rglob("*")) == before
+    assert validate.main([str(config), "output_dir=model", "output.overwrite=true"]) == 2
+    assert capsys.readouterr().err == "error: output_dir=model: is base_model as well; name a folder of its own\n"
 
 
 @pytest.mark.parametrize(

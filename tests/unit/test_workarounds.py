@@ -53,12 +53,12 @@ def raw_engine(stage: int, optimizer: Any = torch.optim.SGD, *, lr: float = 0.25
 
 
 def weight_of(engine: Any) -> torch.Tensor:
-    return engine.module.weight.detach().float().clone()  # type: ignore[no-any-return]
+    return engine.module.weight.detach().float().cpu().clone()  # type: ignore[no-any-return]
 
 
 def pass_back(engine: Any, gradient: torch.Tensor = GRADIENT) -> None:
     """A loss whose gradient is `gradient`."""
-    engine.backward(engine(gradient.to(engine.module.weight.dtype)).float().sum())
+    engine.backward(engine(gradient.to(engine.device, engine.module.weight.dtype)).float().sum())
 
 
 def test_deepspeed_clips_if_nothing_is_said() -> None:
@@ -87,7 +87,7 @@ def test_stage_0_takes_a_step_of_zeros() -> None:
     engine = raw_engine(0, decaying, bf16={"enabled": True})
     (master,) = engine.optimizer.fp32_groups[0]
     assert float(engine.basic_optimizer.state[master]["step"]) == 1
-    torch.testing.assert_close(master.detach(), WEIGHT * (1 - 0.25 * 0.5))
+    torch.testing.assert_close(master.detach().cpu(), WEIGHT * (1 - 0.25 * 0.5))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -118,7 +118,7 @@ def test_stage_0_divides_by_a_loss_scale_that_it_never_applied() -> None:
     engine = raw_engine(0)
     assert engine.optimizer.loss_scale == 256.0
     pass_back(engine)
-    torch.testing.assert_close(engine.module.weight.grad.float(), GRADIENT)
+    torch.testing.assert_close(engine.module.weight.grad.float().cpu(), GRADIENT)
 
 
 def test_stage_0_knows_no_hysteresis() -> None:
@@ -136,7 +136,7 @@ def test_stage_0_knows_no_hysteresis() -> None:
 def test_deepspeeds_norm_hides_what_is_not_finite() -> None:
     """trainer/update_guard.py measures it itself."""
     engine = raw_engine(2, bf16={"enabled": True, "check_grad_overflow": False})
-    gradients = [torch.tensor([[torch.nan, 1.0]])]
+    gradients = [torch.tensor([[torch.nan, 1.0]], device=engine.device)]
     assert float(engine.optimizer.get_grad_norm_direct(gradients, list(engine.module.parameters()))) == -1.0
 
 
@@ -147,7 +147,7 @@ def test_deepspeeds_own_groups_wait_as_long_as_torch_says() -> None:
     distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=77), dist.group.WORLD)
     engine = raw_engine(2)
     groups = [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]
-    waits = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+    waits = [group._get_backend(engine.device).options._timeout for group in groups]
     assert waits and datetime.timedelta(minutes=77) not in waits, waits
     del engine
 

@@ -1,15 +1,37 @@
 """What ranks tell of themselves, and what is said where they differ."""
 
+import os
 import socket
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from trainer.config import RunConfig, UserError
+from trainer.config.folder_lock import FolderLock
 from trainer.config.ports import check_free, free_port
+from trainer.rank import main as train
 from trainer.rank_variables import host_name
 from trainer.ranks import Ranks
 from trainer.world import Report, code_version, differences, meet, summary
+
+DECIDE = """
+from trainer.config import UserError
+from trainer.ranks import Ranks
+from trainer.world import first_rank_decides
+
+def refuse():
+    raise UserError("output_dir=x: no")
+
+ranks = Ranks.from_environment()
+try:
+    first_rank_decides(ranks, 2.0, refuse)
+except UserError as error:
+    print("refused:", error)
+print("given:", first_rank_decides(ranks, 2.0, lambda: "a lock"))
+"""
 
 FACTS = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": "0.19.8", "code": "0.1.0+aa", "configuration": "cc"}
 
@@ -79,3 +101,33 @@ def test_a_port_that_is_taken_is_told_by_its_option(monkeypatch: pytest.MonkeyPa
             check_free(port)
         with pytest.raises(UserError, match=f"^--master-port {port}: not free on {host_name()} "):
             meet(Ranks(0, 2, 0), config)
+
+
+def test_all_ranks_hear_what_the_first_one_decides() -> None:
+    env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-c", DECIDE]
+    ranks = [
+        subprocess.Popen(
+            command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE, text=True,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=240)[0].splitlines() for process in ranks]
+    assert [lines[0] for lines in said] == ["refused: output_dir=x: no"] * 2
+    assert [lines[1] for lines in said] == ["given: a lock", "given: None"]
+
+
+def test_a_rank_that_was_started_by_hand_leaves_another_runs_folder_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not even its logs and heartbeats are touched; nor is the model looked at, which is not there."""
+    config = tmp_path / "c.yaml"
+    config.write_text(f"base_model: none\noutput_dir: {tmp_path / 'run'}\ndataset: {{path: none.jsonl}}\n")
+    with FolderLock.take(tmp_path / "run", resumes=False, say=print):
+        (tmp_path / "run" / "logs" / "heartbeat-0.json").write_text("the other's")
+        assert train([str(config)]) == UserError.exit_code
+        assert (tmp_path / "run" / "logs" / "heartbeat-0.json").read_text() == "the other's"
+        assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == ["heartbeat-0.json", "lock.json"]
+    error = capsys.readouterr().err
+    assert f"another run is in this folder, process {os.getpid()} on " in error and error.count("\n") == 1

@@ -95,7 +95,7 @@ def prepared(run: RunConfig, base_model: str, texts: Path, folder: Path, *, step
         "dataset": dataset,
         "training": training,
         "logging": logging,
-        "output": run.output.model_copy(update={"overwrite": True}),
+        "output": run.output.model_copy(update={"overwrite": "delete"}),
     }
     if run.scu.enabled and run.scu.controller == "pi":
         # A few steps cannot reach the target of a whole run, which is refused. The controller's work is the same.

@@ -5,8 +5,6 @@ paired differences need; they are written at the end, to heldout_documents.json,
 comparison has no use for is left out: checkpoints (an interrupted run starts again) and the report of the run.
 """
 
-import json
-import os
 import sys
 import traceback
 from pathlib import Path
@@ -15,6 +13,8 @@ from typing import Any
 from rich.markup import escape
 
 from trainer.config import CommandParser, LoadedConfig, UserError, load_config
+from trainer.config.folder_lock import FolderLock
+from trainer.config.whole_files import write_json
 from trainer.console import open_console
 from trainer.data import Samples
 from trainer.data.batches import collate
@@ -24,6 +24,7 @@ from trainer.metrics import read_metrics
 from trainer.prepare import Prepared, prepare
 from trainer.ranks import Ranks, leave_process_group
 from trainer.run import Run
+from trainer.run_record import note_written
 from trainer.signals import StopRequest
 
 DOCUMENTS_FILE = "heldout_documents.json"
@@ -37,7 +38,20 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         loaded = load_config(arguments.config, arguments.overrides)
-        run = MeasuredRun(loaded, prepare(loaded.config))
+        prepared = prepare(loaded.config)
+        folder = Path(loaded.config.output_dir)
+        lock = FolderLock.take(folder, resumes=False, say=lambda line: print(line, file=sys.stderr))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    with lock:
+        return _train(loaded, prepared, lock)
+
+
+def _train(loaded: LoadedConfig, prepared: Prepared, lock: FolderLock) -> int:
+    """Train in a folder that is held; the exit code."""
+    try:
+        run = MeasuredRun(loaded, prepared, lock)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -58,14 +72,14 @@ def main(argv: list[str] | None = None) -> int:
 class MeasuredRun(Run):
     """A run whose evaluations keep the sum of token losses of every held-out document, nats, at every evaluation."""
 
-    def __init__(self, loaded: LoadedConfig, prepared: Prepared) -> None:
+    def __init__(self, loaded: LoadedConfig, prepared: Prepared, lock: FolderLock) -> None:
         samples = prepared.data.evaluation
         if not isinstance(samples, Samples) or samples.packed:
             raise UserError("dataset.packing=true: documents are measured one by one here; use dataset.packing: false")
         self.documents = [samples[index] for index in range(len(samples))]
         self.document_losses: list[list[float]] = []
         console = open_console(Path(loaded.config.output_dir), 0, None)
-        super().__init__(loaded, prepared, Ranks(0, 1, 0), console, StopRequest())
+        super().__init__(loaded, prepared, Ranks(0, 1, 0), console, StopRequest(), lock)
 
     def _evaluate(self, engine: Any) -> tuple[float, int]:
         training, documents = self.config.training, self.documents
@@ -107,7 +121,6 @@ class MeasuredRun(Run):
                 {"step": step, "loss_sums": losses} for step, losses in zip(steps, self.document_losses, strict=True)
             ],
         }
-        path = self.run_dir / DOCUMENTS_FILE
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(record, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+        self._check_folder()
+        note_written(self.run_dir, [DOCUMENTS_FILE])
+        write_json(self.run_dir / DOCUMENTS_FILE, record)

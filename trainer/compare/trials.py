@@ -25,7 +25,7 @@ PATIENCE_S = 20.0
 # A trial measures and ends: nothing is kept to resume from, nothing ends it early, nothing is shown or reported.
 OF_EVERY_TRIAL = (
     "scu.enabled=true",
-    "output.overwrite=true",
+    "output.overwrite=delete",
     "training.save_steps=0",
     "training.best_checkpoint=false",
     "training.early_stopping=null",

@@ -7,23 +7,17 @@ from typing import Any, NoReturn
 
 
 class UserError(Exception):
-    """A mistake in the configuration, the command line or the data: shown as one line, exit code 2, nothing written.
-
-    Several mistakes found together are a line each, of which whoever shows them puts `error: ` before the first.
-    """
+    """A mistake in the configuration, the command line or the data: shown as one line, exit code 2, nothing written."""
 
     exit_code = 2
 
-    def __init__(self, *messages: str) -> None:
+    def __init__(self, message: str) -> None:
         # One line is a promise to whoever reads a cluster log: messages of libraries are folded into it.
-        super().__init__("\nerror: ".join(" ".join(message.split()) for message in messages))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), tuple(str(self).split("\nerror: "))
+        super().__init__(" ".join(message.split()))
 
 
 class UserErrors(UserError):
-    """Several mistakes of one configuration, a line each; a single one is as a UserError."""
+    """Several mistakes found together, a line each; a single one is as a UserError."""
 
     def __init__(self, messages: Sequence[str]) -> None:
         super().__init__(messages[0])

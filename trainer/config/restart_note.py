@@ -4,9 +4,10 @@ Ranks and launcher share nothing but the run's folder, and the launcher does not
 """
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from trainer.config.whole_files import write_json
 
 EXIT_RESTART = 77
 """Exit code of a rank that has left a note."""
@@ -27,9 +28,7 @@ class RestartNote:
     def write(self, logs: Path) -> None:
         """Leave the note; ranks that fail together write the same."""
         logs.mkdir(parents=True, exist_ok=True)
-        beside = logs / f".{_FILE}-{os.getpid()}"
-        beside.write_text(json.dumps(asdict(self)))
-        os.replace(beside, logs / _FILE)
+        write_json(logs / _FILE, asdict(self))
 
     @staticmethod
     def is_left(logs: Path) -> bool:
@@ -55,5 +54,5 @@ class RestartNote:
             f"zero.stage={self.stage}",
             where,
         ]
-        # Without a checkpoint the folder holds nothing but this attempt.
-        return settings if self.checkpoint else [*settings, "output.overwrite=true"]
+        # Without a checkpoint the folder holds nothing but this attempt, for which nobody has a use.
+        return settings if self.checkpoint else [*settings, "output.overwrite=delete"]

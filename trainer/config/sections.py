@@ -72,8 +72,9 @@ class LoggingSection(Section):
 class OutputSection(Section):
     """The folder of the run."""
 
-    overwrite: bool = False
-    """Replace what an earlier run left in output_dir."""
+    overwrite: bool | Literal["delete"] = False
+    """What becomes of an earlier run in output_dir. true: it is moved aside, to OUTPUT_DIR.1, .2 and so on; `delete`:
+    the files that its record lists are deleted, yours stay; false: nothing, and the new run is refused."""
 
 
 class RunConfig(Section):

@@ -4,7 +4,6 @@ Shapes: B sequences of a micro-batch, L its longest, D documents in it.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.config import UserError
-from trainer.data.samples import Sample, Samples, SampleStream
+from trainer.data.samples import Sample, SampleIterator, Samples, SampleStream
 
 MicroBatch = dict[str, Any]
 IGNORED = -100  # torch's cross-entropy leaves such targets out
@@ -80,10 +79,10 @@ class Batches:
 
 
 class StreamBatches:
-    """As `Batches`, from a stream: every rank reads all of it and keeps its own rows, so no rank waits for another.
+    """As `Batches`, from a stream, of which every rank goes through all samples and keeps its own rows.
 
     A stream that ends is read again from its beginning as the next epoch. Steps that follow one another continue the
-    stream; any other offset, as after a resume, reads up to it first.
+    stream; a step that is repeated, or follows `load_state_dict`, begins at its state; any other offset reads up to it.
     """
 
     def __init__(
@@ -102,7 +101,10 @@ class StreamBatches:
         self.rank, self.world_size = rank, world_size
         self.pad_token_id, self.flat = pad_token_id, flat
         self._position = -1
-        self._samples: Iterator[Sample] = iter(())
+        self._epoch = 0
+        self._in_epoch = 0  # samples of this epoch
+        self._samples: SampleIterator | None = None
+        self._states: list[dict[str, Any]] = []
 
     @property
     def global_batch_size(self) -> int:
@@ -115,14 +117,61 @@ class StreamBatches:
         Raises UserError if the stream has nothing to train on.
         """
         if offset != self._position:
-            self._samples = _endless(self.stream)
-            next(islice(self._samples, offset, offset), None)
-        taken = list(islice(self._samples, self.global_batch_size))
-        self._position = offset + len(taken)
+            self._go_to(offset)
+        self._states = [self.state_dict()]
+        taken = self._take(self.global_batch_size)
         parts = [taken[part] for part in _parts(self)]
         return [collate(part, self.pad_token_id, packed=self.stream.packed, flat=self.flat) for part in parts], len(
             taken
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands after the last step, as plain values."""
+        if self._samples is None:  # nothing was read since the run went on
+            return self._states[0] if self._states else {}
+        return {
+            "offset": self._position,
+            "epoch": self._epoch,
+            "in_epoch": self._in_epoch,
+            "samples": self._samples.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the step at the state's offset begin there; nothing is read yet."""
+        self._states = [state]
+        self._position = -1
+
+    def _go_to(self, offset: int) -> None:
+        known = next((state for state in self._states if state.get("offset") == offset), None)
+        if known is None:
+            self._position = 0
+            self._start(0, None)
+            self._take(offset)
+            return
+        self._position = offset
+        self._start(int(known["epoch"]), known["samples"])
+        self._in_epoch = int(known["in_epoch"])
+
+    def _start(self, epoch: int, state: dict[str, Any] | None) -> None:
+        shared = self.stream.shared if self.world_size > 1 else None
+        self._epoch, self._in_epoch = epoch, 0
+        self._samples = self.stream.read(epoch, state, shared)
+
+    def _take(self, count: int) -> list[Sample]:
+        """The next samples, over the ends of epochs."""
+        assert self._samples is not None
+        taken: list[Sample] = []
+        while len(taken) < count:
+            sample = next(self._samples, None)
+            if sample is not None:
+                taken.append(sample)
+                self._in_epoch += 1
+            elif self._in_epoch:
+                self._start(self._epoch + 1, None)
+            else:
+                raise UserError("dataset.streaming=true: the stream holds nothing to train on; see `zerolora inspect`")
+        self._position += count
+        return taken
 
 
 def evaluation_batches(
@@ -192,14 +241,3 @@ def _targets(sample: Sample) -> NDArray[np.int64]:
 
 def _positions(lengths: Sequence[int]) -> NDArray[np.int64]:
     return np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
-
-
-def _endless(stream: SampleStream) -> Iterator[Sample]:
-    epoch = 0
-    while True:
-        count = 0
-        for count, sample in enumerate(stream.read(epoch), start=1):  # noqa: B007 (count is read below)
-            yield sample
-        if count == 0:
-            raise UserError("dataset.streaming=true: the stream holds nothing to train on; see `zerolora inspect`")
-        epoch += 1

@@ -8,8 +8,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import UserError
-from trainer.data.marks import TURN_KEY, Marked, has_generation_blocks, mark_template, read_marks
+from trainer.data.marks import TURN_KEY, Marked, has_generation_blocks, mark_template, mark_text, read_marks
 from trainer.data.records import Turns
+from trainer.data.render import RenderError, render
 from trainer.data.tokens import Encoded, Span, encode_spans
 
 _PROBE = "Sentinel"
@@ -39,7 +40,7 @@ class ChatEncoder:
 
     An assistant turn is trained from where the generation prompt ends, which is where the model takes over at
     inference, through its end-of-turn token. Of the other roles the text and the end-of-turn token are trained if asked
-    for. Raises UserError if the template does not compile.
+    for, and not the tags that the template writes around the text. Raises UserError if the template does not compile.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class ChatEncoder:
         try:
             self.marked_template = mark_template(template)
             self.header = self._assistant_header()
-        except TemplateError as error:
+        except (TemplateError, RenderError) as error:
             raise UserError(f"dataset.chat_template: the template cannot be used ({error})") from None
         self.end_tokens = tuple(str(token) for token in tokenizer.added_tokens_decoder.values())
         self.has_generation_blocks = has_generation_blocks(template)
@@ -63,7 +64,11 @@ class ChatEncoder:
         for conversation, place in zip(conversations, where, strict=True):
             self._check_tools(conversation, place)
         tools = [conversation.tools for conversation in conversations]
-        marked = [read_marks(text) for text in self._render(chats, tools, where, self.marked_template)]
+        marked_chats = [
+            self._with_marked_texts(chat, conversation.silent)
+            for chat, conversation in zip(chats, conversations, strict=True)
+        ]
+        marked = [read_marks(text) for text in self._render(marked_chats, tools, where, self.marked_template)]
         plain = self._render([_without_numbers(chat) for chat in chats], tools, where, self.template)
         spans: list[list[Span]] = []
         for index, (marks, text) in enumerate(zip(marked, plain, strict=True)):
@@ -84,6 +89,15 @@ class ChatEncoder:
             messages.insert(0, {"role": "system", "content": self.system_prompt, TURN_KEY: len(messages)})
         return messages
 
+    def _with_marked_texts(self, chat: list[dict[str, Any]], silent: frozenset[int]) -> list[dict[str, Any]]:
+        """The texts to be trained of all roles but the assistant's, whose turns are trained with their tags."""
+        return [
+            message | {"content": mark_text(message["content"], message[TURN_KEY])}
+            if message["role"] in self.train_on - {"assistant"} and message[TURN_KEY] not in silent
+            else message
+            for message in chat
+        ]
+
     def _render(
         self,
         chats: Sequence[list[dict[str, Any]]],
@@ -97,10 +111,9 @@ class ChatEncoder:
                 texts.append("")
                 continue
             try:
-                text = self.tokenizer.apply_chat_template(chat, tools=tool, chat_template=template, tokenize=False)
-            except (TemplateError, TypeError, ValueError) as error:
+                texts.append(render(self.tokenizer, chat, template, tools=tool))
+            except RenderError as error:
                 raise UserError(f"{place}: the chat template refuses it ({error})") from None
-            texts.append(str(text))
         return texts
 
     def _trained_spans(
@@ -112,24 +125,30 @@ class ChatEncoder:
             if role not in self.train_on or turn in silent:
                 continue
             blocks = marks.turns.get(turn, [])
-            if not blocks and (message["content"].strip() or message.get("tool_calls")):
+            texts = marks.texts.get(turn, [])
+            if not blocks and not texts and (message["content"].strip() or message.get("tool_calls")):
                 raise UserError(f"{where}: the chat template leaves no trace of {role} turn {turn + 1}; {WAY_OUT}")
+            if role != "assistant":
+                ends = [self._end_token_of(marks.text, start, end) for start, end in blocks]
+                spans += _with_white_space([*texts, *ends[-1:]], marks.text)
+                continue
             for start, end in blocks:
-                if role == "assistant" and self.has_generation_blocks:
+                if self.has_generation_blocks:
                     inside = [span for span in marks.generation if start <= span[0] and span[1] <= end]
                     spans += [(begin, self._with_end_token(marks.text, stop, end)) for begin, stop in inside]
                 else:
-                    start = self._start_of_text(marks.text, start, end, message)
+                    # Not at the block's start where the template writes its default system prompt with the first turn.
+                    at = marks.text.find(self.header, start, end)
+                    start = at + len(self.header) if at >= 0 else start
                     spans.append((start, self._end_of_turn(marks.text, start, end)))
         return sorted(span for span in spans if span[0] < span[1])
 
-    def _start_of_text(self, text: str, start: int, end: int, message: dict[str, Any]) -> int:
-        if message["role"] == "assistant":
-            # Not at the block's start where the template writes its default system prompt with the first turn.
-            at = text.find(self.header, start, end)
-            return at + len(self.header) if at >= 0 else start
-        at = text.find(message["content"].strip(), start, end)
-        return at if at >= 0 else start
+    def _end_token_of(self, text: str, start: int, end: int) -> Span:
+        """The end-of-turn token at the end of a block, or nothing where a tag is closed there: [/INST], </result>."""
+        stop = start + len(text[start:end].rstrip())
+        token = max((token for token in self.end_tokens if text.endswith(token, start, stop)), key=len, default="")
+        closes = token.startswith(("</", "[/")) and token != self.tokenizer.eos_token
+        return (stop if closes else stop - len(token), stop)
 
     def _end_of_turn(self, text: str, start: int, end: int) -> int:
         """Through the end-of-turn token; the line break that templates put behind it is not for the model to write."""
@@ -145,16 +164,9 @@ class ChatEncoder:
         question = [{"role": "user", "content": _PROBE}]
         answered = [*question, {"role": "assistant", "content": _PROBE}]
         numbered = [{**message, TURN_KEY: index} for index, message in enumerate(answered)]
-        arguments: dict[str, Any] = {"tokenize": False}
-        asked = str(self.tokenizer.apply_chat_template(question, chat_template=self.template, **arguments))
-        prompted = str(
-            self.tokenizer.apply_chat_template(
-                question, chat_template=self.template, add_generation_prompt=True, **arguments
-            )
-        )
-        marked = read_marks(
-            str(self.tokenizer.apply_chat_template(numbered, chat_template=self.marked_template, **arguments))
-        )
+        asked = render(self.tokenizer, question, self.template)
+        prompted = render(self.tokenizer, question, self.template, add_generation_prompt=True)
+        marked = read_marks(render(self.tokenizer, numbered, self.marked_template))
         prompt = prompted[len(_common_prefix(asked, prompted)) :]
         block = next((marked.text[start:end] for start, end in marked.turns.get(1, [])), "")
         lead = block[: max(block.find(_PROBE), 0)]
@@ -174,6 +186,17 @@ class ChatEncoder:
                 f"{where}: has tools, which this tokenizer's chat template does not write; "
                 "give dataset.chat_template one that does, or remove them"
             )
+
+
+def _with_white_space(spans: list[Span], text: str) -> list[Span]:
+    """Spans with nothing but white space between them as one."""
+    joined: list[Span] = []
+    for start, end in sorted(spans):
+        if joined and not text[joined[-1][1] : start].strip():
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((start, end))
+    return joined
 
 
 def _without_numbers(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,23 +2,20 @@
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.data.chat import ChatEncoder, chat_template_of
 from trainer.data.formats import Shape, find_shape
-from trainer.data.packing import best_fit
 from trainer.data.records import Text, Turns, answers_of, read_record
-from trainer.data.samples import Sample, join
-from trainer.data.sources import read_source, rows_of, where_from
+from trainer.data.sources import read_source, where_from
 from trainer.data.text_files import record_of
 from trainer.data.tokens import Encoded, encode_texts
 
@@ -39,11 +36,6 @@ COLUMNS = Features(
     }
 )
 ROWS_AT_ONCE = 512
-STREAM_ROWS_AT_ONCE = 64
-# Records that a shuffled stream draws the next one from.
-SHUFFLE_BUFFER = 10_000
-# Documents that a packed stream has in hand while it packs.
-PACKING_WINDOW = 1_000
 
 
 class DocumentEncoder:
@@ -115,7 +107,7 @@ def encode_source(
     records = read_source(source, label, scratch=scratch)
     assert isinstance(records, Dataset)
     first = [record_of(row) for row in records.take(ROWS_AT_ONCE)]
-    shape = find_shape(source, _fields_of(first), first[0], label, has_chat_template=encoder.chat is not None)
+    shape = find_shape(source, fields_of(first), first[0], label, has_chat_template=encoder.chat is not None)
     environment = os.environ
     try:
         documents = records.map(
@@ -138,31 +130,6 @@ def encode_source(
     return documents, shape.note
 
 
-def stream_samples(
-    section: DatasetSection,
-    sources: Sequence[tuple[str, SourceSection]],
-    encoder: DocumentEncoder,
-    seed: int,
-    epoch: int,
-) -> Iterator[Sample]:
-    """Samples of one pass, read and tokenised as they are asked for; records without targets are left out."""
-    documents = _mixed(
-        [
-            lambda again, of=source, at=label: _stream(section, of, at, encoder, seed, again)
-            for label, source in sources
-        ],
-        [source.weight for _, source in sources],
-        seed,
-        epoch,
-    )
-    if not section.packing:
-        yield from documents
-        return
-    while window := list(islice(documents, PACKING_WINDOW)):
-        for pack in best_fit([len(document.input_ids) for document in window], section.max_length):
-            yield join([window[index] for index in pack])
-
-
 def _encode_batch(
     batch: Mapping[str, list[Any]], indices: list[int], encoder: DocumentEncoder, shape: Shape, label: str
 ) -> dict[str, list[Any]]:
@@ -170,52 +137,6 @@ def _encode_batch(
     return encoder.rows([record_of(row) for row in rows], indices[0], shape, label)
 
 
-def _fields_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
+def fields_of(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """The fields that any of the records has, in the order of their appearance."""
     return list(dict.fromkeys(name for record in records for name in record))
-
-
-def _stream(
-    section: DatasetSection, source: SourceSection, label: str, encoder: DocumentEncoder, seed: int, epoch: int
-) -> Iterator[Sample]:
-    records = read_source(source, label, streaming=True)
-    place = where_from(source, label) + (" (in shuffled order)" if section.shuffle else "")
-    if section.shuffle:
-        records = (
-            records.shuffle(seed=seed + epoch, buffer_size=SHUFFLE_BUFFER)
-            if isinstance(records, IterableDataset)
-            else records.shuffle(seed=seed + epoch)
-        )
-    rows = rows_of(records, source, label)
-    shape: Shape | None = None
-    count = 0
-    while batch := list(islice(rows, STREAM_ROWS_AT_ONCE)):
-        if shape is None:
-            shape = find_shape(source, _fields_of(batch), batch[0], label, has_chat_template=encoder.chat is not None)
-        encoded = encoder.rows(batch, count, shape, place)
-        count += len(batch)
-        for ids, trained, targets in zip(encoded["input_ids"], encoded["trained"], encoded["targets"], strict=True):
-            if targets:
-                yield Sample(ids, trained, [len(ids)])
-
-
-def _mixed(starts: Sequence[Any], weights: Sequence[float], seed: int, epoch: int) -> Iterator[Sample]:
-    """Draw from streams with odds as their weights; one that ends starts again until all have ended once."""
-    if len(starts) == 1:
-        yield from starts[0](epoch)
-        return
-    generator = np.random.default_rng([seed, epoch])
-    odds = np.asarray(weights) / sum(weights)
-    streams = [start(epoch) for start in starts]
-    ended = [False] * len(streams)
-    while True:
-        choice = int(generator.choice(len(streams), p=odds))
-        sample = next(streams[choice], None)
-        if sample is None:
-            ended[choice] = True
-            if all(ended):
-                return
-            streams[choice] = starts[choice](epoch)
-            sample = next(streams[choice], None)
-        if sample is not None:
-            yield sample

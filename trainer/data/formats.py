@@ -72,9 +72,11 @@ def find_shape(
         )
     missing = [names[name] for name in REQUIRED[format_] if names[name] not in columns]
     if missing:
+        hint = _field_hint(format_, names, columns)
+        advice = f"say which it is with {label}.fields: {{{hint}}}" if hint else f"set {label}.format: auto"
         raise UserError(
             f"{label}.format={format_}: no field {' or '.join(missing)} in the records, which have {listed(columns)}; "
-            f"say which it is with {label}.fields: {{{_field_hint(format_, names, columns)}}}"
+            + advice
         )
     if format_ == "custom":
         names |= _template_names(source, columns, label)
@@ -195,12 +197,15 @@ def kind_of(value: Any) -> str:
 
 def listed(names: Iterable[str]) -> str:
     """Field names for a message, the first twelve of many."""
-    every = list(names)
+    every = [shown(name, 60) for name in names]
     more = f" and {len(every) - 12} more" if len(every) > 12 else ""
     return (", ".join(every[:12]) or "no fields") + more
 
 
 def _field_hint(format_: str, names: Mapping[str, str], columns: Sequence[str]) -> str:
+    """A field of the records for each that is missing; nothing if there are too few."""
     missing = [name for name in REQUIRED[format_] if names[name] not in columns]
-    free = [column for column in columns if column not in {*names.values(), *REJECTED}] or ["..."]
-    return ", ".join(f"{name}: {free[min(index, len(free) - 1)]}" for index, name in enumerate(missing))
+    free = [column for column in columns if column not in {*names.values(), *REJECTED}]
+    if len(free) < len(missing):
+        return ""
+    return ", ".join(f"{name}: {shown(of, 30)}" for name, of in zip(missing, free, strict=False))

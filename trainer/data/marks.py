@@ -5,7 +5,8 @@ all but the last answer, so a conversation rendered up to turn i is in general n
 turn's text need not occur in it. What all templates have in common is a loop over the messages. `mark_template`
 writes a marker into the first position of each loop body and after each loop; rendered, the markers say where every
 turn begins and ends, in one pass. `read_marks` takes them out again, and whoever calls it compares the rest with what
-the unmarked template renders. `{% generation %}` blocks, where an author has set them, are marked in the same way.
+the unmarked template renders. `{% generation %}` blocks, where an author has set them, are marked in the same way, and
+so is the text of a turn (`mark_text`), to tell it from the tags that a template writes around it.
 """
 
 import re
@@ -18,19 +19,21 @@ from jinja2 import Environment
 TURN_KEY = "zerolora_turn"
 # Noncharacters: Unicode guarantees that no text holds them (https://www.unicode.org/faq/private_use.html#noncharacters).
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
-_MARK = re.compile(f"{_OPEN}(\\d+|generation|endgeneration):(\\d*){_CLOSE}")
+_MARK = re.compile(f"{_OPEN}(\\d+|generation|endgeneration|text|endtext):(\\d*){_CLOSE}")
 
 
 @dataclass(frozen=True)
 class Marked:
     """A rendered chat without its markers; spans are [start, end) in characters.
 
-    `turns[i]` are the stretches written while a loop was at message i, in order; `generation` the blocks an author set.
+    `turns[i]` are the stretches written while a loop was at message i, in order; `texts[i]` those of its marked text;
+    `generation` the blocks an author set.
     """
 
     text: str
     turns: dict[int, list[tuple[int, int]]]
     generation: list[tuple[int, int]]
+    texts: dict[int, list[tuple[int, int]]]
 
 
 @lru_cache(maxsize=16)
@@ -69,6 +72,15 @@ def mark_template(source: str) -> str:
     return "".join(pieces)
 
 
+def mark_text(text: str, turn: int) -> str:
+    """A turn's text between markers; white space around it stays outside, where templates trim it."""
+    core = text.strip()
+    if not core:
+        return text
+    before, _, after = text.partition(core)
+    return f"{before}{_OPEN}text:{turn}{_CLOSE}{core}{_OPEN}endtext:{turn}{_CLOSE}{after}"
+
+
 def has_generation_blocks(source: str) -> bool:
     """Whether the template's author has said with `{% generation %}` what the model writes."""
     return re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
@@ -79,6 +91,7 @@ def read_marks(rendered: str) -> Marked:
     pieces: list[str] = []
     turns: dict[int, list[tuple[int, int]]] = {}
     generation: list[tuple[int, int]] = []
+    texts: dict[int, list[tuple[int, int]]] = {}
     running: dict[str, tuple[int, int]] = {}  # loop -> (turn, start) of the iteration that is being written
     position = length = 0
     for mark in _MARK.finditer(rendered):
@@ -90,6 +103,10 @@ def read_marks(rendered: str) -> Marked:
             generation.append((length, length))
         elif loop == "endgeneration":
             generation[-1] = (generation[-1][0], length)
+        elif loop == "text":
+            texts.setdefault(int(turn), []).append((length, length))
+        elif loop == "endtext":
+            texts[int(turn)][-1] = (texts[int(turn)][-1][0], length)
         else:
             if loop in running:
                 index, start = running.pop(loop)
@@ -98,7 +115,7 @@ def read_marks(rendered: str) -> Marked:
             if turn:
                 running[loop] = (int(turn), length)
     pieces.append(rendered[position:])
-    return Marked("".join(pieces), turns, generation)
+    return Marked("".join(pieces), turns, generation, texts)
 
 
 def _literal(mark: str) -> str:

@@ -1,11 +1,7 @@
 """Data made ready once: tokenised, masked, split and packed, in a cache that content, tokenizer and settings name."""
 
-import errno
 import json
-import os
-import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,18 +12,21 @@ import numpy as np
 import transformers
 import xxhash
 from datasets import Dataset, concatenate_datasets
-from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import DatasetSection, UserError
-from trainer.data.documents import DocumentEncoder, encode_source, stream_samples
+from trainer.data.built_folder import built_folder
+from trainer.data.documents import DocumentEncoder, encode_source
 from trainer.data.plan import DataStats, Figures, Sources, plan
 from trainer.data.samples import Samples, SampleStream
-from trainer.data.sources import content_key
+from trainer.data.shared_blocks import folder_of_host
+from trainer.data.sources import content_key, stamps
+from trainer.data.streams import stream_samples
 
 # Part of every cache key: raise it when the same input no longer gives the same documents.
 CACHE_FORMAT = 2
-UNWRITABLE = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+# Of a source in a mixed stream.
+LEAST_ODDS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -71,32 +70,32 @@ def prepare_data(
     key, origin = _digest(identity), _origin(identity)
     samples, held_out, stats = None, None, DataStats(max_length=section.max_length)
     if stored or evaluation:
-        folder = cache_dir / key
-        _build_once(folder, partial(_build, section, encoder, stored, evaluation, seed, folder))
-        samples, held_out, stats = _load(folder, section.packing)
+        loaded, note = built_folder(
+            cache_dir / key,
+            partial(_build, section, encoder, stored, evaluation, seed),
+            lambda folder: _load(folder, section.packing),
+        )
+        samples, held_out, stats = loaded
+        stats = replace(stats, notes=((note, *stats.notes) if note else stats.notes))
     if streamed:
+        _check_odds(streamed)
         read = partial(stream_samples, section, streamed, encoder, seed)
         notes = tuple(f"{label}: streamed from {source.path}" for label, source in streamed)
         stats = replace(stats, notes=notes + stats.notes)
-        return PreparedData(SampleStream(read, section.packing), held_out, stats, key, origin)
+        shared = folder_of_host(_digest([key, seed, [stamps(source, label) for label, source in streamed]]))
+        return PreparedData(SampleStream(read, section.packing, shared), held_out, stats, key, origin)
     assert samples is not None
     return PreparedData(samples, held_out, stats, key, origin)
 
 
-def _build_once(folder: Path, build: Callable[[], None]) -> None:
-    """Call `build` unless the folder is there: in one of several processes, behind a lock that dies with its holder."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock")):
-            if not folder.exists():
-                build()
-    except OSError as error:
-        if error.errno not in UNWRITABLE:
-            raise
-        raise UserError(
-            f"dataset.cache_dir={folder.parent}: tokenised data cannot be written there ({error.strerror}); "
-            "make room, mend its rights, or name another folder"
-        ) from error
+def _check_odds(streamed: Sources) -> None:
+    total = sum(source.weight for _, source in streamed)
+    for label, source in streamed:
+        if source.weight < LEAST_ODDS * total:
+            raise UserError(
+                f"{label}.weight={source.weight:g}: fewer than one document in a million of the stream would be its; "
+                "raise it, or remove the source"
+            )
 
 
 def _identity(section: DatasetSection, encoder: DocumentEncoder, sources: Sources, seed: int) -> dict[str, Any]:
@@ -126,30 +125,23 @@ def _digest(value: Any) -> str:
 def _build(
     section: DatasetSection, encoder: DocumentEncoder, train: Sources, evaluation: Sources, seed: int, folder: Path
 ) -> None:
-    """Write the whole cache folder beside its place and rename it there; the caller holds the lock."""
-    building = folder.with_suffix(".building")
-    shutil.rmtree(building, ignore_errors=True)  # left by a process that died, since nobody else has the lock
-    building.mkdir()
-    try:
-        parts, notes = [], []
-        for number, (label, source) in enumerate(train + evaluation):
-            file = building / f"source-{number:03d}.arrow"
-            documents, note = encode_source(source, label, encoder, workers=section.workers, file=file)
-            parts.append(Figures.of(documents))
-            notes.append(note)
-        training, held_out, stats = plan(section, train, parts[: len(train)], parts[len(train) :], seed)
-        np.savez(
-            building / "index.npz",
-            train_starts=training.starts,
-            train_members=training.members,
-            evaluation_starts=held_out.starts,
-            evaluation_members=held_out.members,
-        )
-        text = json.dumps(asdict(replace(stats, notes=tuple(notes))))
-        (building / "stats.json").write_text(text, encoding="utf-8")
-        os.rename(building, folder)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+    """Write documents, index and figures into a folder."""
+    parts, notes = [], []
+    for number, (label, source) in enumerate(train + evaluation):
+        file = folder / f"source-{number:03d}.arrow"
+        documents, note = encode_source(source, label, encoder, workers=section.workers, file=file)
+        parts.append(Figures.of(documents))
+        notes.append(note)
+    training, held_out, stats = plan(section, train, parts[: len(train)], parts[len(train) :], seed)
+    np.savez(
+        folder / "index.npz",
+        train_starts=training.starts,
+        train_members=training.members,
+        evaluation_starts=held_out.starts,
+        evaluation_members=held_out.members,
+    )
+    text = json.dumps(asdict(replace(stats, notes=tuple(notes))))
+    (folder / "stats.json").write_text(text, encoding="utf-8")
 
 
 def _load(folder: Path, packed: bool) -> tuple[Samples | None, Samples | None, DataStats]:

@@ -70,7 +70,7 @@ def read_record(record: Mapping[str, Any], shape: Shape, where: str) -> Turns | 
         if record.get(shape.names[name]) is None:
             there = [key for key, value in record.items() if value is not None]
             raise UserError(
-                f"{where}: {shape.names[name]} is missing, there is {listed(there)}; "
+                f"{where}: {shape.names[name]} is missing, there is {listed(there) if there else 'nothing else'}; "
                 "records of another format belong in a source of their own under dataset.mix"
             )
     if shape.format in ("messages", "sharegpt"):
@@ -88,7 +88,13 @@ def read_record(record: Mapping[str, Any], shape: Shape, where: str) -> Turns | 
         values = {
             name: "" if record.get(column) is None else str(record[column]) for name, column in shape.names.items()
         }
-        return Text(shape.template.format_map(values), _text(record, shape.names["completion"], where))
+        try:
+            prompt = shape.template.format_map(values)
+        except (ValueError, LookupError, AttributeError) as error:
+            raise UserError(
+                f"{where}: the template cannot be filled ({error}); write fields as {{name}} alone"
+            ) from None
+        return Text(prompt, _text(record, shape.names["completion"], where))
     return Text(_text(record, shape.names["prompt"], where), _text(record, shape.names["completion"], where))
 
 
@@ -157,7 +163,7 @@ def _message(turn: Any, keys: tuple[str, str], where: str) -> dict[str, Any]:
     role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
     if role is None:
         found = f"{keys[0]} {name!r} is not known" if name is not None else f"no {keys[0]}, there is {listed(turn)}"
-        raise UserError(f"{where}: {found}; roles are {', '.join(sorted(ROLES))}")
+        raise UserError(f"{where}: {found}; roles are system, user, assistant and tool, or human, gpt and the like")
     message: dict[str, Any] = {"role": role}
     content = turn.get(keys[1])
     calls = turn.get("tool_calls")
@@ -240,6 +246,12 @@ def _without_padding(value: Any) -> Any:
 
 
 def _list(value: Any, name: str, where: str) -> list[Any]:
+    """A list, or one that is written as JSON, as in a cell of a CSV file."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: {name} is no list of JSON ({error.msg}, column {error.colno})") from None
     if not isinstance(value, list):
         raise UserError(f"{where}: {name} is {kind_of(value)}, not a list")
     return value

@@ -1,7 +1,9 @@
 """Tokenised documents as training reads them: one or several to a sample, from disk or from a stream."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from datasets import Dataset
@@ -52,12 +54,31 @@ class Samples:
         return (self[index] for index in range(len(self)))
 
 
+class SampleIterator(Protocol):
+    """Samples that are made as they are asked for."""
+
+    def __iter__(self) -> Iterator[Sample]: ...
+    def __next__(self) -> Sample: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands, as plain values: `SampleStream.read` goes on from there."""
+        ...
+
+
+class ReadStream(Protocol):
+    """Starts a pass over the sources, from its beginning or from the state of an earlier one."""
+
+    def __call__(
+        self, epoch: int, state: dict[str, Any] | None = None, shared: Path | None = None
+    ) -> SampleIterator: ...
+
+
 @dataclass(frozen=True)
 class SampleStream:
-    """Samples made while they are read: `read(epoch)` starts a pass over the sources from their beginning."""
+    """Samples made while they are read; `shared` is a folder in which the ranks of a host find each other's work."""
 
-    read: Callable[[int], Iterator[Sample]]
+    read: ReadStream
     packed: bool
+    shared: Path | None = None
 
 
 def join(samples: list[Sample]) -> Sample:

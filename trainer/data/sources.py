@@ -1,6 +1,7 @@
 """Where records come from: files, folders and hub names, read into one table per source."""
 
 import errno
+import os
 import stat
 from collections.abc import Iterator
 from difflib import get_close_matches
@@ -15,6 +16,7 @@ from datasets.exceptions import DatasetGenerationError
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import shown
 from trainer.config.known_versions import require
+from trainer.data.built_folder import FULL
 from trainer.data.splits import no_such_split, read_split, split_names
 from trainer.data.text_files import OPENERS, RAW, raw_records, record_of
 
@@ -101,19 +103,34 @@ def local_files(source: SourceSection, local: Path, label: str) -> list[Path]:
     return [file for name in split_names(source.split, label) for file in _files_of(source, local, name, label)]
 
 
+def stamps(source: SourceSection, label: str) -> list[list[str | int]]:
+    """Name, size and time of each file: of a stream, which is too long to be read for its `content_key`.
+
+    Nothing for a hub data set. Raises UserError if the files are not there.
+    """
+    local = _local_path(source, label)
+    files = local_files(source, local, label) if local else []
+    return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+
 def where_from(source: SourceSection, label: str) -> str:
     """The source as users wrote it, to begin a message with."""
     return f"{label}.path={shown(source.path)}"
 
 
 def _empty(source: SourceSection, label: str) -> UserError:
-    return UserError(f"{where_from(source, label)}: no records in it; give a data set that has some")
+    head = "; the first line of a CSV file names its columns" if ".csv" in str(source.path).lower() else ""
+    return UserError(f"{where_from(source, label)}: no records in it{head}; give a data set that has some")
 
 
 def _local_path(source: SourceSection, label: str) -> Path | None:
     """The path on this machine, or None for a hub name; a path that looks local but is not there is an error."""
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
     where = where_from(source, label)
+    if not source.path.strip():
+        raise UserError(f"{where}: is empty; give a file, a folder or the name of a hub data set")
+    if "://" in source.path:
+        raise UserError(f"{where}: is an address, and data is read from files and by its name on the hub; download it")
     path = Path(source.path).expanduser()
     try:
         mode = path.absolute().stat().st_mode
@@ -163,8 +180,9 @@ def _files_of(source: SourceSection, local: Path, split: str, label: str) -> lis
     kinds = ", ".join(READERS)
     if local.is_file():
         if _suffix(local) not in READERS:
-            ending = local.suffix or "a file without an ending"
-            packed = local.suffix.lower() in (".zst", ".zip", ".tar", ".7z", ".rar", ".lz4")
+            ending = "".join(local.suffixes[-2:] if local.suffix.lower() in OPENERS else local.suffixes[-1:])
+            ending = ending or "a file without an ending"
+            packed = ".tar" in ending or local.suffix.lower() in (".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")
             advice = "; unpack it first" if packed else f"; known are {kinds}, each with .gz, .bz2 or .xz too"
             raise UserError(f"{where}: {ending} is not understood{advice}")
         if not _is_of_split(local, split) and _suffix(local) != ".json":  # which may hold lists named for splits
@@ -270,8 +288,10 @@ def _unreadable(source: SourceSection, label: str, kind: str, error: Exception) 
     for cause in causes:
         if isinstance(cause, UserError):
             return cause
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(cause, OSError) and cause.errno in FULL:
             return cause
+        if str(cause).startswith("Not enough disk space"):  # the library looks before it writes
+            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if isinstance(cause, OSError) and cause.filename and cause.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
             return UserError(
                 f"{where_from(source, label)}: cannot be read, since {cause.filename} cannot be written "

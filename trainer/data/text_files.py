@@ -158,9 +158,11 @@ def _json_value(text: str, file: Path, where: str, line: int) -> Any:
         if error.msg == "Extra data" and text.lstrip().startswith("[") and error.lineno > 1:
             first = text[: error.pos].strip()
             return _refuse_lines_of_lists(first, file, where, line)
+        several = error.msg == "Extra data"
+        problem = "more follows after the end of a value" if several else error.msg
         raise UserError(
-            f"{where}: line {line + error.lineno - 1} of {file.name} is not JSON ({error.msg}, column {error.colno}); "
-            "mend or remove it"
+            f"{where}: line {line + error.lineno - 1} of {file.name} is not JSON ({problem}, column {error.colno}); "
+            + ("write one record a line" if several else "mend or remove it")
         ) from None
     except (RecursionError, ValueError) as error:  # nested too deep; a number of more than 4300 digits
         raise UserError(f"{where}: line {line} of {file.name} is JSON that cannot be read ({error})") from None

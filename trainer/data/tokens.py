@@ -30,6 +30,8 @@ def encode_spans(
     """
     if not texts:
         return []
+    for text, place in zip(texts, where, strict=True):
+        _refuse_surrogates(text, place)
     batch = tokenizer(list(texts), add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     encoded: list[Encoded] = []
     for index, text in enumerate(texts):
@@ -69,6 +71,15 @@ def encode_texts(
             ids, trained = [*ids, last], [*trained, True]
         encoded.append(Encoded(ids, trained))
     return encoded
+
+
+def _refuse_surrogates(text: str, where: str) -> None:
+    """JSON can write half of a character, as \\ud83d alone, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half, before = f"\\u{ord(text[error.start]):04x}", text[: error.start][-20:]
+        raise UserError(f"{where}: holds half of a character ({half}, after {before!r}); mend or remove it") from None
 
 
 def _leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:

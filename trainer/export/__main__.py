@@ -20,6 +20,7 @@ from trainer.finished_run import ADAPTER, FinishedRun, exit_code_of, find_run, q
 from trainer.merge import check_output, merge
 from trainer.model import load_model_config
 from trainer.push import is_on_hub, public_name
+from trainer.run_record import note_written
 
 GGUF_NAME = "model.gguf"
 
@@ -83,6 +84,7 @@ def export(
 ) -> list[str]:
     """Write the run's adapter in that form to `output`; returns what to say of it. Raises UserError, RuntimeError."""
     check_output(output)
+    note_written(output.parent, [output.name, f".writing-{output.name}"])
     if form == "peft":
         return export_peft(run, output)
     if form == "hf":

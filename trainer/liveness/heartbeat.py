@@ -80,10 +80,14 @@ class Folder:
         self._world_size = world_size
         self._file: int | None = None
         self._started = time.time()
+        self.writes = True
+        """False while the folder may be another run's."""
 
     def publish(self, beat: Heartbeat) -> None:
         """Write this rank's line over its last one; a full disk or a lost file system is not this thread's to tell."""
         try:
+            if not self.writes:
+                return
             if self._file is None and self._logs.is_dir():
                 self._file = os.open(self._path(self._rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             if self._file is not None:

@@ -71,6 +71,15 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
+    @property
+    def writes(self) -> bool:
+        """Whether heartbeats are left in the run's folder: not while another run may be in it."""
+        return self._folder.writes
+
+    @writes.setter
+    def writes(self, value: bool) -> None:
+        self._folder.writes = value
+
     def end(self, exit_code: int) -> int:
         """Note the rank's exit code in its last heartbeat; returns the code."""
         self._ended.set()

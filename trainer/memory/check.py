@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from trainer.attention import has_flash
 from trainer.config import AUTO, RunConfig, UserError
+from trainer.config.whole_files import write_json
 from trainer.memory.advice import does_not_fit
 from trainer.memory.model import CONTEXT, Estimate, as_json
 from trainer.memory.oom import Halving
@@ -146,7 +147,7 @@ def record_memory(
         "measured": "torch.cuda.max_memory_allocated" if on_gpu else "peak resident memory of the process",
         "halvings": [asdict(halving) for halving in halvings],
     }
-    path.write_text(json.dumps(record, indent=1))
+    write_json(path, record)
     if found is None:
         return f"{'memory':<12} peak {gib(measured)}, no estimate"
     if not on_gpu:

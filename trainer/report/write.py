@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
+from trainer.config.whole_files import write_whole
 from trainer.metrics import Record, read_metrics
 from trainer.report.page import Tile, render_page
 
@@ -33,9 +34,8 @@ def write_report(run_dir: Path) -> Path:
     )
     name = config.get("logging", {}).get("run_name") or run_dir.resolve().name
     page = run_dir / PAGE
-    page.write_text(
-        render_page(name, _subtitle(run), tiles(records, run), summary_rows(records, config, run), plots),
-        encoding="utf-8",
+    write_whole(
+        page, render_page(name, _subtitle(run), tiles(records, run), summary_rows(records, config, run), plots)
     )
     return page
 

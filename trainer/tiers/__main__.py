@@ -134,7 +134,7 @@ class Runner:
     def _train(self, tier: Tier, folder: Path, overrides: list[str]) -> int:
         """`zerolora train` on one GPU, or one CPU rank; its exit code."""
         command = [sys.executable, "-m", "launcher.cli", "train", str(tier.config), *overrides]
-        command += [f"output_dir={folder}", "output.overwrite=true", "--num-gpus", "1"]
+        command += [f"output_dir={folder}", "output.overwrite=delete", "--num-gpus", "1"]
         search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": search}
         if not self.machine.on_gpu:

@@ -19,6 +19,7 @@ PLACES = {
     "eat": ("trainer.step", "sum_over_ranks"),
     "spin": ("trainer.step", "sum_over_ranks"),
     "slow step": ("trainer.step", "sum_over_ranks"),
+    "slow load": ("trainer.run", "build_model"),
     "slow save": ("trainer.checkpoint", "save_file"),
     "dead save": ("trainer.checkpoint", "save_file"),
     "dead tokenise": ("trainer.data.prepare", "encode_source"),
@@ -45,7 +46,7 @@ def misbehave() -> None:
         while True:
             eaten += b"x" * 2**24
     started = time.monotonic()
-    while KIND != "slow save" or time.monotonic() - started < SLOW_S:
+    while KIND not in ("slow save", "slow load") or time.monotonic() - started < SLOW_S:
         time.sleep(0.2)
         if KIND == "slow save":
             sum(range(300_000))  # as a real one compresses, copies and writes

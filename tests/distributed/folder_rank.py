@@ -1,0 +1,67 @@
+"""Four runs after each other in FOLDER/out, in one process: begun, moved aside, deleted, and one that loses the folder.
+
+python -m tests.distributed.folder_rank FOLDER      FOLDER/seen-N.json: {path: content or size} of all files after run N
+"""
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from trainer.config import load_config
+from trainer.config.folder_lock import LOCK_FILE, FolderLock, FolderLost
+from trainer.metrics import METRICS_FILE
+from trainer.prepare import prepare
+from trainer.ranks import Ranks, end_process, leave_process_group
+from trainer.run import Run
+from trainer.signals import StopRequest
+
+
+def train(folder: Path, *overrides: str) -> None:
+    loaded = load_config(folder / "base.yaml", [f"output_dir={folder / 'out'}", "training.save_steps=2", *overrides])
+    prepared = prepare(loaded.config)
+    with FolderLock.take(folder / "out", resumes=False, say=print) as lock, (folder / "console.txt").open("a") as file:
+        Run(loaded, prepared, Ranks(0, 1, 0), Console(file=file, width=140), StopRequest(), lock).train()
+
+
+def note(folder: Path, number: int) -> None:
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in folder.glob("out*/**/*") if path.is_file()}
+    (folder / f"seen-{number}.json").write_text(json.dumps(files))
+
+
+def lose(folder: Path) -> None:
+    """As soon as the last run has a checkpoint of its own another run, of another host, takes the folder over."""
+    while not (folder / "out" / "checkpoint-4").exists():
+        time.sleep(0.01)
+    holder = {"host": "n7", "machine": "n7", "pid": 1, "started": 1}
+    values = {"token": "t7", "since": "now", "job": "", "restarts": 0, "holders": [holder]}
+    (folder / "out" / "logs" / LOCK_FILE).write_text(json.dumps(values))
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    train(folder)
+    (folder / "out" / "notes.txt").write_text("mine")
+    note(folder, 1)
+    train(folder, "output.overwrite=true", "training.max_steps=2")
+    (folder / "out" / "notes.txt").write_text("mine")
+    note(folder, 2)
+    train(folder, "output.overwrite=delete", "training.max_steps=3")
+    note(folder, 3)
+    threading.Thread(target=lose, args=[folder], daemon=True).start()
+    try:
+        train(folder, "output.overwrite=delete", "training.max_steps=2000")
+    except FolderLost as error:
+        (folder / "lost.txt").write_text(str(error))
+    lines = (folder / "out" / METRICS_FILE).read_text().splitlines()
+    (folder / "last-step.txt").write_text(str(json.loads(lines[-1])["step"]))
+    note(folder, 4)
+    leave_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    end_process(main())

@@ -1,0 +1,149 @@
+"""The cache of tokenised data: whatever is damaged in it is made again with one note, and a full disk is one line."""
+
+import json
+import multiprocessing
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tests.tiny import make_tokenizer, write_chats
+from trainer.config import DatasetSection, UserError
+from trainer.data import PreparedData, Samples, prepare_data
+from trainer.data import prepare as prepare_module
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+
+
+def prepared(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> PreparedData:
+    section = DatasetSection(path="chats.jsonl", max_length=64, **settings)
+    return prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), max_length_of_model=None)
+
+
+def tokens(data: PreparedData) -> list[list[int]]:
+    assert isinstance(data.train, Samples)
+    return [sample.input_ids for sample in data.train]
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+DAMAGES: dict[str, Any] = {
+    "cut in half": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "a byte short": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "empty": lambda file: file.write_bytes(b""),
+    "other bytes": lambda file: file.write_bytes(b"\xff\x00garbage" * 50),
+    "one bit": flip,
+    "missing": Path.unlink,
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_made_good_with_one_note(tokenizer: PreTrainedTokenizerBase, damage: str) -> None:
+    write_chats(Path("chats.jsonl"), 10)
+    first = prepared(tokenizer)
+    expected = tokens(first)
+    folder = Path("cache") / first.fingerprint
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["files.json", "index.npz", "source-000.arrow", "stats.json"]
+    for name in names:
+        DAMAGES[damage](folder / name)
+        again = prepared(tokenizer)
+        assert tokens(again) == expected, name
+        assert again.stats.notes[0].startswith(f"the tokenised data in {folder} was damaged ("), name
+        assert again.stats.notes[0].endswith("and is made again") and again.stats.notes[1:] == first.stats.notes
+        assert prepared(tokenizer).stats == first.stats
+    assert sorted(path.name for path in Path("cache").iterdir() if path.suffix != ".lock") == [first.fingerprint]
+
+
+def _prepare_at_once(folder: str, tokenizer_folder: str, start: Any, results: Any) -> None:
+    built: list[int] = []
+    build = prepare_module._build
+    prepare_module._build = lambda *arguments: (built.append(1), build(*arguments))[1]  # type: ignore[func-returns-value]
+    section = DatasetSection(path=f"{folder}/chats.jsonl", max_length=64)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    start.wait()
+    data = prepare_data(section, tokenizer, seed=0, cache_dir=Path(folder, "cache"), max_length_of_model=None)
+    results.put((len(built), tokens(data)))
+
+
+def test_several_processes_find_the_damage_and_one_mends_it(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    write_chats(tmp_path / "chats.jsonl", 10)
+    section = DatasetSection(path=str(tmp_path / "chats.jsonl"), max_length=64)
+    first = prepare_data(section, tokenizer, seed=0, cache_dir=tmp_path / "cache", max_length_of_model=None)
+    expected = tokens(first)
+    flip(tmp_path / "cache" / first.fingerprint / "source-000.arrow")
+    context = multiprocessing.get_context("fork")
+    start, results = context.Barrier(3), context.Queue()
+    arguments = (str(tmp_path), tokenizer.name_or_path, start, results)
+    processes = [context.Process(target=_prepare_at_once, args=arguments) for _ in range(3)]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=120) for _ in processes]
+    for process in processes:
+        process.join()
+    assert sorted(built for built, _ in found) == [0, 0, 1]
+    assert [tokens for _, tokens in found] == [expected] * 3
+
+
+def test_a_finished_cache_is_read_where_nothing_may_be_written(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_chats(Path("chats.jsonl"), 10)
+    expected = tokens(prepared(tokenizer))
+    for lock in Path("cache").glob("*.lock"):
+        lock.unlink()
+        lock.mkdir()  # no lock can be had
+    assert tokens(prepared(tokenizer)) == expected
+
+
+def _prepare_with_little_room(tokenizer_folder: str, results: Any) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    try:
+        prepared(tokenizer)
+    except BaseException as error:
+        results.put((type(error).__name__, str(error)))
+
+
+def test_no_room_for_it_is_one_line_that_names_the_disk(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_chats(Path("chats.jsonl"), 2000)
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    process = context.Process(target=_prepare_with_little_room, args=(tokenizer.name_or_path, results))
+    process.start()
+    kind, said = results.get(timeout=120)
+    process.join()
+    assert (kind, "\n" in said) == (UserError.__name__, False), said
+    assert said.startswith("dataset.cache_dir=cache: tokenised data cannot be written there (File too large: ")
+    assert "GiB free on the disk /" in said and said.endswith("make room there, or name another folder")
+    assert [path.name for path in Path("cache").glob("*") if path.suffix != ".lock"] == []
+
+
+def test_the_manifest_is_that_of_the_folder(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_chats(Path("chats.jsonl"), 10)
+    folder = Path("cache") / prepared(tokenizer, workers=2).fingerprint
+    files = json.loads((folder / "files.json").read_text())
+    assert {name: size for name, (size, _) in files.items()} == {
+        path.name: path.stat().st_size for path in folder.iterdir() if path.name != "files.json"
+    }

@@ -1,0 +1,198 @@
+"""Streams: the same batches on any number of ranks and from any checkpoint, and no record tokenised for nothing."""
+
+import json
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tests.tiny import make_tokenizer, write_chats
+from trainer.config import DatasetSection, UserError
+from trainer.data import MicroBatch, SampleStream, StreamBatches, prepare_data
+from trainer.data.documents import DocumentEncoder
+
+RECORDS = 1300
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.chdir(tmp_path)
+    write_chats(Path("a.jsonl"), RECORDS)
+    write_chats(Path("b.jsonl"), 200, seed=1)
+    # Records without a trained token, which the ranks cannot know of before they tokenise.
+    lines = Path("a.jsonl").read_text().splitlines()
+    asked = json.dumps({"messages": [{"role": "user", "content": "x"}]})
+    Path("a.jsonl").write_text("\n".join(asked if number % 7 == 3 else line for number, line in enumerate(lines)))
+
+
+@pytest.fixture
+def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of records of each call that tokenises."""
+    found: list[int] = []
+    rows = DocumentEncoder.rows
+
+    def counted(self: DocumentEncoder, records: Any, *arguments: Any) -> Any:
+        found.append(len(records))
+        return rows(self, records, *arguments)
+
+    monkeypatch.setattr(DocumentEncoder, "rows", counted)
+    return found
+
+
+def stream_of(tokenizer: PreTrainedTokenizerBase, **settings: Any) -> SampleStream:
+    section = DatasetSection(**({"path": "a.jsonl", "max_length": 64, "streaming": True} | settings))
+    data = prepare_data(section, tokenizer, seed=3, cache_dir=Path("cache"), max_length_of_model=None)
+    assert isinstance(data.train, SampleStream)
+    return data.train
+
+
+def batches_of(stream: SampleStream, *, rank: int = 0, world_size: int = 1, accumulation: int = 4) -> StreamBatches:
+    sizes = {"batch_size": 4, "accumulation": accumulation, "rank": rank, "world_size": world_size}
+    return StreamBatches(stream, pad_token_id=0, flat=False, **sizes)
+
+
+def rows_in(batches: list[MicroBatch]) -> list[list[int]]:
+    """Token ids row by row, without padding."""
+    return [[token for token in row if token] for batch in batches for row in batch["input_ids"].tolist()]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "in order": {"shuffle": False},
+    "shuffled": {},
+    "packed": {"packing": True, "max_length": 128},
+    "mixed": {"path": None, "mix": [{"path": "a.jsonl"}, {"path": "b.jsonl", "weight": 2.0}]},
+    "mixed and packed": {
+        "path": None,
+        "mix": [{"path": "a.jsonl"}, {"path": "b.jsonl"}],
+        "packing": True,
+        "max_length": 128,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_resumed_stream_goes_on_without_tokenising_what_was_before(
+    tokenizer: PreTrainedTokenizerBase, tokenised: list[int], name: str
+) -> None:
+    stream = stream_of(tokenizer, **SETTINGS[name])
+    whole = batches_of(stream)
+    steps = 80 if name in ("in order", "shuffled") else 40  # past the end of the first epoch
+    expected, states = [], []
+    for step in range(steps):
+        states.append(json.loads(json.dumps(whole.state_dict())))
+        expected.append(rows_in(whole.step(0, 16 * step)[0]))
+    for at in (1, steps - 2):
+        resumed = batches_of(stream)
+        resumed.load_state_dict(states[at])
+        tokenised.clear()
+        assert [rows_in(resumed.step(0, 16 * step)[0]) for step in (at, at + 1)] == expected[at : at + 2]
+        # Two steps of 16, or the window of 1,000 documents that is being packed, in blocks of 64 records.
+        assert sum(tokenised) <= (64 * 5 if "packed" not in name else 2600)
+    resumed = batches_of(stream)  # a checkpoint of an earlier version says nothing of the stream
+    assert rows_in(resumed.step(0, 16 * 20)[0]) == expected[20]
+
+
+def _rank(rank: int, tokenizer_folder: str, settings: dict[str, Any], steps: int, start: Any, results: Any) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    made: list[int] = []
+    rows = DocumentEncoder.rows
+
+    def counted(self: DocumentEncoder, records: Any, *arguments: Any) -> Any:
+        made.append(len(records))
+        time.sleep(0.02)  # as long as real records take
+        return rows(self, records, *arguments)
+
+    DocumentEncoder.rows = counted  # type: ignore[method-assign]
+    batches = batches_of(stream_of(tokenizer, **settings), rank=rank, world_size=2, accumulation=2)
+    found = []
+    for step in range(steps):
+        start.wait()  # training keeps ranks in step
+        found.append([rows_in([batch]) for batch in batches.step(0, 16 * step)[0]])
+    results.put((rank, sum(made), found, json.dumps(batches.state_dict())))
+    start.wait()
+
+
+@pytest.mark.parametrize("name", ["shuffled", "packed"])
+def test_two_ranks_share_the_work_and_one_goes_on_with_the_same_batches(
+    tokenizer: PreTrainedTokenizerBase, tokenised: list[int], name: str
+) -> None:
+    steps = 30
+    alone = batches_of(stream_of(tokenizer, **SETTINGS[name]))
+    expected = [[rows_in([batch]) for batch in alone.step(0, 16 * step)[0]] for step in range(steps + 2)]
+    needed = sum(tokenised)
+    context = multiprocessing.get_context("fork")
+    start, results = context.Barrier(2), context.Queue()
+    arguments = (tokenizer.name_or_path, SETTINGS[name], steps, start, results)
+    processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    ranks = sorted((results.get(timeout=300) for _ in processes), key=lambda result: result[0])
+    for process in processes:
+        process.join()
+    for step in range(steps):  # micro-step by micro-step, rank by rank
+        assert [rank[2][step][at] for at in range(2) for rank in ranks] == expected[step]
+    made = [rank[1] for rank in ranks]
+    assert needed - 128 <= sum(made) <= needed + 32 * 64  # each block once, and what was made ahead
+    assert max(made) < 0.75 * sum(made)
+    assert ranks[0][3] == ranks[1][3]
+    one = batches_of(stream_of(tokenizer, **SETTINGS[name]))
+    one.load_state_dict(json.loads(ranks[0][3]))
+    for step in (steps, steps + 1):
+        assert [rows_in([batch]) for batch in one.step(0, 16 * step)[0]] == expected[step]
+
+
+def test_a_bad_record_is_told_by_every_rank_when_it_is_needed(tokenizer: PreTrainedTokenizerBase) -> None:
+    lines = Path("b.jsonl").read_text().splitlines()
+    lines[150] = json.dumps({"messages": [{"role": "robot", "content": "x"}]})
+    Path("b.jsonl").write_text("\n".join([*lines, "{broken"]))
+    stream = stream_of(tokenizer, path="b.jsonl", shuffle=False)
+    ranks = [batches_of(stream, rank=rank, world_size=2, accumulation=2) for rank in range(2)]
+    for step in range(8):  # 128 records
+        for rank in ranks:
+            rank.step(0, 16 * step)
+    for rank in ranks:
+        with pytest.raises(UserError, match=r"record 151, turn 1: role 'robot' is not known"):
+            rank.step(0, 128)
+    Path("b.jsonl").write_text("\n".join([*lines[:150], "{broken"]))
+    stream = stream_of(tokenizer, path="b.jsonl", shuffle=False)
+    ranks = [batches_of(stream, rank=rank, world_size=2, accumulation=2) for rank in range(2)]
+    for rank in ranks:
+        for step in range(8):
+            rank.step(0, 16 * step)
+        with pytest.raises(UserError, match=r"line 151 of b.jsonl is not JSON"):
+            rank.step(0, 128)
+
+
+def test_a_file_that_is_edited_is_another_stream(tokenizer: PreTrainedTokenizerBase) -> None:
+    before = stream_of(tokenizer, path="b.jsonl").shared
+    assert before == stream_of(tokenizer, path="b.jsonl").shared
+    Path("b.jsonl").write_text(Path("a.jsonl").read_text())
+    assert before != stream_of(tokenizer, path="b.jsonl").shared
+    with pytest.raises(UserError, match=r"dataset.path=gone.jsonl: no such file"):
+        stream_of(tokenizer, path="gone.jsonl")
+
+
+def test_blocks_that_are_passed_are_removed(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.shared_blocks.KEPT", 2)
+    stream = stream_of(tokenizer, shuffle=False)
+    batches = batches_of(stream, world_size=2, accumulation=2)
+    for step in range(40):  # 640 documents are 747 records are 12 blocks
+        batches.step(0, 16 * step)
+    assert stream.shared is not None
+    left = sorted(int(path.stem.split("-")[1]) for path in stream.shared.rglob("block-*.npz"))
+    assert left[0] >= 9 and not list(stream.shared.rglob("*.npz.*"))

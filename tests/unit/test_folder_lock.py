@@ -1,0 +1,229 @@
+"""The lock of an output folder: one run at a time, whoever dies, wherever it ran, and however many come at once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer.config import UserError
+from trainer.config import folder_lock as module
+from trainer.config.folder_lock import FolderLock, FolderLost, living_holder, refuse_if_held
+
+ROOT = Path(__file__).parents[2]
+HOLD = """
+import sys, time
+from pathlib import Path
+from trainer.config.folder_lock import FolderLock
+lock = FolderLock.take(Path(sys.argv[1]), resumes=False, say=print)
+print("held", flush=True)
+time.sleep(float(sys.argv[2]))
+lock.release()
+"""
+OTHER = {"host": "n7", "machine": "n7 another-boot pid:[1]", "pid": 4711, "started": 99}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds for minutes; no scheduler of the machine that the tests run on."""
+    for name, value in (("BEAT_S", 0.1), ("POLL_S", 0.05), ("STALE_S", 1.0), ("SEEN_WITHIN_S", 0.5)):
+        monkeypatch.setattr(module, name, value)
+    for name in (*module.JOB_VARIABLES, "SLURM_RESTART_COUNT", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def take(folder: Path, *, resumes: bool = False, said: list[str] | None = None) -> FolderLock:
+    return FolderLock.take(folder, resumes=resumes, say=(said if said is not None else []).append)
+
+
+def file_of(folder: Path) -> Path:
+    return folder / "logs" / "lock.json"
+
+
+def leave(folder: Path, **changes: object) -> Path:
+    """The lock of a run on another machine."""
+    values = {"token": "t7", "since": "2026-01-01 00:00:00", "job": "", "restarts": 0, "holders": [OTHER]} | changes
+    path = file_of(folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values))
+    return path
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the folder."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path), "300"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_run_is_refused_in_one_line_and_changes_nothing(tmp_path: Path, other: subprocess.Popen[str]) -> None:
+    before = file_of(tmp_path).read_bytes()
+    for second in (lambda: take(tmp_path), lambda: refuse_if_held(tmp_path, resumes=False)):
+        with pytest.raises(UserError) as refused:
+            second()
+        assert refused.value.exit_code == 2
+        assert f"output_dir={tmp_path}: another run is in this folder, process {other.pid} on " in str(refused.value)
+    assert file_of(tmp_path).read_bytes() == before
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["lock.json"]
+    assert f"process {other.pid}" in (living_holder(tmp_path) or "")
+
+
+@pytest.mark.parametrize("collected", [True, False])
+def test_a_killed_run_gives_way_at_once(tmp_path: Path, other: subprocess.Popen[str], collected: bool) -> None:
+    other.kill()
+    if collected:
+        other.wait()
+    else:
+        while Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+    assert living_holder(tmp_path) is None
+    refuse_if_held(tmp_path, resumes=False)
+    said: list[str] = []
+    with take(tmp_path, said=said) as lock:
+        assert json.loads(file_of(tmp_path).read_text())["token"] == lock.token
+    assert len(said) == 1 and "was killed; taking its lock over" in said[0]
+    assert list((tmp_path / "logs").iterdir()) == [], "given back, and nothing left of the takeover"
+
+
+def test_a_halted_run_keeps_its_folder(tmp_path: Path, other: subprocess.Popen[str]) -> None:
+    other.send_signal(signal.SIGSTOP)
+    time.sleep(2 * module.STALE_S)
+    with pytest.raises(UserError, match="another run is in this folder"):
+        take(tmp_path)
+
+
+def test_a_number_that_was_given_to_another_process_counts_for_nothing(tmp_path: Path) -> None:
+    own = module.Holder.of_this_process()
+    leave(tmp_path, holders=[{"host": own.host, "machine": own.machine, "pid": own.pid, "started": own.started - 1}])
+    take(tmp_path).release()
+
+
+@pytest.mark.parametrize("at", [0.0, 4e9], ids=["clock in 1970", "clock in 2096"])
+def test_a_run_of_another_machine_is_dead_when_it_is_silent(tmp_path: Path, at: float) -> None:
+    """Its clock does not matter: only whether the file changes while it is watched."""
+    os.utime(leave(tmp_path), (at, at))
+    refuse_if_held(tmp_path, resumes=False)  # not known at once
+    said: list[str] = []
+    started = time.monotonic()
+    take(tmp_path, said=said).release()
+    assert time.monotonic() - started > module.STALE_S
+    assert "held by process 4711 on n7" in said[0] and "waiting for a sign of life" in said[0] and len(said) == 2
+
+
+def test_a_run_of_another_machine_that_gives_signs_of_life_is_refused(tmp_path: Path) -> None:
+    path, ended = leave(tmp_path), threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.3):
+            os.utime(path)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(UserError, match="process 4711 on n7, since 2026-01-01"):
+            take(tmp_path)
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_lock_that_was_never_written_to_the_end_is_watched_too(tmp_path: Path) -> None:
+    leave(tmp_path).write_text('{"token": "t7", "hold')
+    take(tmp_path).release()
+
+
+def test_of_many_that_see_a_dead_lock_one_gets_it(tmp_path: Path) -> None:
+    own = module.Holder.of_this_process()
+    leave(tmp_path, holders=[{"host": own.host, "machine": own.machine, "pid": own.pid, "started": 0}])
+    command = [sys.executable, "-c", HOLD, str(tmp_path), "3"]
+    many = [
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(8)
+    ]
+    ended = [process.communicate(timeout=120) for process in many]
+    held = [out for out, _ in ended if "held" in out]
+    refused = [error for _, error in ended if "another run is in this folder" in error]
+    # On a busy machine one may come when the first has given the folder back.
+    assert held and len(held) + len(refused) == 8, ended
+    assert not file_of(tmp_path).exists()
+
+
+def test_a_job_that_was_queued_again_waits_for_its_earlier_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "812")
+    first = take(tmp_path)
+    with pytest.raises(UserError, match="of job 812"):
+        take(tmp_path)  # not a later start of it
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    refuse_if_held(tmp_path, resumes=False)
+    threading.Timer(0.5, first.release).start()
+    said: list[str] = []
+    take(tmp_path, said=said).release()
+    assert len(said) == 1 and "of job 812" in said[0] and "waiting for its end, 15 minutes at most" in said[0]
+
+
+def test_a_job_that_goes_on_from_what_it_finds_waits_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: subprocess.Popen[str]
+) -> None:
+    monkeypatch.setattr(module, "WAIT_S", 0.5)
+    with pytest.raises(UserError):
+        take(tmp_path, resumes=True)  # by hand
+    monkeypatch.setenv("PBS_JOBID", "13.head")
+    said: list[str] = []
+    with pytest.raises(UserError, match="another run is in this folder"):
+        take(tmp_path, resumes=True, said=said)
+    assert len(said) == 1
+    threading.Timer(0.2, other.kill).start()
+    take(tmp_path, resumes=True).release()
+
+
+def test_who_has_lost_the_folder_writes_nothing_more(tmp_path: Path) -> None:
+    lock = take(tmp_path)
+    lock.check()
+    leave(tmp_path, token="t8")
+    with pytest.raises(FolderLost, match="taken over by another run by process 4711 on n7") as lost:
+        lock.check()
+    assert lost.value.exit_code == 1 and not lock.is_held
+    beat = file_of(tmp_path).stat().st_mtime_ns
+    time.sleep(3 * module.BEAT_S)
+    lock.release()
+    assert json.loads(file_of(tmp_path).read_text())["token"] == "t8"
+    assert file_of(tmp_path).stat().st_mtime_ns == beat, "another's lock is kept alive"
+
+
+def test_a_live_run_gives_signs_of_life_and_outlives_a_cleaning(tmp_path: Path) -> None:
+    with take(tmp_path) as lock:
+        before = file_of(tmp_path).stat().st_mtime_ns
+        time.sleep(5 * module.BEAT_S)
+        assert file_of(tmp_path).stat().st_mtime_ns > before
+        file_of(tmp_path).unlink()
+        lock.check()
+        assert json.loads(file_of(tmp_path).read_text())["token"] == lock.token
+
+
+def test_rank_0_holds_it_on_when_its_launcher_is_killed(tmp_path: Path, other: subprocess.Popen[str]) -> None:
+    token = json.loads(file_of(tmp_path).read_text())["token"]
+    rank_0 = FolderLock.join(tmp_path, token)
+    assert rank_0 is not None
+    other.kill()
+    other.wait()
+    rank_0.check()
+    with pytest.raises(UserError, match=f"process {os.getpid()} "):
+        take(tmp_path)
+    rank_0.release()
+    assert file_of(tmp_path).exists(), "the launcher's to give back"
+    with pytest.raises(FolderLost):
+        FolderLock.join(tmp_path, "another")
+
+
+def test_a_folder_that_the_launcher_does_not_share_is_no_error(tmp_path: Path) -> None:
+    assert FolderLock.join(tmp_path, "t7") is None

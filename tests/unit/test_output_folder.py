@@ -1,0 +1,319 @@
+"""What a run may write into, what becomes of an earlier run, and that nothing of the user's is ever lost."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from trainer.config import RunConfig, UserError
+from trainer.config.whole_files import write_json, write_whole
+from trainer.output_folder import check_free, check_place, obstacle
+from trainer.run_record import (
+    RESULT,
+    holds_run,
+    make_way,
+    note_written,
+    place_result,
+    write_run_record,
+    written_names,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project: a model, data, a cache, and a home of its own."""
+    place = tmp_path / "project"
+    for name in ("model", "data", "cache", "../home/me"):
+        (place / name).mkdir(parents=True)
+    (place / "model" / "model.safetensors").write_text("weights")
+    (place / "data" / "train.jsonl").write_text("{}")
+    monkeypatch.setenv("HOME", str(tmp_path / "home" / "me"))
+    monkeypatch.chdir(place)
+    return place
+
+
+def config(output_dir: str = "out", **changes: object) -> RunConfig:
+    tree = {
+        "base_model": "model",
+        "output_dir": output_dir,
+        "dataset": {"path": "data/train.jsonl", "cache_dir": "cache"},
+    }
+    return RunConfig.model_validate(tree | changes)
+
+
+def refusal(settings: RunConfig) -> str:
+    with pytest.raises(UserError) as refused:
+        check_place(settings)
+        check_free(settings)
+    assert refused.value.exit_code == 2
+    return str(refused.value)
+
+
+def a_run(folder: Path, *names: str) -> Path:
+    """What a run leaves: its record, and files that it wrote."""
+    write_run_record(folder, config(str(folder)), 1, "cpu")
+    note_written(folder, names)
+    for name in (*names, "metrics.jsonl", "plots/loss.png", "logs/rank-0.log"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"of the run: {name}")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+# output_dir: what the line must hold
+PLACES = {
+    "model": "is base_model as well",
+    "./data/../model": "is base_model as well",
+    "model/lora": "lies within base_model (model)",
+    ".": "holds base_model (model)",
+    "data": "holds dataset.path (data/train.jsonl)",
+    "cache": "is dataset.cache_dir as well",
+    "cache/run": "lies within dataset.cache_dir",
+    "../home/me": "is your home folder",
+    "../home": "is above your home folder",
+    "/": "is above your home folder",
+    "checkout": "is a git checkout",
+    "project": "holds files that are no run's (README.md, adapter_utils.py, metrics.jsonl, ...)",
+    "data/train.jsonl": "data/train.jsonl is a file",
+    "data/train.jsonl/x": "data/train.jsonl is a file",
+    "dangling": "dangling is a link to nowhere, which is not there",
+    "dangling/x": "dangling is a link to nowhere",
+    "circle": "circle is a link to circle",
+    "pipe": "pipe is a named pipe",
+    "/dev/null": "/dev/null is a device",
+    "/dev/full/x": "/dev/full is a device",
+    "/proc/run": "0.00 GiB free",
+    "odd": "logs in it is a file",
+}
+
+
+@pytest.mark.parametrize("overwrite", [False, True, "delete"])
+@pytest.mark.parametrize("output_dir", PLACES)
+def test_no_run_begins_where_it_could_do_harm(output_dir: str, overwrite: bool | str, place: Path) -> None:
+    (place / "checkout" / ".git").mkdir(parents=True)
+    (place / "project" / "plots").mkdir(parents=True)
+    for name in ("README.md", "adapter_utils.py", "metrics.jsonl", "plots/own.png"):
+        (place / "project" / name).write_text("mine")
+    (place / "dangling").symlink_to("nowhere")
+    (place / "circle").symlink_to("circle")
+    os.mkfifo(place / "pipe")
+    (place / "odd").mkdir()
+    (place / "odd" / "logs").touch()
+    before = sorted(place.rglob("*"))
+    for resume in (None, "auto"):
+        changes = {"output": {"overwrite": overwrite}, "training": {"resume_from_checkpoint": resume}}
+        assert PLACES[output_dir] in refusal(config(output_dir, **changes))
+    assert sorted(place.rglob("*")) == before
+
+
+def test_what_else_a_run_reads_is_safe_from_it(place: Path) -> None:
+    for name in ("adapter", "tokenizer", "held-out", "second"):
+        (place / name).mkdir()
+    reads = {
+        "lora": {"adapter_path": "adapter"},
+        "model": {"tokenizer": "tokenizer"},
+        "dataset": {"mix": [{"path": "data"}, {"path": "second"}], "evaluation": {"path": "held-out"}},
+    }
+    for folder, setting in (
+        ("adapter", "lora.adapter_path"),
+        ("tokenizer", "model.tokenizer"),
+        ("held-out/run", "dataset.evaluation.path"),
+        ("second", "dataset.mix.1.path"),
+    ):
+        assert setting in refusal(config(folder, **reads))
+    check_place(config("runs/x", **reads))
+
+
+def test_a_read_only_disk_and_a_full_one(place: Path) -> None:
+    disk = place / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("needs the right to mount a small file system")
+    try:
+        assert "is mounted read-only" in refusal(config("disk/run"))
+        subprocess.run(["mount", "-o", "remount,rw,size=2g", str(disk)], check=True)
+        a_run(disk, "adapter_model.safetensors")
+        assert "cannot move a run out of a mounted disk" in refusal(config("disk", output={"overwrite": True}))
+        check_free(config("disk", output={"overwrite": "delete"}))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_folder_that_nobody_may_write_into() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o555)
+        child = os.fork()
+        if not child:  # root may write everywhere
+            os.setuid(os.getuid() or 65534)
+            try:
+                line = refusal(config(f"{folder}/x"))
+                os._exit(0 if f"no permission to write in {folder}" in line else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("left", [[], ["logs"], ["lost+found", ".gitignore", ".nfs0001"]])
+def test_a_folder_without_anybodys_files_is_free(place: Path, left: list[str]) -> None:
+    for name in left:
+        (place / "out" / name).mkdir(parents=True)
+    check_place(config())
+    check_free(config())
+
+
+def test_the_advice_is_one_that_works(place: Path) -> None:
+    """A run stopped before its first checkpoint cannot be gone on with."""
+    run = a_run(place / "out")
+    line = refusal(config())
+    assert "holds another run, without a whole checkpoint to go on from" in line
+    assert "output.overwrite: true to move it aside" in line and "latest" not in line
+    (run / "checkpoint-5").mkdir()
+    (run / "checkpoint-5" / "COMPLETE").touch()
+    assert "set training.resume_from_checkpoint: latest to go on with it, or output.overwrite" in refusal(config())
+    for changes in (
+        {"output": {"overwrite": True}},
+        {"output": {"overwrite": "delete"}},
+        {"training": {"resume_from_checkpoint": "latest"}},
+    ):
+        check_place(config(**changes))
+        assert obstacle(config(**changes)) is None
+
+
+def test_checkpoints_that_were_copied_can_be_gone_on_from(place: Path) -> None:
+    (place / "out" / "checkpoint-5").mkdir(parents=True)
+    (place / "out" / "checkpoint-5" / "state.json").write_text("{}")
+    check_place(config(training={"resume_from_checkpoint": "latest"}))
+    (place / "out" / "thesis.tex").touch()
+    assert "no run's (checkpoint-5, thesis.tex)" in refusal(config(training={"resume_from_checkpoint": "latest"}))
+
+
+def test_an_earlier_run_is_moved_aside_whole(place: Path) -> None:
+    for expected in ("out.1", "out.2"):
+        run = a_run(place / "out", "adapter_model.safetensors", "checkpoint-5/state.json")
+        (run / "notes.txt").write_text("mine")
+        before = contents(run)
+        assert make_way(run, True) == f"the earlier run is now {place / expected}"
+        assert contents(place / expected) == before
+        assert [path.name for path in run.iterdir()] == ["logs"], "the new run's logs are there already"
+        assert holds_run(place / expected)
+
+
+def test_a_run_behind_a_link_is_moved_where_it_is(place: Path) -> None:
+    a_run(place / "disk" / "run", "adapter_model.safetensors")
+    (place / "out").symlink_to(place / "disk" / "run")
+    make_way(place / "out", True)
+    assert (place / "disk" / "run.1" / "adapter_model.safetensors").exists() and (place / "out").is_symlink()
+
+
+def test_deleting_leaves_what_the_run_did_not_write(place: Path) -> None:
+    run = a_run(place / "out", "adapter_model.safetensors", "checkpoint-5")
+    (run / "abandoned-2-checkpoint-5").mkdir()
+    mine = {"notes.txt": "mine", "merged/model.safetensors": "mine", "adapter_utils.py": "mine"}
+    for name, text in mine.items():
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text(text)
+    (place / "kept").mkdir()
+    (place / "kept" / "weights").write_text("mine")
+    note_written(run, ["link"])
+    (run / "link").symlink_to(place / "kept")
+    assert make_way(run, "delete") is None
+    assert contents(run) == {**mine, "logs/rank-0.log": "of the run: logs/rank-0.log"}
+    assert contents(place / "kept") == {"weights": "mine"}, "a link is deleted, not what it leads to"
+    write_run_record(run, config(), 1, "cpu")
+    assert {"notes.txt", "merged", "adapter_utils.py"}.isdisjoint(written_names(run) or ())
+
+
+@pytest.mark.parametrize("line", ["../model", "/", ".", "..", "", "logs", "data/train.jsonl"])
+def test_a_list_can_name_nothing_outside_of_the_folder(place: Path, line: str) -> None:
+    run = a_run(place / "out")
+    with (run / "written.txt").open("a") as file:
+        file.write(f"{line}\nnot written to the e")
+    (run / "not written to the e").write_text("mine")
+    make_way(run, "delete")
+    assert contents(place / "model") and contents(place / "data")
+    assert contents(run) == {"logs/rank-0.log": "of the run: logs/rank-0.log", "not written to the e": "mine"}
+
+
+def test_a_run_without_a_list_is_moved_even_if_it_is_to_be_deleted(place: Path) -> None:
+    """One of an older version: which of the files are its own is not known."""
+    run = a_run(place / "out", "adapter_model.safetensors")
+    (run / "written.txt").unlink()
+    note_written(run, ["merged"])
+    assert not (run / "written.txt").exists(), "half a list would pass for the whole"
+    assert make_way(run, "delete") == (
+        f"the earlier run is now {place / 'out.1'} (it has no list of its files, so nothing was deleted)"
+    )
+    assert (place / "out.1" / "adapter_model.safetensors").exists()
+    resumed = a_run(place / "older")
+    (resumed / "written.txt").unlink()
+    write_run_record(resumed, config(), 1, "cpu")
+    assert written_names(resumed) is None
+
+
+def test_a_run_that_was_killed_while_it_began_can_be_begun_again(place: Path) -> None:
+    run = a_run(place / "out")
+    (run / "run.json").unlink()
+    assert holds_run(run)
+    make_way(run, True)
+    assert holds_run(place / "out.1") and not holds_run(run)
+
+
+def test_the_result_takes_the_place_of_no_file_of_the_users(place: Path) -> None:
+    run = a_run(place / "out", "adapter_model.safetensors")
+    for name in ("README.md", "tokenizer.json"):
+        (run / name).write_text("mine")
+    for name in ("README.md", "tokenizer.json", "adapter_model.safetensors", "templates/tool.jinja"):
+        (run / RESULT / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / RESULT / name).write_text("new")
+    place_result(run)
+    found = contents(run)
+    assert found["README.md"] == "mine" and found["tokenizer.json.1"] == "mine"
+    assert {found[name] for name in ("tokenizer.json", "adapter_model.safetensors", "templates/tool.jinja")} == {"new"}
+    assert not (run / RESULT).exists()
+    listed = written_names(run) or set()
+    assert {"adapter_model.safetensors", "templates"} <= listed and "README.md" not in listed
+
+
+def test_a_full_disk_leaves_the_record_as_it_was(tmp_path: Path) -> None:
+    """A limit on the size of files fails a write in its middle, as a full disk does."""
+    record = tmp_path / "run.json"
+    write_json(record, {"old": 1})
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+        with pytest.raises(OSError):
+            write_whole(record, "x" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert contents(tmp_path) == {"run.json": '{\n "old": 1\n}\n'}
+
+
+def test_a_reader_never_sees_half_a_record(tmp_path: Path) -> None:
+    """The writer is killed in the middle of it all."""
+    record = tmp_path / "run.json"
+    write_json(record, list(range(5000)))
+    code = """
+import sys
+import tempfile
+from pathlib import Path
+from trainer.config.whole_files import write_json
+while True:
+    write_json(Path(sys.argv[1]), list(range(5000)))
+"""
+    with subprocess.Popen([sys.executable, "-c", code, str(record)], cwd=ROOT) as writer:
+        for _ in range(300):
+            assert len(json.loads(record.read_text())) == 5000
+        writer.kill()
+    assert len(json.loads(record.read_text())) == 5000

@@ -1,0 +1,39 @@
+"""Small files that are whole or not there: written beside, brought to the disk, and renamed into place.
+
+A process that is killed, or a host that loses power, leaves the file as it was before. Here, and not in a package of
+the trainer, because the launcher writes such files as well.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace `path` by `text`; readers see the old content or the new one, never a part."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """`write_whole` of JSON. Raises ValueError for NaN and infinity, at which other readers would stop."""
+    write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a folder's names to the disk: without it a rename may be forgotten when the power fails."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

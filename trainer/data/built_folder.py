@@ -1,0 +1,105 @@
+"""A folder that one of several processes builds and all read; a damaged one is built again, a full disk is one line."""
+
+import errno
+import json
+import os
+import shutil
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import xxhash
+from filelock import FileLock
+
+from trainer.config import UserError
+
+Loaded = TypeVar("Loaded")
+MANIFEST = "files.json"
+# Of larger files the size alone is compared: reading them all would take minutes on every rank.
+CHECKED_BYTES = 1 << 30
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+UNWRITABLE = FULL | {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
+# What reading half a file, or one whose bytes have changed, has been seen to raise (Arrow's own are ValueErrors).
+DAMAGE = (OSError, ValueError, KeyError, TypeError, IndexError, EOFError, zipfile.BadZipFile, zlib.error)
+
+
+def built_folder(
+    folder: Path, build: Callable[[Path], None], load: Callable[[Path], Loaded]
+) -> tuple[Loaded, str | None]:
+    """What `load(folder)` gives, after `build(beside)` has filled it if need be; and a note if it was damaged.
+
+    One of several processes builds, behind a lock that dies with its holder, and renames what it built when it is
+    whole. A folder whose files are not those of its manifest, or which cannot be loaded, is built again. Raises
+    UserError if it cannot be written.
+    """
+    damage: Exception | None = None
+    try:
+        if folder.exists():
+            try:
+                return _checked(folder, load), None
+            except DAMAGE as error:
+                damage = error
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_suffix(".lock")):
+            return _mended(folder, build, load, damage)
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        raise _unwritable(folder.parent, error) from error
+
+
+def _mended(
+    folder: Path, build: Callable[[Path], None], load: Callable[[Path], Loaded], damage: Exception | None
+) -> tuple[Loaded, str | None]:
+    """As `built_folder`, by the holder of the lock; another may have built or mended it before."""
+    if folder.exists():
+        try:
+            return _checked(folder, load), None
+        except DAMAGE as error:
+            damage = error
+            shutil.rmtree(folder)
+    building = folder.with_suffix(".building")
+    shutil.rmtree(building, ignore_errors=True)  # left by a process that died, since nobody else has the lock
+    building.mkdir()
+    try:
+        build(building)
+        files = {path.name: [path.stat().st_size, _digest(path)] for path in sorted(building.iterdir())}
+        (building / MANIFEST).write_text(json.dumps(files), encoding="utf-8")
+        os.rename(building, folder)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    note = f"the tokenised data in {folder} was damaged ({' '.join(str(damage).split())}) and is made again"
+    return load(folder), note if damage else None
+
+
+def _checked(folder: Path, load: Callable[[Path], Loaded]) -> Loaded:
+    """`load(folder)`, if its files are those that were written."""
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    for name, written in manifest.items():
+        path = folder / name
+        if written != [path.stat().st_size, _digest(path)]:
+            raise ValueError(f"{name} is not what was written")
+    return load(folder)
+
+
+def _digest(path: Path) -> str:
+    if path.stat().st_size > CHECKED_BYTES:
+        return ""
+    digest = xxhash.xxh3_64()
+    with path.open("rb") as stream:
+        while chunk := stream.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    where = f"dataset.cache_dir={folder}: tokenised data cannot be written there ({error.strerror}"
+    if error.errno not in FULL:
+        return UserError(f"{where}); mend its rights, or name another folder")
+    disk = folder.absolute()
+    while not os.path.ismount(disk):
+        disk = disk.parent
+    free = shutil.disk_usage(disk).free / 2**30
+    return UserError(f"{where}: {free:.2f} GiB free on the disk {disk}); make room there, or name another folder")

@@ -1,0 +1,197 @@
+"""Streams: documents that are read, tokenised and packed while training asks for them, from any point of the order on.
+
+The order does not depend on the ranks: blocks of `BLOCK_ROWS` records, as the source gives them, are the unit of all
+work. Where the next global batch begins is only known when all blocks before it are tokenised, since records without
+trained tokens are left out and packs depend on lengths. So every rank needs all blocks, and the ranks of one host
+make them for each other: a rank that needs a block which is not there makes the first one ahead that nobody makes, and
+reads the others' from files (`SharedBlocks`). No collective is needed, it makes no difference how many ranks there are
+or which is faster, and a rank that dies lets go of its block with its lock. Hosts do not share: each tokenises the
+stream once, as one rank would.
+
+`state_dict` names the block and the document in it (of each source of a mix, at the beginning of the window that is
+being packed), so that a resumed run passes over the records before it without tokenising them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import IterableDataset
+
+from trainer.config import DatasetSection, SourceSection
+from trainer.data.documents import DocumentEncoder, fields_of
+from trainer.data.formats import Shape, find_shape
+from trainer.data.packing import best_fit
+from trainer.data.samples import Sample, SampleIterator, join
+from trainer.data.shared_blocks import SharedBlocks
+from trainer.data.sources import read_source, rows_of, where_from
+
+BLOCK_ROWS = 64
+# Records that a shuffled stream draws the next one from.
+SHUFFLE_BUFFER = 10_000
+# Documents that a packed stream has in hand while it packs.
+PACKING_WINDOW = 1_000
+State = dict[str, Any]
+
+
+def stream_samples(
+    section: DatasetSection,
+    sources: Sequence[tuple[str, SourceSection]],
+    encoder: DocumentEncoder,
+    seed: int,
+    epoch: int,
+    state: State | None = None,
+    shared: Path | None = None,
+) -> SampleIterator:
+    """Samples of one pass, from its beginning or from where `state` was taken; `shared` is a folder for blocks."""
+
+    def start(number: int, at: State | None) -> SourceStream:
+        label, source = sources[number]
+        folder = shared / f"{number}-{epoch}" if shared else None
+        return SourceStream(section, source, label, encoder, seed + epoch, at or {"block": 0, "taken": 0}, folder)
+
+    weights = [source.weight for _, source in sources]
+    if section.packing:
+        inner = state["documents"] if state else None
+        given = int(state["packs"]) if state else 0
+        return PackedStream(MixedStream(start, weights, [seed, epoch], inner), section.max_length, given)
+    return MixedStream(start, weights, [seed, epoch], state)
+
+
+class SourceStream:
+    """The documents of one pass over a source; records without trained tokens are left out."""
+
+    def __init__(
+        self,
+        section: DatasetSection,
+        source: SourceSection,
+        label: str,
+        encoder: DocumentEncoder,
+        seed: int,
+        state: State,
+        folder: Path | None,
+    ) -> None:
+        self._source, self._label, self._encoder = source, label, encoder
+        self._place = where_from(source, label) + (" (in shuffled order)" if section.shuffle else "")
+        self._shape: Shape | None = None
+        self._block, self._taken = int(state["block"]), int(state["taken"])
+        self._documents: list[Sample] | None = None
+        self._blocks = SharedBlocks(self._records(section, seed), self._encode, folder)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return self
+
+    def __next__(self) -> Sample:
+        while True:
+            if self._documents is None:
+                self._documents = self._blocks.documents(self._block)
+            if self._documents is None:
+                raise StopIteration
+            if self._taken < len(self._documents):
+                self._taken += 1
+                return self._documents[self._taken - 1]
+            self._block, self._taken, self._documents = self._block + 1, 0, None
+
+    def state_dict(self) -> State:
+        """The block and how many of its documents were given."""
+        return {"block": self._block, "taken": self._taken}
+
+    def _records(self, section: DatasetSection, seed: int) -> Iterator[list[dict[str, Any]]]:
+        """The blocks of records, in order; the first says which shape all have."""
+        source, label = self._source, self._label
+        records = read_source(source, label, streaming=True)
+        if section.shuffle and isinstance(records, IterableDataset):
+            records = records.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+        elif section.shuffle:
+            records = records.shuffle(seed=seed)
+        rows = rows_of(records, source, label)
+        while block := list(islice(rows, BLOCK_ROWS)):
+            if self._shape is None:
+                has_template = self._encoder.chat is not None
+                self._shape = find_shape(source, fields_of(block), block[0], label, has_chat_template=has_template)
+            yield block
+
+    def _encode(self, number: int, records: list[dict[str, Any]]) -> list[Sample]:
+        assert self._shape is not None
+        columns = self._encoder.rows(records, number * BLOCK_ROWS, self._shape, self._place)
+        documents = zip(columns["input_ids"], columns["trained"], columns["targets"], strict=True)
+        return [Sample(ids, trained, [len(ids)]) for ids, trained, targets in documents if targets]
+
+
+class MixedStream:
+    """Draws from sources with odds as their weights; one that ends starts again until all have ended once."""
+
+    def __init__(
+        self,
+        start: Callable[[int, State | None], SourceStream],
+        weights: Sequence[float],
+        seed: list[int],
+        state: State | None,
+    ) -> None:
+        self._start = start
+        self._odds = np.asarray(weights) / sum(weights)
+        self._generator = np.random.default_rng(seed)
+        at: list[State | None] = [None] * len(weights)
+        self._ended = [False] * len(weights)
+        if state is not None:
+            at, self._ended = list(state["sources"]), list(state["ended"])
+            self._generator.bit_generator.state = state["random"]
+        self._streams = [start(number, place) for number, place in enumerate(at)]
+
+    def __iter__(self) -> Iterator[Sample]:
+        return self
+
+    def __next__(self) -> Sample:
+        if len(self._streams) == 1:
+            return next(self._streams[0])
+        while not all(self._ended):
+            choice = int(self._generator.choice(len(self._streams), p=self._odds))
+            sample = next(self._streams[choice], None)
+            if sample is None:
+                self._ended[choice] = True
+                if all(self._ended):
+                    break
+                self._streams[choice] = self._start(choice, None)
+                sample = next(self._streams[choice], None)
+            if sample is not None:
+                return sample
+        raise StopIteration
+
+    def state_dict(self) -> State:
+        """Where each source stands, which have ended, and the state of the draw."""
+        return {
+            "sources": [stream.state_dict() for stream in self._streams],
+            "ended": list(self._ended),
+            "random": self._generator.bit_generator.state,
+        }
+
+
+class PackedStream:
+    """Packs of `PACKING_WINDOW` documents at a time; `given` packs of the first window are passed over."""
+
+    def __init__(self, documents: MixedStream, max_length: int, given: int) -> None:
+        self._documents, self._max_length, self._given = documents, max_length, given
+        self._window_start = documents.state_dict()
+        self._packs: list[Sample] | None = None
+
+    def __iter__(self) -> Iterator[Sample]:
+        return self
+
+    def __next__(self) -> Sample:
+        while self._packs is None or self._given >= len(self._packs):
+            if self._packs is not None:
+                self._window_start, self._given = self._documents.state_dict(), 0
+            window = list(islice(self._documents, PACKING_WINDOW))
+            if not window:
+                self._packs = []
+                raise StopIteration
+            lengths = [len(document.input_ids) for document in window]
+            self._packs = [join([window[index] for index in pack]) for pack in best_fit(lengths, self._max_length)]
+        self._given += 1
+        return self._packs[self._given - 1]
+
+    def state_dict(self) -> State:
+        """Where the window that is being packed begins, and how many of its packs were given."""
+        return {"documents": self._window_start, "packs": self._given}

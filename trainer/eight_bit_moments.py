@@ -1,0 +1,58 @@
+"""The moments of bitsandbytes' AdamW: bytes, and a scale for each block of 256 elements of a partition.
+
+Quantised again they change: the signed code book has 1 but no -1, so that a block whose largest element is negative
+gets another scale. Of a flat adapter, cut at multiples of 256, the blocks are the same on any number of ranks; with
+their scales kept, the bytes are found again.
+"""
+
+from typing import Any
+
+import torch
+
+# bitsandbytes' names for the two moments in 8 bits, their scales and code books; a scale covers 256 elements.
+EIGHT_BIT = {"exp_avg": ("state1", "absmax1", "qmap1"), "exp_avg_sq": ("state2", "absmax2", "qmap2")}
+EIGHT_BIT_BLOCK = 256
+ELEMENTS_AT_ONCE = 64_000_000
+
+
+def elements_per_buffer(optimizer: str, world_size: int) -> int:
+    """What a flat buffer is rounded up to, so that no block of 8-bit moments lies on two ranks."""
+    return EIGHT_BIT_BLOCK * world_size if optimizer == "adamw_8bit" else 1
+
+
+def dequantised(values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """Code x scale, 32 bits."""
+    scale_of_each = scales.repeat_interleave(EIGHT_BIT_BLOCK)[: values.numel()]
+    return codes[values.reshape(-1).long()] * scale_of_each
+
+
+def requantise(
+    entry: dict[str, Any], names: tuple[str, str, str], dense: torch.Tensor, scales: torch.Tensor | None
+) -> bool:
+    """Write 32-bit moments into an 8-bit entry: with `scales`, the bytes that they were made of; whether it was so."""
+    from bitsandbytes.functional import quantize_blockwise
+
+    values, scale, codes = (entry[name] for name in names)
+    if scales is not None:
+        packed = _bytes_of(dense, scales, codes)
+        if torch.equal(dequantised(packed, scales, codes), dense):
+            values.copy_(packed.view_as(values))
+            scale.copy_(scales)
+            return True
+    packed, found = quantize_blockwise(dense, code=codes, blocksize=EIGHT_BIT_BLOCK)
+    values.copy_(packed.view_as(values))
+    scale.copy_(found.absmax)
+    return not dense.any()
+
+
+def _bytes_of(dense: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+    """The nearest codes of what was once code x scale."""
+    middles = (codes[1:] + codes[:-1]) / 2
+    inverse = torch.where(scales > 0, 1 / scales, 0)
+    packed = torch.empty_like(dense, dtype=torch.uint8)
+    for start in range(0, dense.numel(), ELEMENTS_AT_ONCE):
+        blocks = inverse[start // EIGHT_BIT_BLOCK : (start + ELEMENTS_AT_ONCE) // EIGHT_BIT_BLOCK]
+        part = dense[start : start + ELEMENTS_AT_ONCE]
+        relative = part * blocks.repeat_interleave(EIGHT_BIT_BLOCK)[: part.numel()]
+        packed[start : start + part.numel()] = torch.bucketize(relative, middles).to(torch.uint8)
+    return packed
