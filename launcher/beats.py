@@ -5,13 +5,17 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 HANG_FILE = "hang.json"
 # Longer than any interval between two heartbeats, by far.
 SILENCE_S = 60.0
+
+# How a rank's `place` begins while it waits for it; trainer/liveness/vital_signs.py.
+BUILD_LOCK = "the lock of an extension build"
+NAMES = ("rank", "host", "pid", "step", "phase", "exit_code", "free_memory_gib", "free_shm_gib", "time")
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Beat:
     free_memory_gib: float
     free_shm_gib: float
     time: float
+    waits_for_build: bool = False
+    """For the lock of another process that compiles an operator."""
 
     def place(self) -> str:
         """Where in the run it was, as "step 412, phase backward"."""
@@ -44,8 +50,13 @@ def read_beats(logs: Path) -> dict[int, Beat]:
     beats: dict[int, Beat] = {}
     for path in logs.glob("heartbeat-*.json"):
         try:
-            values = json.loads(path.read_bytes())
-            beat = Beat(**{name: values[name] for name in Beat.__dataclass_fields__})
+            line, _, step = path.read_bytes().partition(b"\n")
+            values = json.loads(line)
+            beat = Beat(**{name: values[name] for name in NAMES})
+            if str(values.get("place")).startswith(BUILD_LOCK):
+                beat = replace(beat, waits_for_build=True)
+            if step.strip() and int(step) > beat.step:
+                beat = replace(beat, step=int(step), phase="")  # the phase is of the step before
         except (OSError, ValueError, KeyError, TypeError):
             continue
         beats[beat.rank] = beat

@@ -55,6 +55,14 @@ def remove_stale_locks() -> None:
             say(f"note: removed {lock.path}, the lock of a build that was killed {lock.age_s / 60.0:.0f} minutes ago")
 
 
+def build_waited_for() -> str:
+    """Whose build it is that a rank of this host waits for, as far as can be seen from here."""
+    held = [lock for lock in find_locks(extensions_folder()) if lock.age_s > YOUNG_S]
+    seen = [f"process {lock.holder}, which compiles {lock.path.parent.name}" for lock in held if lock.holder]
+    unseen = [f"whoever holds {lock.path}, a process of another host or user" for lock in held if lock.holder is None]
+    return ", ".join(seen or unseen) or "the build of an operator"
+
+
 def _holders(paths: Iterable[Path]) -> dict[Path, int]:
     wanted = {os.path.realpath(path): path for path in paths}
     found: dict[Path, int] = {}

@@ -1,146 +1,25 @@
-"""The `zerolora` command: `train` and `config` live here, everything that needs torch is a process of its own."""
+"""The `zerolora` command, ended in order by a signal or a closed pipe; what it does is in launcher/commands.py."""
 
-import json
+import _signal  # type: ignore[import-not-found]  # of the interpreter itself: `signal` imports others
 import os
 import sys
-from pathlib import Path
-from typing import Annotated, Any
-
-import typer
-from rich.console import Console
-
-from launcher.doctor import doctor
-from launcher.presets import init
-from launcher.scu_train import run as run_scu_train
-from launcher.start import Request, start
-from launcher.status import status
-from launcher.submit import submit
-from launcher.supervise import EXIT_FAILED, EXIT_USAGE
-from launcher.terminal import say
-from trainer.config import UserError, dump_yaml, load_config
-from trainer.config.reference import json_schema, reference_text
-
-# Subcommand -> module with its arguments and help. `zerolora X --help` shows the module's own.
-MODULES = {
-    "prepare": ("trainer.prepare", "Check a configuration and its data, and tokenise, without loading weights."),
-    "validate": ("trainer.validate", "Check a configuration without training, and say what it means."),
-    "estimate": ("trainer.estimate", "Memory and disk that a run needs, for every ZeRO stage; no GPU, no weights."),
-    "inspect": ("trainer.inspect", "Show examples as the model sees them, trained tokens in colour."),
-    "eval": ("trainer.evaluate", "Loss, bits per token and perplexity of base and adapter on held-out data."),
-    "generate": ("trainer.generate", "Answer prompts with a trained adapter."),
-    "merge": ("trainer.merge", "Merge an adapter into its base model and save it as safetensors."),
-    "compare": ("trainer.compare", "Controllers of the SCU side by side: held-out bits per token with intervals."),
-    "report": ("trainer.report", "Plots and an HTML page of a run."),
-    "download": ("trainer.download", "Download a model from the hub, or the hub's command for it."),
-    "export": ("trainer.export", "An adapter for other programs: peft, hf, gguf, ollama."),
-    "push": ("trainer.push", "Upload adapter, tokenizer and model card to the Hugging Face hub."),
-    "tier": ("trainer.tiers", "Prove on this machine's GPU that training works: five tiers, every limit asserted."),
-    "bench": ("trainer.bench", "Speed and memory of training on this machine, beside other trainers."),
-    "ops": ("ops.builder", "Build the fused operators, or report on them."),
-}
-
-UsageError: Any = typer.BadParameter.__base__
-"""click's, which some versions of Typer carry within them."""
-
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the run.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[key=value]...", help="Settings in place of the file's.")
-]
-
-app = typer.Typer(
-    name="zerolora",
-    help="Train LoRA and QLoRA adapters of Hugging Face causal language models on DeepSpeed.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
 
 
-@app.command()
-def train(
-    config: Config,
-    overrides: Overrides = None,
-    launcher: Annotated[str, typer.Option(help="auto, local, hostfile, slurm or mpi.")] = "auto",
-    hostfile: Annotated[Path | None, typer.Option(help="Hosts to train on, a line each: `gpu-a slots=8`.")] = None,
-    include: Annotated[str | None, typer.Option(help="Use these: `gpu-a@gpu-b:0,2`.")] = None,
-    exclude: Annotated[str | None, typer.Option(help="Leave these out.")] = None,
-    num_nodes: Annotated[int | None, typer.Option(help="The first N hosts.")] = None,
-    num_gpus: Annotated[int | None, typer.Option(help="The first N GPUs of each, or N CPU ranks.")] = None,
-    master_addr: Annotated[str | None, typer.Option(help="Where the ranks meet; default: the first host.")] = None,
-    master_port: Annotated[int | None, typer.Option(help="Port for the ranks to meet at; default: a free one.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the launcher's command and stop.")] = False,
-) -> None:
-    """Train an adapter with the GPUs of this machine, of the hosts of a file, or of a SLURM job."""
-    loaded = load_config(config, overrides or [])
-    request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
-    raise typer.Exit(start([str(config), *(overrides or [])], loaded, request, dry_run=dry_run))
+def _command() -> int:
+    from launcher.commands import main
+    from trainer.config.launcher_process import LauncherWatch
 
-
-@app.command("config")
-def show_config(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The YAML file of the run.")] = None,
-    overrides: Overrides = None,
-    schema: Annotated[bool, typer.Option("--schema", help="Every setting with type, default and meaning.")] = False,
-    as_json: Annotated[bool, typer.Option("--json-schema", help="The JSON schema, for completion in editors.")] = False,
-) -> None:
-    """Print the resolved configuration, or the reference of all settings."""
-    if schema:
-        typer.echo(reference_text(width=Console().width))
-    elif as_json:
-        typer.echo(json.dumps(json_schema(), indent=2))
-    elif config is None:
-        raise UserError("zerolora config: no file; name a YAML file, or ask for --schema")
-    else:
-        loaded = load_config(config, overrides or [])
-        for note in loaded.notes:
-            say(f"note: {note}")
-        typer.echo(dump_yaml(loaded.config), nl=False)
-
-
-app.command("init")(init)
-app.command("submit")(submit)
-app.command("status")(status)
-app.command("doctor")(doctor)
-
-AS_TYPED = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-
-
-@app.command("scu-train", add_help_option=False, context_settings=AS_TYPED)
-def scu_train(context: typer.Context) -> None:
-    """Train under the SCU with the flags of its published guide."""
-    raise typer.Exit(run_scu_train(context.args))
-
-
-def _add_passed_on(name: str, module: str, text: str) -> None:
-    def passed_on(context: typer.Context) -> None:
-        # The process becomes the other one: its exit code, signals and terminal are then right without any help.
-        os.execv(sys.executable, [sys.executable, "-m", module, *context.args])
-
-    app.command(name, help=text, add_help_option=False, context_settings=AS_TYPED)(passed_on)
-
-
-for _name, (_module, _text) in MODULES.items():
-    _add_passed_on(_name, _module, _text)
+    LauncherWatch(os.environ, is_rank=False).start()
+    return main()
 
 
 def main() -> None:
-    """Run the command line; a mistake of the user is one line on stderr and exit code 2."""
-    try:
-        # Not standalone: Typer would draw a box of five lines around a mistake.
-        sys.exit(app(args=sys.argv[1:] or ["--help"], prog_name="zerolora", standalone_mode=False))
-    except UsageError as error:
-        hint = error.ctx.command_path if error.ctx else "zerolora"
-        mistake = error.format_message()
-        say(f"error: {mistake}{'' if mistake.endswith(('.', '?')) else ';'} `{hint} --help` says how")
-        sys.exit(EXIT_USAGE)
-    except typer.Abort:
-        say("error: stopped before an answer was given")
-        sys.exit(EXIT_FAILED)
-    except UserError as error:
-        say(f"error: {error}")
-        sys.exit(EXIT_USAGE)
-    except OSError as error:
-        say(f"error: {error}")
-        sys.exit(EXIT_FAILED)
+    """Run the command line."""
+    # Until launcher/entry.py is there a Ctrl-C ends the process without a word, not in a traceback of these imports.
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+    from launcher.entry import Stopped, run
+
+    sys.exit(run(_command, exception=Stopped))
 
 
 if __name__ == "__main__":

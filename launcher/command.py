@@ -1,4 +1,9 @@
-"""From a machine and a configuration to the `deepspeed` command line that starts one process per GPU."""
+"""From a machine and a configuration to the command that starts one process per GPU.
+
+On this machine each rank is started directly, with the variables that DeepSpeed's launcher would set: its exit status
+is then known, and the seconds that the launcher's two processes take to import are saved. `deepspeed --module
+trainer.train` does the same and stays supported; a dry run prints it.
+"""
 
 import os
 import shlex
@@ -8,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from trainer.config import UserError
 
@@ -20,23 +26,52 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL
 
 @dataclass(frozen=True)
 class Command:
-    """A command line, what it changes in the environment, and how many ranks it starts on this machine."""
+    """A command line, what it changes in the environment, and how many ranks come of it."""
 
     argv: tuple[str, ...]
     ranks: int
     set_variables: Mapping[str, str]
     unset_variables: tuple[str, ...]
+    of_each_rank: tuple[Mapping[str, str], ...] = ()
+    """Where `argv` is one rank: the variables that it gets when it is started as rank 0, 1 and so on."""
+    by_hand: tuple[str, ...] = ()
+    """Where `argv` is one rank: a command that starts all of them."""
 
     def shell(self) -> str:
         """One line that does the same when pasted into a shell."""
         unset = [f"-u{name}" for name in self.unset_variables if name in os.environ]
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.set_variables.items()]
-        return " ".join((["env", *unset] if unset else []) + [*variables, shlex.join(self.argv)])
+        return " ".join((["env", *unset] if unset else []) + [*variables, shlex.join(self.by_hand or self.argv)])
 
     def environment(self) -> dict[str, str]:
         """This process's environment with the changes made."""
         kept = {name: value for name, value in os.environ.items() if name not in self.unset_variables}
         return kept | dict(self.set_variables)
+
+    def start(self, stdout: int | IO[bytes], stderr: int | IO[bytes]) -> list[subprocess.Popen[bytes]]:
+        """The process of every rank on this machine, or that of the launcher which starts them elsewhere.
+
+        Each leads a session of its own, where the terminal's Ctrl-C does not reach it.
+        """
+        started: list[subprocess.Popen[bytes]] = []
+        try:
+            for variables in self.of_each_rank or ({},):
+                started.append(
+                    subprocess.Popen(
+                        self.argv if self.of_each_rank else [sys.executable, "-m", "launcher.tied", *self.argv],
+                        env=self.environment() | dict(variables),
+                        stdin=subprocess.DEVNULL,
+                        stdout=stdout,
+                        stderr=stderr,
+                        start_new_session=True,
+                    )
+                )
+        except OSError:
+            for process in started:
+                process.kill()
+                process.wait()
+            raise
+        return started
 
 
 def local_command(
@@ -45,28 +80,43 @@ def local_command(
     """The command that runs `module` with `arguments` on this machine: a rank per GPU, or CPU ranks if `gpus` is empty.
 
     `gpus` are the numbers of the GPUs that may be used; `num_gpus` takes the first so many of them, or that many CPU
-    ranks. Raises UserError if `num_gpus` is more than there are.
+    ranks. Raises UserError if `num_gpus` is more than there are, or more CPU ranks than cores.
     """
     if num_gpus is not None and num_gpus < 1:
         raise UserError(f"--num-gpus {num_gpus}: must be 1 or more")
     if gpus and num_gpus is not None and num_gpus > len(gpus):
         raise UserError(f"--num-gpus {num_gpus}: this machine offers {len(gpus)}; leave it out to use all")
-    argv = [_deepspeed_executable()]
+    cores = len(os.sched_getaffinity(0))
+    if not gpus and num_gpus is not None and num_gpus > max(cores, CPU_RANKS):
+        raise UserError(
+            f"--num-gpus {num_gpus}: there is no GPU, and this process may use {cores} cores; a rank needs one: use "
+            f"--num-gpus {max(cores, CPU_RANKS)} or fewer"
+        )
+    numbers = list(gpus)[:num_gpus] if gpus else list(range(num_gpus or CPU_RANKS))
+    by_hand = [_deepspeed_executable()]
     if IMPLICIT_HOSTFILE.is_file():
-        argv.append("--hostfile=/dev/null")
+        by_hand.append("--hostfile=/dev/null")
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(len(numbers)))
+    set_variables: dict[str, str] = {}
     if gpus:
         # Not `--num_gpus`: with that one DeepSpeed takes GPUs 0 to N-1, whatever CUDA_VISIBLE_DEVICES says.
-        chosen = list(gpus)[:num_gpus]
-        argv.append("--include=localhost:" + ",".join(str(gpu) for gpu in chosen))
-        set_variables: dict[str, str] = {}
+        by_hand.append("--include=localhost:" + ",".join(map(str, numbers)))
+        shared["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, numbers))
     else:
         # DeepSpeed's CPU "devices" are the memory nodes, one on most machines; only this option starts more ranks.
-        chosen = list(range(num_gpus or CPU_RANKS))
-        argv.append(f"--num_gpus={len(chosen)}")
+        by_hand.append(f"--num_gpus={len(numbers)}")
         set_variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    argv += [f"--master_port={port}", "--module", module, *arguments]
-    # CUDA_VISIBLE_DEVICES is unset because `--include` counts the GPUs of the machine, and DeepSpeed sets it per rank.
-    return Command(tuple(argv), len(chosen), set_variables, (*RANK_VARIABLES, "CUDA_VISIBLE_DEVICES"))
+    by_hand += [f"--master_port={port}", "--module", module, *arguments]
+    return Command(
+        (sys.executable, "-u", "-m", module, *arguments),
+        len(numbers),
+        set_variables,
+        # `--include` counts the GPUs of the machine, whatever is visible.
+        (*RANK_VARIABLES, "CUDA_VISIBLE_DEVICES"),
+        tuple(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(len(numbers))),
+        tuple(by_hand),
+    )
 
 
 def hostfile_command(

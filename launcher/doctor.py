@@ -2,10 +2,9 @@
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,13 +32,15 @@ from launcher.doctor_local import (
 from launcher.elsewhere import ThroughSsh
 from launcher.environment import write_environment
 from launcher.hosts import choose_slots, read_hostfile
-from launcher.processes import end_session
+from launcher.processes import end_sessions
 from launcher.slurm import in_allocation, read_allocation
 from launcher.start import ENVIRONMENT_FILE, OF_CPU_RANKS, Request, plan
 from trainer.config import LoadedConfig, UserError, load_config
 
 PROBE_PATIENCE_S = 300.0
 RANKS_PATIENCE_S = 300.0
+LAST_WORDS_S = 10.0
+POLL_S = 0.1
 LINE_WIDTH = 200
 COLOURS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 
@@ -135,8 +136,8 @@ def _num_gpus(request: Request) -> list[str]:
 
 def probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], Need]:
     """What needs torch on this machine, in a process of its own."""
-    command = [sys.executable, "-m", "trainer.doctor.probe", *arguments, "--ranks", str(ranks)]
-    found, last_words = _run(command, dict(os.environ), PROBE_PATIENCE_S)
+    argv = (sys.executable, "-m", "trainer.doctor.probe", *arguments, "--ranks", str(ranks))
+    found, last_words = _run(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
     if found is None:
         return [Check("torch", "FAIL", last_words, "python -m trainer.doctor.probe shows all of it")], Need()
     return [Check(**check) for check in found["checks"]], Need(**found["need"])
@@ -144,31 +145,36 @@ def probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], Need]:
 
 def measure_ranks(command: Command) -> list[Check]:
     """What the ranks find out about each other, started as a run would be."""
-    found, last_words = _run(command.argv, command.environment(), RANKS_PATIENCE_S)
+    found, last_words = _run(command, RANKS_PATIENCE_S)
     if found is None:
         return [Check("ranks", "FAIL", last_words, f"the same by hand: {command.shell()}")]
     return [Check(**check) for check in found["checks"]]
 
 
-def _run(argv: Sequence[str], environment: dict[str, str], patience_s: float) -> tuple[Any, str]:
+def _run(command: Command, patience_s: float) -> tuple[Any, str]:
     """The JSON that a command prints after MARK, or None and the last words it said."""
-    process = subprocess.Popen(
-        argv, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        said, _ = process.communicate(timeout=patience_s)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)
-        return None, f"no answer within {patience_s:g} s"
-    finally:
-        end_session(process.pid)
+    with tempfile.TemporaryFile() as output:
+        processes = command.start(output, output)
+        deadline = time.monotonic() + patience_s
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            if any(process.returncode for process in processes):  # the others wait for it in vain
+                deadline = min(deadline, time.monotonic() + LAST_WORDS_S)
+            time.sleep(POLL_S)
+        late = [process for process in processes if process.poll() is None]
+        for process in late:
+            process.terminate()  # srun and mpirun end their ranks then
+        end_sessions([process.pid for process in processes])
+        codes = [process.wait() for process in processes]
+        output.seek(0)
+        said = output.read().decode(errors="replace")
     for line in said.splitlines():
         if MARK in line:
             return json.loads(line.partition(MARK)[2].rpartition("}")[0] + "}"), ""
     lines = [line.strip("- ") for line in said.splitlines() if line.strip("- ")] or ["it said nothing"]
     errors = [line for line in lines if "Error" in line][-1:] or lines[:2]
-    return None, f"exit code {process.returncode}: {' '.join(errors)[:300]}"
+    if len(late) == len(processes):
+        return None, f"no answer within {patience_s:g} s"
+    return None, f"exit code {next((code for code in codes if code), 0)}: {' '.join(errors)[:300]}"
 
 
 def show(checks: Iterable[Check], *, as_json: bool) -> None:

@@ -44,6 +44,8 @@ class Death:
     """By time.monotonic()."""
     status: int | None = None
     """Its exit code, negative for a signal; None if only its parent has learned it."""
+    tidied_up: bool = False
+    """Whether it was killed here because others had failed."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +105,15 @@ class Failure:
 
         def order(rank: int) -> tuple[bool, bool, float]:
             death = self.deaths[rank]
-            # By SIGTERM launchers end what is left; a rank that is on its way out already does not handle it any more.
-            killed = (death.status or 0) < 0 and death.status != -signal.SIGTERM and death.when - first < TOGETHER_S
-            return not killed, not _has_cause(texts[rank]), death.when
+            killed = _was_killed(death) and death.when - first < TOGETHER_S
+            return not killed, death.tidied_up or not _has_cause(texts[rank]), death.when
 
         return min(self.deaths, key=order)
 
     def _fell_too(self, death: Death, text: str, first: Death) -> bool:
-        return _has_cause(text) or ((death.status or 0) < 0 and abs(death.when - first.when) < TOGETHER_S)
+        # A crash may follow from another's; nobody gets a SIGKILL because a peer is gone.
+        killed = _was_killed(death) and (death.status == -signal.SIGKILL or death.when - first.when < TOGETHER_S)
+        return killed or (not death.tidied_up and _has_cause(text))
 
     def _status(self, rank: int | None) -> int:
         """How a rank ended; the launcher's word for it where nobody has seen it."""
@@ -130,6 +133,11 @@ class Failure:
         if status == -signal.SIGBUS:
             return [f"  usually /dev/shm is full: {_shared_memory(beat)}; in a container start it with --shm-size=8g"]
         return []
+
+
+def _was_killed(death: Death) -> bool:
+    """By a signal from elsewhere. By SIGTERM launchers end what is left; on its way out no rank handles it any more."""
+    return (death.status or 0) < 0 and death.status != -signal.SIGTERM and not death.tidied_up
 
 
 def tell_hang(logs: Path, old_sizes: Mapping[str, int], hang: Mapping[str, Any]) -> None:

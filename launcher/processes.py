@@ -3,35 +3,11 @@
 import os
 import signal
 import time
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Collection, Iterable
 
 import psutil
 
 from launcher.beats import Beat, own_host
-
-
-def find_ranks(root_pid: int) -> dict[int, psutil.Process]:
-    """Rank -> process, among the descendants of `root_pid`.
-
-    A rank is a process that has RANK in its environment while its parent has not: DeepSpeed's launcher sets it, and the
-    rank's own children (data loaders, compilers) inherit it.
-    """
-    ranks: dict[int, psutil.Process] = {}
-    try:
-        descendants = psutil.Process(root_pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return ranks
-    for process in descendants:
-        try:
-            rank = process.environ().get("RANK")
-            parent = process.parent()
-            # A fork that has not reached its exec yet still shows its parent's environment and is found next time.
-            if rank is not None and parent is not None and "RANK" not in parent.environ():
-                ranks[int(rank)] = process
-        except (psutil.Error, OSError, ValueError):
-            continue  # ended between being listed and being looked at
-    return ranks
 
 
 def find_noted_ranks(beats: Iterable[Beat]) -> dict[int, psutil.Process]:
@@ -78,44 +54,29 @@ def with_children(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
-def end_session(leader_pid: int, *, timeout: float = 10.0) -> None:
-    """Kill every process of the session that `leader_pid` leads and wait until they are gone.
+def end_sessions(leader_pids: Collection[int], *, timeout: float = 10.0) -> None:
+    """Kill every process of the sessions that these lead and wait until they are gone.
 
-    By session, not by parent: the ranks of a launcher that has died belong to init, but to their session still.
+    By session, not by parent: what a process that has died had started belongs to init, but to its session still.
     """
     deadline = time.monotonic() + timeout
-    while members := _session(leader_pid):
+    while members := _sessions(leader_pids):
         send(members, signal.SIGKILL)
         if time.monotonic() > deadline:
             return
-        # Not psutil.wait_procs: it would collect the leader's exit status, which belongs to its Popen object.
+        # Not psutil.wait_procs: it would collect the leaders' exit status, which belongs to their Popen objects.
         time.sleep(0.05)
 
 
-def _session(leader_pid: int) -> list[psutil.Process]:
+def _sessions(leader_pids: Collection[int]) -> list[psutil.Process]:
     members: list[psutil.Process] = []
     for process in psutil.process_iter():
         try:
-            if os.getsid(process.pid) == leader_pid and is_alive(process):
+            if os.getsid(process.pid) in leader_pids and is_alive(process):
                 members.append(process)
         except (OSError, psutil.Error):
             continue
     return members
-
-
-def exit_status(process: psutil.Process) -> int | None:
-    """How an ended process ended, as `subprocess` says it (negative for a signal), until its parent has collected it.
-
-    A parent that polls once a second leaves us that long: DeepSpeed's launcher reports one rank's status, and not
-    always the first one's.
-    """
-    try:
-        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    if fields[0] != "Z":
-        return None
-    return os.waitstatus_to_exitcode(int(fields[-1]))
 
 
 def is_stopped(process: psutil.Process) -> bool:

@@ -22,8 +22,10 @@ from typing import IO, Any, NoReturn
 import yaml
 
 from launcher.requirements import check_requirements
-from launcher.supervise import EXIT_OK, PASSED_ON
+from launcher.stop_signals import PASSED_ON
+from launcher.supervise import EXIT_OK
 from trainer.config import UserError, load_config
+from trainer.config.launcher_process import tie_children_to_this_process
 
 MODEL = "ibm-granite/granite-4.0-h-1b"
 OUTPUT = "./granite_1b_cuda_output"
@@ -177,6 +179,7 @@ def _data(options: argparse.Namespace) -> tuple[str, str | None]:
 
 def _logged(command: Sequence[str], log_path: Path) -> int:
     """Run a command, copy what it says to this terminal and to the end of a log, pass signals on; its exit code."""
+    tie_children_to_this_process()
     with open(log_path, "ab") as log:
         # A session of its own: Ctrl-C reaches it once, through us.
         process = subprocess.Popen(

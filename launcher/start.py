@@ -7,8 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from launcher.child import run_child
 from launcher.command import CPU_RANKS, Command, hostfile_command, local_command, visible_gpus
 from launcher.elsewhere import Reach, ThroughLauncher, ThroughSrun, ThroughSsh
 from launcher.environment import write_environment
@@ -17,11 +19,13 @@ from launcher.hosts import Filters, Slots, check_reachable, choose_slots, read_h
 from launcher.mpi import mpirun_command
 from launcher.slurm import in_allocation, lost_nodes, read_allocation, srun_command
 from launcher.status import note_job
-from launcher.supervise import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE, STOPPED, Supervisor, run_child
-from launcher.terminal import ConsoleFile, ConsolePipe, say
+from launcher.stop_signals import EXIT_PREEMPTED, STOPPED
+from launcher.supervise import EXIT_OK, EXIT_USAGE, Supervisor
+from launcher.terminal import ConsoleFile, ConsolePipe, say, show
 from trainer.config import LoadedConfig, UserError
 from trainer.config.folder_lock import FolderLock, refuse_if_held
-from trainer.config.ports import free_port, random_port
+from trainer.config.launcher_process import tie_children_to_this_process
+from trainer.config.ports import check_free, free_port, random_port
 
 ENVIRONMENT_FILE = "environment"
 OF_CPU_RANKS = {"OMP_NUM_THREADS": "1"}
@@ -87,7 +91,10 @@ def plan(request: Request, logs: Path) -> tuple[Build, Reach | None]:
     launcher = request.chosen_launcher()
     address, port = request.master_addr, request.master_port
     if launcher == "local":
-        port = free_port() if port is None else port
+        if port is None:
+            port = free_port()
+        else:
+            check_free(port)
         return partial(local_command, gpus=visible_gpus(), num_gpus=request.num_gpus, port=port), None
     if launcher == "slurm":
         allocation = read_allocation(os.environ, **request.filters())
@@ -114,6 +121,8 @@ def start(arguments: Sequence[str], loaded: LoadedConfig, request: Request, *, d
     """Check, tokenise, start the ranks and stay with them; returns the exit code."""
     run_dir = Path(loaded.config.output_dir)
     logs = run_dir / "logs"
+    if not dry_run:
+        tie_children_to_this_process()
     build, reach = plan(request, logs)
     command = build(list(arguments))  # its refusals come before any work
     if dry_run:
@@ -121,9 +130,10 @@ def start(arguments: Sequence[str], loaded: LoadedConfig, request: Request, *, d
         return 0
     resumes = loaded.config.training.resume_from_checkpoint == "auto"
     refuse_if_held(run_dir, resumes=resumes)
-    # Quiet, for rank 0 says the same of the data later, and the libraries' greetings are for nobody.
-    ranks = f"--world-size={command.ranks}"
-    code = run_child([sys.executable, "-m", "trainer.prepare", *arguments, ranks], quiet=True)
+    show(f"zerolora {own_version()}: {arguments[0]}")
+    # Of what it finds it shows only how far it is: rank 0 says the rest later.
+    prepare = ["trainer.prepare", "--phases", *arguments, f"--world-size={command.ranks}"]
+    code = run_child([sys.executable, "-m", "launcher.module", *prepare])
     if code:
         return code
     with FolderLock.take(run_dir, resumes=resumes, say=say) as lock:
@@ -142,10 +152,23 @@ def _run(arguments: Sequence[str], loaded: LoadedConfig, build: Build, reach: Re
             command = build([*arguments, *more, *console.arguments()])
             if isinstance(reach, ThroughSsh):
                 write_environment(logs / ENVIRONMENT_FILE, OF_CPU_RANKS | os.environ)
+            show(f"starting {command.ranks} rank{'s' * (command.ranks > 1)}{_where(command)}")
             code = Supervisor(command, logs, hang_timeout_minutes=hang_timeout, reach=reach).run()
         return _again_if_lost(code, reach)
 
     return run_with_halvings(run, logs)
+
+
+def own_version() -> str:
+    """As it was installed."""
+    try:
+        return version("zerolora")
+    except PackageNotFoundError:  # a checkout, as on a shared file system
+        return "(not installed)"
+
+
+def _where(command: Command) -> str:
+    return " on the CPU" if command.set_variables.get("DS_ACCELERATOR") == "cpu" else ""
 
 
 def _again_if_lost(code: int, reach: Reach | None) -> int:

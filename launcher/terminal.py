@@ -115,6 +115,12 @@ def say(message: str) -> None:
         pass  # the terminal is closed; the run goes on, and launcher.log has the rest
 
 
+def show(line: str) -> None:
+    """A line of the launcher's own where rank 0's lines go: how far the start is."""
+    sys.stdout.flush()
+    _write(f"{line}\n".encode())
+
+
 def _write(data: bytes) -> None:
     """All of `data` to stdout; a terminal that has gone away must not stop the run."""
     try:

@@ -33,9 +33,9 @@ class Run:
 
     def beat(self, rank: int) -> dict[str, object]:
         try:
-            found: dict[str, object] = json.loads((self.logs / f"heartbeat-{rank}.json").read_text())
+            found: dict[str, object] = json.loads((self.logs / f"heartbeat-{rank}.json").read_text().splitlines()[0])
             return found
-        except (OSError, ValueError):
+        except (OSError, ValueError, IndexError):
             return {"step": 0}
 
     def pid(self, rank: int) -> int:

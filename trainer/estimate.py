@@ -11,9 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Before any library that asks DeepSpeed for a device: nothing here computes on one.
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 from rich.console import Console
 from rich.table import Table
 
@@ -170,6 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gpu-memory", default=DEFAULT_GPU, help=f"memory of each, such as {DEFAULT_GPU} (default)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_intermixed_args(argv)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
     quiet_libraries()
     try:
         if arguments.gpus < 1:

@@ -6,7 +6,9 @@ ranks find both done. Every failure is a UserError: one line, exit code 2, nothi
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +33,10 @@ class Prepared:
     """What is worth a line on the console."""
 
 
-def prepare(config: RunConfig, *, to_train: bool = True) -> Prepared:
-    """Check what can be checked without weights and tokenise the data. Raises UserError.
+def prepare(
+    config: RunConfig, tell: Callable[[str], None] = lambda phase: None, *, to_train: bool = True
+) -> Prepared:
+    """Check what can be checked without weights and tokenise the data; `tell` hears of each phase. Raises UserError.
 
     `to_train` false: for a look at a configuration whose output folder may hold a run already.
     """
@@ -59,6 +63,7 @@ def prepare(config: RunConfig, *, to_train: bool = True) -> Prepared:
         raise UserError(f"model.attn_implementation={kernels}: the package flash-attn is not installed; use auto")
     if config.lora.init == "loftq" and not torch.cuda.is_available():
         raise UserError("lora.init=loftq: PEFT computes it on a GPU, and this machine has none; use lora.init: default")
+    tell(f"checking the model {config.base_model}")
     model_config = load_model_config(config.base_model, config.model)
     check_kind(config.base_model, model_config)
     notes = check_weights(config.base_model, config.model, model_config)
@@ -80,6 +85,8 @@ def prepare(config: RunConfig, *, to_train: bool = True) -> Prepared:
         check_packable(empty)
     if config.dataset.packing:
         check_packing(model_config)
+    paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
+    tell(f"tokenising {', '.join(map(str, paths))}, or finding that done")
     data = prepare_data(
         config.dataset,
         tokenizer,
@@ -91,7 +98,11 @@ def prepare(config: RunConfig, *, to_train: bool = True) -> Prepared:
 
 
 def prepare_to_resume(
-    config: RunConfig, world_size: int | None = None, *, to_train: bool = True
+    config: RunConfig,
+    world_size: int | None = None,
+    tell: Callable[[str], None] = lambda phase: None,
+    *,
+    to_train: bool = True,
 ) -> tuple[Prepared, "Resumption"]:
     """`prepare`, and what comes before and after it where a checkpoint is gone on from; each byte of it is read."""
     from trainer.checkpoint_files import choose_checkpoint
@@ -100,16 +111,17 @@ def prepare_to_resume(
 
     check_place(config)
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
-    prepared = prepare(config, to_train=to_train)
+    prepared = prepare(config, tell, to_train=to_train)
     return prepared, plan_resumption(config, prepared, world_size=world_size, choice=choice)
 
 
-def build_operators(config: RunConfig) -> None:
+def build_operators(config: RunConfig, tell: Callable[[str], None]) -> None:
     """Compile the CUDA operators, if this run is to use them, before the ranks start: they find them built."""
     if config.ops.backend not in ("auto", "cuda") or config.adapter == "none" or not torch.cuda.is_available():
         return
     import ops
 
+    tell("building the operators, or finding them built")
     try:
         ops.load(config.ops.backend)
     except ValueError as error:
@@ -152,13 +164,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", help="key=value")
     parser.add_argument("--world-size", type=int, help="how many ranks will train")
+    parser.add_argument("--phases", action="store_true", help="print what is being done, and not what was found")
     arguments = parser.parse_intermixed_args(argv)
+    show = partial(print, flush=True) if arguments.phases else lambda phase: None
     try:
         config = load_config(arguments.config, arguments.overrides).config
-        prepared, resumption = prepare_to_resume(config, arguments.world_size)
-        for line in (*prepared.data.stats.lines(), *resumption.warnings, *resumption.notes):
-            print(line)
-        build_operators(config)
+        prepared, resumption = prepare_to_resume(config, arguments.world_size, show)
+        if not arguments.phases:
+            for line in (*prepared.data.stats.lines(), *resumption.warnings, *resumption.notes):
+                print(line)
+        build_operators(config, show)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from trainer.config import UserError
 from trainer.config.known_versions import require
-from trainer.config.ports import free_port
+from trainer.config.ports import free_port, port_is_taken
 from trainer.liveness.progress import phase
 from trainer.rank_variables import FAMILIES, OPEN_MPI, PMI, SRUN, host_name, read_place, srun_meeting_point
 
@@ -84,14 +84,24 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
         os.environ["LOCAL_RANK"] = str(device.index)
         if FAMILIES[OPEN_MPI][2] in os.environ:
             os.environ[FAMILIES[OPEN_MPI][2]] = str(device.index)
-    deepspeed.init_distributed(
-        dist_backend="nccl" if device.type == "cuda" else "gloo",
-        auto_mpi_discovery=False,  # done above, for the ranks meet before they form a group
-        timeout=datetime.timedelta(minutes=timeout_minutes),
-        verbose=False,
-    )
+    try:
+        deepspeed.init_distributed(
+            dist_backend="nccl" if device.type == "cuda" else "gloo",
+            auto_mpi_discovery=False,  # done above, for the ranks meet before they form a group
+            timeout=datetime.timedelta(minutes=timeout_minutes),
+            verbose=False,
+        )
+    except dist.DistNetworkError as error:
+        raise told_if_taken(error) from None
     if device.type == "cpu":
         _unlink_shared_buffer(ranks)
+
+
+def told_if_taken(error: dist.DistNetworkError) -> Exception:
+    """The error, as the line about --master-port where that is what is wrong: only the first rank can find it."""
+    if "EADDRINUSE" not in str(error):
+        return error
+    return UserError(port_is_taken(int(os.environ["MASTER_PORT"]), "Address already in use", host_name()))
 
 
 def extend_timeouts(minutes: float) -> None:

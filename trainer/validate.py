@@ -9,9 +9,6 @@ import os
 import sys
 from pathlib import Path
 
-# Before any library that asks DeepSpeed for a device: nothing here computes on one.
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 from trainer.config import AUTO, CommandParser, RunConfig, UserError, load_config
 from trainer.finished_run import quiet_libraries
 from trainer.output_folder import obstacle
@@ -72,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_intermixed_args(argv)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
     quiet_libraries()
     try:
         loaded = load_config(arguments.config, arguments.overrides)

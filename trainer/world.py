@@ -24,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from trainer.config import RunConfig, UserError
 from trainer.rank_variables import host_name
-from trainer.ranks import Ranks, find_meeting_point
+from trainer.ranks import Ranks, find_meeting_point, told_if_taken
 from trainer.run_record import package_versions
 
 PACKAGES = ("trainer", "ops")
@@ -76,7 +76,10 @@ def meet(ranks: Ranks, config: RunConfig) -> World:
         return World(summary([report]), None)
     find_meeting_point(ranks)
     patience = timedelta(minutes=config.training.timeout_minutes)
-    store, _, _ = next(rendezvous("env://", timeout=patience))
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=patience))
+    except dist.DistNetworkError as error:
+        raise told_if_taken(error) from None
     # What an earlier run of these processes left in the store is not this one's.
     answer = _exchange(PrefixStore(f"zerolora_world_{next(_MEETINGS)}", store), ranks, report, patience)
     if answer["wrong"]:

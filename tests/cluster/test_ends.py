@@ -24,6 +24,7 @@ from trainer.config.ports import free_port
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "trainer.train")
+DEEPSPEED = ("deepspeed", "--num_gpus=2", f"--master_port={free_port()}", "--module", "trainer.train")
 # Minutes; the first step may take three times as long.
 SOON = "training.hang_timeout=0.1"
 
@@ -203,6 +204,53 @@ def test_a_save_that_does_not_move_is_a_hang(start: Start) -> None:
     assert code == 1, err
     first = err.splitlines()[0]
     assert f"rank 0 on {HOST}" in first and "phase save" in first and "rank 1 waits for it in" in first, err
+
+
+# Where the run is when its launcher is killed: what holds it there, and what shows that it is there.
+PHASES = {
+    "tokenise": (":dead tokenise:1", lambda run: list((run.logs.parents[1] / "cache").glob("*.building"))),
+    "load": ("0:dead load:1", lambda run: run.beat(1).get("phase") == "load"),
+    "first step": ("1:hang:2", lambda run: run.beat(0)["step"] == 1),
+    "step": ("", lambda run: int(str(run.beat(0)["step"])) > 3),
+    "evaluate": ("1:dead evaluate:2", lambda run: run.beat(1).get("phase") == "evaluate" and run.beat(1)["step"]),
+    "save": ("1:dead save:2", lambda run: run.beat(1)["step"] == 4 and run.beat(1).get("phase") == "save"),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_nothing_outlives_a_launcher_that_is_killed(start: Start, tmp_path: Path, phase: str) -> None:
+    """What was stopped and goes on (SIGSTOP, SIGCONT) is no such launcher; an older checkpoint stays whole."""
+    mischief, is_there = PHASES[phase]
+    settings = [f"dataset.cache_dir={tmp_path / 'cache'}", "dataset.val_split=0.1"]
+    run = start(*settings, "training.eval_steps=3", "training.save_steps=2", mischief=mischief)
+    _wait_for(lambda: bool(is_there(run)))
+    process = psutil.Process(run.process.pid)
+    below = process.children(recursive=True)
+    assert below
+    process.suspend()
+    time.sleep(4.0)
+    assert all(child.is_running() for child in below), "a launcher that is stopped is alive"
+    process.kill()
+    run.process.wait()
+    _, alive = psutil.wait_procs(below, timeout=15.0)
+    assert alive == []
+    if phase == "save":
+        assert [path.name for path in whole_checkpoints(run.logs.parent)] == ["checkpoint-2"]
+    if phase == "tokenise":
+        assert not run.logs.exists()
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, DEEPSPEED], ids=["torchrun", "deepspeed"])
+def test_ranks_end_with_the_launcher_that_somebody_else_started(start: Start, launcher: tuple[str, ...]) -> None:
+    run = start(launcher=launcher)
+    run.wait_for_step(3)
+    ranks = [psutil.Process(run.pid(rank)) for rank in (0, 1)]
+    parent = ranks[0].parent()
+    assert parent is not None
+    parent.kill()
+    _, alive = psutil.wait_procs(ranks, timeout=15.0)
+    assert alive == []
+    run.process.wait()
 
 
 def test_torchrun_names_the_hanging_rank_too(start: Start) -> None:

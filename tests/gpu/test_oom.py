@@ -69,11 +69,9 @@ def whole(folder: Path) -> list[float]:
 def fraction(folder: Path) -> float:
     """A quarter more than the estimate for 8 rows, which is less than 16 need."""
     from trainer.config import load_config
+    from trainer.estimate import planner_for
     from trainer.memory.plan import with_changes
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DS_ACCELERATOR", "cuda")  # the estimate, a command of its own, would choose the CPU for all tests
-        from trainer.estimate import planner_for
     config = load_config(folder / "base.yaml").config
     planner, _ = planner_for(config, torch.cuda.device_count())
     room = 1.25 * planner.of(with_changes(config, {"training.batch_size": FIT})).peak

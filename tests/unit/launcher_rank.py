@@ -1,7 +1,9 @@
 """A rank without a model: what `zerolora train` starts in the launcher's tests. Arguments: behaviour, folder."""
 
+import json
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -29,14 +31,20 @@ def main() -> int:
     if rank == 0:
         with open(arguments[arguments.index("--console") + 1], "w") as console:
             print(f"console line of {behaviour}", file=console)
+    beat = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "step": 7, "phase": "backward"}
+    beat |= {"exit_code": None, "free_memory_gib": 8.0, "free_shm_gib": 8.0, "time": time.time()}
+    if behaviour != "early":
+        # The step is written at its begin, the rest every two seconds.
+        (folder / "logs" / f"heartbeat-{rank}.json").write_text(f"{json.dumps(beat)}\n{9 + rank}\n")
     (folder / f"ready-{rank}").write_text(str(os.getpid()))
     if behaviour == "finish":
         return 0
     if rank == 1 and behaviour == "raise":
         raise ValueError("the middle of the model is missing")
-    if rank == 1 and behaviour == "killed":
+    if (behaviour == "killed" and rank == 1) or behaviour == "both killed":
+        time.sleep(2.0 * rank)
         os.kill(os.getpid(), signal.SIGKILL)
-    if behaviour == "deaf":
+    if behaviour in ("deaf", "early"):
         while True:
             time.sleep(1)
     while not received:

@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.build_locks import remove_stale_locks
+from launcher.beats import read_beats
+from launcher.build_locks import build_waited_for, remove_stale_locks
+from launcher.command import Command
 from launcher.doctor import _run, show
 from launcher.doctor_hosts import answer_lines, check_mpi, check_srun, checks_told
 from launcher.doctor_local import (
@@ -30,6 +32,7 @@ from launcher.doctor_local import (
 from trainer.config import DatasetSection, RunConfig, TrainingSection
 from trainer.doctor.probe import check_data, check_model, missing_shards
 from trainer.doctor.ranks import check_all_reduce
+from trainer.liveness.vital_signs import BUILD_LOCK
 from trainer.world import Report, differences
 
 CHECKOUT = Path(__file__).parents[2]
@@ -88,6 +91,22 @@ def test_a_run_removes_what_only_a_killed_build_can_have_left(
     assert (
         capsys.readouterr().err == f"note: removed {locks['old']}, the lock of a build that was killed 10 minutes ago\n"
     )
+
+
+def test_a_rank_that_waits_for_a_build_says_whose_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert build_waited_for() == "the build of an operator"
+    lock = tmp_path / "cpu_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, (time.time() - 600.0,) * 2)
+    assert build_waited_for() == f"whoever holds {lock}, a process of another host or user"
+    with lock.open():
+        assert build_waited_for() == f"process {os.getpid()}, which compiles cpu_adam"
+    line = {"rank": 1, "host": "n1", "pid": 2, "step": 0, "phase": "start engine", "exit_code": None, "time": 0.0}
+    line |= {"free_memory_gib": 1.0, "free_shm_gib": 1.0, "place": BUILD_LOCK}
+    (tmp_path / "heartbeat-1.json").write_text(json.dumps(line))
+    assert read_beats(tmp_path)[1].waits_for_build
 
 
 def test_more_memory_and_disk_than_there_is_fails(tmp_path: Path) -> None:
@@ -247,7 +266,7 @@ def test_the_table_has_a_fix_below_each_line_and_counts_the_good_ones_of_other_h
 
 def test_a_slow_answer_is_not_waited_for(tmp_path: Path) -> None:
     started = time.monotonic()
-    found, words = _run(["sh", "-c", "sleep 60"], dict(os.environ), 1.0)
+    found, words = _run(Command(("sh", "-c", "sleep 60"), 1, {}, ()), 1.0)
     assert found is None and "no answer within 1 s" in words and time.monotonic() - started < 20.0
 
 

@@ -1,6 +1,7 @@
 """The command line itself: quick, free of torch, and honest."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 CHECKOUT = Path(__file__).parents[2]
+DASHES = "settings are written without dashes"
 CONFIG = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
 
 
@@ -27,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_nothing_heavy_is_imported() -> None:
-    program = "import sys, launcher.cli; print({'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules))"
+    program = "import sys, launcher.commands; print({'torch', 'transformers', 'deepspeed', 'numpy'} & set(sys.modules))"
     shown = subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "set()"
 
@@ -44,6 +46,27 @@ def test_dry_run_prints_the_command_and_does_nothing(folder: Path) -> None:
     assert result.stdout.startswith("DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 ")
     assert result.stdout.endswith("deepspeed --num_gpus=2 --master_port=29400 --module trainer.train c.yaml seed=7\n")
     assert [path.name for path in folder.iterdir()] == ["c.yaml"]
+
+
+def test_the_version_is_told(folder: Path) -> None:
+    result = zerolora("--version", cwd=folder)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("zerolora ") and result.stdout.count("\n") == 1
+
+
+def test_a_configuration_that_can_be_read_once_is_refused_at_once(folder: Path) -> None:
+    """As `zerolora train <(cat c.yaml)` gives it."""
+    os.mkfifo(folder / "pipe")
+    result = zerolora("train", "pipe", cwd=folder)
+    assert result.returncode == 2
+    assert result.stderr == "error: pipe: a pipe can be read once, and every rank reads the file; write it to a file\n"
+
+
+def test_how_far_the_start_is_comes_line_by_line(folder: Path) -> None:
+    result = zerolora("train", "c.yaml", cwd=folder, variables={"HF_HUB_OFFLINE": "1"})
+    assert result.returncode == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    first, second = result.stdout.splitlines()
+    assert first.startswith("zerolora ") and first.endswith(": c.yaml") and second == "checking the model some/model"
 
 
 def test_config_prints_yaml_that_can_be_used_again(folder: Path) -> None:
@@ -68,6 +91,10 @@ def test_json_schema_is_json(folder: Path) -> None:
         (["config"], "error: zerolora config: no file"),
         (["trian", "c.yaml"], "error: No such command 'trian'. Did you mean 'train'? `zerolora --help` says how"),
         (["train", "c.yaml", "--num-gpu", "2"], "error: No such option: --num-gpu"),
+        (["train", "c.yaml", "--training.epochs", "3"], f"error: --training.epochs: {DASHES}: training.epochs=3;"),
+        (["train", "c.yaml", "--lora_r=4"], f"error: --lora_r: {DASHES}: lora_r=4;"),
+        (["validate", "c.yaml", "--training.max-steps", "3"], f"error: --training.max-steps: {DASHES}: training.max_"),
+        (["train", "c.yaml", "--num-gpus", "1000"], "error: --num-gpus 1000: there is no GPU, and this process may "),
         (["train"], "error: Missing argument 'CONFIG'. `zerolora train --help` says how"),
     ],
 )
@@ -81,10 +108,10 @@ def test_a_mistake_ends_with_2(folder: Path, arguments: list[str], complaint: st
 
 def test_a_subcommand_of_its_own_module_gets_its_arguments_and_returns_its_code(folder: Path) -> None:
     program = (
-        "import sys, launcher.cli as cli\n"
-        "cli._add_passed_on('probe', 'probe', 'a module')\n"
+        "import sys, launcher.commands as commands\n"
+        "commands._add_passed_on('probe', 'probe', 'a module')\n"
         "sys.argv[1:] = ['probe', 'RUN', '--help', '-x', '--', '--flag=1']\n"
-        "cli.main()\n"
+        "commands.main()\n"
     )
     (folder / "probe.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(7)\n")
     result = subprocess.run(

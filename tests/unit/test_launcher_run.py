@@ -1,4 +1,4 @@
-"""`zerolora train`'s supervisor around the real `deepspeed` launcher: exit codes, signals, last words, no orphans.
+"""`zerolora train`'s supervisor around real processes: exit codes, signals, last words, no orphans.
 
 All runs are started together, because each waits seconds for imports; the tests then look at one each.
 """
@@ -25,7 +25,8 @@ BEHAVIOURS = {
     "interrupted": "save",
     "preempted": "save",
     "impatient": "deaf",
-    "headless": "deaf",
+    "both killed": "both killed",
+    "early": "early",
 }
 PATIENCE_S = 90.0
 pytestmark = pytest.mark.distributed
@@ -81,7 +82,6 @@ def test_success(runs: dict[str, Run]) -> None:
     assert run.end() == 0
     assert run.text("out") == "console line of finish\n"
     assert run.text("err") == ""
-    assert "exits successfully" in run.text("logs/launcher.log")
     assert run.left_behind() == []
 
 
@@ -89,7 +89,7 @@ def test_a_failed_rank_is_named_with_its_traceback(runs: dict[str, Run]) -> None
     run = runs["raise"]
     assert run.end() == 1
     lines = run.text("err").splitlines()
-    assert lines[0] == f"the run failed: rank 1 on {socket.gethostname()} ended with exit code 1"
+    assert lines[0] == f"the run failed: rank 1 on {socket.gethostname()} ended with exit code 1 (step 10)"
     assert lines[-2].strip() == "ValueError: the middle of the model is missing"
     assert lines[-1] == f"the whole log: {run.folder}/logs/rank-1.log"
     assert len(lines) <= 15
@@ -100,7 +100,7 @@ def test_a_killed_rank_takes_the_run_down(runs: dict[str, Run]) -> None:
     run = runs["killed"]
     assert run.end() == 128 + signal.SIGKILL
     lines = run.text("err").splitlines()
-    assert lines[0] == f"the run failed: rank 1 on {socket.gethostname()} was killed by signal 9 (SIGKILL)"
+    assert lines[0] == f"the run failed: rank 1 on {socket.gethostname()} was killed by signal 9 (SIGKILL) (step 10)"
     assert "oom_kill counter did not move" in lines[1]
     assert lines[-1].startswith("the whole log")
     assert run.left_behind() == []
@@ -136,13 +136,20 @@ def test_a_second_interrupt_ends_ranks_that_do_not_listen(runs: dict[str, Run]) 
     assert run.left_behind() == []
 
 
-def test_a_dead_launcher_is_no_success(runs: dict[str, Run]) -> None:
-    run = runs["headless"]
+def test_every_rank_that_was_killed_is_named_at_its_step(runs: dict[str, Run]) -> None:
+    """Two seconds lie between them: the second is not killed because the first is gone."""
+    run = runs["both killed"]
+    assert run.end() == 128 + signal.SIGKILL
+    words = f"on {socket.gethostname()} was killed by signal 9 (SIGKILL) (step"
+    lines = run.text("err").splitlines()
+    assert lines[0] == f"the run failed: rank 0 {words} 9)"
+    assert f"also: rank 1 {words} 10)" in lines
+
+
+def test_a_stop_before_the_first_step_promises_no_checkpoint_and_waits_for_nobody(runs: dict[str, Run]) -> None:
+    run = runs["early"]
     run.wait_until_ready()
-    launcher = psutil.Process(int(run.text("ready-0"))).parent()
-    assert launcher is not None and "deepspeed.launcher.launch" in launcher.cmdline()
-    launcher.kill()
-    # The `deepspeed` command itself ends with 0 here.
-    assert run.end() == 1
-    assert "the launcher ended without saying that every rank succeeded" in run.text("err")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 143
+    assert run.text("err") == "SIGTERM: stopping, before the first step; once more stops at once\n"
     assert run.left_behind() == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from launcher.cli import app
+from launcher.commands import app
 from launcher.status import job_lines, run_lines, run_of_job
 from launcher.submit import TEMPLATE, Job, render, sweep_lines
 from trainer.config import UserError

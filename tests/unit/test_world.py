@@ -1,6 +1,7 @@
 """What ranks tell of themselves, and what is said where they differ."""
 
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import UserError
+from trainer.config import RunConfig, UserError
 from trainer.config.folder_lock import FolderLock
-from trainer.config.ports import free_port
-from trainer.train import main as train
-from trainer.world import Report, code_version, differences, summary
+from trainer.config.ports import check_free, free_port
+from trainer.rank import main as train
+from trainer.rank_variables import host_name
+from trainer.ranks import Ranks
+from trainer.world import Report, code_version, differences, meet, summary
 
 DECIDE = """
 from trainer.config import UserError
@@ -82,6 +85,22 @@ def test_many_hosts_are_cut_short() -> None:
 def test_the_code_is_the_sources() -> None:
     version, _, digest = code_version().partition("+")
     assert version and len(digest) == 12 and int(digest, 16) >= 0
+
+
+def test_a_port_that_is_taken_is_told_by_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the command where the ranks meet on its host, by the first rank elsewhere."""
+    port = free_port()
+    check_free(port)
+    config = RunConfig.model_validate({"base_model": "m", "output_dir": "o", "dataset": {"path": "d"}})
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    with socket.socket() as listener:
+        listener.bind(("", port))
+        listener.listen()
+        with pytest.raises(UserError, match=f"^--master-port {port}: not free on this host .Address already in use"):
+            check_free(port)
+        with pytest.raises(UserError, match=f"^--master-port {port}: not free on {host_name()} "):
+            meet(Ranks(0, 2, 0), config)
 
 
 def test_all_ranks_hear_what_the_first_one_decides() -> None:

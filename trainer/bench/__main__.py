@@ -35,6 +35,7 @@ from trainer.bench.report import (
 )
 from trainer.bench.task import Case, Task
 from trainer.config import AUTO, CommandParser, RunConfig, UserError
+from trainer.config.launcher_process import tie_children_to_this_process
 from trainer.run_record import commit, package_versions
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parse(words)
     # As Ctrl-C does it: the child processes must not outlive this one.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    tie_children_to_this_process()
     try:
         with tempfile.TemporaryDirectory(prefix="zerolora-bench-") as scratch:
             bench = Bench(arguments, words, Path(arguments.keep or scratch).absolute(), Console(width=140))

@@ -1,7 +1,7 @@
 """`zerolora compare CONFIG`: controllers of the SCU side by side on one model and data set, several seeds each.
 
-A trial is one (measure, controller, lambda, seed). Each runs in a process of its own, `python -m trainer.compare.run`,
-in DIR/<name>: one after another, several side by side on one GPU, or spread over GPUs. There is no launcher between:
+A trial is one (measure, controller, lambda, seed). Each runs in a process of its own, trainer/compare/trial.py, in
+DIR/<name>: one after another, several side by side on one GPU, or spread over GPUs. There is no launcher between:
 a single rank needs none, and DeepSpeed's would cost each trial the seconds that its two processes take to start.
 Finished trials are recognised by their settings and skipped; one that was interrupted starts again.
 """

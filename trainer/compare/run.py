@@ -1,4 +1,4 @@
-"""One run of a comparison: `python -m trainer.compare.run CONFIG [key=value ...]`, a single rank without a launcher.
+"""One run of a comparison, a single rank without a launcher; trainer/compare/trial.py starts it.
 
 It trains as any other run does. Besides, every evaluation keeps the loss of each held-out document, which intervals and
 paired differences need; they are written at the end, to heldout_documents.json, which marks the run as finished. What a
@@ -22,7 +22,7 @@ from trainer.evaluate import row_losses
 from trainer.loop import Position
 from trainer.metrics import read_metrics
 from trainer.prepare import Prepared, prepare
-from trainer.ranks import Ranks, end_process, leave_process_group
+from trainer.ranks import Ranks, leave_process_group
 from trainer.run import Run
 from trainer.run_record import note_written
 from trainer.signals import StopRequest
@@ -124,7 +124,3 @@ class MeasuredRun(Run):
         self._check_folder()
         note_written(self.run_dir, [DOCUMENTS_FILE])
         write_json(self.run_dir / DOCUMENTS_FILE, record)
-
-
-if __name__ == "__main__":
-    end_process(main())

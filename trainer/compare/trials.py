@@ -15,10 +15,11 @@ from rich.markup import escape
 
 from trainer.compare.run import DOCUMENTS_FILE
 from trainer.config import RunConfig, UserError, load_config
+from trainer.config.launcher_process import tie_children_to_this_process
 
 CONTROLLERS = ("none", "fixed", "linear", "cosine", "pi")
 MEASURES = ("delta", "factors")
-CHILD = "trainer.compare.run"
+CHILD = "trainer.compare.trial"
 POLL_S = 0.2
 PATIENCE_S = 20.0
 # A trial measures and ends: nothing is kept to resume from, nothing ends it early, nothing is shown or reported.
@@ -133,6 +134,7 @@ def run_trials(trials: Sequence[Trial], config: Path, slots: Sequence[str | None
     """Train them, as many at a time as there are slots (a CUDA_VISIBLE_DEVICES each); returns those that failed."""
     waiting, failed = list(trials), []
     free = list(slots)
+    tie_children_to_this_process()
     running: dict[Process, tuple[Trial, str | None, float]] = {}
     threads = max(1, (os.cpu_count() or 1) // len(slots))
     started = time.monotonic()

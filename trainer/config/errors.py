@@ -33,6 +33,11 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End the process."""
+        from trainer.config.messages import as_override  # it imports this module
+
+        words = message.partition("unrecognized arguments: ")[2].split()
+        if words and (override := as_override(words[0], words)):
+            message = f"{words[0].partition('=')[0]}: settings are written without dashes: {override}"
         self.exit(UserError.exit_code, f"error: {' '.join(message.split())}; `{self.prog} --help` says how\n")
 
 

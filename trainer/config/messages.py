@@ -82,6 +82,20 @@ def unknown_setting(path: Sequence[str]) -> str:
     return f"{dotted}: unknown setting; {fix}"
 
 
+def as_override(option: str, words: Sequence[str]) -> str | None:
+    """What to write for an option that is the name of a setting: `training.epochs=3` for `--training.epochs 3`."""
+    name = option.partition("=")[0].lstrip("-")
+    known = {*setting_names(), *ALIASES}
+    name = next((known_name for known_name in (name, name.replace("-", "_")) if known_name in known), "")
+    if not name:
+        return None
+    for at, word in enumerate(words):
+        if word.partition("=")[0] == option.partition("=")[0]:
+            following = words[at + 1] if at + 1 < len(words) and not words[at + 1].startswith("--") else "..."
+            return f"{name}={word.partition('=')[2] or following}"
+    return f"{name}=..."
+
+
 def setting_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
     """Every setting's dotted name, in order."""
     names: list[str] = []

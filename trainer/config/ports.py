@@ -32,6 +32,22 @@ def free_port() -> int:
     )
 
 
+def check_free(port: int) -> None:
+    """Raises UserError if something listens at a port of this host that the user has chosen."""
+    with socket.socket() as listener:
+        # As the ranks' store: a port whose last user ended a minute ago can be used again.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError as error:
+            raise UserError(port_is_taken(port, error.strerror or str(error))) from None
+
+
+def port_is_taken(port: int, reason: str, host: str = "this host") -> str:
+    """The line for a port at which the ranks cannot meet."""
+    return f"--master-port {port}: not free on {host} ({reason}); name another one, or leave the option out"
+
+
 def port_of_job(job_id: int) -> int:
     """A port that every node of a SLURM job works out alike; jobs that share a node have different ones."""
     return FIRST_PORT + job_id % PORTS

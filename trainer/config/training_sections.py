@@ -122,6 +122,8 @@ class TrainingSection(Section):
     """How long a collective waits for a rank before the run fails; at least 5 minutes more than 3 x hang_timeout."""
     hang_timeout: NonNegative = 10.0
     """Minutes without progress of a rank after which the run is ended and the rank named; 0 turns the watchdog off."""
+    launcher_timeout: NonNegative = 120.0
+    """Seconds without a sign of the `zerolora` process after which ranks on other hosts than its own end; 0 never."""
 
 
 def collective_timeout(training: TrainingSection) -> float:

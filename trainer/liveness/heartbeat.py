@@ -1,6 +1,7 @@
 """The signs of life that every rank leaves for the others, for the launcher and for `zerolora status`.
 
-logs/heartbeat-N.json    one line of JSON, written over every second or two by a thread of rank N
+logs/heartbeat-N.json    one line of JSON, written over every second or two by a thread of rank N, and a line with the
+                         step under way, written over at its begin: who is killed is named with the right one
 logs/hang.json           what the ranks agreed on when the run got nowhere: which rank is behind, and where
 Without a folder that all hosts share the same lines go through the store of the process group.
 """
@@ -10,11 +11,12 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-LINE_BYTES = 768
+LINE_BYTES, STEP_BYTES = 768, 16
 STORE_PATIENCE = datetime.timedelta(seconds=10)
 OLD_S = 300.0
 VERDICT_FILE = "hang.json"
@@ -93,12 +95,18 @@ class Folder:
         except OSError as error:
             print(f"heartbeat of rank {self._rank}: {error}", file=sys.stderr)
 
+    def note_step(self, step: int) -> None:
+        """Write the step that begins, from the main thread: it needs microseconds, and outlives a SIGKILL."""
+        if self._file is not None:
+            with suppress(OSError):  # as in `publish`, which tells it every two seconds
+                os.pwrite(self._file, f"{step:{STEP_BYTES - 1}d}\n".encode(), LINE_BYTES)
+
     def read(self) -> dict[int, Heartbeat]:
         """The latest line of every rank that has left one."""
         found = {}
         for rank in range(self._world_size):
             try:
-                beat = Heartbeat.parse(self._path(rank).read_bytes())
+                beat = Heartbeat.parse(self._path(rank).read_bytes()[:LINE_BYTES])
             except OSError:
                 continue
             if beat is not None:

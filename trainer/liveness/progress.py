@@ -1,7 +1,7 @@
 """What this process is doing, noted by its main thread for the watchdog to read: a microsecond or two a note."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 # Work whose length depends on data, disk and network. In all others a rank that gets nowhere waits for another one.
@@ -18,12 +18,16 @@ class Progress:
         self.phases: tuple[str, ...] = ()
         """From the outermost phase to the innermost."""
         self.changed_at = time.monotonic()
+        self.tell_step: Callable[[int], None] | None = None
+        """Where the step is written down at once, set by the watchdog."""
 
     def at_step(self, step: int) -> None:
         """Optimizer step `step` begins."""
         self.step = step
         self.first_step = self.first_step or step
         self.changed_at = time.monotonic()
+        if self.tell_step is not None:
+            self.tell_step(step)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -55,6 +55,7 @@ class Watchdog:
         self._interval_s = min(max(self._timeout_s / 20.0, 0.25), 2.0) if self._timeout_s else 2.0
         self._folder = Folder(logs, ranks.rank, ranks.world_size)
         self._board: Board = self._folder
+        PROGRESS.tell_step = self._folder.note_step
         self._host = host_name()
         self._work = Work()
         self._worked_at = time.monotonic()

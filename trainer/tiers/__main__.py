@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from trainer.config import CommandParser, UserError, load_config
+from trainer.config.launcher_process import tie_children_to_this_process
 from trainer.metrics import METRICS_FILE, read_metrics
 from trainer.tiers import checks
 from trainer.tiers.checks import Check, TierRun
@@ -227,6 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0 if every assertion that could be made held, 1 if not, 2 after a mistake, 130 after Ctrl-C."""
     options = _parse(argv)
     signal.signal(signal.SIGTERM, _interrupt)
+    tie_children_to_this_process()
     console = Console(stderr=options.json, highlight=False)
     outcomes: list[Outcome] = []
     try:

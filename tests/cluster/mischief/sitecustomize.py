@@ -1,7 +1,7 @@
 """What goes wrong on purpose in a rank of a test that puts this folder on PYTHONPATH.
 
 ZEROLORA_MISCHIEF=RANK:KIND:CALLS: the rank with that number misbehaves in the CALLS-th call of a function, a slow one
-from then on.
+from then on. Without a number it is every process of the run that is no rank.
 """
 
 import os
@@ -22,6 +22,9 @@ PLACES = {
     "slow load": ("trainer.run", "build_model"),
     "slow save": ("trainer.checkpoint", "save_file"),
     "dead save": ("trainer.checkpoint", "save_file"),
+    "dead tokenise": ("trainer.data.prepare", "encode_source"),
+    "dead load": ("trainer.run", "build_model"),
+    "dead evaluate": ("trainer.run", "evaluate_loss"),
 }
 SLOW_S = 25.0
 SLOW_CALL_S = 0.25  # two of them a step
@@ -83,5 +86,5 @@ class Finder:
         return spec
 
 
-if KIND and os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == RANK:
+if KIND and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "")) == RANK:
     sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]

@@ -1,0 +1,113 @@
+"""How commands begin and end, whatever they do: a signal is one line and 128 + its number, never a traceback.
+
+launcher/cli.py and launcher/module.py run commands by it. Nothing heavy is imported here, so that this holds soon.
+"""
+
+import io
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+EXIT_FAILED = 1
+EXIT_PREEMPTED = 75
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class Stopped(BaseException):
+    """A signal has come."""
+
+
+class Ending:
+    """What to do about signals until the command has ended."""
+
+    def __init__(self, exception: type[BaseException]) -> None:
+        self._exception = exception
+        self._process = os.getpid()
+        self.number = 0
+        for number in SIGNALS:
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.number or os.getpid() != self._process:
+            os._exit(self.code(number))  # asked again; or a worker that a library has forked
+        self.number = number
+        raise self._exception
+
+    @staticmethod
+    def code(number: int) -> int:
+        """75 after SIGUSR1, which schedulers send before they take the machine away, else 128 + signal."""
+        return EXIT_PREEMPTED if number == signal.SIGUSR1 else 128 + number
+
+    def tell(self) -> int:
+        """One line; the exit code."""
+        name = signal.Signals(self.number).name
+        _say("stopped" if self.number == signal.SIGINT else f"stopped by {name}")
+        return self.code(self.number)
+
+
+class _Output(io.FileIO):
+    """Standard output that remembers why it could not be written."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+
+def run(command: Callable[[], int], *, exception: type[BaseException] = KeyboardInterrupt) -> int:
+    """The exit code of `command`; a signal becomes `exception` in it, and is told here whatever it is turned into."""
+    ending, output = Ending(exception), _Output(1, "w", closefd=False)
+    before = sys.stdout
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(output), encoding=before.encoding, errors=before.errors, line_buffering=output.isatty()
+    )
+    try:
+        try:
+            code = command()
+        except SystemExit as error:
+            if isinstance(error.code, str):
+                _say(error.code)
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        sys.stdout.flush()
+    except BaseException:
+        # Libraries turn an interrupt in the middle of an import into an error of their own.
+        if not ending.number and output.error is None:
+            raise
+        code = EXIT_FAILED
+    if ending.number and code < 128 and code != EXIT_PREEMPTED:
+        return ending.tell()
+    return code if output.error is None else _told(output.error)
+
+
+def _told(error: OSError) -> int:
+    """The exit code where not everything could be printed, after a line where that is a mistake."""
+    # What is still to be flushed at the end of the process goes nowhere.
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+    if isinstance(error, BrokenPipeError):
+        return 128 + signal.SIGPIPE  # `| head -1` has read what it wanted
+    _say(f"error: standard output: {error.strerror}; what was printed is not complete")
+    return EXIT_FAILED
+
+
+def _say(line: str) -> None:
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        pass  # the terminal is closed
+
+
+def quiet_libraries() -> None:
+    """Before they are imported: notices of DeepSpeed (it finds no GPU) and the hub (it tries again) are for nobody."""
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

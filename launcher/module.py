@@ -1,0 +1,25 @@
+"""`python -m launcher.module MODULE ARGUMENTS` does what `python -m MODULE ARGUMENTS` would, and ends in order."""
+
+import _signal  # type: ignore[import-not-found]
+import os
+import sys
+
+
+def _command() -> int:
+    import runpy
+
+    from launcher.entry import quiet_libraries
+    from trainer.config.launcher_process import LauncherWatch
+
+    LauncherWatch(os.environ, is_rank=False).start()
+    quiet_libraries()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    return 0
+
+
+if __name__ == "__main__":
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # as in launcher/cli.py
+    from launcher.entry import run
+
+    sys.exit(run(_command))

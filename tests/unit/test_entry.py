@@ -1,0 +1,161 @@
+"""How commands end before their end: signals at any moment, a pipe that nobody reads, an output that is full."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+ZEROLORA = [sys.executable, "-m", "launcher.cli"]
+MODULE = [sys.executable, "-m", "launcher.module", "victim"]
+ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1"}
+CONFIG = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
+# What transformers does with an interrupt in the middle of an import; the worker inherits its parent's handlers.
+VICTIM = """
+import os, sys, time
+kind = sys.argv[1]
+if kind == "fork" and os.fork() == 0:
+    time.sleep(600)
+try:
+    os.write(1, b"ready\\n")  # a signal in the middle of a print would print it twice
+    time.sleep(600)
+except KeyboardInterrupt:
+    if kind == "import":
+        raise ModuleNotFoundError("Could not import module 'LlamaConfig'") from None
+    if kind == "swallow":
+        print("done")
+        sys.exit(0)
+    if kind == "cleanup":
+        print("swept up")
+    if kind == "deaf":
+        time.sleep(600)
+    raise
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "victim.py").write_text(VICTIM)
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def start(command: list[str], folder: Path) -> "subprocess.Popen[str]":
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}"}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "code", "line"),
+    [
+        ("plain", signal.SIGINT, 130, "stopped"),
+        ("plain", signal.SIGTERM, 143, "stopped by SIGTERM"),
+        ("plain", signal.SIGUSR1, 75, "stopped by SIGUSR1"),
+        ("import", signal.SIGINT, 130, "stopped"),
+        ("swallow", signal.SIGINT, 130, "stopped"),
+        ("cleanup", signal.SIGINT, 130, "stopped"),
+    ],
+)
+def test_a_signal_is_one_line_whatever_becomes_of_it(
+    folder: Path, kind: str, number: signal.Signals, code: int, line: str
+) -> None:
+    with start([*MODULE, kind], folder) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (code, f"{line}\n")
+    assert out == {"swallow": "done\n", "cleanup": "swept up\n"}.get(kind, "")
+
+
+def test_a_second_signal_ends_it_at_once(folder: Path) -> None:
+    with start([*MODULE, "deaf"], folder) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+
+
+def test_workers_that_a_library_has_forked_end_in_silence(folder: Path) -> None:
+    """Ctrl-C in a terminal reaches all of them."""
+    with start([*MODULE, "fork"], folder) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        time.sleep(1.0)  # Python forgets a signal that comes in the middle of a fork
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "stopped\n")
+
+
+# Sends SIGINT to the process that begins to import a module.
+SITE = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["STOP_AT"]:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["launcher.entry", "typer", "trainer.config", "launcher.commands", "torch", "trainer.model"]
+)
+def test_ctrl_c_while_something_is_imported_is_130_without_a_traceback(folder: Path, module: str) -> None:
+    """In the command itself, or in the process that checks model and data below it."""
+    (folder / "sitecustomize.py").write_text(SITE)
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}", "STOP_AT": module}
+    command = [*ZEROLORA, "train", "c.yaml"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    # A shell says 130 of a process that SIGINT has ended, too.
+    assert (done.returncode, done.stderr) in ((130, "stopped\n"), (-signal.SIGINT, ""))
+
+
+@pytest.mark.parametrize("command", ["config --schema", "config c.yaml", "config --json-schema", "--help"])
+def test_an_output_that_is_full_is_one_line_and_1(folder: Path, command: str) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*ZEROLORA, *command.split()], cwd=folder, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: standard output: No space left on device; what was printed is not complete\n"
+
+
+def test_a_pipe_that_nobody_reads_is_no_error_to_tell(folder: Path) -> None:
+    (folder / "victim.py").write_text("for _ in range(10**6): print('line')")
+    line = f"{' '.join(MODULE)} | head -1; echo ${{PIPESTATUS[0]}}"
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}"}
+    done = subprocess.run(["bash", "-c", line], env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("line\n141\n", "")
+
+
+def test_a_closed_stdout_of_a_module_is_one_line_too(folder: Path) -> None:
+    (folder / "victim.py").write_text("print('x' * 100_000)")
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}"}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(MODULE, env=environment, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+
+
+def test_libraries_greet_nobody(folder: Path) -> None:
+    """DeepSpeed warns on stdout that it finds no GPU."""
+    (folder / "victim.py").write_text("from deepspeed.accelerator import get_accelerator; get_accelerator()")
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "DS_ACCELERATOR"}
+    environment |= {"PYTHONPATH": f"{CHECKOUT}:{folder}"}
+    done = subprocess.run(MODULE, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_an_error_of_ours_keeps_its_traceback(folder: Path) -> None:
+    (folder / "victim.py").write_text("raise ValueError('a bug')")
+    done = subprocess.run(
+        MODULE, env=ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}"}, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "Traceback" in done.stderr and "a bug" in done.stderr
