@@ -85,7 +85,7 @@ def written_names(run_dir: Path) -> set[str] | None:
 
 
 def files_in(run_dir: Path) -> list[Path]:
-    """What lies in the folder besides logs, sorted; nothing if it is not there."""
+    """What lies in the folder other than logs, sorted; nothing if it is not there."""
     if not run_dir.is_dir():
         return []
     return sorted(path for path in run_dir.iterdir() if not OF_NOBODY.fullmatch(path.name))
