@@ -109,7 +109,7 @@ def test_weights_without_measure(tokenizer: PreTrainedTokenizerBase, weight: flo
 
 def test_a_source_that_a_stream_would_never_draw(tokenizer: PreTrainedTokenizerBase) -> None:
     write_pairs("a.jsonl", "red", "blue", "nine")
-    with pytest.raises(UserError, match=r"dataset.mix.0.weight=1e-09: less than one document in a million"):
+    with pytest.raises(UserError, match=r"dataset.mix.0.weight=1e-09: fewer than one document in a million"):
         stats_of(tokenizer, path=None, streaming=True, mix=[{"path": "a.jsonl", "weight": 1e-9}, {"path": "a.jsonl"}])
 
 
