@@ -93,7 +93,7 @@ def _check_odds(streamed: Sources) -> None:
     for label, source in streamed:
         if source.weight < LEAST_ODDS * total:
             raise UserError(
-                f"{label}.weight={source.weight:g}: fewer than one document in a million of the stream would be its; "
+                f"{label}.weight={source.weight:g}: fewer than one document in a million would come from it; "
                 "raise it, or remove the source"
             )
 
