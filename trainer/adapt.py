@@ -1,6 +1,6 @@
 """PEFT adapters onto the base model: which layers, how many parameters, and proof that each one learns."""
 
-from collections import Counter
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,9 @@ from trainer.config import LoraSection, UserError
 from trainer.flat import FLAT, flat_adapter_of, trained_parameters
 from trainer.linear import packed_state
 from trainer.partitioned import whole_shape, whole_size
+from trainer.targets import excluded_modules
+
+ONE_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(.*)")  # its layer, and what follows its number
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,10 @@ class AdaptedLayers:
     parameters: int
 
 
-def lora_config(lora: LoraSection, *, added_token_ids: dict[str, list[int]] | None = None) -> Any:
-    """peft.LoraConfig for the section `lora`."""
+def lora_config(
+    lora: LoraSection, *, excluded: str | None = None, added_token_ids: dict[str, list[int]] | None = None
+) -> Any:
+    """peft.LoraConfig for the section `lora`; `excluded` is the pattern of `trainer.targets.excluded_modules`."""
     from peft import LoraConfig
 
     all_linear = lora.target_modules == ("all-linear",)
@@ -36,7 +41,7 @@ def lora_config(lora: LoraSection, *, added_token_ids: dict[str, list[int]] | No
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules="all-linear" if all_linear else list(lora.target_modules),
-        exclude_modules=list(lora.exclude_modules) or None,
+        exclude_modules=excluded,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         init_lora_weights=init,
@@ -44,29 +49,6 @@ def lora_config(lora: LoraSection, *, added_token_ids: dict[str, list[int]] | No
         trainable_token_indices=added_token_ids,
         bias="none",
     )
-
-
-def check_targets(model: nn.Module, lora: LoraSection) -> None:
-    """Raise UserError, listing the linear layers, if a target matches none; the model may be without weights."""
-    linear_names = Counter(
-        name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    )
-    there_is = ", ".join(f"{name} ({count})" for name, count in sorted(linear_names.items())) or "none"
-    if lora.target_modules != ("all-linear",):
-        paths = [name for name, _ in model.named_modules()]
-        unmatched = [target for target in lora.target_modules if not _matches_any(target, paths)]
-        if unmatched:
-            raise UserError(
-                f"lora.target_modules={unmatched}: match no layer of this model; linear layers are: {there_is}"
-            )
-    for name in lora.modules_to_save:
-        if not _matches_any(name, [path for path, _ in model.named_modules()]):
-            children = ", ".join(sorted({path.rsplit(".", 1)[-1] for path, _ in model.named_modules() if path})[:40])
-            raise UserError(f"lora.modules_to_save={name}: matches no module of this model; modules are: {children}")
-
-
-def _matches_any(target: str, paths: list[str]) -> bool:
-    return any(path == target or path.endswith(f".{target}") for path in paths)
 
 
 def changes_base_weights(lora: LoraSection) -> bool:
@@ -98,8 +80,9 @@ def apply_adapter(
     else:
         embedding = _embedding_name(model)
         token_ids = {embedding: added_token_ids} if added_token_ids else None
+        peft_config = lora_config(lora, excluded=excluded_modules(model, lora), added_token_ids=token_ids)
         try:
-            adapted = get_peft_model(model, lora_config(lora, added_token_ids=token_ids), autocast_adapter_dtype=False)
+            adapted = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
         except ValueError as error:
             raise UserError(f"lora: PEFT refused the adapter: {error}") from None
         if lora.init == "loftq":
@@ -173,7 +156,6 @@ class GradientCheck:
     def __init__(self, model: nn.Module, *, finite: bool = True) -> None:
         """`finite=False` for fp16, whose first loss scales are meant to overflow."""
         self._check_finite = finite
-        self._experts = any("experts" in name for name, _ in model.named_modules())
         self._finite: dict[str, torch.Tensor] = {}
         trained = trained_parameters(model)
         self._names = [name for name, _ in trained]
@@ -190,19 +172,26 @@ class GradientCheck:
 
         return hook
 
+    def _may_be_idle(self, name: str) -> bool:
+        """Whether a tensor is one expert's own, and the same one of another expert in its layer got a gradient."""
+        expert = ONE_EXPERT.match(name)
+        others = filter(None, (ONE_EXPERT.match(seen) for seen in self._finite)) if expert else ()
+        return any(expert is not None and other.group(1, 2) == expert.group(1, 2) for other in others)
+
     def finish(self) -> None:
         """Remove the hooks; raise RuntimeError naming the parameters that got no gradient or one that is not finite.
 
-        An expert that the router never chose gets none, and that is no fault.
+        An expert that the router never chose gets none, and that is no fault; experts in one tensor get one together.
         """
         if self._flat is not None:
             self._flat.watch(None)
         for handle in self._handles:
             handle.remove()
-        missing = [name for name in self._names if name not in self._finite]
-        if missing and not self._experts:
+        missing = [name for name in self._names if name not in self._finite and not self._may_be_idle(name)]
+        if missing:
             raise RuntimeError(
-                f"{len(missing)} of {len(self._names)} trained tensors got no gradient, first {missing[0]}"
+                f"{len(missing)} of {len(self._names)} trained tensors got no gradient, first {missing[0]}; "
+                "lora.exclude_modules leaves out what the model does not use"
             )
         broken = [name for name, finite in self._finite.items() if not bool(finite)]
         if broken and self._check_finite:

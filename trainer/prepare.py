@@ -36,7 +36,6 @@ def prepare(config: RunConfig, *, to_train: bool = True) -> Prepared:
 
     `to_train` false: for a look at a configuration whose output folder may hold a run already.
     """
-    from trainer.adapt import check_targets
     from trainer.architectures import check_packable
     from trainer.attention import check_supported
     from trainer.checkpoint_files import choose_checkpoint
@@ -44,6 +43,7 @@ def prepare(config: RunConfig, *, to_train: bool = True) -> Prepared:
     from trainer.model import check_weights, context_length, empty_model, load_model_config, load_tokenizer
     from trainer.model_kind import check_kind
     from trainer.output_folder import check_free, check_place
+    from trainer.targets import check_targets
     from trainer.zero import check_extra_keys, resolve_precision
 
     check_reporters(config.logging)
