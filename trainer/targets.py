@@ -21,6 +21,8 @@ ALL_LINEAR = ("all-linear",)
 
 def check_targets(model: Any, lora: LoraSection) -> None:
     """Raise UserError, with the nearest name, if one matches nothing; the model may be without weights."""
+    from transformers.pytorch_utils import Conv1D
+
     paths = {path: module for path, module in model.named_modules() if path}
     linear = {path for path, module in paths.items() if _has_matrix(module)}
     beyond = _pattern_of(beyond_text(model))
@@ -42,7 +44,10 @@ def check_targets(model: Any, lora: LoraSection) -> None:
     excluded = excluded_modules(model, lora)
     targets = [path for path in linear if _ends_in(path, lora.target_modules)]
     if lora.target_modules == ALL_LINEAR:
-        targets = [path for path, module in _without_adapter(model) if module is not model.get_output_embeddings()]
+        head = model.get_output_embeddings()
+        targets = [
+            path for path, module in paths.items() if isinstance(module, nn.Linear | Conv1D) and module is not head
+        ]
     if targets and excluded and all(re.fullmatch(excluded, path) for path in targets):
         raise UserError(f"lora.exclude_modules={list(lora.exclude_modules)}: leaves no layer to adapt; name fewer")
 
@@ -121,7 +126,7 @@ def beyond_text(model: Any) -> list[str]:
 
 def _no_plain_linear(model: nn.Module) -> list[str]:
     """Subclasses of nn.Linear, such as routers, that do not compute x W^T + b."""
-    linear = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linear: list[tuple[str, Any]] = [each for each in model.named_modules() if isinstance(each[1], nn.Linear)]
     return [path for path, module in linear if not is_linear(module) and packed_state(module.weight) is None]
 
 
