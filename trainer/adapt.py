@@ -1,5 +1,6 @@
 """PEFT adapters onto the base model: which layers, how many parameters, and proof that each one learns."""
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,10 @@ def _load_existing(peft_model: Any, model: Any, path: str) -> Any:
     try:
         return peft_model.from_pretrained(model, path, is_trainable=True, autocast_adapter_dtype=False)
     except (ValueError, OSError, RuntimeError) as error:
-        raise UserError(f"lora.adapter_path={path}: cannot be loaded onto this model: {error}") from None
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"lora.adapter_path={path}: does not fit this model ({reason}); name an adapter of this base model"
+        ) from None
 
 
 def _embedding_name(model: Any) -> str:
@@ -145,6 +149,26 @@ def adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
             groups.setdefault((name, shape), []).append(size)
     layers = [AdaptedLayers(name, shape, len(sizes), sum(sizes)) for (name, shape), sizes in groups.items()]
     return sorted(layers, key=lambda layer: -layer.parameters)
+
+
+def rank_lines(layers: list[AdaptedLayers], lora: LoraSection) -> list[str]:
+    """A line where the adapter at `lora.adapter_path` has a rank of its own, or layers are narrower than the rank."""
+    rank, lines = lora.r, []
+    if lora.adapter_path and (own := _rank_at(lora.adapter_path)) is not None and own != lora.r:
+        lines.append(f"adapter: r={own}, as in {lora.adapter_path}; lora.r={lora.r} is for new adapters")
+        rank = own
+    narrow = [layer for layer in layers if min(map(int, layer.shape.split(" -> "))) < rank]
+    if narrow:
+        names = ", ".join(f"{layer.name} ({layer.shape})" for layer in narrow)
+        lines.append(f"adapter: r={rank} is more than the width of {names}, where what is beyond it adds nothing")
+    return lines
+
+
+def _rank_at(adapter_path: str) -> int | None:
+    """The rank of an adapter on this machine; None of one that is still to be downloaded."""
+    file = Path(adapter_path) / "adapter_config.json"
+    rank = json.loads(file.read_text(encoding="utf-8")).get("r") if file.is_file() else None
+    return None if rank is None else int(rank)
 
 
 class GradientCheck:

@@ -48,8 +48,12 @@ def check_targets(model: Any, lora: LoraSection) -> None:
         targets = [
             path for path, module in paths.items() if isinstance(module, nn.Linear | Conv1D) and module is not head
         ]
-    if targets and excluded and all(re.fullmatch(excluded, path) for path in targets):
+    kept = [path for path in targets if not (excluded and re.fullmatch(excluded, path))]
+    if targets and not kept:
         raise UserError(f"lora.exclude_modules={list(lora.exclude_modules)}: leaves no layer to adapt; name fewer")
+    widths = [min(whole_shape(own)) for path in kept for own in paths[path].parameters(recurse=False) if own.dim() == 2]
+    if widths and lora.r > max(widths) and not lora.adapter_path:
+        raise UserError(f"lora.r={lora.r}: more than the width of every adapted layer; use {max(widths)} or less")
 
 
 def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:

@@ -20,7 +20,7 @@ from trainer.prepare import Prepared, prepare_to_resume
 
 def findings(config: RunConfig, prepared: Prepared) -> list[str]:
     """What the configuration means on this model and data: `name: text` lines."""
-    from trainer.adapt import adapted_layers, apply_adapter
+    from trainer.adapt import adapted_layers, apply_adapter, rank_lines
     from trainer.architectures import unadapted_lines
     from trainer.model import empty_model
     from trainer.targets import unadapted_layers
@@ -47,7 +47,8 @@ def findings(config: RunConfig, prepared: Prepared) -> list[str]:
         base = "a 4-bit base" if config.adapter == "qlora" else "the base as it is"
         part = f"{trained:,} parameters ({trained / (size + trained):.2%} of all)"
         lines.append(f"adapter: r={config.lora.r} on {base}, {part}: {where}")
-        lines += unadapted_layers(peft_model, config.lora) + unadapted_lines(peft_model, quantized=False)
+        lines += rank_lines(adapted, config.lora) + unadapted_layers(peft_model, config.lora)
+        lines += unadapted_lines(peft_model, quantized=config.adapter == "qlora")
     lines += [f"note: {note}" for note in prepared.notes]
     lines += [f"data: {line}" for line in prepared.data.stats.lines()]
     lines.append(f"steps: {_steps(config, prepared)}")

@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 from tests.distributed.test_architectures import MODELS, SMALL
 from tests.distributed.test_families import EXPERTS, FAMILIES
-from trainer.adapt import adapted_layers, apply_adapter
+from trainer.adapt import adapted_layers, apply_adapter, rank_lines
 from trainer.config import LoraSection, ModelSection, UserError
 from trainer.model import empty_model
 from trainer.targets import check_targets, excluded_modules, unadapted_layers
@@ -73,6 +73,23 @@ EXCLUDED: dict[tuple[str, ...], dict[str, int]] = {
 @pytest.mark.parametrize("names", EXCLUDED)
 def test_an_excluded_name_stands_for_all_below_it(names: tuple[str, ...]) -> None:
     assert adapted(model_of("llama", **LLAMA), exclude_modules=names) == EXCLUDED[names]
+
+
+def test_a_rank_beyond_the_layers_is_said_and_beyond_all_of_them_refused(tmp_path: Path) -> None:
+    model = model_of("llama", **LLAMA)
+    with pytest.raises(UserError, match=r"lora.r=65: more than the width of every adapted layer; use 64 or less"):
+        check_targets(model, LoraSection(r=65))
+    check_targets(model, LoraSection(r=64))
+    wide = LoraSection(r=40)
+    layers = adapted_layers(apply_adapter(model_of("llama", **LLAMA), wide, torch.float32))
+    narrow = "k_proj (64 -> 32), v_proj (64 -> 32)"
+    assert rank_lines(layers, wide) == [
+        f"adapter: r=40 is more than the width of {narrow}, where what is beyond it adds nothing"
+    ]
+    assert rank_lines(layers, LoraSection(r=8)) == []
+    (tmp_path / "adapter_config.json").write_text('{"r": 4}')
+    said = f"adapter: r=4, as in {tmp_path}; lora.r=8 is for new adapters"
+    assert rank_lines(layers, LoraSection(r=8, adapter_path=str(tmp_path))) == [said]
 
 
 def test_an_excluded_name_is_not_a_part_of_one() -> None:
