@@ -25,7 +25,8 @@ def check_targets(model: Any, lora: LoraSection) -> None:
 
     paths = {path: module for path, module in model.named_modules() if path}
     linear = {path for path, module in paths.items() if _has_matrix(module)}
-    beyond = _pattern_of(beyond_text(model))
+    towers = beyond_text(model)
+    beyond = _pattern_of(towers)
     for name in () if lora.target_modules == ALL_LINEAR else lora.target_modules:
         found = {path for path in paths if path == name or path.endswith(f".{name}")}
         within = {path for path in found if not (beyond and re.fullmatch(beyond, path))}
@@ -35,9 +36,11 @@ def check_targets(model: Any, lora: LoraSection) -> None:
             below = _names_of(path for path in linear if any(path.startswith(f"{parent}.") for parent in within))
             advice = f"is no layer but holds some; name those: {below}" if below else _nothing(name, linear, "layer")
             raise UserError(f"lora.target_modules={name}: {advice}")
+    # A tower may be named, though it is left out anyway; what is only in one would leave out nothing.
+    known = {path for path in paths if path in towers or not (beyond and re.fullmatch(beyond, path))}
     for name in lora.exclude_modules:
-        if not any(re.fullmatch(_below(name), path) for path in paths):
-            raise UserError(f"lora.exclude_modules={name}: {_nothing(name, set(paths), 'module')}")
+        if not any(re.fullmatch(_below(name), path) for path in known):
+            raise UserError(f"lora.exclude_modules={name}: {_nothing(name, known, 'module')}")
     for name in lora.modules_to_save:
         if not any(path == name or path.endswith(f".{name}") for path in paths):
             raise UserError(f"lora.modules_to_save={name}: {_nothing(name, set(paths), 'module')}")
@@ -76,10 +79,10 @@ def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
     for path, module in _without_adapter(base):
         if module is base.get_output_embeddings():
             reasons["the output head"].append(path)
-        elif excluded and re.fullmatch(excluded, path):
-            reasons["lora.exclude_modules"].append(path)
         elif tower := next((tower for tower in towers if path.startswith(f"{tower}.")), None):
             reasons["beyond the language model, where text never comes"].append(tower)
+        elif excluded and re.fullmatch(excluded, path):
+            reasons["lora.exclude_modules"].append(path)
         elif special and re.fullmatch(special, path):
             reasons["give more than a product, such as a choice of experts"].append(path)
         elif getattr(model.peft_config["default"], "target_parameters", None):

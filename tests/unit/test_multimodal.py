@@ -13,7 +13,7 @@ from tests.tiny import write_chats
 from trainer.adapt import GradientCheck, adapted_layers
 from trainer.apart import check_causal, keep_documents_apart
 from trainer.build import build_model, make_batches
-from trainer.config import ModelSection, RunConfig, UserError, load_config
+from trainer.config import LoraSection, ModelSection, RunConfig, UserError, load_config
 from trainer.model import empty_model, load_model_config
 from trainer.optimizer import build_optimizer, build_schedule
 from trainer.prepare import prepare
@@ -145,8 +145,10 @@ def test_excludes_and_lists_of_targets_work_beside_what_is_left_out(root: Path) 
     assert {(layer.name, layer.count) for layer in adapted_layers(model)} == {("q_proj", 3), ("v_proj", 3)}
 
 
-def test_a_target_beyond_the_language_model_is_refused(root: Path) -> None:
-    config = run_config(root, "gemma3", lora={"target_modules": ["q_proj", "fc1"]})
-    model = empty_model(load_model_config(config.base_model, ModelSection()), ModelSection())
+def test_a_name_that_is_only_beyond_the_language_model_is_refused(root: Path) -> None:
+    model = empty_model(load_model_config(str(root / "llama4"), ModelSection()), ModelSection())
     with pytest.raises(UserError, match=r"lora.target_modules=fc1: is beyond the language model"):
-        check_targets(model, config.lora)
+        check_targets(model, LoraSection(target_modules=("q_proj", "fc1")))
+    with pytest.raises(UserError, match=r"lora.exclude_modules=mlp: matches no module"):
+        check_targets(model, LoraSection(exclude_modules=("mlp",)))  # of text it is called feed_forward
+    check_targets(model, LoraSection(exclude_modules=("vision_model", "feed_forward")))
