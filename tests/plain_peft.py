@@ -17,20 +17,26 @@ from trainer.ranks import set_seed
 
 
 def plain_losses(
-    config: RunConfig, *, ranks: int, attention: str | None = "sdpa", device: torch.device
+    config: RunConfig,
+    *,
+    ranks: int,
+    attention: str | None = "sdpa",
+    device: torch.device,
+    excluded: str | None = None,
 ) -> list[float]:
     """Nats per target token at each step of `config`, trained as PEFT's documentation does it.
 
     The global batches are those that `ranks` ranks of zerolora train on, document by document: packs are taken apart,
     so that each document is a row of its own behind a mask. The adapter stays in 32 bits, as PEFT makes it; in bf16 the
-    base is in 16 bits and the products are autocast, as transformers' Trainer does it.
+    base is in 16 bits and the products are autocast, as transformers' Trainer does it. `excluded` is PEFT's
+    `exclude_modules`.
     """
     training = config.training
     dtype = torch.bfloat16 if training.precision == "bf16" else torch.float32
     prepared = prepare(config)
     model = load_base_model(config.base_model, config.model, dtype=dtype, device=device, attention=attention)
     set_seed(config.seed)
-    model = _with_adapter(model, config)
+    model = _with_adapter(model, config, excluded)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(_groups(model, config), weight_decay=training.weight_decay)
@@ -62,11 +68,11 @@ def plain_losses(
     return losses
 
 
-def _with_adapter(model: Any, config: RunConfig) -> Any:
+def _with_adapter(model: Any, config: RunConfig, excluded: str | None) -> Any:
     from peft import get_peft_model
 
     # In the precision of the base first and widened afterwards: the same first values as in training in 16 bits.
-    adapted = get_peft_model(model, lora_config(config.lora), autocast_adapter_dtype=False)
+    adapted = get_peft_model(model, lora_config(config.lora, excluded=excluded), autocast_adapter_dtype=False)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(model.dtype).float()

@@ -1,6 +1,7 @@
 """PEFT adapters onto the base model: which layers, how many parameters, and proof that each one learns."""
 
-from collections import Counter
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from trainer.config import LoraSection, UserError
 from trainer.flat import FLAT, flat_adapter_of, trained_parameters
 from trainer.linear import packed_state
 from trainer.partitioned import whole_shape, whole_size
+from trainer.targets import excluded_modules
+
+ONE_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(.*)")  # its layer, and what follows its number
 
 
 @dataclass(frozen=True)
@@ -24,8 +28,10 @@ class AdaptedLayers:
     parameters: int
 
 
-def lora_config(lora: LoraSection, *, added_token_ids: dict[str, list[int]] | None = None) -> Any:
-    """peft.LoraConfig for the section `lora`."""
+def lora_config(
+    lora: LoraSection, *, excluded: str | None = None, added_token_ids: dict[str, list[int]] | None = None
+) -> Any:
+    """peft.LoraConfig for the section `lora`; `excluded` is the pattern of `trainer.targets.excluded_modules`."""
     from peft import LoraConfig
 
     all_linear = lora.target_modules == ("all-linear",)
@@ -36,7 +42,7 @@ def lora_config(lora: LoraSection, *, added_token_ids: dict[str, list[int]] | No
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules="all-linear" if all_linear else list(lora.target_modules),
-        exclude_modules=list(lora.exclude_modules) or None,
+        exclude_modules=excluded,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         init_lora_weights=init,
@@ -44,29 +50,6 @@ def lora_config(lora: LoraSection, *, added_token_ids: dict[str, list[int]] | No
         trainable_token_indices=added_token_ids,
         bias="none",
     )
-
-
-def check_targets(model: nn.Module, lora: LoraSection) -> None:
-    """Raise UserError, listing the linear layers, if a target matches none; the model may be without weights."""
-    linear_names = Counter(
-        name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    )
-    there_is = ", ".join(f"{name} ({count})" for name, count in sorted(linear_names.items())) or "none"
-    if lora.target_modules != ("all-linear",):
-        paths = [name for name, _ in model.named_modules()]
-        unmatched = [target for target in lora.target_modules if not _matches_any(target, paths)]
-        if unmatched:
-            raise UserError(
-                f"lora.target_modules={unmatched}: match no layer of this model; linear layers are: {there_is}"
-            )
-    for name in lora.modules_to_save:
-        if not _matches_any(name, [path for path, _ in model.named_modules()]):
-            children = ", ".join(sorted({path.rsplit(".", 1)[-1] for path, _ in model.named_modules() if path})[:40])
-            raise UserError(f"lora.modules_to_save={name}: matches no module of this model; modules are: {children}")
-
-
-def _matches_any(target: str, paths: list[str]) -> bool:
-    return any(path == target or path.endswith(f".{target}") for path in paths)
 
 
 def changes_base_weights(lora: LoraSection) -> bool:
@@ -98,8 +81,9 @@ def apply_adapter(
     else:
         embedding = _embedding_name(model)
         token_ids = {embedding: added_token_ids} if added_token_ids else None
+        peft_config = lora_config(lora, excluded=excluded_modules(model, lora), added_token_ids=token_ids)
         try:
-            adapted = get_peft_model(model, lora_config(lora, added_token_ids=token_ids), autocast_adapter_dtype=False)
+            adapted = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
         except ValueError as error:
             raise UserError(f"lora: PEFT refused the adapter: {error}") from None
         if lora.init == "loftq":
@@ -123,7 +107,10 @@ def _load_existing(peft_model: Any, model: Any, path: str) -> Any:
     try:
         return peft_model.from_pretrained(model, path, is_trainable=True, autocast_adapter_dtype=False)
     except (ValueError, OSError, RuntimeError) as error:
-        raise UserError(f"lora.adapter_path={path}: cannot be loaded onto this model: {error}") from None
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"lora.adapter_path={path}: does not fit this model ({reason}); name an adapter of this base model"
+        ) from None
 
 
 def _embedding_name(model: Any) -> str:
@@ -164,6 +151,26 @@ def adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
     return sorted(layers, key=lambda layer: -layer.parameters)
 
 
+def rank_lines(layers: list[AdaptedLayers], lora: LoraSection) -> list[str]:
+    """A line where the adapter at `lora.adapter_path` has a rank of its own, or layers are narrower than the rank."""
+    rank, lines = lora.r, []
+    if lora.adapter_path and (own := _rank_at(lora.adapter_path)) is not None and own != lora.r:
+        lines.append(f"adapter: r={own}, as in {lora.adapter_path}; lora.r={lora.r} is for new adapters")
+        rank = own
+    narrow = [layer for layer in layers if min(map(int, layer.shape.split(" -> "))) < rank]
+    if narrow:
+        names = ", ".join(f"{layer.name} ({layer.shape})" for layer in narrow)
+        lines.append(f"adapter: r={rank} is more than the width of {names}, where what is beyond it adds nothing")
+    return lines
+
+
+def _rank_at(adapter_path: str) -> int | None:
+    """The rank of an adapter on this machine; None of one that is still to be downloaded."""
+    file = Path(adapter_path) / "adapter_config.json"
+    rank = json.loads(file.read_text(encoding="utf-8")).get("r") if file.is_file() else None
+    return None if rank is None else int(rank)
+
+
 class GradientCheck:
     """Watches the first backward pass: every trainable parameter must receive a gradient, and a finite one.
 
@@ -173,7 +180,6 @@ class GradientCheck:
     def __init__(self, model: nn.Module, *, finite: bool = True) -> None:
         """`finite=False` for fp16, whose first loss scales are meant to overflow."""
         self._check_finite = finite
-        self._experts = any("experts" in name for name, _ in model.named_modules())
         self._finite: dict[str, torch.Tensor] = {}
         trained = trained_parameters(model)
         self._names = [name for name, _ in trained]
@@ -190,19 +196,26 @@ class GradientCheck:
 
         return hook
 
+    def _may_be_idle(self, name: str) -> bool:
+        """Whether a tensor is one expert's own, and the same one of another expert in its layer got a gradient."""
+        expert = ONE_EXPERT.match(name)
+        others = filter(None, (ONE_EXPERT.match(seen) for seen in self._finite)) if expert else ()
+        return any(expert is not None and other.group(1, 2) == expert.group(1, 2) for other in others)
+
     def finish(self) -> None:
         """Remove the hooks; raise RuntimeError naming the parameters that got no gradient or one that is not finite.
 
-        An expert that the router never chose gets none, and that is no fault.
+        An expert that the router never chose gets none, and that is no fault; experts in one tensor get one together.
         """
         if self._flat is not None:
             self._flat.watch(None)
         for handle in self._handles:
             handle.remove()
-        missing = [name for name in self._names if name not in self._finite]
-        if missing and not self._experts:
+        missing = [name for name in self._names if name not in self._finite and not self._may_be_idle(name)]
+        if missing:
             raise RuntimeError(
-                f"{len(missing)} of {len(self._names)} trained tensors got no gradient, first {missing[0]}"
+                f"{len(missing)} of {len(self._names)} trained tensors got no gradient, first {missing[0]}; "
+                "lora.exclude_modules leaves out what the model does not use"
             )
         broken = [name for name, finite in self._finite.items() if not bool(finite)]
         if broken and self._check_finite:

@@ -12,6 +12,7 @@ from trainer.adapt import count_parameters
 from trainer.config import UserError
 from trainer.linear import is_linear
 from trainer.partitioned import whole_shape
+from trainer.targets import beyond_text
 
 # transformers' name, in its modeling files, of mamba-ssm's kernel for the whole of a Mamba-2 layer in training.
 WHOLE_LAYER_KERNEL = "mamba2_split_conv1d_scan_combined"
@@ -48,13 +49,17 @@ def unadapted_lines(model: nn.Module, *, quantized: bool) -> list[str]:
     """
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
+    from transformers.pytorch_utils import Conv1D
 
     # PEFT's adapter on a parameter that is no linear layer's weight.
+    # Conv1D is GPT-2's linear layer, with its weight the other way round.
+    linear = (nn.Linear, nn.Embedding, LoraLayer, Conv1D)
+    towers = tuple(f"{path}." for path in beyond_text(_base_of(model)))
     wrappers: list[Any] = [module for module in model.modules() if isinstance(module, ParamWrapper)]
     adapted = {id(wrapper.get_param()) for wrapper in wrappers}
     counts: dict[tuple[str, tuple[int, ...]], int] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding | LoraLayer):
+    for path, module in _base_of(model).named_modules():
+        if isinstance(module, linear) or f"{path}.".startswith(towers):
             continue
         for name, parameter in module.named_parameters(recurse=False):
             shape = tuple(whole_shape(parameter))
@@ -68,6 +73,10 @@ def unadapted_lines(model: nn.Module, *, quantized: bool) -> list[str]:
     share = elements / count_parameters(model)[1]
     bits = ", and not in 4 bits" if quantized else ""
     return [f"without adapter, being no linear layers{bits}: {', '.join(words)}: {share:.1%} of all parameters"]
+
+
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _last_name(path: str) -> str:

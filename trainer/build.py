@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from trainer.adapt import apply_adapter
+from trainer.adapt import adapted_layers, apply_adapter, rank_lines
 from trainer.architectures import call_projections_of_mamba, unadapted_lines, unquantized_lines
 from trainer.attention import choose_attention, use_varlen
 from trainer.config import RunConfig, UserError, gathers_by_layer, trained_in_full, why_not_by_layer
@@ -15,6 +15,7 @@ from trainer.model import grows_vocabulary, load_base_model, match_vocabulary
 from trainer.prepare import Prepared
 from trainer.ranks import Ranks, set_seed
 from trainer.recompute import enable_recomputation
+from trainer.targets import unadapted_layers
 from trainer.zero import DTYPES, partitioning_announced
 
 
@@ -47,6 +48,7 @@ def build_model(
         added = tokenizer.convert_tokens_to_ids(list(config.model.added_tokens))
         with partitioning_announced(engine_config):
             model = apply_adapter(model, config.lora, dtype, added, base_model=config.base_model)
+        fusion += rank_lines(adapted_layers(model), config.lora) + unadapted_layers(model, config.lora)
         fusion += unadapted_lines(model, quantized=config.adapter == "qlora")
         if config.adapter == "qlora":
             fusion += unquantized_lines(model)

@@ -40,7 +40,6 @@ def prepare(
 
     `to_train` false: for a look at a configuration whose output folder may hold a run already.
     """
-    from trainer.adapt import check_targets
     from trainer.architectures import check_packable
     from trainer.attention import check_supported
     from trainer.checkpoint_files import choose_checkpoint
@@ -48,6 +47,7 @@ def prepare(
     from trainer.model import check_weights, context_length, empty_model, load_model_config, load_tokenizer
     from trainer.model_kind import check_kind
     from trainer.output_folder import check_free, check_place
+    from trainer.targets import check_targets
     from trainer.zero import check_extra_keys, resolve_precision
 
     check_reporters(config.logging)

@@ -17,8 +17,10 @@ from trainer.prepare import Prepared, prepare_to_resume
 
 def findings(config: RunConfig, prepared: Prepared) -> list[str]:
     """What the configuration means on this model and data: `name: text` lines."""
-    from trainer.adapt import adapted_layers, apply_adapter
+    from trainer.adapt import adapted_layers, apply_adapter, rank_lines
+    from trainer.architectures import unadapted_lines
     from trainer.model import empty_model
+    from trainer.targets import unadapted_layers
 
     text_config = prepared.model_config.get_text_config()
     model = empty_model(prepared.model_config, config.model)
@@ -35,12 +37,15 @@ def findings(config: RunConfig, prepared: Prepared) -> list[str]:
     else:
         # Values drawn for an adapter, or read for one that exists, have no place on a model without weights.
         plain = config.lora.model_copy(update={"init": "default", "adapter_path": None})
-        adapted = adapted_layers(apply_adapter(model, plain, next(model.parameters()).dtype))
+        peft_model = apply_adapter(model, plain, next(model.parameters()).dtype)
+        adapted = adapted_layers(peft_model)
         trained = sum(layer.parameters for layer in adapted)
         where = ", ".join(f"{layer.name} ({layer.count})" for layer in adapted)
         base = "a 4-bit base" if config.adapter == "qlora" else "the base as it is"
         part = f"{trained:,} parameters ({trained / (size + trained):.2%} of all)"
         lines.append(f"adapter: r={config.lora.r} on {base}, {part}: {where}")
+        lines += rank_lines(adapted, config.lora) + unadapted_layers(peft_model, config.lora)
+        lines += unadapted_lines(peft_model, quantized=config.adapter == "qlora")
     lines += [f"note: {note}" for note in prepared.notes]
     lines += [f"data: {line}" for line in prepared.data.stats.lines()]
     lines.append(f"steps: {_steps(config, prepared)}")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.tiny import make_model
-from trainer.adapt import GradientCheck, adapted_layers, apply_adapter, check_targets, count_parameters
+from trainer.adapt import GradientCheck, adapted_layers, apply_adapter, count_parameters
 from trainer.config import LoraSection, ModelSection, QuantizationSection, UserError
-from trainer.model import empty_model, load_base_model, load_model_config, load_tokenizer
+from trainer.model import load_base_model, load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -27,19 +27,6 @@ def base(folder: Path, quantization: QuantizationSection | None = None) -> Any:
         attention="sdpa",
         quantization=quantization,
     )
-
-
-def test_targets_that_match_nothing_are_refused_with_what_there_is(folder: Path) -> None:
-    """On a model without weights."""
-    model = empty_model(load_model_config(str(folder), ModelSection()), ModelSection())
-    assert all(parameter.is_meta for parameter in model.parameters())
-    check_targets(model, LoraSection(target_modules=("q_proj", "mlp.down_proj")))
-    with pytest.raises(
-        UserError, match=r"\['query'\]: match no layer.*q_proj \(2\).*lm_head \(1\)|lm_head \(1\).*q_proj \(2\)"
-    ):
-        check_targets(model, LoraSection(target_modules=("q_proj", "query")))
-    with pytest.raises(UserError, match=r"modules_to_save=head: matches no module.*lm_head"):
-        check_targets(model, LoraSection(modules_to_save=("head",)))
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -83,6 +70,42 @@ def test_every_tensor_must_get_a_finite_gradient(folder: Path) -> None:
     (model(input_ids=ids).logits.sum() * float("inf")).backward()
     with pytest.raises(RuntimeError, match="not finite"):
         broken.finish()
+
+
+class Experts(torch.nn.Module):
+    """Two layers of experts that are modules of their own, and a shared one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = torch.nn.Linear
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleDict(
+                {"experts": torch.nn.ModuleList([layer(4, 4), layer(4, 4)]), "shared_experts": layer(4, 4)}
+            )
+            for _ in range(2)
+        )
+
+    def forward(self, chosen: list[int | None], *, shared: bool = True) -> torch.Tensor:
+        x = torch.ones(1, 4)
+        for layer, expert in zip(self.layers, chosen, strict=True):
+            x = x if expert is None else layer["experts"][expert](x)
+            x = layer["shared_experts"](x) if shared else x
+        return x.sum()
+
+
+def test_only_an_experts_own_tensors_may_lack_a_gradient() -> None:
+    model = Experts()
+    check = GradientCheck(model)
+    model([0, 1]).backward()
+    check.finish()
+    check = GradientCheck(model)
+    model([0, 1], shared=False).backward()
+    with pytest.raises(RuntimeError, match=r"4 of 12 trained tensors got no gradient, first layers.0.shared_experts"):
+        check.finish()
+    check = GradientCheck(model)
+    model([0, None]).backward()
+    with pytest.raises(RuntimeError, match=r"4 of 12 trained tensors got no gradient, first layers.1.experts.0"):
+        check.finish()
 
 
 def test_a_missing_pad_token_is_found_or_named(folder: Path, tmp_path: Path) -> None:

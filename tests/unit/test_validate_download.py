@@ -87,7 +87,7 @@ def test_it_says_what_the_settings_mean(
     ("override", "complaint"),
     [
         ("dataset.path=chat.jsonl", "dataset.path=chat.jsonl: no such file or folder"),
-        ("lora.target_modules=query", "match no layer of this model"),
+        ("lora.target_modules=query", "query: matches no layer of this model"),
         ("base_model=nobody/nothing", "base_model=nobody/nothing: not a local folder"),
         ("dataset.max_length=512", "the model was made for 256 tokens"),
     ],

@@ -43,9 +43,9 @@ class LoraSection(Section):
     dropout: Fraction = 0.0
     """Probability with which an input element of the adapter is dropped in training."""
     target_modules: Annotated[Words, AfterValidator(_every_linear)] = ("all-linear",)
-    """`all-linear` (every linear layer but the output head), or the last parts of module names, such as q_proj."""
+    """`all-linear` (the language model's but its output head), or the last parts of layers' names, such as q_proj."""
     exclude_modules: Words = ()
-    """Names that `target_modules` would match but that stay without an adapter."""
+    """What gets no adapter, nor anything below it: k_proj, mlp, layers.0."""
     rslora: bool = False
     """Rank-stabilised scale alpha / sqrt(r)."""
     dora: bool = False
