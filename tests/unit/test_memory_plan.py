@@ -270,7 +270,7 @@ def test_the_launcher_starts_again_at_most_three_times(tmp_path: Path) -> None:
         return EXIT_RESTART
 
     assert run_with_halvings(start, tmp_path) == 1
-    assert [len(more) for more in started] == [0, 4, 4, 4]
+    assert [len(more) for more in started] == [0, 5, 5, 5]
     assert started[2][:2] == ["training.batch_size=2", "training.gradient_accumulation_steps=4"]
     assert RestartNote.take(tmp_path) is None
 

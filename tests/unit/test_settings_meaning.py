@@ -183,6 +183,10 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "logging.report_to=[tensorboard, none]": ("logging.report_to=[tensorboard, none]: none stands alone",),
     "load_in_4bit=false ; adapter=qlora": ("load_in_4bit=false: adapter is qlora", "write adapter: lora"),
     "lora_r=0": ("lora_r=0: must be 1 or more",),
+    "training.global_batch_size=auto ; gradient_accumulation_steps=4": (
+        "gradient_accumulation_steps=4: training.global_batch_size=auto decides it; remove one",),
+    "training.global_batch_size=32 ; gradient_accumulation_steps=3": ("training.global_batch_size=32 decides it",),
+    "training.global_batch_size=0": ("training.global_batch_size=0: must be 1 or more",),
     # DeepSpeed's own keys
     "zero.extra={zero_optimization: {stage: 3}}": ("zero.extra.zero_optimization.stage=3: is set with zero.stage",),
     "zero.extra={zero_optimization: hello}": ("zero.extra.zero_optimization=hello: must be a map", "zero.stage"),

@@ -44,7 +44,10 @@ def test_it_says_what_it_found_and_leaves_no_run(config: Path, capsys: pytest.Ca
     share = f"{adapter:,} parameters ({adapter / (model + adapter):.2%} of all): "
     assert lines["adapter"].startswith(f"r=8 on a 4-bit base, {share}")
     assert "gate_proj (2)" in lines["adapter"]
-    assert lines["steps"] == "6 on one GPU, batch_size 3 x accumulation 2 sequences in each; fewer on more GPUs"
+    assert lines["steps"] == (
+        "6 (3 an epoch), 6 sequences in each: batch_size 3 x accumulation 2 x 1 rank; fewer steps on more"
+    )
+    assert lines["warning"].startswith("6 optimizer steps in all, the first of them at a learning rate of 0 (18 seq")
     assert lines["OK"] == f"zerolora train {config} lora_r=8"
     assert not Path("run").exists()
 
@@ -70,8 +73,10 @@ def test_it_works_beside_a_run_and_says_what_training_would_need(
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("training.max_steps=7", "steps: 7, batch_size 3 x accumulation 2 x GPUs sequences in each"),
+        ("training.max_steps=7", "accumulation 2 x 1 rank; larger batches on more"),
         ("training.batch_size=auto", "steps: 2 epochs of 18 sequences; batch_size is chosen at the start"),
+        ("training.global_batch_size=9", "steps: 4 (2 an epoch), 9 sequences in each: batch_size 3 x accumulation 3 x"),
+        ("training.global_batch_size=auto", "steps: 36 (18 an epoch), 1 sequence in each: batch_size 1 x"),
         ("adapter=none", "adapter: none, all weights are trained"),
         ("lora.init=pissa", "adapter: r=4 on the base as it is"),
     ],
@@ -89,6 +94,7 @@ def test_it_says_what_the_settings_mean(
         ("dataset.path=chat.jsonl", "dataset.path=chat.jsonl: no such file or folder"),
         ("lora.target_modules=query", "match no layer of this model"),
         ("base_model=nobody/nothing", "base_model=nobody/nothing: not a local folder"),
+        ("training.warmup_steps=100", "training.warmup_steps=100: more than the run's 6 steps"),
         ("dataset.max_length=512", "the model was made for 256 tokens"),
     ],
 )
