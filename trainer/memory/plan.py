@@ -111,14 +111,21 @@ class Planner:
                 return stage
         return None
 
+    def most_rows(self, config: RunConfig) -> tuple[int, str]:
+        """The largest micro-batch that is of use, whatever the memory, and why no larger one is."""
+        together, ranks = config.training.global_batch_size, self.machine.world_size
+        if together not in (None, AUTO):
+            return min(LARGEST_BATCH, max(1, together // ranks)), f"global_batch_size is {together}"
+        rows = LARGEST_BATCH
+        if self.lengths.samples:
+            rows = max(1, self.lengths.samples // (ranks * config.training.gradient_accumulation_steps))
+        if rows < LARGEST_BATCH:
+            return rows, f"an epoch of {self.lengths.samples:,} sequences has no more for one step"
+        return LARGEST_BATCH, "larger ones are no faster"
+
     def largest_batch(self, config: RunConfig, memory: int) -> int:
         """The largest micro-batch within `memory` bytes, with some to spare if it is not one row; 0 if none is."""
-        most = LARGEST_BATCH
-        if config.training.global_batch_size not in (None, AUTO):
-            most = max(1, min(most, config.training.global_batch_size // self.machine.world_size))
-        elif self.lengths.samples:
-            global_rows = self.machine.world_size * config.training.gradient_accumulation_steps
-            most = max(1, min(most, self.lengths.samples // global_rows))
+        most, _ = self.most_rows(config)
         fits, too_large = 0, most + 1
         while too_large - fits > 1:
             middle = (fits + too_large) // 2
