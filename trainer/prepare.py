@@ -38,6 +38,7 @@ def prepare(config: RunConfig, *, to_train: bool = True) -> Prepared:
     `to_train` false: for a look at a configuration whose output folder may hold a run already.
     """
     from trainer.adapt import check_targets
+    from trainer.adapter_rank import check_rank
     from trainer.architectures import check_packable
     from trainer.attention import check_supported
     from trainer.checkpoint_files import choose_checkpoint
@@ -77,6 +78,7 @@ def prepare(config: RunConfig, *, to_train: bool = True) -> Prepared:
     check_supported(config.model, type(empty))
     if config.adapter != "none":
         check_targets(empty, config.lora)
+        notes = [*notes, *check_rank(empty, config.lora)]
     if config.adapter == "qlora":
         check_packable(empty)
     if config.dataset.packing:

@@ -200,6 +200,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (ground / "notes.odt").write_text("x")
     (ground / "no-data").mkdir()
     (ground / "cache").mkdir()
+    (ground / "gone").symlink_to("nowhere-at-all")
     (ground / "run").mkdir()
     (ground / "run" / "adapter_config.json").write_text("{}")
     (ground / "half" / "checkpoint-5").mkdir(parents=True)
@@ -238,6 +239,9 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "lora.modules_to_save=head": ("lora.modules_to_save=head", "lm_head"),
     "lora.adapter_path=./cut-adapter": ("./cut-adapter: adapter_model.safetensors is cut short: 10 bytes of 24",),
     "lora.adapter_path=./old-adapter": ("./old-adapter: adapter_model.safetensors is not", "pickled"),
+    "lora.r=500": ("lora.r=500: no adapted layer of this model is wider than 64", "use 64 or less"),
+    "lora.r=65 ; lora.target_modules=k_proj": ("no adapted layer of this model is wider than 32",),
+    "output_dir=gone/run": ("output_dir=gone/run: gone is a link to nowhere-at-all, which is not there",),
     "lora.adapter_path=./no-data": ("lora.adapter_path=./no-data: no adapter_config.json there",),
     "output_dir=run": ("output_dir=run: holds files that are no run's (adapter_config.json)", "name a new folder"),
     "output_dir=model": ("output_dir=model: is base_model as well", "name a folder of its own"),

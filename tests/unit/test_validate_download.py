@@ -75,9 +75,12 @@ def test_it_works_beside_a_run_and_says_what_training_would_need(
     [
         ("training.max_steps=7", "accumulation 2 x 1 rank; larger batches on more"),
         ("training.batch_size=auto", "steps: 2 epochs of 18 sequences; batch_size is chosen at the start"),
-        ("training.global_batch_size=9", "steps: 4 (2 an epoch), 9 sequences in each: batch_size 3 x accumulation 3 x"),
-        ("training.global_batch_size=auto", "steps: 36 (18 an epoch), 1 sequence in each: batch_size 1 x"),
+        ("training.global_batch_size=12", "steps: 4 (2 an epoch), 12 sequences in each: batch_size 3 x accumulation 4"),
         ("adapter=none", "adapter: none, all weights are trained"),
+        ("lora.r=40", "note: lora.r=40: is more than the width of k_proj, v_proj (32)"),
+        ("training.learning_rate=0.1", "note: training.learning_rate=0.1: far above what AdamW trains with"),
+        ("lora.alpha=1000", "note: lora.alpha=1000: scales the update by 250 at lora.r=4"),
+        ("training.global_batch_size=18", "warning: 2 optimizer steps in all, the first of them at"),
         ("lora.init=pissa", "adapter: r=4 on the base as it is"),
     ],
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from trainer.config.checks import check_combinations
+from trainer.config.doubts import doubts
 from trainer.config.errors import UserError, UserErrors
 from trainer.config.given import Given
 from trainer.config.messages import all_mistakes
@@ -41,7 +42,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         check_combinations(config)
     except UserError as error:
         raise UserError(given.located_by_name(str(error))) from None
-    return LoadedConfig(config, tuple(given.notes))
+    return LoadedConfig(config, (*given.notes, *doubts(config)))
 
 
 def dump_yaml(config: RunConfig) -> str:
