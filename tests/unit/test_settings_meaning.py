@@ -76,6 +76,12 @@ READ_AS: list[tuple[str, Any]] = [
     ("training.save_total_limit=none", None),
     ("lora.adapter_path=None", None),
     ("resume_from_checkpoint=null", None),
+    # words may be typed in capitals
+    ("training.precision=BF16", "bf16"),
+    ("training.lr_scheduler=Cosine", "cosine"),
+    ("training.batch_size=AUTO", -1),
+    ("lora.target_modules=ALL-LINEAR", ("all-linear",)),
+    ("lora.target_modules=q_proj, v_proj,", ("q_proj", "v_proj")),
     # words that are truth values elsewhere
     ("logging.progress=off", "off"),
     ("training.gradient_checkpointing=on", "non_reentrant"),
@@ -184,7 +190,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "load_in_4bit=false ; adapter=qlora": ("load_in_4bit=false: adapter is qlora", "write adapter: lora"),
     "lora_r=0": ("lora_r=0: must be 1 or more",),
     "training.global_batch_size=auto ; gradient_accumulation_steps=4": (
-        "gradient_accumulation_steps=4: training.global_batch_size=auto decides it; remove one",),
+        "gradient_accumulation_steps=4: training.global_batch_size=auto decides it; remove one",
+    ),
     "training.global_batch_size=32 ; gradient_accumulation_steps=3": ("training.global_batch_size=32 decides it",),
     "training.global_batch_size=0": ("training.global_batch_size=0: must be 1 or more",),
     # DeepSpeed's own keys
@@ -199,16 +206,29 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "zero.extra.zero_allow_untested_optimizer=false": ("needs it as it is; remove it",),
     "zero.extra.sparse_attention={}": ("cannot run within training here",),
     "zero.extra=5": ("zero.extra=5: must be a map",),
+    "dataset.fields={prompt: 5}": ("dataset.fields.prompt=5: must be text; put it in quotes",),
+    "dataset.mix=a.jsonl": ("dataset.mix=a.jsonl: must be a list of sections, such as [{path: ...}]",),
+    "dataset={path: [a, b]}": ("dataset.path=[a, b]: must be text, and this is a list; several sources go to data",),
+    "dataset={path: x, system_prompt: {You are: helpful}}": (
+        "dataset.system_prompt={You are: helpful}: must be text, and this is a map; put it in quotes",
+    ),
+    "lora.lora_r=8": ("did you mean lora.r?",),
+    "lora.sequence_len=8": ("did you mean dataset.max_length?",),
+    "rank=8": ("did you mean lora.r?",),
+    "adapter=None": ("adapter=None: must be 'lora', 'qlora' or 'none'",),
+    "training.batch_size=none": ("training.batch_size=none: must be a whole number, or auto",),
+    "training.deterministic=T": ("training.deterministic=T: must be true or false",),
+    "dataset.path=${DATA": ("write ${NAME}",),
     # bounds
     "lora.r=100000": ("lora.r=100000: must be 32768 or less",),
     "training.max_steps=1e30": ("training.max_steps=1e+30: must be a whole number of fewer digits",),
-    "training.epochs=1e9": ("training.epochs=1000000000.0: must be 100000.0 or less",),
+    "training.epochs=1e9": ("training.epochs=1000000000.0: must be 100000 or less",),
     "training.batch_size=1000000": ("training.batch_size=1000000: must be 65536 or less",),
-    "training.learning_rate=1e6": ("training.learning_rate=1000000.0: must be 1.0 or less",),
+    "training.learning_rate=1e6": ("training.learning_rate=1000000.0: must be 1 or less",),
     "training.learning_rate=.nan": ("training.learning_rate=nan: must be a finite number",),
     "training.learning_rate=-1e-4": ("training.learning_rate=-0.0001: must be above 0",),
     "training.max_steps=.inf": ("training.max_steps=inf: must be a finite number",),
-    "training.weight_decay=-1": ("training.weight_decay=-1: must be 0.0 or more",),
+    "training.weight_decay=-1": ("training.weight_decay=-1: must be 0 or more",),
     "seed=99999999999": ("seed=99999999999: must be below 4294967296",),
     "scu.tokens=1e300": ("scu.tokens=1e+300: must be",),
     "zero.reduce_bucket_size=1e15": ("zero.reduce_bucket_size=1000000000000000.0: must be 100000000000 or less",),
@@ -257,7 +277,7 @@ def test_every_mistake_is_told_with_its_line(file: Path) -> None:
     assert refusal(file, "zero.stage=7").split("\nerror: ") == [
         "training.lerning_rate: unknown setting; did you mean training.learning_rate? (c.yaml line 7)",
         "lora_r=0: must be 1 or more (c.yaml line 4)",
-        "training.epochs=-1: must be above 0.0 (c.yaml line 6)",
+        "training.epochs=-1: must be above 0 (c.yaml line 6)",
         "zero.stage=7: must be auto, 0, 1, 2 or 3",
     ]
 

@@ -52,7 +52,7 @@ def understood(name: str, value: Any) -> tuple[dict[str, Any], str] | None:
     """
     if name not in MEANINGS and name not in ELSEWHERE:
         return ({}, f"{name}: empty, left out") if value is None and name in ALIASES else None
-    if value is None:
+    if value is None or value in ([], {}, ""):
         return {}, f"{name}: empty, left out"
     written = f"{name}: {shown(value)}"
     word = value.strip().lower() if isinstance(value, str) else value
