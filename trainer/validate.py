@@ -5,6 +5,7 @@ read, and nothing is written to the run's folder. Exit code 0, or 2 after one li
 """
 
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     if problem:
         print(f"OK but for output_dir={loaded.config.output_dir}: {problem}")
     else:
-        print(f"OK: zerolora train {' '.join([arguments.config, *arguments.overrides])}")
+        print(f"OK: {shlex.join(['zerolora', 'train', arguments.config, *arguments.overrides])}")
     return 0
 
 

@@ -35,7 +35,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_says_what_it_found_and_leaves_no_run(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert validate.main([str(config), "lora_r=8"]) == 0
+    assert validate.main([str(config), "lora_r=8", "logging.run_name=trial #3"]) == 0
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     model = 384 * 64 + 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64) + 64
     assert lines["note"] == "lora_r is read as lora.r"
@@ -48,7 +48,7 @@ def test_it_says_what_it_found_and_leaves_no_run(config: Path, capsys: pytest.Ca
         "6 (3 an epoch), 6 sequences in each: batch_size 3 x accumulation 2 x 1 rank; fewer steps on more"
     )
     assert lines["warning"].startswith("6 optimizer steps in all, the first of them at a learning rate of 0 (18 seq")
-    assert lines["OK"] == f"zerolora train {config} lora_r=8"
+    assert lines["OK"] == f"zerolora train {config} lora_r=8 'logging.run_name=trial #3'"
     assert not Path("run").exists()
 
 
