@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from trainer.config import RunConfig, UserError, dump_yaml, load_config
+from trainer.config.aliases import ELSEWHERE
+from trainer.config.dialects import MEANINGS
 
 BASE = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
 
@@ -48,6 +50,7 @@ READ_AS: list[tuple[str, Any]] = [
     ("logging.run_name=*star", "*star"),
     ("logging.run_name=2026-09-09", "2026-09-09"),
     ("run_name=x=y", "x=y"),
+    ("logging.run_name=<<", "<<"),
     ("dataset.system_prompt=You are the #1: {answer} [briefly]", "You are the #1: {answer} [briefly]"),
     ("dataset.system_prompt=You are: helpful", "You are: helpful"),
     ("dataset.system_prompt=line\nline # two", "line\nline # two"),
@@ -181,6 +184,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "load_in_8bit=true": ("load_in_8bit=true: not a setting here; 8-bit bases are not offered",),
     "quantization_bit=8": ("quantization_bit=8: not a setting here; only 4-bit",),
     "stage=dpo": ("stage=dpo: preference training (DPO and relatives) is not offered",),
+    "lora_target_linear=maybe": ("lora_target_linear=maybe: not a setting here; write true",),
+    "training.best_checkpoint=<<": ("must be true or false",),
     "rl=kto": ("rl=kto: preference training",),
     "template=llama3": ("template=llama3: not a setting here", "dataset.chat_template"),
     "eot_tokens=[x]": ("remove it; the end of a turn",),
@@ -298,6 +303,7 @@ FILES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "two documents": (BASE.encode() + b"---\nseed: 1\n", ("not valid YAML at line 4", "one file holds one")),
     "a name for data": (BASE.replace("{path: data.jsonl}", "identity").encode() + b"cutoff_len: 9\n",
                         ("dataset=identity: must be a section", "`path:` below it (c.yaml line 3)")),
+    "a tag that does not fit": (BASE.encode() + b"seed: !!bool x\n", ("not valid YAML", "a tag that does not fit")),
     "no adapter": (BASE.encode() + b"adapter:\n", ("adapter: empty; write a value", "line 4")),
 }  # fmt: skip
 
@@ -321,3 +327,10 @@ def test_a_configuration_that_cannot_be_read(file: Path) -> None:
     assert "cannot be read (File name too long)" in refusal(Path("x" * 300))
     assert "is a folder" in refusal(Path("."))
     assert "more than 8 MiB" in refusal(Path("/dev/zero"))
+
+
+def test_every_name_of_another_trainer_is_understood_or_advised_on(file: Path) -> None:
+    for name in {*MEANINGS, *ELSEWHERE}:
+        load_config(file, [f"{name}="])
+        with pytest.raises(UserError, match=f"^{name}=no such value: "):
+            load_config(file, [f"{name}=no such value"])
