@@ -106,7 +106,7 @@ def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> li
         size = global_batch(training, world_size)
         first = ", the first of them at a learning rate of 0" if warmup else ""
         ways = ["more training.epochs"]
-        if size > 1 and training.global_batch_size is None:
+        if size > world_size:
             ways.insert(0, "training.global_batch_size=auto")
         if config.dataset.packing:
             ways.append("dataset.packing=false")
