@@ -1,7 +1,10 @@
-"""`zerolora init --preset NAME`: a configuration to start from, every setting with its meaning above it."""
+"""`zerolora init`: a configuration to start from, every setting with its meaning above it."""
 
+import json
 import re
+import shlex
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +13,7 @@ from pydantic import BaseModel
 
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import nearest
+from trainer.config.yaml_core import plain
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 # What people type -> the file in configs/.
@@ -23,29 +27,45 @@ PRESETS = {
     "tinyllama": "tinyllama-1.1b",
     "smollm2": "smollm2-135m",
 }
+# For a model that no preset is made for: settings that fit most, and a model that runs on a laptop if none is named.
+FOR_ANY_MODEL, FOR_NO_MODEL = "tinyllama", "smollm2"
 SETTING = re.compile(r"(?P<indent> *)(?P<name>\w+):(?P<value>.*)")
 WIDTH = 110
 
 
 def init(
-    preset: Annotated[str, typer.Option(help=f"One of {', '.join(PRESETS)}.")],
+    preset: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(PRESETS)}; default: the one nearest to --model.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub name of the model, instead of the preset's.")] = None,
+    data: Annotated[str | None, typer.Option(help="File, folder or hub name of the data to train on.")] = None,
     output: Annotated[Path | None, typer.Option(help="The file to write; default: NAME.yaml in this folder.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
 ) -> None:
     """Write a commented configuration to start from."""
-    text = preset_text(preset, output := output or Path(f"{preset}.yaml"))
-    if output.exists() and not force:
-        raise UserError(f"--output {output}: is there already; name another file, or add --force")
+    preset = preset or (nearest_preset(model) if model else FOR_NO_MODEL)
+    name = _short(model) if model else preset
+    text = preset_text(preset, output := output or Path(f"{name}.yaml"), model=model, data=data)
     try:
+        if output.exists() and not force:
+            raise UserError(f"--output {output}: is there already; name another file, or add --force")
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--output {output}: cannot be written ({error.strerror}); name another file") from None
-    typer.echo(f"{output}: set dataset.path, then\n  zerolora validate {output}\n  zerolora train {output}")
+    typed = shlex.quote(str(output))
+    first = "now" if data else "set dataset.path, then"
+    typer.echo(f"{output}: {first}\n  zerolora validate {typed}\n  zerolora train {typed}")
 
 
-def preset_text(preset: str, output: Path) -> str:
-    """The preset's file with `output` in its first line, and its meaning above each setting.
+def nearest_preset(model: str) -> str:
+    """The preset made for this model or one of its family, by its name; one that fits most models if there is none."""
+    letters = _letters(_short(model))
+    return next((name for name in PRESETS if letters.startswith(_letters(name))), FOR_ANY_MODEL)
+
+
+def preset_text(preset: str, output: Path, *, model: str | None = None, data: str | None = None) -> str:
+    """The preset's file with `output` in its first line, its meaning above each setting, and the model and data given.
 
     Raises UserError for a name that is none.
     """
@@ -56,11 +76,26 @@ def preset_text(preset: str, output: Path) -> str:
     path = CONFIGS / f"{PRESETS[preset]}.yaml"
     if not path.is_file():
         raise UserError(f"--preset {preset}: {path} is not there; presets come with a checkout of zerolora")
-    _, *rest = path.read_text(encoding="utf-8").splitlines()
-    lines = [f"# zerolora train {output}", "# All other settings and their defaults: zerolora config --schema"]
+    rest = path.read_text(encoding="utf-8").splitlines()[1:]
+    lines = [f"# zerolora train {shlex.quote(str(output))}", "# All other settings: zerolora config --schema"]
+    given = {"dataset.path": data} if data else {}
+    if model:
+        given |= {"base_model": model, "output_dir": f"runs/{_short(model)}"}
+        while rest[0].startswith("#"):
+            rest.pop(0)  # what is said of the preset's own model
+        lines += ["#", f"# {model}, with the settings of the preset {preset}."]
+    else:
+        while rest[0].startswith("#"):
+            lines.append(rest.pop(0))
+    return "\n".join([*lines, "", *_commented(rest, given)]) + "\n"
+
+
+def _commented(lines: list[str], given: Mapping[str, str]) -> list[str]:
+    """A file's settings with their meanings above them, and with the values that are given."""
+    commented: list[str] = []
     meanings = _meanings(RunConfig)
     section = ""
-    for line in rest:
+    for line in lines:
         setting = SETTING.fullmatch(line)
         if setting:
             section = section if setting["indent"] else ""
@@ -70,9 +105,26 @@ def preset_text(preset: str, output: Path) -> str:
             # A line that says something of its own keeps it.
             if "#" not in setting["value"]:
                 mark = f"{setting['indent']}# "
-                lines += textwrap.wrap(meanings[name], WIDTH, initial_indent=mark, subsequent_indent=mark)
-        lines.append(line)
-    return "\n".join(lines) + "\n"
+                commented += textwrap.wrap(meanings[name], WIDTH, initial_indent=mark, subsequent_indent=mark)
+            if name in given:
+                _, comment, said = line.partition("  #")
+                line = f"{setting['indent']}{setting['name']}: {_scalar(given[name])}{comment}{said}"
+        commented.append(line)
+    return commented
+
+
+def _scalar(text: str) -> str:
+    """Text as one writes it in YAML: in quotes only if it needs them."""
+    return text if re.fullmatch(r"[\w./~@+-]+", text) and plain(text) == text else json.dumps(text, ensure_ascii=False)
+
+
+def _short(model: str) -> str:
+    """`Qwen2.5-7B-Instruct` of `Qwen/Qwen2.5-7B-Instruct` or of a folder, as a file's name."""
+    return re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2]).strip("-.").lower() or "model"
+
+
+def _letters(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def _meanings(section: type[BaseModel], prefix: str = "") -> dict[str, str]:

@@ -19,13 +19,12 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NoReturn
 
-import yaml
-
 from launcher.requirements import check_requirements
 from launcher.stop_signals import PASSED_ON
 from launcher.supervise import EXIT_OK
 from trainer.config import UserError, load_config
 from trainer.config.launcher_process import tie_children_to_this_process
+from trainer.config.yaml_core import dump
 
 MODEL = "ibm-granite/granite-4.0-h-1b"
 OUTPUT = "./granite_1b_cuda_output"
@@ -55,12 +54,12 @@ def run(arguments: Sequence[str]) -> int:
         return check_requirements(options.output_dir, options.model)
     overrides = list(options.overrides)
     tree = settings(options, *_data(options))
-    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    text = dump(tree)
     with tempfile.TemporaryDirectory() as folder:
         # Checked before anything is written where the run will be.
         draft = Path(folder) / CONFIG_FILE
         draft.write_text(text, encoding="utf-8")
-        output = Path(load_config(draft, overrides).config.output_dir)
+        output = Path(load_config(draft, overrides, with_lines=False).config.output_dir)
     config = output / "logs" / CONFIG_FILE
     train = ["train", str(config), *overrides, *([] if options.multi_gpu else ["--num-gpus", "1"])]
     header = f"# zerolora {shlex.join(train)}\n"

@@ -160,7 +160,7 @@ def rank_lines(layers: list[AdaptedLayers], lora: LoraSection) -> list[str]:
     narrow = [layer for layer in layers if min(map(int, layer.shape.split(" -> "))) < rank]
     if narrow:
         names = ", ".join(f"{layer.name} ({layer.shape})" for layer in narrow)
-        lines.append(f"adapter: r={rank} is more than the width of {names}, where what is beyond it adds nothing")
+        lines.append(f"adapter: r={rank} is more than the width of {names}, where a higher rank adds nothing")
     return lines
 
 

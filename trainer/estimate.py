@@ -20,6 +20,7 @@ from trainer.memory.advice import does_not_fit
 from trainer.memory.model import CONTEXT, GIB, Estimate, as_json
 from trainer.memory.plan import Choice, Lengths, Machine, Planner, gib
 from trainer.memory.shapes import read_shapes
+from trainer.steps import count_steps, steps_line
 
 UNITS = {"": GIB, "G": GIB, "GIB": GIB, "GB": 10**9, "M": 2**20, "MIB": 2**20, "MB": 10**6, "T": 2**40, "TIB": 2**40}
 LEAST_GPU = GIB
@@ -78,6 +79,7 @@ def model_config_of(config: RunConfig) -> tuple[Any, str]:
 def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -> tuple[dict[str, Any], RunConfig]:
     """Everything the command says, as plain values, and the configuration with `auto` resolved."""
     resolved = planner.resolve(config, memory)
+    counted = resolved.training, planner.lengths.samples, planner.machine.world_size
     found = planner.of(resolved)
     table = planner.table(resolved)
     # Without offload first, which costs time: a higher stage costs less of it.
@@ -91,9 +93,11 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "stage": resolved.zero.stage,
         "batch_size": resolved.training.batch_size,
         "length": planner.lengths.longest,
+        "steps": None if count_steps(*counted) is None else steps_line(*counted),
         "estimate": as_json(found),
         "fits": found.needed <= memory,
         "recommended": None if best is None else _recommendation(planner, best, memory),
+        "batch_size_is_bounded_by": None if best is None else _why_no_larger(planner, best, memory),
         "largest_batch_size": planner.largest_batch(resolved, memory),
         "stages": [_stage_row(choice, memory) for choice in table],
     }, resolved
@@ -107,6 +111,12 @@ def _recommendation(planner: Planner, best: RunConfig, memory: int) -> dict[str,
         **({"zero.offload_parameters": True} if zero.offload_parameters else {}),
         "training.batch_size": planner.largest_batch(best, memory),
     }
+
+
+def _why_no_larger(planner: Planner, best: RunConfig, memory: int) -> str:
+    """What bounds the recommended micro-batch."""
+    most, reason = planner.most_rows(best)
+    return f"as many as fit in {gib(memory)}" if planner.largest_batch(best, memory) < most else reason
 
 
 def _stage_row(choice: Choice, memory: int) -> dict[str, Any]:
@@ -127,10 +137,13 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
     for note in found["notes"]:
         console.print(note, highlight=False)
     console.print(
-        f"on each of {found['gpus']} GPU{'s' * (found['gpus'] > 1)} of {gib(found['gpu_memory_bytes'])}: "
+        f"on {'1 GPU' if found['gpus'] == 1 else 'each of {} GPUs'.format(found['gpus'])} of "
+        f"{gib(found['gpu_memory_bytes'])}{' (assumed: --gpu-memory names yours)' * found['gpu_is_assumed']}: "
         f"ZeRO stage {found['stage']}, micro-batch {found['batch_size']} x {found['length']:,} tokens",
         highlight=False,
     )
+    if found["steps"] is not None:
+        console.print(f"steps: {found['steps']}", highlight=False)
     parts = Table("for", "GiB", box=None, pad_edge=False)
     for name, size in sorted(estimate.terms.items(), key=lambda term: -term[1]):
         parts.add_row(name, f"{size / GIB:.2f}")
@@ -154,7 +167,8 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
         console.print(f"not possible: {refusal}", highlight=False, markup=False)
     if found["recommended"] is not None:
         settings = " ".join(f"{name}={str(value).lower()}" for name, value in found["recommended"].items())
-        line = f"the lowest stage that fits, with the largest micro-batch: {settings}"
+        reason = found["batch_size_is_bounded_by"]
+        line = f"the lowest stage that fits, with the largest micro-batch: {settings} ({reason})"
         console.print(line if found["fits"] else f"as configured it is too large; {line}", highlight=False)
 
 
@@ -164,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--gpus", type=int, default=1, help="how many GPUs, one rank each")
-    parser.add_argument("--gpu-memory", default=DEFAULT_GPU, help=f"memory of each, such as {DEFAULT_GPU} (default)")
+    parser.add_argument("--gpu-memory", help=f"memory of each, such as {DEFAULT_GPU} (default)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_intermixed_args(argv)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
@@ -172,10 +186,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.gpus < 1:
             raise UserError(f"--gpus {arguments.gpus}: must be 1 or more")
-        memory = parse_memory(arguments.gpu_memory)
+        memory = parse_memory(arguments.gpu_memory or DEFAULT_GPU)
         loaded = load_config(arguments.config, arguments.overrides)
         planner, notes = planner_for(loaded.config, arguments.gpus)
         found, resolved = report(planner, loaded.config, memory, [*loaded.notes, *notes])
+        found["gpu_is_assumed"] = arguments.gpu_memory is None
         if arguments.json:
             print(json.dumps(found, indent=1))
         else:

@@ -1,6 +1,5 @@
 """The optimizer and its schedule: AdamW in 32 or 8 bits, LoRA+ groups, transformers' learning-rate curves."""
 
-import math
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ import torch
 from trainer.config import LoraSection, TrainingSection
 from trainer.flat import FLAT, UP
 from trainer.partitioned import whole_shape
+from trainer.steps import warmup_steps
 
 
 def build_optimizer(
@@ -51,13 +51,6 @@ def build_schedule(optimizer: torch.optim.Optimizer, training: TrainingSection, 
         num_training_steps=total_steps,
         scheduler_specific_kwargs=kwargs or None,
     )
-
-
-def warmup_steps(training: TrainingSection, total_steps: int) -> int:
-    """Steps in which the learning rate rises."""
-    if training.warmup_steps is not None:
-        return training.warmup_steps
-    return math.ceil(training.warmup_ratio * total_steps)
 
 
 def restore_schedule(schedule: Any, steps: int) -> None:

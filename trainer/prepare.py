@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.config import CommandParser, RunConfig, UserError, load_config
-from trainer.data import PreparedData, prepare_data
+from trainer.data import PreparedData, Samples, prepare_data
 from trainer.data.chat import chat_template_of
+from trainer.steps import step_warnings, with_global_batch
 
 if TYPE_CHECKING:
     from trainer.resume_comparison import Resumption
@@ -94,7 +95,15 @@ def prepare(
         cache_dir=Path(config.dataset.cache_dir).expanduser(),
         max_length_of_model=longest,
     )
-    return Prepared(tokenizer, model_config, data, tuple(notes))
+    prepared = Prepared(tokenizer, model_config, data, tuple(notes))
+    # More ranks take fewer steps: what does not go on one goes on none.
+    step_warnings(with_global_batch(config, samples_of(prepared), 1), samples_of(prepared), 1)
+    return prepared
+
+
+def samples_of(prepared: Prepared) -> int | None:
+    """Training sequences of one epoch; None for a stream."""
+    return len(prepared.data.train) if isinstance(prepared.data.train, Samples) else None
 
 
 def prepare_to_resume(

@@ -53,6 +53,7 @@ NOT_COMPARED = (
     "dataset.cache_dir",
     "training.batch_size",
     "training.gradient_accumulation_steps",
+    "training.global_batch_size",
     "training.resume_from_checkpoint",
     "training.resume_changes",
 )

@@ -34,13 +34,14 @@ from trainer.memory.oom import Recovery
 from trainer.metrics import Metrics
 from trainer.mfu import MfuMeter
 from trainer.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
-from trainer.prepare import Prepared
+from trainer.prepare import Prepared, samples_of
 from trainer.profiling import StepProfiler
 from trainer.ranks import Ranks, extend_timeouts, form_process_group
 from trainer.run_record import RESULT, make_way, note_written, place_result, write_run_record
 from trainer.signals import StopRequest
 from trainer.steering import Steering
 from trainer.step import evaluate_loss
+from trainer.steps import count_steps, step_warnings, steps_line
 from trainer.summary import end_summary, start_summary
 from trainer.token_loss import TokenLoss
 from trainer.update_guard import UpdateGuard, guards_on_device
@@ -118,6 +119,11 @@ class Run:
         self.config = self.memory.config  # without `auto`
         for note in self.memory.notes:
             self.say(note)
+        samples, ranks = samples_of(self.prepared), self.ranks.world_size
+        warnings = step_warnings(self.config, samples, ranks)
+        self.say(f"steps: {steps_line(self.config.training, samples, ranks)}")
+        for warning in warnings:
+            self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
 
     @phase("load")
     def _build_model(self) -> Any:
@@ -168,10 +174,8 @@ class Run:
         """Batches, schedule and position: from the start, or from a checkpoint."""
         training = self.config.training
         self.batches = make_batches(self.config, self.prepared, self.ranks, flat=self.flat_packs)
-        total_steps = training.max_steps
-        if total_steps is None:
-            assert isinstance(self.batches, Batches)  # a stream without max_steps was refused
-            total_steps = math.ceil(training.epochs * self.batches.steps_per_epoch)
+        total_steps = count_steps(training, samples_of(self.prepared), self.ranks.world_size)
+        assert total_steps is not None  # a stream without max_steps was refused
         self.schedule = build_schedule(self.optimizer, training, total_steps)
         position, state = self.course.restore(engine, total_steps)
         if state:

@@ -56,7 +56,10 @@ def check_targets(model: Any, lora: LoraSection) -> None:
         raise UserError(f"lora.exclude_modules={list(lora.exclude_modules)}: leaves no layer to adapt; name fewer")
     widths = [min(whole_shape(own)) for path in kept for own in paths[path].parameters(recurse=False) if own.dim() == 2]
     if widths and lora.r > max(widths) and not lora.adapter_path:
-        raise UserError(f"lora.r={lora.r}: more than the width of every adapted layer; use {max(widths)} or less")
+        raise UserError(
+            f"lora.r={lora.r}: no adapted layer of this model is wider than {max(widths)}, and a higher rank adds "
+            f"nothing; use {max(widths)} or less (8 to 64 are usual)"
+        )
 
 
 def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:

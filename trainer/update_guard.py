@@ -19,7 +19,7 @@ from trainer.config.known_versions import changed, require
 NORM_METHOD = "get_grad_norm_direct"
 TRIED_WEIGHT, TRIED_GRADIENT, TRIED_SCALE, TRIED_RATE = 0.5, 3.0, 4.0, 0.25
 TRIED_ERROR = 1e-2
-"""Relative. On a GPU 1 - beta2 is rounded to fp32, 5e-5 of it for 0.999; a scale that is not applied is a factor of 4."""
+"""Relative. On a GPU 1 - beta2 is rounded to fp32, 5e-5 of it for 0.999; a scale not applied is a factor of 4."""
 
 
 def guards_on_device(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> bool:

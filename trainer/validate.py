@@ -4,15 +4,16 @@ The model's configuration, tokenizer and targets are looked at and the data is t
 read, and nothing is written to the run's folder. Exit code 0, or 2 after one line on stderr.
 """
 
-import math
 import os
+import shlex
 import sys
 from pathlib import Path
 
-from trainer.config import AUTO, CommandParser, RunConfig, UserError, load_config
+from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.finished_run import quiet_libraries
 from trainer.output_folder import obstacle
-from trainer.prepare import Prepared, prepare_to_resume
+from trainer.prepare import Prepared, prepare_to_resume, samples_of
+from trainer.steps import step_warnings, steps_line, with_global_batch
 
 
 def findings(config: RunConfig, prepared: Prepared) -> list[str]:
@@ -48,22 +49,19 @@ def findings(config: RunConfig, prepared: Prepared) -> list[str]:
         lines += unadapted_lines(peft_model, quantized=config.adapter == "qlora")
     lines += [f"note: {note}" for note in prepared.notes]
     lines += [f"data: {line}" for line in prepared.data.stats.lines()]
-    lines.append(f"steps: {_steps(config, prepared)}")
+    samples = samples_of(prepared)
+    on_one = with_global_batch(config, samples, 1)
+    lines.append(f"steps: {steps_line(on_one.training, samples, 1)}{_on_more(config)}")
+    lines += [f"warning: {warning}" for warning in step_warnings(on_one, samples, 1)]
     lines.append(f"output: {Path(config.output_dir).absolute()}")
     return lines
 
 
-def _steps(config: RunConfig, prepared: Prepared) -> str:
-    """The optimizer steps on one rank, which more ranks divide."""
-    training, samples = config.training, prepared.data.stats.samples
-    each = f"batch_size {training.batch_size} x accumulation {training.gradient_accumulation_steps}"
-    if training.batch_size == AUTO:
-        epochs = f"{training.epochs:g} epochs of {samples:,} sequences"
-        return f"{training.max_steps or epochs}; batch_size is chosen at the start"
-    if training.max_steps:
-        return f"{training.max_steps:,}, {each} x GPUs sequences in each"
-    steps = math.ceil(training.epochs * samples / training.batch_size / training.gradient_accumulation_steps)
-    return f"{steps:,} on one GPU, {each} sequences in each; fewer on more GPUs"
+def _on_more(config: RunConfig) -> str:
+    """What more ranks change: the global batch, unless it is set; and with it the number of steps, unless that is."""
+    if config.training.global_batch_size is not None:
+        return ""
+    return "; larger batches on more" if config.training.max_steps else "; fewer steps on more"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -96,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     if problem:
         print(f"OK but for output_dir={loaded.config.output_dir}: {problem}")
     else:
-        print(f"OK: zerolora train {' '.join([arguments.config, *arguments.overrides])}")
+        print(f"OK: {shlex.join(['zerolora', 'train', arguments.config, *arguments.overrides])}")
     return 0
 
 

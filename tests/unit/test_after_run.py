@@ -115,6 +115,8 @@ def _broken(run_dir: Path, folder: Path, case: str) -> Path:
         adapter.write_bytes(content)
         (folder / "checkpoint-3").mkdir()
         (folder / "checkpoint-3" / "COMPLETE").touch()
+    if case == "latin-1":
+        (folder / "training_config.json").write_bytes(text.replace("output_dir", "caf\xe9").encode("latin-1"))
     if case == "not a run":
         (folder / "training_config.json").unlink()
     if case == "occupied":
@@ -129,6 +131,7 @@ BAD_FOLDERS = [
     *[(module, "no adapter", "no adapter_model.safetensors.*train it first") for module in ALL],
     *[(module, "full", "adapter: none.*whole model") for module in ALL],
     *[(module, "broken config", "training_config.json: base_model: Field required") for module in ALL],
+    (evaluate, "latin-1", "training_config.json: the file: Invalid JSON: invalid unicode.*another version"),
     (evaluate, "base gone", "base_model=.*gone: the folder of the base model is gone; --base-model"),
     (generate, "base gone", "base_model=.*gone: the folder of the base model is gone; --base-model"),
     (merge, "base gone", "base_model=.*gone: the folder of the base model is gone; --base-model"),

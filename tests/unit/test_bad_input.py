@@ -69,7 +69,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "lora.r=0": ("lora.r=0: must be 1 or more",),
     "lora.r=8.5": ("lora.r=8.5: must be a whole number",),
     "lora.dropout=1": ("lora.dropout=1: must be below 1",),
-    "lora.loraplus_lr_ratio=0.5": ("lora.loraplus_lr_ratio=0.5: must be 1.0 or more",),
+    "lora.loraplus_lr_ratio=0.5": ("lora.loraplus_lr_ratio=0.5: must be 1 or more",),
     "lora.target_modules=[]": ("lora.target_modules=[]: no targets", "all-linear"),
     "lora.target_modules=all-linear,q_proj": ("lora.target_modules=[all-linear, q_proj]", "all-linear stands alone"),
     "lora.init=zero": ("lora.init=zero: must be 'default'",),
@@ -81,7 +81,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "training.precision=bf17": ("training.precision=bf17: must be 'auto', 'bf16', 'fp16' or 'fp32'",),
     "training.optimizer=sgd": ("training.optimizer=sgd: must be 'adamw' or 'adamw_8bit'",),
     "training.max_steps=0": ("training.max_steps=0: must be 1 or more",),
-    "training.memory_fraction=1.5": ("training.memory_fraction=1.5: must be 1.0 or less",),
+    "training.memory_fraction=1.5": ("training.memory_fraction=1.5: must be 1 or less",),
     "training.gradient_checkpointing=[1]": ("training.gradient_checkpointing=[1]: must be 'none'",),
     "training.warmup_steps=20 ; training.max_steps=10": ("training.warmup_steps=20: more than training.max_steps=10",),
     "training.early_stopping=3": ("training.early_stopping=3: nothing is held out", "dataset.val_split"),
@@ -198,6 +198,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (ground / "notes.odt").write_text("x")
     (ground / "no-data").mkdir()
     (ground / "cache").mkdir()
+    (ground / "gone").symlink_to("nowhere-at-all")
     (ground / "run").mkdir()
     (ground / "run" / "adapter_config.json").write_text("{}")
     (ground / "half" / "checkpoint-5").mkdir(parents=True)
@@ -236,6 +237,9 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "lora.modules_to_save=head": ("lora.modules_to_save=head", "lm_head"),
     "lora.adapter_path=./cut-adapter": ("./cut-adapter: adapter_model.safetensors is cut short: 10 bytes of 24",),
     "lora.adapter_path=./old-adapter": ("./old-adapter: adapter_model.safetensors is not", "pickled"),
+    "lora.r=500": ("lora.r=500: no adapted layer of this model is wider than 64", "use 64 or less"),
+    "lora.r=65 ; lora.target_modules=k_proj": ("no adapted layer of this model is wider than 32",),
+    "output_dir=gone/run": ("output_dir=gone/run: gone is a link to nowhere-at-all, which is not there",),
     "lora.adapter_path=./no-data": ("lora.adapter_path=./no-data: no adapter_config.json there",),
     "output_dir=run": ("output_dir=run: holds files that are no run's (adapter_config.json)", "name a new folder"),
     "output_dir=model": ("output_dir=model: is base_model as well", "name a folder of its own"),

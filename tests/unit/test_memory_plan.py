@@ -108,6 +108,10 @@ def test_shared_heads_are_copied_without_flash_attention(planner: Planner, confi
 def test_no_more_rows_than_there_are(shapes: Shapes, config: RunConfig) -> None:
     few = Planner(shapes, Lengths(16, 16, samples=24), BF16_GPU)
     assert few.largest_batch(config, 80 * GIB) == 3  # 24 samples, 4 GPUs, 2 micro-steps
+    assert few.most_rows(config) == (3, "an epoch of 24 sequences has no more for one step")
+    together = with_changes(config, {"training.global_batch_size": 32, "training.gradient_accumulation_steps": 1})
+    assert few.most_rows(together) == (8, "global_batch_size is 32")
+    assert few.resolve(with_changes(together, {"training.batch_size": AUTO}), 80 * GIB).training.batch_size == 8
 
 
 def test_auto_fills_the_card_at_the_lowest_stage(planner: Planner, config: RunConfig) -> None:
@@ -237,6 +241,7 @@ def test_what_does_not_fit_as_it_is_or_cannot_be_is_said(tmp_path: Path, capsys:
     assert out.startswith("lora_r is read as lora.r\n")
     assert "as configured it is too large; the lowest stage that fits" in out
     assert "zero.stage=3 zero.offload_optimizer=true zero.offload_parameters=true" in out
+    assert "on 1 GPU of 6.00 GiB: " in out and "as many as fit in 6.00 GiB)" in out
     assert main([str(file), "training.optimizer=adamw_8bit"]) == 0
     out = capsys.readouterr().out
     assert out.count("not possible: ") == 1 and "turn zero.offload_optimizer off" in out
@@ -270,7 +275,7 @@ def test_the_launcher_starts_again_at_most_three_times(tmp_path: Path) -> None:
         return EXIT_RESTART
 
     assert run_with_halvings(start, tmp_path) == 1
-    assert [len(more) for more in started] == [0, 4, 4, 4]
+    assert [len(more) for more in started] == [0, 5, 5, 5]
     assert started[2][:2] == ["training.batch_size=2", "training.gradient_accumulation_steps=4"]
     assert RestartNote.take(tmp_path) is None
 

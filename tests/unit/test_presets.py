@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launcher.presets import PRESETS, preset_text
+from launcher.presets import PRESETS, nearest_preset, preset_text
 from trainer.config import RunConfig, UserError, load_config
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +44,43 @@ def test_init_writes_where_it_is_told(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "new" / "a.yaml").read_text())["base_model"].endswith("SmolLM2-135M-Instruct")
     assert init("--preset", "granite-4.0-h-1b", cwd=tmp_path).returncode == 0
     assert (tmp_path / "granite-4.0-h-1b.yaml").is_file()
+
+
+def test_init_fills_in_model_and_data(tmp_path: Path) -> None:
+    result = init(
+        "--model", "./my models/Qwen2.5-3B", "--data", "my data #1.jsonl", "--output", "my run.yaml", cwd=tmp_path
+    )
+    assert result.returncode == 0 and result.stderr == ""
+    assert result.stdout == "my run.yaml: now\n  zerolora validate 'my run.yaml'\n  zerolora train 'my run.yaml'\n"
+    loaded = load_config(tmp_path / "my run.yaml")
+    assert loaded.notes == ()
+    assert loaded.config.base_model == "./my models/Qwen2.5-3B" and loaded.config.output_dir == "runs/qwen2.5-3b"
+    assert loaded.config.dataset.path == "my data #1.jsonl"
+    text = (tmp_path / "my run.yaml").read_text()
+    assert text.startswith("# zerolora train 'my run.yaml'\n") and "Gated" not in text
+    assert init("--data", "d.jsonl", cwd=tmp_path).returncode == 0
+    config = load_config(tmp_path / "smollm2.yaml").config
+    assert config.base_model == "HuggingFaceTB/SmolLM2-135M-Instruct", "open, and small enough for a laptop"
+    assert init("--model", "x" * 300, cwd=tmp_path).returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "preset"),
+    [
+        ("meta-llama/Llama-3.1-8B", "llama3.1-8b"),
+        ("HuggingFaceTB/SmolLM2-360M", "smollm2"),
+        ("models/Mistral-7B-v0.3/", "mistral-7b"),
+        ("Qwen/Qwen3-4B", "tinyllama"),
+    ],
+)
+def test_the_preset_nearest_to_a_model(model: str, preset: str) -> None:
+    assert nearest_preset(model) == preset
+
+
+def test_the_title_stands_apart_from_the_first_setting() -> None:
+    lines = preset_text("smollm2", Path("a.yaml")).splitlines()
+    first = lines.index("base_model: HuggingFaceTB/SmolLM2-135M-Instruct")
+    assert lines[first - 2] == "" and lines[first - 3].startswith("# SmolLM2 135M")
 
 
 def test_a_file_is_replaced_only_by_force(tmp_path: Path) -> None:

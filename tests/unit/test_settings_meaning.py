@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from trainer.config import RunConfig, UserError, dump_yaml, load_config
+from trainer.config.aliases import ELSEWHERE
+from trainer.config.dialects import MEANINGS
 
 BASE = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
 
@@ -48,6 +50,7 @@ READ_AS: list[tuple[str, Any]] = [
     ("logging.run_name=*star", "*star"),
     ("logging.run_name=2026-09-09", "2026-09-09"),
     ("run_name=x=y", "x=y"),
+    ("logging.run_name=<<", "<<"),
     ("dataset.system_prompt=You are the #1: {answer} [briefly]", "You are the #1: {answer} [briefly]"),
     ("dataset.system_prompt=You are: helpful", "You are: helpful"),
     ("dataset.system_prompt=line\nline # two", "line\nline # two"),
@@ -76,6 +79,12 @@ READ_AS: list[tuple[str, Any]] = [
     ("training.save_total_limit=none", None),
     ("lora.adapter_path=None", None),
     ("resume_from_checkpoint=null", None),
+    # words may be typed in capitals
+    ("training.precision=BF16", "bf16"),
+    ("training.lr_scheduler=Cosine", "cosine"),
+    ("training.batch_size=AUTO", -1),
+    ("lora.target_modules=ALL-LINEAR", ("all-linear",)),
+    ("lora.target_modules=q_proj, v_proj,", ("q_proj", "v_proj")),
     # words that are truth values elsewhere
     ("logging.progress=off", "off"),
     ("training.gradient_checkpointing=on", "non_reentrant"),
@@ -175,6 +184,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "load_in_8bit=true": ("load_in_8bit=true: not a setting here; 8-bit bases are not offered",),
     "quantization_bit=8": ("quantization_bit=8: not a setting here; only 4-bit",),
     "stage=dpo": ("stage=dpo: preference training (DPO and relatives) is not offered",),
+    "lora_target_linear=maybe": ("lora_target_linear=maybe: not a setting here; write true",),
+    "training.best_checkpoint=<<": ("must be true or false",),
     "rl=kto": ("rl=kto: preference training",),
     "template=llama3": ("template=llama3: not a setting here", "dataset.chat_template"),
     "eot_tokens=[x]": ("remove it; the end of a turn",),
@@ -183,6 +194,11 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "logging.report_to=[tensorboard, none]": ("logging.report_to=[tensorboard, none]: none stands alone",),
     "load_in_4bit=false ; adapter=qlora": ("load_in_4bit=false: adapter is qlora", "write adapter: lora"),
     "lora_r=0": ("lora_r=0: must be 1 or more",),
+    "training.global_batch_size=auto ; gradient_accumulation_steps=4": (
+        "gradient_accumulation_steps=4: training.global_batch_size=auto decides it; remove one",
+    ),
+    "training.global_batch_size=32 ; gradient_accumulation_steps=3": ("training.global_batch_size=32 decides it",),
+    "training.global_batch_size=0": ("training.global_batch_size=0: must be 1 or more",),
     # DeepSpeed's own keys
     "zero.extra={zero_optimization: {stage: 3}}": ("zero.extra.zero_optimization.stage=3: is set with zero.stage",),
     "zero.extra={zero_optimization: hello}": ("zero.extra.zero_optimization=hello: must be a map", "zero.stage"),
@@ -195,16 +211,29 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "zero.extra.zero_allow_untested_optimizer=false": ("needs it as it is; remove it",),
     "zero.extra.sparse_attention={}": ("cannot run within training here",),
     "zero.extra=5": ("zero.extra=5: must be a map",),
+    "dataset.fields={prompt: 5}": ("dataset.fields.prompt=5: must be text; put it in quotes",),
+    "dataset.mix=a.jsonl": ("dataset.mix=a.jsonl: must be a list of sections, such as [{path: ...}]",),
+    "dataset={path: [a, b]}": ("dataset.path=[a, b]: must be text, and this is a list; several sources go to data",),
+    "dataset={path: x, system_prompt: {You are: helpful}}": (
+        "dataset.system_prompt={You are: helpful}: must be text, and this is a map; put it in quotes",
+    ),
+    "lora.lora_r=8": ("did you mean lora.r?",),
+    "lora.sequence_len=8": ("did you mean dataset.max_length?",),
+    "rank=8": ("did you mean lora.r?",),
+    "adapter=None": ("adapter=None: must be 'lora', 'qlora' or 'none'",),
+    "training.batch_size=none": ("training.batch_size=none: must be a whole number, or auto",),
+    "training.deterministic=T": ("training.deterministic=T: must be true or false",),
+    "dataset.path=${DATA": ("write ${NAME}",),
     # bounds
     "lora.r=100000": ("lora.r=100000: must be 32768 or less",),
     "training.max_steps=1e30": ("training.max_steps=1e+30: must be a whole number of fewer digits",),
-    "training.epochs=1e9": ("training.epochs=1000000000.0: must be 100000.0 or less",),
+    "training.epochs=1e9": ("training.epochs=1000000000.0: must be 100000 or less",),
     "training.batch_size=1000000": ("training.batch_size=1000000: must be 65536 or less",),
-    "training.learning_rate=1e6": ("training.learning_rate=1000000.0: must be 1.0 or less",),
+    "training.learning_rate=1e6": ("training.learning_rate=1000000.0: must be 1 or less",),
     "training.learning_rate=.nan": ("training.learning_rate=nan: must be a finite number",),
     "training.learning_rate=-1e-4": ("training.learning_rate=-0.0001: must be above 0",),
     "training.max_steps=.inf": ("training.max_steps=inf: must be a finite number",),
-    "training.weight_decay=-1": ("training.weight_decay=-1: must be 0.0 or more",),
+    "training.weight_decay=-1": ("training.weight_decay=-1: must be 0 or more",),
     "seed=99999999999": ("seed=99999999999: must be below 4294967296",),
     "scu.tokens=1e300": ("scu.tokens=1e+300: must be",),
     "zero.reduce_bucket_size=1e15": ("zero.reduce_bucket_size=1000000000000000.0: must be 100000000000 or less",),
@@ -253,7 +282,7 @@ def test_every_mistake_is_told_with_its_line(file: Path) -> None:
     assert refusal(file, "zero.stage=7").split("\nerror: ") == [
         "training.lerning_rate: unknown setting; did you mean training.learning_rate? (c.yaml line 7)",
         "lora_r=0: must be 1 or more (c.yaml line 4)",
-        "training.epochs=-1: must be above 0.0 (c.yaml line 6)",
+        "training.epochs=-1: must be above 0 (c.yaml line 6)",
         "zero.stage=7: must be auto, 0, 1, 2 or 3",
     ]
 
@@ -274,6 +303,7 @@ FILES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "two documents": (BASE.encode() + b"---\nseed: 1\n", ("not valid YAML at line 4", "one file holds one")),
     "a name for data": (BASE.replace("{path: data.jsonl}", "identity").encode() + b"cutoff_len: 9\n",
                         ("dataset=identity: must be a section", "`path:` below it (c.yaml line 3)")),
+    "a tag that does not fit": (BASE.encode() + b"seed: !!bool x\n", ("not valid YAML", "a tag that does not fit")),
     "no adapter": (BASE.encode() + b"adapter:\n", ("adapter: empty; write a value", "line 4")),
 }  # fmt: skip
 
@@ -297,3 +327,10 @@ def test_a_configuration_that_cannot_be_read(file: Path) -> None:
     assert "cannot be read (File name too long)" in refusal(Path("x" * 300))
     assert "is a folder" in refusal(Path("."))
     assert "more than 8 MiB" in refusal(Path("/dev/zero"))
+
+
+def test_every_name_of_another_trainer_is_understood_or_advised_on(file: Path) -> None:
+    for name in {*MEANINGS, *ELSEWHERE}:
+        load_config(file, [f"{name}="])
+        with pytest.raises(UserError, match=f"^{name}=no such value: "):
+            load_config(file, [f"{name}=no such value"])

@@ -35,7 +35,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_says_what_it_found_and_leaves_no_run(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert validate.main([str(config), "lora_r=8"]) == 0
+    assert validate.main([str(config), "lora_r=8", "logging.run_name=trial #3"]) == 0
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     model = 384 * 64 + 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128 + 2 * 64) + 64
     assert lines["note"] == "lora_r is read as lora.r"
@@ -44,8 +44,11 @@ def test_it_says_what_it_found_and_leaves_no_run(config: Path, capsys: pytest.Ca
     share = f"{adapter:,} parameters ({adapter / (model + adapter):.2%} of all): "
     assert lines["adapter"].startswith(f"r=8 on a 4-bit base, {share}")
     assert "gate_proj (2)" in lines["adapter"]
-    assert lines["steps"] == "6 on one GPU, batch_size 3 x accumulation 2 sequences in each; fewer on more GPUs"
-    assert lines["OK"] == f"zerolora train {config} lora_r=8"
+    assert lines["steps"] == (
+        "6 (3 an epoch), 6 sequences in each: batch_size 3 x accumulation 2 x 1 rank; fewer steps on more"
+    )
+    assert lines["warning"].startswith("6 optimizer steps in all, the first of them at a learning rate of 0 (18 seq")
+    assert lines["OK"] == f"zerolora train {config} lora_r=8 'logging.run_name=trial #3'"
     assert not Path("run").exists()
 
 
@@ -70,9 +73,14 @@ def test_it_works_beside_a_run_and_says_what_training_would_need(
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("training.max_steps=7", "steps: 7, batch_size 3 x accumulation 2 x GPUs sequences in each"),
+        ("training.max_steps=7", "accumulation 2 x 1 rank; larger batches on more"),
         ("training.batch_size=auto", "steps: 2 epochs of 18 sequences; batch_size is chosen at the start"),
+        ("training.global_batch_size=12", "steps: 4 (2 an epoch), 12 sequences in each: batch_size 3 x accumulation 4"),
         ("adapter=none", "adapter: none, all weights are trained"),
+        ("lora.r=40", "adapter: r=40 is more than the width of k_proj, v_proj, where a higher rank adds nothing"),
+        ("training.learning_rate=0.1", "note: training.learning_rate=0.1: far above what AdamW trains with"),
+        ("lora.alpha=1000", "note: lora.alpha=1000: scales the update by 250 at lora.r=4"),
+        ("training.global_batch_size=18", "warning: 2 optimizer steps in all, the first of them at"),
         ("lora.init=pissa", "adapter: r=4 on the base as it is"),
     ],
 )
@@ -89,6 +97,7 @@ def test_it_says_what_the_settings_mean(
         ("dataset.path=chat.jsonl", "dataset.path=chat.jsonl: no such file or folder"),
         ("lora.target_modules=query", "query: matches no layer of this model"),
         ("base_model=nobody/nothing", "base_model=nobody/nothing: not a local folder"),
+        ("training.warmup_steps=100", "training.warmup_steps=100: more than the run's 6 steps"),
         ("dataset.max_length=512", "the model was made for 256 tokens"),
     ],
 )

@@ -76,6 +76,7 @@ def prepared(run: RunConfig, base_model: str, texts: Path, folder: Path, *, step
     )
     training = run.training.model_copy(
         update={
+            "global_batch_size": None,
             "max_steps": steps + (PROFILED if profile else 0),
             "save_steps": 0,
             "eval_steps": 0,

@@ -125,6 +125,13 @@ def _check_training(config: RunConfig) -> None:
         )
     if training.gradient_checkpointing == "selective" and config.adapter == "none":
         raise UserError("training.gradient_checkpointing=selective: needs an adapter; use non_reentrant")
+    accumulation, together = training.gradient_accumulation_steps, training.global_batch_size
+    rows = accumulation * (1 if training.batch_size == AUTO else training.batch_size)
+    if accumulation > 1 and together is not None and (together == AUTO or together % rows):
+        raise UserError(
+            f"training.gradient_accumulation_steps={accumulation}: training.global_batch_size="
+            f"{'auto' if together == AUTO else together} decides it; remove one, or set it to null"
+        )
     evaluates = bool(config.dataset.val_split or config.dataset.evaluation)
     for name, wanted in (
         ("early_stopping", training.early_stopping),

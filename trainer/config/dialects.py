@@ -39,6 +39,7 @@ REFUSED = {
     "load_in_8bit": "8-bit bases are not offered; write `adapter: qlora` for 4 bits",
     "quantization_bit": "only 4-bit bases are offered; write `adapter: qlora`, or remove it",
     "quantization_method": "the base is quantised by bitsandbytes; remove it",
+    "lora_target_linear": "write true, or `lora.target_modules: all-linear`",
     "finetuning_type": "write `adapter: lora`, `qlora` or `none`",
     "stage": "remove it; a run here is supervised fine-tuning, or plain text with `dataset.format: completion`",
 }
@@ -52,7 +53,7 @@ def understood(name: str, value: Any) -> tuple[dict[str, Any], str] | None:
     """
     if name not in MEANINGS and name not in ELSEWHERE:
         return ({}, f"{name}: empty, left out") if value is None and name in ALIASES else None
-    if value is None:
+    if value is None or value in ([], {}, ""):
         return {}, f"{name}: empty, left out"
     written = f"{name}: {shown(value)}"
     word = value.strip().lower() if isinstance(value, str) else value

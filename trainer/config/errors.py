@@ -55,6 +55,8 @@ def shown(value: Any, limit: int = 80) -> str:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
+    if value == "":
+        return "''"
     if isinstance(value, dict):
         value = "{" + ", ".join(f"{shown(key)}: {shown(inner)}" for key, inner in value.items()) + "}"
     text = "[" + ", ".join(shown(item) for item in value) + "]" if isinstance(value, (list, tuple)) else str(value)

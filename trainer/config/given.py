@@ -123,7 +123,7 @@ class Given:
         elif dotted in self.names and node[last] != value:
             raise UserError(
                 f"{name}: given as {self.names[dotted]} as well, which is the same setting; keep one"
-                f" ({self._path} line {self._lines.get(name, 1)})"
+                + (f" ({self._path} line {self._lines[name]})" if name in self._lines else "")
             )
         self.names[dotted] = name
         node[last] = value

@@ -6,6 +6,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from trainer.config.checks import check_combinations
+from trainer.config.doubts import doubts
 from trainer.config.errors import UserError, UserErrors
 from trainer.config.given import Given
 from trainer.config.messages import all_mistakes
@@ -22,13 +23,17 @@ class LoadedConfig:
     notes: tuple[str, ...]
 
 
-def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> LoadedConfig:
+def load_config(
+    path: str | Path, overrides: list[str] | tuple[str, ...] = (), *, with_lines: bool = True
+) -> LoadedConfig:
     """Read a YAML file, apply `key.sub=value` overrides, and validate the whole.
+
+    `with_lines=False` for a file that the user did not write: mistakes then do not say where in it they stand.
 
     Raises UserError naming the setting, its value and the fix; for several mistakes of single settings, all of them.
     """
     file = read_yaml(Path(path))
-    given = Given(Path(path), file.lines)
+    given = Given(Path(path), file.lines if with_lines else {})
     given.add_file(file.tree)
     for override in overrides:
         given.override(*parse_override(override))
@@ -41,7 +46,7 @@ def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -
         check_combinations(config)
     except UserError as error:
         raise UserError(given.located_by_name(str(error))) from None
-    return LoadedConfig(config, tuple(given.notes))
+    return LoadedConfig(config, (*given.notes, *doubts(config)))
 
 
 def dump_yaml(config: RunConfig) -> str:

@@ -46,7 +46,10 @@ def all_mistakes(error: ValidationError, written_as: Mapping[str, str]) -> list[
         # pydantic tells of each alternative of a union; the first stands for all.
         path, section = _follow(entry["loc"])
         dotted = ".".join(path)
-        found.setdefault(dotted, _line(entry, path, section, written_as.get(dotted, dotted)))
+        line = found.setdefault(dotted, _line(entry, path, section, written_as.get(dotted, dotted)))
+        other = entry.get("ctx", {}).get("expected")
+        if entry["type"] == "literal_error" and line.endswith(("number", "1e-4")):
+            found[dotted] = f"{line}, or {'auto' if other == str(AUTO) else other}"
     return list(found.items())
 
 
@@ -55,7 +58,14 @@ def _line(found: ErrorDetails, path: list[str], section: type[BaseModel] | None,
         inner = f" with `{next(iter(section.model_fields))}: ...` below it" if section else ""
         return f"{name}: missing; write `{path[-1]}: ...`{inner}, for it has no default"
     if found["input"] is None:
-        return f"{name}: empty; write a value, or remove the line"
+        return f"{name}: empty; write a value, or leave it out"
+    if found["type"] == "tuple_type" and section:
+        first = next(iter(section.model_fields))
+        return f"{name}={shown(found['input'])}: must be a list of sections, such as [{{{first}: ...}}]"
+    if found["type"] == "string_type" and isinstance(found["input"], (list, dict)):
+        several = "; several sources go to dataset.mix" if name == "dataset.path" else "; put it in quotes"
+        kind = "list" if isinstance(found["input"], list) else "map"
+        return f"{name}={shown(found['input'])}: must be text, and this is a {kind}{several}"
     if found["type"] in ("model_type", "model_attributes_type") and section:
         return section_wanted(name, section, found["input"])
     return f"{name}={shown(found['input'])}: {_allowed(found)}"
@@ -72,11 +82,13 @@ def unknown_setting(path: Sequence[str]) -> str:
     dotted, name = ".".join(path), path[-1]
     if dotted in ELSEWHERE:
         return f"{dotted}: not a setting here; {ELSEWHERE[dotted]}"
+    if name in ALIASES:
+        return f"{dotted}: unknown setting; did you mean {ALIASES[name]}?"
     if (section := section_at(path[:-1])) and (close := nearest(name, section.model_fields)):
         return f"{dotted}: unknown setting; did you mean {'.'.join([*path[:-1], close])}?"
-    everywhere = {
-        key: setting for setting in setting_names() for key in (setting, setting.rsplit(".", 1)[-1])
-    } | ALIASES
+    everywhere = {key: setting for setting in setting_names() for key in (setting, setting.rsplit(".", 1)[-1])} | {
+        key: ours for alias, ours in ALIASES.items() for key in (alias, alias.rsplit(".", 1)[-1])
+    }
     close = nearest(dotted, everywhere, 0.8) or nearest(name, everywhere, 0.8)
     fix = f"did you mean {everywhere[close]}?" if close else "`zerolora config --schema` lists all of them"
     return f"{dotted}: unknown setting; {fix}"
@@ -120,11 +132,13 @@ def _follow(location: Sequence[str | int]) -> tuple[list[str], type[BaseModel] |
     """
     section: type[BaseModel] | None = RunConfig
     path: list[str] = []
+    is_map = False
     for part in location:
         if section is not None and part in section.model_fields:
             path.append(str(part))
-            section = _model_in(section.model_fields[str(part)].annotation)
-        elif isinstance(part, int) or part.isdigit():
+            kind = section.model_fields[str(part)].annotation
+            section, is_map = _model_in(kind), get_origin(kind) is dict
+        elif is_map or isinstance(part, int) or part.isdigit():
             path.append(str(part))
     return path, section
 
@@ -156,6 +170,11 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 def _allowed(found: ErrorDetails) -> str:
     words = WORDS.get(found["type"])
     if words:
-        return words.format(**found.get("ctx", {})).replace(f"be {AUTO}, ", "be auto, ")
+        bounds = {name: _whole(value) for name, value in found.get("ctx", {}).items()}
+        return words.format(**bounds).replace(f"be {AUTO}, ", "be auto, ")
     message = found["msg"].removeprefix("Value error, ")
     return message[:1].lower() + message[1:]
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -10,7 +10,7 @@ from trainer.config.types import Fraction, Positive, Section, Words
 
 def _every_linear(names: tuple[str, ...]) -> tuple[str, ...]:
     """`all` is LLaMA-Factory's word for it."""
-    return ("all-linear",) if names == ("all",) else names
+    return ("all-linear",) if len(names) == 1 and names[0].lower() in ("all", "all-linear") else names
 
 
 class ModelSection(Section):

@@ -21,6 +21,8 @@ def expanded(text: str) -> str:
         return os.environ[name]
 
     path = _VARIABLE.sub(value_of, text)
+    if "${" in path:
+        raise ValueError("${ without a name and a }; write ${NAME}")
     if path.startswith("~"):
         path = os.path.expanduser(path)
         if path.startswith("~"):

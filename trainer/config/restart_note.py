@@ -51,6 +51,7 @@ class RestartNote:
         settings = [
             f"training.batch_size={self.batch_size}",
             f"training.gradient_accumulation_steps={self.gradient_accumulation_steps}",
+            "training.global_batch_size=null",  # the two above are it
             f"zero.stage={self.stage}",
             where,
         ]

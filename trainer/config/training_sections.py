@@ -49,6 +49,9 @@ class TrainingSection(Section):
     """Sequences per GPU in evaluation; batch_size if not given."""
     gradient_accumulation_steps: Count = 1
     """Micro-steps per optimizer step. Global batch = batch_size x this x GPUs."""
+    global_batch_size: BatchSize | None = None
+    """Sequences per optimizer step over all GPUs, instead of gradient_accumulation_steps; batch_size is then the most
+    of a micro-step. `auto`: as many as leave the run 100 steps, a power of two, 32 at most."""
     learning_rate: Annotated[float, Field(gt=0.0, le=1.0)] = 2e-4
     """Peak learning rate."""
     lr_scheduler: Literal[

@@ -30,7 +30,7 @@ def _list_of_words(value: Any) -> Any:
     """A single word, a comma-separated line and a list all mean a list; `none` and nothing mean an empty one."""
     if value is None or value == "none":
         return []
-    return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 
 
 def _list_of_texts(value: Any) -> Any:
@@ -43,7 +43,7 @@ def _list_of_texts(value: Any) -> Any:
 def _auto_number(value: Any) -> Any:
     if str(value) == str(AUTO):
         raise ValueError("below zero; write auto if the memory estimate shall choose")
-    return AUTO if value == "auto" else value
+    return AUTO if isinstance(value, str) and value.strip().lower() == "auto" else value
 
 
 def _auto_word(value: int) -> int | str:

@@ -27,6 +27,15 @@ def kinds(annotation: Any) -> frozenset[Any]:
     return frozenset({origin or annotation})
 
 
+def words(annotation: Any) -> frozenset[str]:
+    """The words that a setting takes, which may be typed in capitals as well."""
+    if annotation is Any:
+        return frozenset()
+    if get_origin(annotation) is Literal:
+        return frozenset(value for value in get_args(annotation) if isinstance(value, str))
+    return frozenset().union(*map(words, get_args(annotation)))
+
+
 def is_text(annotation: Any) -> bool:
     """True for a setting that takes any text."""
     return str in kinds(annotation) <= {str, NoneType}
@@ -47,6 +56,8 @@ def as_meant(annotation: Any, value: Any) -> Any:
         return value
     if isinstance(value, str) and may_be_nothing(annotation, value):
         return None
+    if isinstance(value, str) and Literal in wanted and (word := value.strip().lower()) in words(annotation):
+        return value if value == "None" else word  # Python's None is no word
     if is_number and isinstance(value, str):
         number = plain(value.replace("_", "") if _GROUPED.fullmatch(value.strip()) else value)
         if isinstance(number, (int, float)) and not isinstance(number, bool):
@@ -62,6 +73,7 @@ def as_meant(annotation: Any, value: Any) -> Any:
             return word == "true"
         if word in _TRUE + _FALSE:
             raise ValueError(f"must be true or false, and this is text; write {str(word in _TRUE).lower()}")
+        raise ValueError("must be true or false")
     return value
 
 

@@ -16,6 +16,8 @@ MOST_BYTES = 8 * 2**20
 MOST_VALUES = 100_000
 """Far beyond any configuration; anchors that repeat anchors reach billions in a few lines."""
 
+# What PyYAML raises for a value that its explicit tag, such as !!bool, does not allow.
+OF_TAGS = (ValueError, KeyError, TypeError, AttributeError)
 _RULES = {
     "null": (r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
     "bool": (r"^(?:true|True|TRUE|false|False|FALSE)$", list("tTfF")),
@@ -87,7 +89,7 @@ def parse(text: str) -> Any:
         if node is None or node.end_mark.index != len(text):
             raise ValueError("a comment, which on a command line is text")
         return loader.construct_document(node)
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, *OF_TAGS) as error:
         raise ValueError(str(error)) from None
     finally:
         loader.dispose()
@@ -99,7 +101,7 @@ def plain(text: str) -> Any:
     try:
         tag = loader.resolve(yaml.ScalarNode, text.strip(), (True, False))
         value: Any = loader.construct_object(yaml.ScalarNode(tag, text.strip()))
-    except ValueError:  # more digits than Python reads
+    except (ValueError, yaml.YAMLError):  # more digits than Python reads; `<<`
         return text
     finally:
         loader.dispose()
@@ -125,10 +127,10 @@ def read_yaml(path: Path) -> YamlFile:
         ) from None
     except RecursionError:
         raise UserError(f"{path}: not valid YAML: brackets nested hundreds deep; name a file of settings") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, *OF_TAGS) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error)
+        problem = getattr(error, "problem", None) or " ".join(f"a tag that does not fit ({error})".split())
         raise UserError(f"{path}: not valid YAML{where}: {problem}{_hint(problem)}") from None
     if not isinstance(tree, dict):
         held = "nothing" if tree is None else f"a {'list' if isinstance(tree, list) else 'single value'}, not settings"

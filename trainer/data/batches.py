@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from trainer.config import UserError
 from trainer.data.samples import Sample, SampleIterator, Samples, SampleStream
+from trainer.steps import steps_per_epoch
 
 MicroBatch = dict[str, Any]
 IGNORED = -100  # torch's cross-entropy leaves such targets out
@@ -55,7 +56,7 @@ class Batches:
     @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of one pass; the last may be incomplete."""
-        return -(-len(self.samples) // self.global_batch_size)
+        return steps_per_epoch(len(self.samples), self.global_batch_size)
 
     def step(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
         """This rank's micro-batches of the step `offset` samples into the epoch, and how many samples all ranks take.

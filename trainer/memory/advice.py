@@ -64,7 +64,10 @@ def _candidates(planner: Planner, config: RunConfig, memory: int) -> list[Change
     candidates: list[Changes] = []
     if training.batch_size > 1:
         smaller = planner.largest_batch(config, memory) or 1
-        candidates.append(smaller_batch(training.batch_size, training.gradient_accumulation_steps, smaller))
+        changes = smaller_batch(training.batch_size, training.gradient_accumulation_steps, smaller)
+        if training.global_batch_size is not None:
+            changes.pop("training.gradient_accumulation_steps")
+        candidates.append(changes)
     if training.gradient_checkpointing != "non_reentrant":
         candidates.append({"training.gradient_checkpointing": "non_reentrant"})
     elif not training.offload_activations:

@@ -18,8 +18,9 @@ from trainer.memory.model import CONTEXT, Estimate, as_json
 from trainer.memory.oom import Halving
 from trainer.memory.plan import Lengths, Machine, Planner, gib
 from trainer.memory.shapes import read_shapes
-from trainer.prepare import Prepared
+from trainer.prepare import Prepared, samples_of
 from trainer.ranks import Ranks
+from trainer.steps import with_global_batch
 from trainer.zero import DTYPES
 
 
@@ -61,6 +62,7 @@ def plan_memory(
 
 def plan_on(machine: Machine, config: RunConfig, prepared: Prepared, memory: int | None) -> MemoryPlan:
     """The plan for ranks of which each has `memory` bytes of a GPU, or None for a CPU. Raises UserError as above."""
+    config = with_global_batch(config, samples_of(prepared), machine.world_size)
     is_open = AUTO in (config.zero.stage, config.training.batch_size)
     try:
         shapes = read_shapes(

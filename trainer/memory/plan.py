@@ -11,6 +11,7 @@ from trainer.flat import why_not_flat
 from trainer.memory.activations import Work
 from trainer.memory.model import GIB, Estimate, Placement, estimate
 from trainer.memory.shapes import Shapes
+from trainer.steps import with_global_batch
 
 LARGEST_BATCH = 256
 """Micro-batches beyond this are no faster on any card."""
@@ -110,12 +111,21 @@ class Planner:
                 return stage
         return None
 
+    def most_rows(self, config: RunConfig) -> tuple[int, str]:
+        """The largest micro-batch that is of use, whatever the memory, and why no larger one is."""
+        together, ranks = config.training.global_batch_size, self.machine.world_size
+        if together not in (None, AUTO):
+            return min(LARGEST_BATCH, max(1, together // ranks)), f"global_batch_size is {together}"
+        rows = LARGEST_BATCH
+        if self.lengths.samples:
+            rows = max(1, self.lengths.samples // (ranks * config.training.gradient_accumulation_steps))
+        if rows < LARGEST_BATCH:
+            return rows, f"an epoch of {self.lengths.samples:,} sequences has no more for one step"
+        return LARGEST_BATCH, "larger ones are no faster"
+
     def largest_batch(self, config: RunConfig, memory: int) -> int:
         """The largest micro-batch within `memory` bytes, with some to spare if it is not one row; 0 if none is."""
-        most = LARGEST_BATCH
-        if self.lengths.samples:
-            global_rows = self.machine.world_size * config.training.gradient_accumulation_steps
-            most = max(1, min(most, self.lengths.samples // global_rows))
+        most, _ = self.most_rows(config)
         fits, too_large = 0, most + 1
         while too_large - fits > 1:
             middle = (fits + too_large) // 2
@@ -132,6 +142,8 @@ class Planner:
         Where nothing fits the last stage and micro-batch 1 are taken, for the check before training to refuse.
         Without a GPU (`memory` None): stage 2, or the highest that other settings allow, and micro-batch 1.
         """
+        samples, ranks = self.lengths.samples, self.machine.world_size
+        config = with_global_batch(config, samples, ranks)
         stage_open, batch_open = config.zero.stage == AUTO, config.training.batch_size == AUTO
         if batch_open:
             config = with_changes(config, {"training.batch_size": 1})
@@ -140,6 +152,7 @@ class Planner:
             config = with_changes(config, {"zero.stage": self._highest_allowed(config) if stage is None else stage})
         if batch_open and memory is not None:
             config = with_changes(config, {"training.batch_size": max(1, self.largest_batch(config, memory))})
+        config = with_global_batch(config, samples, ranks)
         check_combinations(config)
         return config
 

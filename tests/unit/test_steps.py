@@ -1,0 +1,127 @@
+"""The number of steps is the same wherever it is told, and what it makes of other settings is said beforehand."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer.config import AUTO, RunConfig, UserError
+from trainer.data import Batches, Samples
+from trainer.steps import count_steps, step_warnings, steps_line, with_global_batch
+
+
+def config_of(dataset: dict[str, Any] | None = None, **training: Any) -> RunConfig:
+    settings = {"base_model": "m", "output_dir": "o", "dataset": {"path": "d"} | (dataset or {}), "training": training}
+    return RunConfig.model_validate(settings)
+
+
+@pytest.mark.parametrize(
+    ("samples", "ranks", "training", "steps"),
+    [
+        (7, 1, {"batch_size": 8, "gradient_accumulation_steps": 2, "epochs": 10}, 10),
+        (7, 2, {"batch_size": 2, "epochs": 3}, 6),
+        (100, 1, {"batch_size": 3, "epochs": 0.5}, 17),
+        (100, 4, {"max_steps": 9}, 9),
+        (None, 1, {"max_steps": 9}, 9),
+        (100, 1, {"batch_size": "auto"}, None),
+        (100, 1, {"batch_size": "auto", "global_batch_size": 10, "epochs": 2}, 20),
+    ],
+)
+def test_steps_are_counted_as_training_takes_them(
+    samples: int | None, ranks: int, training: dict[str, Any], steps: int | None
+) -> None:
+    settings = with_global_batch(config_of(**training), samples, ranks).training
+    assert count_steps(settings, samples, ranks) == steps
+    if samples and settings.batch_size != AUTO and settings.max_steps is None:
+        batches = batches_of(settings, samples, ranks)
+        assert steps == np.ceil(settings.epochs * batches.steps_per_epoch)
+        assert steps_line(settings, samples, ranks).startswith(f"{steps} ({batches.steps_per_epoch} an epoch), ")
+
+
+def batches_of(training: Any, samples: int, ranks: int) -> Batches:
+    class Counted(Samples):
+        def __init__(self) -> None:
+            pass
+
+        def __len__(self) -> int:
+            return samples
+
+    return Batches(
+        Counted(),
+        batch_size=training.batch_size,
+        accumulation=training.gradient_accumulation_steps,
+        rank=0,
+        world_size=ranks,
+        seed=0,
+        shuffle=True,
+        pad_token_id=0,
+        flat=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("samples", "ranks", "training", "resolved"),
+    [
+        # auto: a power of two that leaves 100 steps, 32 at most, the same on any power of two of ranks
+        (7, 1, {"epochs": 3, "batch_size": 8}, (1, 1, 1)),
+        (120, 1, {"epochs": 3, "batch_size": 8}, (2, 2, 1)),
+        (1_000, 1, {"epochs": 3, "batch_size": 8}, (16, 8, 2)),
+        (1_000, 2, {"epochs": 3, "batch_size": 8}, (16, 8, 1)),
+        (1_000, 8, {"epochs": 3, "batch_size": 8}, (16, 2, 1)),
+        (1_000_000, 1, {"batch_size": 3}, (32, 2, 16)),
+        (1_000_000, 64, {"batch_size": 4}, (64, 1, 1)),
+        (1_000_000, 3, {"batch_size": 4}, (24, 4, 2)),
+        (None, 4, {"batch_size": 2, "max_steps": 5}, (32, 2, 4)),
+        (1_000_000, 4, {"batch_size": "auto"}, (32, AUTO, 1)),
+        # a number: exactly that many, in the largest micro-batches that divide a rank's part
+        (100, 1, {"global_batch_size": 64, "batch_size": 4}, (64, 4, 16)),
+        (100, 4, {"global_batch_size": 64, "batch_size": 4}, (64, 4, 4)),
+        (100, 4, {"global_batch_size": 8, "batch_size": 4}, (8, 2, 1)),
+        (100, 1, {"global_batch_size": 10, "batch_size": 4}, (10, 2, 5)),
+    ],
+)
+def test_the_global_batch_fits_the_data(
+    samples: int | None, ranks: int, training: dict[str, Any], resolved: tuple[int, int, int]
+) -> None:
+    once = with_global_batch(config_of(**({"global_batch_size": "auto"} | training)), samples, ranks)
+    found = once.training
+    assert (found.global_batch_size, found.batch_size, found.gradient_accumulation_steps) == resolved
+    assert with_global_batch(once, samples, ranks) == once, "what is recorded resolves to itself"
+
+
+def test_a_global_batch_that_ranks_cannot_share() -> None:
+    with pytest.raises(UserError, match=r"global_batch_size=64: 3 ranks cannot share it evenly; use 63, or auto"):
+        with_global_batch(config_of(global_batch_size=64), 1000, 3)
+    with pytest.raises(UserError, match=r"global_batch_size=1: 4 ranks cannot share it evenly; use 4"):
+        with_global_batch(config_of(global_batch_size=1), 1000, 4)
+    assert with_global_batch(config_of(batch_size=3), 1000, 7) == config_of(batch_size=3)
+
+
+def test_few_steps_are_said_with_what_to_change() -> None:
+    packed = config_of({"packing": True, "val_split": 0.05}, epochs=3, batch_size=8, gradient_accumulation_steps=2)
+    (line,) = step_warnings(packed, 7, 1)
+    assert line == (
+        "3 optimizer steps in all, the first of them at a learning rate of 0 (7 sequences, 16 a step): too few to "
+        "learn much; set training.global_batch_size=auto, or more training.epochs, or dataset.packing=false"
+    )
+    assert step_warnings(config_of(epochs=3, batch_size=1), 7, 1) == [], "21 steps"
+    assert step_warnings(config_of(max_steps=3), 7, 1) == [], "asked for"
+
+
+def test_evaluations_and_checkpoints_that_never_come_are_said() -> None:
+    training = {"max_steps": 60, "eval_steps": 100, "save_steps": 100}
+    lines = step_warnings(config_of({"val_split": 0.1}, best_checkpoint=True, **training), 7, 1)
+    assert lines == [
+        "training.eval_steps=100: the run has 60 steps, so nothing is evaluated within it, and best_checkpoint and "
+        "early_stopping have nothing to compare; use 15",
+        "training.save_steps=100: the run has 60 steps, so it is saved at its end only",
+    ]
+    assert step_warnings(config_of(max_steps=60), 7, 1) == [], "the default is not remarked on"
+
+
+def test_a_warm_up_longer_than_the_run_is_refused_for_epochs_too() -> None:
+    with pytest.raises(UserError, match=r"training.warmup_steps=100: more than the run's 3 steps"):
+        step_warnings(config_of(epochs=3, batch_size=8, warmup_steps=100), 7, 1)
+    assert step_warnings(config_of(epochs=30, warmup_steps=100), 7, 1) == []
+    constant = config_of(epochs=30, lr_scheduler="constant", warmup_steps=1000)
+    assert step_warnings(constant, 7, 1) == [], "a constant rate has no warm-up"

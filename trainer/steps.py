@@ -1,0 +1,129 @@
+"""How many optimizer steps a run takes, and the global batch that data of this size should have.
+
+`validate`, `estimate` and training ask here, so that what is said before is what happens.
+"""
+
+import math
+
+from trainer.config import AUTO, RunConfig, TrainingSection, UserError
+
+ENOUGH_STEPS = 100
+"""`global_batch_size: auto` leaves a run this many steps where the data has as many sequences."""
+LARGEST_GLOBAL_BATCH = 32
+FEW_STEPS = 20
+_NO_WARMUP = ("constant",)
+_SAVE_STEPS = TrainingSection().save_steps
+
+
+def steps_per_epoch(samples: int, global_batch_size: int) -> int:
+    """Optimizer steps of one pass; the last may be incomplete."""
+    return -(-samples // global_batch_size)
+
+
+def count_steps(training: TrainingSection, samples: int | None, world_size: int) -> int | None:
+    """Optimizer steps of the run; None while the micro-batch is open and decides it, or for a stream without an end."""
+    if training.max_steps is not None:
+        return training.max_steps
+    if training.batch_size == AUTO and training.global_batch_size in (None, AUTO):
+        return None
+    if not samples:
+        return None
+    return math.ceil(training.epochs * steps_per_epoch(samples, global_batch(training, world_size)))
+
+
+def global_batch(training: TrainingSection, world_size: int) -> int:
+    """Sequences of one optimizer step over all ranks."""
+    if training.batch_size == AUTO:
+        return training.global_batch_size or 1
+    return training.batch_size * training.gradient_accumulation_steps * world_size
+
+
+def warmup_steps(training: TrainingSection, total: int) -> int:
+    """Steps in which the learning rate rises."""
+    if training.warmup_steps is not None:
+        return training.warmup_steps
+    return math.ceil(training.warmup_ratio * total)
+
+
+def with_global_batch(config: RunConfig, samples: int | None, world_size: int) -> RunConfig:
+    """The configuration with `training.global_batch_size` divided into micro-batches and accumulation.
+
+    `auto` is the largest power of two, LARGEST_GLOBAL_BATCH at most, that leaves the run ENOUGH_STEPS steps, so that it
+    does not depend on the number of ranks unless there are more of them, or an odd number. A micro-batch that is larger
+    than, or no divisor of, a rank's part is made smaller. Raises UserError for a number that the ranks cannot share.
+    """
+    training, wanted = config.training, config.training.global_batch_size
+    if wanted is None:
+        return config
+    if wanted == AUTO:
+        most = LARGEST_GLOBAL_BATCH if samples is None else training.epochs * samples / ENOUGH_STEPS
+        share = min(LARGEST_GLOBAL_BATCH, max(1.0, most)) / world_size
+        share = 2 ** math.floor(math.log2(share)) if share > 1 else 1
+    elif wanted % world_size:
+        near = max(1, round(wanted / world_size)) * world_size
+        raise UserError(
+            f"training.global_batch_size={wanted}: {world_size} ranks cannot share it evenly; use {near}, or auto"
+        )
+    else:
+        share = wanted // world_size
+    changes = {"global_batch_size": share * world_size}
+    if training.batch_size != AUTO:
+        batch_size = next(size for size in range(min(training.batch_size, share), 0, -1) if share % size == 0)
+        changes |= {"batch_size": batch_size, "gradient_accumulation_steps": share // batch_size}
+    return config.model_copy(update={"training": training.model_copy(update=changes)})
+
+
+def steps_line(training: TrainingSection, samples: int | None, world_size: int) -> str:
+    """`21 (7 an epoch), 1 sequence in each: batch_size 1 x accumulation 1 x 1 rank`."""
+    total = count_steps(training, samples, world_size)
+    if total is None:
+        return f"{training.epochs:g} epochs of {samples or 0:,} sequences; batch_size is chosen at the start"
+    if training.batch_size == AUTO:
+        return f"{total:,}; batch_size is chosen at the start"
+    size = global_batch(training, world_size)
+    an_epoch = f" ({steps_per_epoch(samples, size):,} an epoch)" if samples and training.max_steps is None else ""
+    ranks = f"{world_size} rank{'s' * (world_size > 1)}"
+    return (
+        f"{total:,}{an_epoch}, {size:,} sequence{'s' * (size > 1)} in each: batch_size {training.batch_size} x "
+        f"accumulation {training.gradient_accumulation_steps} x {ranks}"
+    )
+
+
+def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> list[str]:
+    """What the number of steps makes of other settings. Raises UserError for a warm-up that does not end."""
+    training = config.training
+    total = count_steps(training, samples, world_size)
+    if total is None:
+        return []
+    warmup = 0 if training.lr_scheduler in _NO_WARMUP else warmup_steps(training, total)
+    if warmup > total:
+        raise UserError(
+            f"training.warmup_steps={warmup}: more than the run's {total:,} steps, so that the learning rate would "
+            "never reach its peak; warm up for fewer, or remove it (training.warmup_ratio is a share of the steps)"
+        )
+    warnings = []
+    if total < FEW_STEPS and training.max_steps is None:
+        size = global_batch(training, world_size)
+        first = ", the first of them at a learning rate of 0" if warmup else ""
+        ways = ["more training.epochs"]
+        if size > world_size:
+            ways.insert(0, "training.global_batch_size=auto")
+        if config.dataset.packing:
+            ways.append("dataset.packing=false")
+        warnings.append(
+            f"{total} optimizer steps in all{first} ({samples:,} sequences, {size} a step): too few to learn much; "
+            f"set {', or '.join(ways)}"
+        )
+    evaluates = bool(config.dataset.val_split or config.dataset.evaluation)
+    if evaluates and training.eval_steps > total:
+        best = ", and best_checkpoint and early_stopping have nothing to compare"
+        warnings.append(
+            f"training.eval_steps={training.eval_steps}: the run has {total:,} steps, so nothing is evaluated within it"
+            + best * (training.best_checkpoint or training.early_stopping is not None)
+            + f"; use {max(1, total // 4)}"
+        )
+    if training.save_steps > total and training.save_steps != _SAVE_STEPS:
+        warnings.append(
+            f"training.save_steps={training.save_steps}: the run has {total:,} steps, so it is saved at its end only"
+        )
+    return warnings
