@@ -17,11 +17,12 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 from rich.console import Console
 from rich.table import Table
 
-from trainer.config import CommandParser, RunConfig, UserError, gathers_by_layer, load_config
+from trainer.config import CommandParser, RunConfig, UserError, load_config
+from trainer.decisions import Machine
 from trainer.finished_run import quiet_libraries
 from trainer.memory.advice import does_not_fit
 from trainer.memory.model import CONTEXT, GIB, Estimate, as_json
-from trainer.memory.plan import Choice, Lengths, Machine, Planner, gib
+from trainer.memory.plan import Choice, Lengths, Planner, gib
 from trainer.memory.shapes import read_shapes
 
 UNITS = {"": GIB, "G": GIB, "GIB": GIB, "GB": 10**9, "M": 2**20, "MIB": 2**20, "MB": 10**6, "T": 2**40, "TIB": 2**40}
@@ -98,7 +99,7 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "fits": found.needed <= memory,
         "recommended": None if best is None else _recommendation(planner, best, memory),
         "largest_batch_size": planner.largest_batch(resolved, memory),
-        "stages": [_stage_row(choice, memory) for choice in table],
+        "stages": [_stage_row(planner, choice, memory) for choice in table],
     }, resolved
 
 
@@ -112,13 +113,13 @@ def _recommendation(planner: Planner, best: RunConfig, memory: int) -> dict[str,
     }
 
 
-def _stage_row(choice: Choice, memory: int) -> dict[str, Any]:
+def _stage_row(planner: Planner, choice: Choice, memory: int) -> dict[str, Any]:
     zero = choice.config.zero
     row: dict[str, Any] = {
         "stage": zero.stage,
         "offload_optimizer": zero.offload_optimizer,
         "offload_parameters": zero.offload_parameters,
-        "gather": ("layer" if gathers_by_layer(choice.config) else "module") if zero.stage == 3 else None,
+        "gather": planner.decisions(choice.config).gather.value if zero.stage == 3 else None,
     }
     if choice.found is None:
         return row | {"refused": choice.refusal}
@@ -201,9 +202,7 @@ def planner_for(config: RunConfig, world_size: int) -> tuple[Planner, list[str]]
         vocabulary_at_least=vocabulary,
     )
     precision = "bf16" if config.training.precision == "auto" else config.training.precision
-    machine = Machine(
-        world_size, on_gpu=True, precision=precision, liger_installed=True, own_kernels=True, flash=precision != "fp32"
-    )
+    machine = Machine.assumed(world_size, precision)
     return Planner(shapes, lengths, machine), [line for line in (note, where) if line]
 
 

@@ -1,6 +1,5 @@
 """Before training: `auto` resolved and the estimate held against each card; after it: the estimate beside the peak."""
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -13,10 +12,12 @@ import torch.distributed as dist
 from trainer.attention import has_flash
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.whole_files import write_json
+from trainer.decisions import Decisions, Machine, decide
+from trainer.liger import known_models
 from trainer.memory.advice import does_not_fit
 from trainer.memory.model import CONTEXT, Estimate, as_json
 from trainer.memory.oom import Halving
-from trainer.memory.plan import Lengths, Machine, Planner, gib
+from trainer.memory.plan import Lengths, Planner, gib
 from trainer.memory.shapes import read_shapes
 from trainer.prepare import Prepared
 from trainer.ranks import Ranks
@@ -29,6 +30,7 @@ class MemoryPlan:
 
     config: RunConfig
     found: Estimate | None
+    decisions: Decisions
     notes: tuple[str, ...] = ()
 
 
@@ -43,11 +45,11 @@ def plan_memory(
     memory = _least_free(config, device)
     answer: list[Any] = [None]
     if ranks.is_main:
-        liger = importlib.util.find_spec("liger_kernel") is not None
         on_gpu = device.type == "cuda"
         flash = has_flash(device, DTYPES[precision])
-        machine = Machine(ranks.world_size, on_gpu, precision, liger, _has_own_kernels(config, device), flash)
+        liger = known_models(on_gpu=on_gpu)
         try:
+            machine = Machine(ranks.world_size, on_gpu, precision, liger, _has_own_kernels(config, device), flash)
             answer[0] = plan_on(machine, config, prepared, memory)
         except UserError as error:
             answer[0] = str(error)
@@ -76,7 +78,8 @@ def plan_on(machine: Machine, config: RunConfig, prepared: Prepared, memory: int
             raise UserError(
                 f"zero.stage or training.batch_size=auto: this model has no estimate ({reason}); give both a number"
             ) from None
-        return MemoryPlan(config, None, (f"no memory estimate for this model ({reason})",))
+        unread = decide(config, machine, None)
+        return MemoryPlan(config, None, unread, (f"no memory estimate for this model ({reason})",))
     planner = Planner(shapes, Lengths.of(config, prepared.data.train), machine)
     resolved = planner.resolve(config, memory)
     found = planner.of(resolved)
@@ -90,19 +93,20 @@ def plan_on(machine: Machine, config: RunConfig, prepared: Prepared, memory: int
         if not resolved.training.ignore_memory_check:
             raise UserError(f"{problem}; or training.ignore_memory_check=true")
         notes.append(f"[yellow]warning:[/yellow] {problem}")
-    return MemoryPlan(resolved, found, tuple(notes))
+    return MemoryPlan(resolved, found, planner.decisions(resolved), tuple(notes))
 
 
 def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
-    """Whether the CUDA operators will be used; building the model says why if not."""
-    if device.type != "cuda" or config.ops.backend not in ("auto", "cuda"):
+    """Whether the CUDA operators will be used; UserError where they are asked for, or should build and do not."""
+    unused = config.adapter == "none" and config.ops.liger != "auto"
+    if unused or device.type != "cuda" or config.ops.backend not in ("auto", "cuda"):
         return False
     import ops
 
     try:
         return ops.load(config.ops.backend).name == "cuda"
-    except ValueError:
-        return False
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _least_free(config: RunConfig, device: torch.device) -> int | None:

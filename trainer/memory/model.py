@@ -15,7 +15,7 @@ from trainer.memory.activations import (
     loss_head,
     recomputed_layer,
 )
-from trainer.memory.shapes import Shapes, Weight
+from trainer.memory.widths import Shapes, Weight
 
 GIB = 2**30
 ALLOCATION = 512
