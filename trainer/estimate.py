@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from trainer.memory.shapes import read_shapes
 UNITS = {"": GIB, "G": GIB, "GIB": GIB, "GB": 10**9, "M": 2**20, "MIB": 2**20, "MB": 10**6, "T": 2**40, "TIB": 2**40}
 LEAST_GPU = GIB
 DEFAULT_GPU = "80GiB"
+SAID = {"attention": "attention", "fused_head": "loss fused with the head", "flat": "adapter in one buffer"}
+"""Decisions that cost memory where they are not the usual ones."""
 
 
 def parse_memory(text: str) -> int:
@@ -99,6 +102,8 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "fits": found.needed <= memory,
         "recommended": None if best is None else _recommendation(planner, best, memory),
         "largest_batch_size": planner.largest_batch(resolved, memory),
+        "decisions": planner.decisions(resolved).as_json(),
+        "on_cpu": _cpu_row(planner, config),
         "stages": [_stage_row(planner, choice, memory) for choice in table],
     }, resolved
 
@@ -110,6 +115,18 @@ def _recommendation(planner: Planner, best: RunConfig, memory: int) -> dict[str,
         **({"zero.offload_optimizer": True} if zero.offload_optimizer else {}),
         **({"zero.offload_parameters": True} if zero.offload_parameters else {}),
         "training.batch_size": planner.largest_batch(best, memory),
+    }
+
+
+def _cpu_row(planner: Planner, config: RunConfig) -> dict[str, Any] | None:
+    choice = on_cpu(planner, config)
+    if choice.found is None:
+        return None
+    precision = "bf16" if config.training.precision == "bf16" else "fp32"
+    return {
+        "precision": precision,
+        "batch_size": choice.config.training.batch_size,
+        "process_bytes": choice.found.needed,
     }
 
 
@@ -135,6 +152,9 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
         f"ZeRO stage {found['stage']}, micro-batch {found['batch_size']} x {found['length']:,} tokens",
         highlight=False,
     )
+    for name, choice in found["decisions"].items():
+        if choice["reason"] and name in SAID:
+            console.print(f"{SAID[name]}: {choice['value']} ({choice['reason']})", highlight=False, markup=False)
     parts = Table("for", "GiB", box=None, pad_edge=False)
     for name, size in sorted(estimate.terms.items(), key=lambda term: -term[1]):
         parts.add_row(name, f"{size / GIB:.2f}")
@@ -156,6 +176,10 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
     console.print(stages)
     for refusal in dict.fromkeys(row["refused"] for row in found["stages"] if "refused" in row):
         console.print(f"not possible: {refusal}", highlight=False, markup=False)
+    if found["on_cpu"] is not None:
+        cpu = found["on_cpu"]
+        each = f"{cpu['precision']}, micro-batch {cpu['batch_size']}, a process of {gib(cpu['process_bytes'])} a rank"
+        console.print(f"on CPUs instead: {each}", highlight=False)
     if found["recommended"] is not None:
         settings = " ".join(f"{name}={str(value).lower()}" for name, value in found["recommended"].items())
         line = f"the lowest stage that fits, with the largest micro-batch: {settings}"
@@ -189,6 +213,17 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def on_cpu(planner: Planner, config: RunConfig) -> Choice:
+    """The same run on CPUs, a rank a process; `auto` is what it is without a GPU."""
+    precision = "bf16" if config.training.precision == "bf16" else "fp32"
+    there = replace(planner, machine=Machine.cpu(planner.machine.world_size, precision))
+    try:
+        resolved = there.resolve(config, None)
+        return Choice(resolved, there.of(resolved))
+    except UserError as error:
+        return Choice(config, None, str(error))
 
 
 def planner_for(config: RunConfig, world_size: int) -> tuple[Planner, list[str]]:

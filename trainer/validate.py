@@ -20,7 +20,10 @@ from trainer.prepare import Prepared, prepare_to_resume
 
 def findings(config: RunConfig, prepared: Prepared) -> list[str]:
     """What the configuration means on this model and data: `name: text` lines."""
+    import torch
+
     from trainer.adapt import adapted_layers, apply_adapter
+    from trainer.memory.check import on_this_cpu
     from trainer.model import empty_model
 
     text_config = prepared.model_config.get_text_config()
@@ -46,6 +49,8 @@ def findings(config: RunConfig, prepared: Prepared) -> list[str]:
         lines.append(f"adapter: r={config.lora.r} on {base}, {part}: {where}")
     lines += [f"note: {note}" for note in prepared.notes]
     lines += [f"data: {line}" for line in prepared.data.stats.lines()]
+    if not torch.cuda.is_available():
+        lines.append(f"memory: {on_this_cpu(config, prepared)}")
     lines.append(f"steps: {_steps(config, prepared)}")
     lines.append(f"output: {Path(config.output_dir).absolute()}")
     return lines
