@@ -334,7 +334,7 @@ class Run:
             return
         self.metrics.close()
         self._check_folder()
-        self.say(record_memory(self.run_dir, self.memory.found, self.peak, self.device, self.recovery.halvings))
+        self.say(record_memory(self.run_dir, self.memory, self.peak, self.device, self.recovery.halvings))
         if self.stop:
             self.say(f"stopped at step {position.step}, saved; go on with training.resume_from_checkpoint=latest")
             return

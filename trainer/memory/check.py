@@ -181,16 +181,17 @@ def peak_over_ranks(device: torch.device) -> int:
 
 
 def record_memory(
-    run_dir: Path, found: Estimate | None, measured: int, device: torch.device, halvings: Sequence[Halving]
+    run_dir: Path, plan: MemoryPlan, measured: int, device: torch.device, halvings: Sequence[Halving]
 ) -> str:
-    """Write both figures into run.json and give them as a line for the console.
+    """Write both figures and what was decided into run.json; returns the figures as a line for the console.
 
     On a CPU what is measured is the whole process, Python and libraries included. `halvings` are the times that the
     micro-batch was made smaller.
     """
-    on_gpu = device.type == "cuda"
+    on_gpu, found = device.type == "cuda", plan.found
     path = run_dir / "run.json"
     record = json.loads(path.read_text())
+    record["decisions"] = plan.decisions.as_json()
     record["memory"] = {
         "predicted": None if found is None else as_json(found),
         "measured_bytes": measured,
