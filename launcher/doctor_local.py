@@ -46,6 +46,9 @@ class Need:
     """Bytes that the run wants by the memory estimate; None where there is none."""
 
     host_per_rank: int | None = None
+    """Beside the process itself."""
+    process_per_rank: int | None = None
+    """All of a rank that runs on a CPU."""
     disk: int | None = None
 
 
@@ -121,8 +124,11 @@ def check_memory(ranks: int, need: Need, *, on_gpus: bool) -> Iterator[Check]:
     """Host memory and /dev/shm against what `ranks` ranks of this host take."""
     bad: State = "FAIL" if on_gpus and ranks > 1 else "WARN"  # NCCL cannot do without, gloo can
     free = psutil.virtual_memory().available / GIB
-    needed = ranks * (PROCESS_GIB + (need.host_per_rank or 0) / GIB)
-    estimated = "by the estimate" if need.host_per_rank is not None else "before any model"
+    known = need.process_per_rank is not None or need.host_per_rank is not None
+    each = PROCESS_GIB + (need.host_per_rank or 0) / GIB
+    if need.process_per_rank is not None:
+        each = need.process_per_rank / GIB
+    needed, estimated = ranks * each, "by the estimate" if known else "before any model"
     found = f"{free:.1f} GiB free, {needed:.1f} needed for {ranks} ranks {estimated}"
     fix = "fewer ranks on a host, zero.offload_* off, fewer dataset.workers"
     yield Check("host memory", "OK" if free >= needed else "FAIL", found, "" if free >= needed else fix)

@@ -7,10 +7,12 @@ import torch
 from trainer.adapt import adapted_layers, apply_adapter, rank_lines
 from trainer.architectures import call_projections_of_mamba, unadapted_lines, unquantized_lines
 from trainer.attention import choose_attention, use_varlen
-from trainer.config import RunConfig, UserError, gathers_by_layer, trained_in_full, why_not_by_layer
+from trainer.config import RunConfig, UserError, trained_in_full
 from trainer.data import Batches, Samples, StreamBatches
+from trainer.decisions import VARLEN, Decisions
+from trainer.elementwise import replace_elementwise
 from trainer.layers.shards import LayerShards
-from trainer.liger import apply_liger
+from trainer.liger import PARTS, apply_liger, line_of
 from trainer.model import grows_vocabulary, load_base_model, match_vocabulary
 from trainer.prepare import Prepared
 from trainer.ranks import Ranks, set_seed
@@ -20,14 +22,21 @@ from trainer.zero import DTYPES, partitioning_announced
 
 
 def build_model(
-    config: RunConfig, tokenizer: Any, ranks: Ranks, device: torch.device, precision: str, engine_config: dict[str, Any]
+    config: RunConfig,
+    decided: Decisions,
+    tokenizer: Any,
+    ranks: Ranks,
+    device: torch.device,
+    precision: str,
+    engine_config: dict[str, Any],
 ) -> tuple[Any, list[str]]:
-    """The base model with its adapter, and lines for the console on what was fused; every rank must call it.
+    """The base model with its adapter as decided, and lines for the console; every rank must call it.
 
-    `engine_config` is DeepSpeed's dictionary, by which stage 3 partitions the weights while they are read.
+    `engine_config` is DeepSpeed's dictionary, by which stage 3 partitions the weights while they are read. The lines
+    warn where the model turned out other than was decided.
     """
     dtype = DTYPES[precision]
-    shards = _layer_shards(config, tokenizer, ranks, device)
+    shards = _layer_shards(config, decided, tokenizer, ranks, device)
     model = load_base_model(
         config.base_model,
         config.model,
@@ -39,9 +48,9 @@ def build_model(
         shards=shards,
     )
     match_vocabulary(model, tokenizer)
-    if config.dataset.packing and config.model.attn_implementation == "auto":
+    if decided.attention.value == VARLEN:
         use_varlen(model, device, dtype)
-    fusion = _replace_elementwise(model, config, device)
+    fusion = [decided.line(), *_replace_elementwise(model, config, decided)]
     # The adapter's first values depend on the seed alone, not on what loading drew before.
     set_seed(config.seed)
     if config.adapter != "none":
@@ -55,58 +64,57 @@ def build_model(
         fusion += call_projections_of_mamba(model)
         if shards is not None:
             shards.attach(model)
-        fusion += _fuse(model, config, tokenizer.pad_token_id, device)
-        if _forgets(config):
+        fusion += _fuse(model, config, decided, tokenizer.pad_token_id, device)
+        if decided.forgets.value != "none":
             from trainer.elementwise import forget_inputs
 
             forget_inputs(model)
     if config.zero.stage == 3:
-        fusion.append(_gathering(config, shards))
+        fusion.append(_gathering(decided, shards))
     set_seed(config.seed + ranks.rank)
     recomputation = enable_recomputation(model, config.training)
     return model, fusion + ([recomputation] if recomputation else [])
 
 
-def _replace_elementwise(model: Any, config: RunConfig, device: torch.device) -> list[str]:
-    """Our norms, SwiGLU and rotary embedding where they fit, Liger's for what is left."""
-    ops_config, compiled = config.ops, config.training.torch_compile
+def _replace_elementwise(model: Any, config: RunConfig, decided: Decisions) -> list[str]:
+    """Our norms, SwiGLU and rotary embedding, Liger's for what is left, as decided."""
+    parts = dict(zip(PARTS, (decided.norms, decided.swiglu, decided.rotary), strict=True))
     lines: list[str] = []
     done: set[str] = set()
-    ours = ops_config.liger == "auto" and device.type == "cuda" and not compiled
-    if ours and ops_config.backend != "peft" and ops_config.backend != "reference":
-        import ops
-        from trainer.elementwise import replace_elementwise
-
-        try:
-            backend = ops.load(ops_config.backend)
-        except ValueError as error:
-            raise UserError(str(error)) from None
-        if backend.name == "cuda":
-            frozen = config.adapter != "none"
-            forgets = _forgets(config)
-            replaced = replace_elementwise(
-                model,
-                frozen_norms=frozen,
-                recompute=forgets,
-                recompute_norms=forgets and ops_config.forget == "norms",
-            )
-            lines, done = replaced.lines(), replaced.whole()
-    return [*lines, apply_liger(model, ops_config.liger, device, compiled=compiled, done=done)]
+    if decided.own_elementwise.value:
+        _load_operators(config)
+        forgets = decided.forgets.value
+        replaced = replace_elementwise(
+            model,
+            frozen_norms=config.adapter != "none",
+            recompute=forgets != "none",
+            recompute_norms=forgets == "norms",
+        )
+        lines, done = replaced.lines(), replaced.whole()
+        for part in sorted(done ^ {part for part, choice in parts.items() if choice.value == "ours"}):
+            now = "ours" if part in done else "not ours"
+            lines.append(f"[yellow]warning:[/yellow] {PARTS[part]}: {now} on this device; the memory estimate is off")
+    if decided.liger.value and len(done) < len(PARTS):
+        apply_liger(model, done)
+    elif config.ops.liger == "on":
+        raise UserError(f"ops.liger=on: {decided.liger.reason}; use ops.liger: auto")
+    return [*lines, line_of(done, decided.liger.reason)]
 
 
-def _forgets(config: RunConfig) -> bool:
-    """True where cheap results are computed again in the backward pass and not kept.
+def _load_operators(config: RunConfig) -> None:
+    import ops
 
-    Gradient checkpointing keeps none of them; DeepSpeed's own stage 3 has taken the norm's weight away by then.
-    """
-    partitioned = config.zero.stage == 3 and not gathers_by_layer(config)
-    keeps_all = config.ops.forget == "none" or config.adapter == "none" or partitioned
-    return config.training.gradient_checkpointing == "none" and not keeps_all
+    try:
+        ops.load(config.ops.backend if config.ops.backend != "peft" else "auto")
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
-def _layer_shards(config: RunConfig, tokenizer: Any, ranks: Ranks, device: torch.device) -> LayerShards | None:
+def _layer_shards(
+    config: RunConfig, decided: Decisions, tokenizer: Any, ranks: Ranks, device: torch.device
+) -> LayerShards | None:
     """What cuts the base by layers while it is loaded; None where DeepSpeed does it or there is nothing to cut."""
-    if not gathers_by_layer(config) or (ranks.world_size == 1 and not config.zero.offload_parameters):
+    if decided.gather.value != "layer" or (ranks.world_size == 1 and not config.zero.offload_parameters):
         return None
     return LayerShards(
         device,
@@ -117,29 +125,24 @@ def _layer_shards(config: RunConfig, tokenizer: Any, ranks: Ranks, device: torch
     )
 
 
-def _gathering(config: RunConfig, shards: LayerShards | None) -> str:
+def _gathering(decided: Decisions, shards: LayerShards | None) -> str:
     """For the console: how stage 3 gathers the base, and why so."""
     if shards is not None:
         return shards.line()
-    if gathers_by_layer(config):
+    if decided.gather.value == "layer":
         return "base: whole on the only rank (zero.gather: layer)"
-    return f"base: gathered by DeepSpeed (zero.gather: module, {why_not_by_layer(config) or 'asked for'})"
+    return f"base: gathered by DeepSpeed (zero.gather: module, {decided.gather.reason})"
 
 
-def _fuse(model: Any, config: RunConfig, any_token: int, device: torch.device) -> list[str]:
-    """Swap in the fused operators as `ops.backend` says."""
-    backend = config.ops.backend
-    if backend == "peft":
-        return ["adapters: PEFT's own forward (asked for)"]
-    if backend == "auto" and device.type == "cpu":
-        return ["adapters: PEFT's own forward (ops.backend: auto on a CPU)"]
+def _fuse(model: Any, config: RunConfig, decided: Decisions, any_token: int, device: torch.device) -> list[str]:
+    """Swap in the fused operators, as decided."""
+    if decided.adapters.value == "peft":
+        return [f"adapters: PEFT's own forward ({decided.adapters.reason})"]
     from trainer.fuse import fuse  # brings bitsandbytes and the operators
 
-    no_groups = None
-    if config.zero.stage == 3 and not gathers_by_layer(config):
-        no_groups = "zero.gather: module gathers each adapted layer for itself"
-    elif config.training.torch_compile:
-        no_groups = "torch.compile traces each layer alone"
+    backend = config.ops.backend
+    assert backend != "peft"
+    no_groups = None if decided.siblings.value else decided.siblings.reason
     few = torch.full((1, 8), any_token, device=device)
     tokens = config.training.batch_size * config.dataset.max_length
     try:

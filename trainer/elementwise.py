@@ -50,27 +50,43 @@ class Replaced:
             f"  the model's own: {count} x {name}: {reason}" for (name, reason), count in counts.items()
         ]
 
+    def why_not(self) -> dict[str, str]:
+        """Why a part (Liger's names: rms_norm, swiglu, rope) is not ours in the whole model; empty where it is."""
+        parts = {"rms_norm": self.norms, "swiglu": self.mlps, "rope": self.rotary}
+        reasons = {part: "" if count else "the model has none of a known form" for part, count in parts.items()}
+        for name, reason in self.refused:
+            reasons["rms_norm" if _is_norm(name) else "rope" if name == ROTARY else "swiglu"] = f"{name}: {reason}"
+        return reasons
+
     def whole(self) -> set[str]:
         """Liger's names of the parts of which nothing is left to replace."""
-        refused = {name for name, _ in self.refused}
-        parts = {"rms_norm": self.norms, "swiglu": self.mlps, "rope": self.rotary}
-        left = {
-            "rms_norm": any(_is_norm(name) for name in refused),
-            "swiglu": any(not _is_norm(name) and name != ROTARY for name in refused),
-            "rope": ROTARY in refused,
-        }
-        return {part for part, count in parts.items() if count and not left[part]}
+        return {part for part, reason in self.why_not().items() if not reason}
 
 
-def replace_elementwise(
+@dataclass
+class Examination:
+    """What our operators would replace, without having done so: forwards of modules, functions of modeling files."""
+
+    found: Replaced = field(default_factory=Replaced)
+    forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
+    functions: list[tuple[Any, Forward]] = field(default_factory=list)
+
+    def install(self) -> Replaced:
+        """Swap them in."""
+        for module, forward in self.forwards:
+            # A bound method follows its module when PEFT copies it; a closure would keep the old weights.
+            module.forward = MethodType(forward, module)
+        for namespace, function in self.functions:
+            setattr(namespace, ROTARY, function)
+        return self.found
+
+
+def examine_elementwise(
     model: nn.Module, *, frozen_norms: bool = True, recompute: bool = False, recompute_norms: bool = False
-) -> Replaced:
-    """Swap in our operators wherever they give what the model's own code gives; before adapters are added.
-
-    `frozen_norms`: norms are not trained (else they stay the model's own). `recompute` (of gated MLPs) and
-    `recompute_norms`: see the module's text.
-    """
-    replaced = Replaced()
+) -> Examination:
+    """Find what gives what our operators give, in a loaded model or in an empty one; nothing is changed."""
+    examined = Examination()
+    replaced = examined.found
     verdicts: dict[Any, Forward | str] = {}
     for module in model.modules():
         name = type(module).__name__
@@ -84,8 +100,7 @@ def replace_elementwise(
         if isinstance(verdict, str):
             replaced.refused.append((name, verdict))
             continue
-        # A bound method follows its module when PEFT copies it; a closure would keep the old weights.
-        module.forward = MethodType(verdict, module)
+        examined.forwards.append((module, verdict))
         replaced.norms += _is_norm(name)
         replaced.mlps += not _is_norm(name)
     like = next(model.parameters())
@@ -95,9 +110,23 @@ def replace_elementwise(
             if isinstance(verdict, str):
                 replaced.refused.append((ROTARY, verdict))
             else:
-                setattr(namespace, ROTARY, verdict)
+                examined.functions.append((namespace, verdict))
                 replaced.rotary += 1
-    return replaced
+    return examined
+
+
+def replace_elementwise(
+    model: nn.Module, *, frozen_norms: bool = True, recompute: bool = False, recompute_norms: bool = False
+) -> Replaced:
+    """Swap in our operators wherever they give what the model's own code gives; before adapters are added.
+
+    `frozen_norms`: norms are not trained (else they stay the model's own). `recompute` (of gated MLPs) and
+    `recompute_norms`: see the module's text.
+    """
+    examined = examine_elementwise(
+        model, frozen_norms=frozen_norms, recompute=recompute, recompute_norms=recompute_norms
+    )
+    return examined.install()
 
 
 def forget_inputs(model: nn.Module) -> int:
@@ -276,10 +305,12 @@ Draw = Callable[..., Tensor]
 def _difference(run: Callable[[Draw], tuple[Tensor, Tensor, list[Tensor]]], like: Tensor) -> str:
     """Run in fp32, where forms of functions differ visibly, and in the model's type; what is off, or nothing.
 
-    `run` is given a function that draws normal numbers, and returns our result, the model's, and their inputs.
+    `run` is given a function that draws normal numbers, and returns our result, the model's, and their inputs. For an
+    empty model it runs on the CPU.
     """
+    device = torch.device("cpu") if like.is_meta else like.device
     for dtype in dict.fromkeys([torch.float32, like.dtype if like.dtype in _ALLOWED else torch.float32]):
-        generator = torch.Generator(like.device).manual_seed(0)
+        generator = torch.Generator(device).manual_seed(0)
         draw = partial(_draw, generator, dtype)
         try:
             with torch.enable_grad():

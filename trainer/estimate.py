@@ -8,23 +8,27 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from trainer.config import CommandParser, RunConfig, UserError, gathers_by_layer, load_config
+from trainer.config import CommandParser, RunConfig, UserError, load_config
+from trainer.decisions import Machine
 from trainer.finished_run import quiet_libraries
 from trainer.memory.advice import does_not_fit
 from trainer.memory.model import CONTEXT, GIB, Estimate, as_json
-from trainer.memory.plan import Choice, Lengths, Machine, Planner, gib
+from trainer.memory.plan import Choice, Lengths, Planner, gib
 from trainer.memory.shapes import read_shapes
 from trainer.steps import count_steps, steps_line
 
 UNITS = {"": GIB, "G": GIB, "GIB": GIB, "GB": 10**9, "M": 2**20, "MIB": 2**20, "MB": 10**6, "T": 2**40, "TIB": 2**40}
 LEAST_GPU = GIB
 DEFAULT_GPU = "80GiB"
+SAID = {"attention": "attention", "fused_head": "loss fused with the head", "flat": "adapter in one buffer"}
+"""Decisions that cost memory where they are not the usual ones."""
 
 
 def parse_memory(text: str) -> int:
@@ -99,7 +103,9 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "recommended": None if best is None else _recommendation(planner, best, memory),
         "batch_size_is_bounded_by": None if best is None else _why_no_larger(planner, best, memory),
         "largest_batch_size": planner.largest_batch(resolved, memory),
-        "stages": [_stage_row(choice, memory) for choice in table],
+        "decisions": planner.decisions(resolved).as_json(),
+        "on_cpu": _cpu_row(planner, config),
+        "stages": [_stage_row(planner, choice, memory) for choice in table],
     }, resolved
 
 
@@ -119,13 +125,25 @@ def _why_no_larger(planner: Planner, best: RunConfig, memory: int) -> str:
     return f"as many as fit in {gib(memory)}" if planner.largest_batch(best, memory) < most else reason
 
 
-def _stage_row(choice: Choice, memory: int) -> dict[str, Any]:
+def _cpu_row(planner: Planner, config: RunConfig) -> dict[str, Any] | None:
+    choice = on_cpu(planner, config)
+    if choice.found is None:
+        return None
+    precision = "bf16" if config.training.precision == "bf16" else "fp32"
+    return {
+        "precision": precision,
+        "batch_size": choice.config.training.batch_size,
+        "process_bytes": choice.found.needed,
+    }
+
+
+def _stage_row(planner: Planner, choice: Choice, memory: int) -> dict[str, Any]:
     zero = choice.config.zero
     row: dict[str, Any] = {
         "stage": zero.stage,
         "offload_optimizer": zero.offload_optimizer,
         "offload_parameters": zero.offload_parameters,
-        "gather": ("layer" if gathers_by_layer(choice.config) else "module") if zero.stage == 3 else None,
+        "gather": planner.decisions(choice.config).gather.value if zero.stage == 3 else None,
     }
     if choice.found is None:
         return row | {"refused": choice.refusal}
@@ -144,6 +162,9 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
     )
     if found["steps"] is not None:
         console.print(f"steps: {found['steps']}", highlight=False)
+    for name, choice in found["decisions"].items():
+        if choice["reason"] and name in SAID:
+            console.print(f"{SAID[name]}: {choice['value']} ({choice['reason']})", highlight=False, markup=False)
     parts = Table("for", "GiB", box=None, pad_edge=False)
     for name, size in sorted(estimate.terms.items(), key=lambda term: -term[1]):
         parts.add_row(name, f"{size / GIB:.2f}")
@@ -165,6 +186,10 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
     console.print(stages)
     for refusal in dict.fromkeys(row["refused"] for row in found["stages"] if "refused" in row):
         console.print(f"not possible: {refusal}", highlight=False, markup=False)
+    if found["on_cpu"] is not None:
+        cpu = found["on_cpu"]
+        each = f"{cpu['precision']}, micro-batch {cpu['batch_size']}, a process of {gib(cpu['process_bytes'])} a rank"
+        console.print(f"on CPUs instead: {each}", highlight=False)
     if found["recommended"] is not None:
         settings = " ".join(f"{name}={str(value).lower()}" for name, value in found["recommended"].items())
         reason = found["batch_size_is_bounded_by"]
@@ -203,6 +228,17 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def on_cpu(planner: Planner, config: RunConfig) -> Choice:
+    """The same run on CPUs, a rank a process; `auto` is what it is without a GPU."""
+    precision = "bf16" if config.training.precision == "bf16" else "fp32"
+    there = replace(planner, machine=Machine.cpu(planner.machine.world_size, precision))
+    try:
+        resolved = there.resolve(config, None)
+        return Choice(resolved, there.of(resolved))
+    except UserError as error:
+        return Choice(config, None, str(error))
+
+
 def planner_for(config: RunConfig, world_size: int) -> tuple[Planner, list[str]]:
     """A planner for GPUs that are not here, and what had to be assumed."""
     model_config, note = model_config_of(config)
@@ -214,9 +250,7 @@ def planner_for(config: RunConfig, world_size: int) -> tuple[Planner, list[str]]
         vocabulary_at_least=vocabulary,
     )
     precision = "bf16" if config.training.precision == "auto" else config.training.precision
-    machine = Machine(
-        world_size, on_gpu=True, precision=precision, liger_installed=True, own_kernels=True, flash=precision != "fp32"
-    )
+    machine = Machine.assumed(world_size, precision)
     return Planner(shapes, lengths, machine), [line for line in (note, where) if line]
 
 

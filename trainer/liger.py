@@ -6,57 +6,59 @@ Of Liger's loss nothing is used: ops/head.py computes head and loss together wit
 import importlib.util
 import inspect
 from collections.abc import Collection
-from typing import Any, Literal
-
-import torch
-
-from trainer.config import UserError
+from typing import Any
 
 PARTS = {"rms_norm": "norms", "swiglu": "activation", "rope": "rotary embedding"}
 
 
-def apply_liger(
-    model: Any,
-    setting: Literal["auto", "on", "off"],
-    device: torch.device,
-    *,
-    compiled: bool,
-    done: Collection[str] = (),
-) -> str:
-    """Patch the model in place; returns a line for the console.
+KNOWN = frozenset((
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3",
+    "granite", "olmo2", "olmo3", "glm4", "smollm3", "falcon_h1", "llama4_text", "gpt_oss", "hunyuan_v1_dense",
+))  # fmt: skip
+"""The model types of liger-kernel 0.8.5, for machines that need not have it: where an estimate is made for others."""
 
-    `compiled`: torch.compile fuses these operations itself. `done`: Liger's names of the parts (rms_norm, swiglu, rope)
-    that are ours already. Raises UserError if `on` cannot be.
-    """
-    what = ", ".join(name for part, name in PARTS.items() if part not in done)
-    if not what:
-        return "Liger's kernels: nothing left for them"
-    reason = _why_not(model, device, compiled=compiled) if setting != "off" else "ops.liger: off"
-    if reason is not None:
-        if setting == "on":
-            raise UserError(f"ops.liger=on: {reason}; use ops.liger: auto")
-        return f"{what}: the model's own ({reason})"
+
+def known_models(*, on_gpu: bool) -> frozenset[str]:
+    """The model types that the installed package knows; none where there is no GPU or no package."""
+    if not on_gpu or importlib.util.find_spec("liger_kernel") is None:
+        return frozenset()
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    return frozenset(MODEL_TYPE_TO_APPLY_LIGER_FN)
+
+
+def why_not_liger(model_type: str, known: Collection[str], *, on_gpu: bool, compiled: bool) -> str:
+    """Why Liger's kernels are not for this run; empty if they are. `compiled`: torch.compile fuses these itself."""
+    if not on_gpu:
+        return "there is no GPU"
+    if compiled:
+        return "torch.compile fuses them"
+    if not known:
+        return "liger-kernel is not installed; pip install liger-kernel"
+    return "" if model_type in known else f"liger-kernel does not know {model_type}"
+
+
+def apply_liger(model: Any, done: Collection[str] = ()) -> None:
+    """Patch a model that Liger knows, in place. `done`: names of the parts (of PARTS) that are ours already."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
     patch = MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type]
     known = inspect.signature(patch).parameters
     wanted: dict[str, Any] = {"cross_entropy": False, "fused_linear_cross_entropy": False}
-    if any("experts" in name for name, _ in model.named_modules()):
+    if has_experts(model):
         wanted |= {"swiglu": False, "geglu": False}  # its experts are computed in another way, past the adapters
     wanted |= dict.fromkeys(done, False)
     patch(model=model, **{name: value for name, value in wanted.items() if name in known})
-    return f"{what}: Liger's kernels"
 
 
-def _why_not(model: Any, device: torch.device, *, compiled: bool) -> str | None:
-    if device.type != "cuda":
-        return "there is no GPU"
-    if compiled:
-        return "torch.compile fuses them"
-    if importlib.util.find_spec("liger_kernel") is None:
-        return "liger-kernel is not installed; pip install liger-kernel"
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+def has_experts(model: Any) -> bool:
+    """Whether the model's feed-forward parts are experts."""
+    return any("experts" in name for name, _ in model.named_modules())
 
-    if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        return f"liger-kernel does not know {model.config.model_type}"
-    return None
+
+def line_of(done: Collection[str], refusal: str) -> str:
+    """For the console: what Liger computes, or why the model's own code computes what is not ours."""
+    what = ", ".join(name for part, name in PARTS.items() if part not in done)
+    if not what:
+        return "Liger's kernels: nothing left for them"
+    return f"{what}: the model's own ({refusal})" if refusal else f"{what}: Liger's kernels"

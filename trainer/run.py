@@ -24,8 +24,9 @@ from trainer.config import LoadedConfig, collective_timeout, engine_zero, known_
 from trainer.config.folder_lock import FolderLock
 from trainer.course import Course
 from trainer.data import Batches, StreamBatches, evaluation_batches
+from trainer.decisions import VARLEN
 from trainer.eight_bit_moments import elements_per_buffer
-from trainer.flat import flatten_adapter, why_not_flat
+from trainer.flat import flatten_adapter
 from trainer.full_disk import disk_errors_into
 from trainer.liveness.progress import phase
 from trainer.loop import Loop, Parts, Position, report_evaluation
@@ -44,7 +45,7 @@ from trainer.step import evaluate_loss
 from trainer.steps import count_steps, step_warnings, steps_line
 from trainer.summary import end_summary, start_summary
 from trainer.token_loss import TokenLoss
-from trainer.update_guard import UpdateGuard, guards_on_device
+from trainer.update_guard import UpdateGuard
 from trainer.weights import save_adapter, save_full_model
 from trainer.world import meet
 from trainer.zero import deepspeed_config, resolve_precision, start_engine
@@ -117,6 +118,7 @@ class Run:
                 torch.cuda.set_per_process_memory_fraction(training.memory_fraction, self.device)
         self.memory = plan_memory(self.config, self.prepared, self.ranks, self.device, self.precision)
         self.config = self.memory.config  # without `auto`
+        self.decided = self.memory.decisions
         for note in self.memory.notes:
             self.say(note)
         samples, ranks = samples_of(self.prepared), self.ranks.world_size
@@ -133,10 +135,16 @@ class Run:
             engine_zero(config),
             self.precision,
             on_gpu=self.device.type == "cuda",
-            one_gradient=why_not_flat(config) is None,
+            one_gradient=self.decided.flat.value,
         )
         model, fusion = build_model(
-            config, self.prepared.tokenizer, self.ranks, self.device, self.precision, self.deepspeed_config
+            config,
+            self.decided,
+            self.prepared.tokenizer,
+            self.ranks,
+            self.device,
+            self.precision,
+            self.deepspeed_config,
         )
         devices = f"{self.ranks.world_size} x {self.device.type}"
         summary = start_summary(model, config, self.precision, devices)
@@ -151,15 +159,15 @@ class Run:
             model.compile()
         offloads = config.zero.offload_optimizer or self.device.type != "cuda"
         flat = None
-        if why_not_flat(config) is None:
+        if self.decided.flat.value:
             multiple = elements_per_buffer(config.training.optimizer, self.ranks.world_size)
             flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio), multiple=multiple)
         optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads)
-        self.token_loss = TokenLoss(model)
+        self.token_loss = TokenLoss(model, fused=self.decided.fused_head.value, say=self.say)
         engine = start_engine(model, optimizer, self.deepspeed_config)
         if flat is not None:
             flat.repoint()
-        if guards_on_device(config.training, engine_zero(config), self.precision, self.device.type == "cuda"):
+        if self.decided.clips_on_device.value:
             UpdateGuard(engine, config.training.max_grad_norm)
         self.optimizer = optimizer
         any_token = self.prepared.tokenizer.pad_token_id
@@ -167,6 +175,8 @@ class Run:
         self.flat_packs = config.dataset.packing and keep_documents_apart(
             self.token_loss, engine.module, any_token, self.device
         )
+        if self.decided.attention.value == VARLEN and not self.flat_packs:
+            self.say("[yellow]warning:[/yellow] packs are kept apart by a mask: the memory estimate is off")
         return engine
 
     @phase("restore")
@@ -328,7 +338,7 @@ class Run:
             return
         self.metrics.close()
         self._check_folder()
-        self.say(record_memory(self.run_dir, self.memory.found, self.peak, self.device, self.recovery.halvings))
+        self.say(record_memory(self.run_dir, self.memory, self.peak, self.device, self.recovery.halvings))
         if self.stop:
             self.say(f"stopped at step {position.step}, saved; go on with training.resume_from_checkpoint=latest")
             return

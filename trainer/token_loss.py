@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,18 +25,23 @@ class TokenLoss:
     is observed, not looked up), head and loss are computed together in chunks; else from the logits.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(
+        self, module: nn.Module, *, fused: bool | None = None, say: Callable[[str], None] | None = None
+    ) -> None:
+        """`fused` is what was decided (trainer/decisions.py), None to observe it; `say` hears of a difference."""
         from peft import PeftModel
 
         self._module = module
+        self._decided, self._say = fused, say
         base: Any = module
         if isinstance(module, PeftModel):
             base = module.get_base_model()
         self._config = base.config
         self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
-        self._head: Any = base.get_output_embeddings() if self._picks_logits else None
-        if not _is_plain_head(self._head):
+        self._head: Any = base.get_output_embeddings() if self._picks_logits and fused is not False else None
+        if why_not_plain(self._head):
             self._head = None
+            self._compare(False)
         self._factor: float | None = None
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
@@ -45,6 +50,7 @@ class TokenLoss:
             self._factor = self._observed_factor(batch, device)
             if self._factor is None:
                 self._head = None
+            self._compare(self._head is not None)
         if self._head is None:
             logits, targets = self.logits(model, batch, device)
             return F.cross_entropy(
@@ -104,30 +110,43 @@ class TokenLoss:
             inputs["logits_to_keep"] = to_device(kept, device)
         return inputs, targets
 
-    @torch.no_grad()
     def _observed_factor(self, batch: MicroBatch, device: torch.device) -> float | None:
-        """c if the model's logits are c times what the head gives (1 for most, 1 / scaling for Granite), else None."""
         tokens = batch["input_ids"][:1, :2].to(device)
-        seen: list[float] = []
-        training = self._module.training
-        self._module.eval()  # no dropout, whose draws would be missing in the first step
-        for probe in (1.0, 2.0, -64.0):
-            with _head_replaced(self._head, lambda hidden, value=probe: hidden.new_full((1, 1, 1), value)):
-                logits = self._module(input_ids=tokens, use_cache=False).logits
-            seen.append(float(logits) / probe if logits.shape == (1, 1, 1) else math.nan)
-        self._module.train(training)
-        return seen[0] if seen[0] > 0 and seen[0] == seen[1] == seen[2] else None
+        return observed_factor(self._module, self._head, tokens)
+
+    def _compare(self, fused: bool) -> None:
+        """Say where the model on the device does other than its empty twin did, by which memory was estimated."""
+        if self._decided is None or self._decided == fused or self._say is None:
+            return
+        what = "from all logits, not in chunks with the head" if self._decided else "in chunks with the head"
+        self._say(f"[yellow]warning:[/yellow] the loss is computed {what}: the memory estimate is off by the logits")
 
 
-def _is_plain_head(head: Any) -> bool:
-    """A frozen linear layer without bias, whole on this rank, in a format whose unscaled gradients do not vanish."""
-    return (
-        type(head) is nn.Linear
-        and head.bias is None
-        and not head.weight.requires_grad
-        and not is_partitioned(head.weight)
-        and head.weight.dtype != torch.float16
-    )
+@torch.no_grad()
+def observed_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor) -> float | None:
+    """c if the model's logits are c times what the head gives (1 for most, 1 / scaling for Granite), else None."""
+    seen: list[float] = []
+    training = module.training
+    module.eval()  # no dropout, whose draws would be missing in the first step
+    for probe in (1.0, 2.0, -64.0):
+        with _head_replaced(head, lambda hidden, value=probe: hidden.new_full((1, 1, 1), value)):
+            logits = module(input_ids=tokens, use_cache=False).logits
+        seen.append(float(logits) / probe if logits.shape == (1, 1, 1) else math.nan)
+    module.train(training)
+    return seen[0] if seen[0] > 0 and seen[0] == seen[1] == seen[2] else None
+
+
+def why_not_plain(head: Any) -> str:
+    """What keeps head and loss apart; empty for a frozen, whole linear layer whose unscaled gradients do not vanish."""
+    if type(head) is not nn.Linear:
+        return "the head is adapted or no linear layer" if head is not None else "the model computes every logit"
+    if head.bias is not None:
+        return "the head has a bias"
+    if head.weight.requires_grad:
+        return "the head is trained"
+    if is_partitioned(head.weight):
+        return "DeepSpeed's stage 3 partitions the head"
+    return "in 16 bits of fp16 its gradients would vanish" if head.weight.dtype == torch.float16 else ""
 
 
 @contextmanager

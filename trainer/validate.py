@@ -18,8 +18,11 @@ from trainer.steps import step_warnings, steps_line, with_global_batch
 
 def findings(config: RunConfig, prepared: Prepared) -> list[str]:
     """What the configuration means on this model and data: `name: text` lines."""
+    import torch
+
     from trainer.adapt import adapted_layers, apply_adapter, rank_lines
     from trainer.architectures import unadapted_lines
+    from trainer.memory.check import on_this_cpu
     from trainer.model import empty_model
     from trainer.targets import unadapted_layers
 
@@ -49,6 +52,8 @@ def findings(config: RunConfig, prepared: Prepared) -> list[str]:
         lines += unadapted_lines(peft_model, quantized=config.adapter == "qlora")
     lines += [f"note: {note}" for note in prepared.notes]
     lines += [f"data: {line}" for line in prepared.data.stats.lines()]
+    if not torch.cuda.is_available():
+        lines.append(f"memory: {on_this_cpu(config, prepared)}")
     samples = samples_of(prepared)
     on_one = with_global_batch(config, samples, 1)
     lines.append(f"steps: {steps_line(on_one.training, samples, 1)}{_on_more(config)}")

@@ -32,7 +32,8 @@ from trainer.memory.model import (
     trained,
     waiting_gradients,
 )
-from trainer.memory.shapes import Shapes, Weight, read_shapes
+from trainer.memory.shapes import read_shapes
+from trainer.memory.widths import Shapes, Weight
 from trainer.model import load_base_model, load_model_config
 from trainer.quantize import quantized_linear
 from trainer.token_loss import TokenLoss
@@ -63,9 +64,10 @@ def work(**changes: object) -> Work:
         "length": LENGTH,
         "targets": LENGTH,
         "element": 4,
-        "elementwise": "model",
+        "norms": "model",
+        "swiglu": "model",
+        "rotary": "model",
         "forgets": "none",
-        "gate_is_silu": True,
         "fused_loss": True,
         "recompute": "none",
         "offload_activations": False,
@@ -73,8 +75,11 @@ def work(**changes: object) -> Work:
         "copied_heads": False,
         "eager": False,
         "softcap": False,
+        "capped_logits": False,
         "packed_weights": False,
     }
+    if "elementwise" in changes:  # the three parts together
+        changes |= dict.fromkeys(("norms", "swiglu", "rotary"), changes.pop("elementwise"))
     return Work(**(settings | changes))  # type: ignore[arg-type]
 
 
@@ -185,7 +190,7 @@ def test_capped_scores_are_kept_too(dtype: torch.dtype) -> None:
     fuse(model, "reference", forward=lambda: model(input_ids=tokens, use_cache=False))
     saved = bytes_saved(model.train())
     shapes = read_shapes(config, ModelSection(), LoraSection(r=8))
-    assert shapes.softcap and not shapes.sdpa
+    assert shapes.softcap and not shapes.facts.sdpa
     layers = kept_by_layers(shapes, work(eager=True, copied_heads=True, softcap=True, element=dtype.itemsize))
     # 2 %: Gemma's norms keep a little more than others.
     assert layers + rest(256, dtype.itemsize) == pytest.approx(saved, rel=0.02)

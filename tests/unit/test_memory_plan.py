@@ -15,17 +15,20 @@ from launcher.halving import run_with_halvings
 from tests.tiny import write_chats
 from trainer.config import AUTO, LoraSection, ModelSection, RunConfig, UserError, load_config
 from trainer.config.restart_note import EXIT_RESTART, RestartNote
+from trainer.decisions import Machine
 from trainer.estimate import main, parse_memory
+from trainer.liger import KNOWN
 from trainer.memory.advice import Advice, _together, does_not_fit, smaller_batch, three_changes
 from trainer.memory.check import plan_on
 from trainer.memory.model import GIB
-from trainer.memory.plan import SPARE, Changes, Lengths, Machine, Planner, gib, with_changes
-from trainer.memory.shapes import Shapes, read_shapes
+from trainer.memory.plan import SPARE, Changes, Lengths, Planner, gib, with_changes
+from trainer.memory.shapes import read_shapes
+from trainer.memory.widths import Shapes
 from trainer.model import load_model_config
 from trainer.prepare import Prepared, prepare
 
 ROOT = Path(__file__).parent.parent.parent
-BF16_GPU = Machine(4, on_gpu=True, precision="bf16", liger_installed=True, own_kernels=False, flash=True)
+BF16_GPU = Machine(4, on_gpu=True, precision="bf16", liger=KNOWN, own_kernels=False, flash=True)
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +226,8 @@ def test_the_command_says_everything_as_json(tmp_path: Path) -> None:
     }  # fmt: skip
     assert all(row["peak_bytes"] > GIB and row["disk_bytes"] > 0 for row in found["stages"])
     assert any("2,048 tokens" in note for note in found["notes"])  # there is no data to look at
+    assert found["decisions"]["fused_head"]["value"] is True
+    assert found["on_cpu"]["precision"] == "fp32" and found["on_cpu"]["process_bytes"] > 8 * GIB
 
 
 def test_nothing_fits_is_one_line_and_exit_code_2(tmp_path: Path) -> None:

@@ -189,11 +189,20 @@ def check_data(config: RunConfig) -> Iterator[Finding]:
 
 
 def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Finding | None]:
-    """Bytes of host memory per rank and on the disk by the memory estimate; a line instead where there is none."""
-    from trainer.estimate import planner_for
+    """Bytes of host memory per rank and on the disk by the memory estimate; a line instead where there is none.
+
+    On a CPU the whole process of a rank, else what it takes beside the process itself.
+    """
+    on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+    from trainer.estimate import on_cpu, planner_for
 
     try:
         planner, _ = planner_for(config, ranks)
+        if not on_gpu:
+            choice = on_cpu(planner, config)
+            if choice.found is None:
+                return {}, Finding("estimate", "WARN", f"no memory estimate: {choice.refusal}")
+            return {"process_per_rank": choice.found.needed, "disk": choice.found.disk}, None
         if AUTO in (config.zero.stage, config.training.batch_size):
             config = planner.resolve(config, None)
         found = planner.of(config)

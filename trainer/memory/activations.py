@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from ops.head import LOGITS_AT_ONCE
 from trainer.elementwise import WORTH_FORGETTING
-from trainer.memory.shapes import Layer, Mixer, Shapes
+from trainer.memory.widths import Layer, Mixer, NormBytes, Shapes
 
 FP32 = 4
-FEED_FORWARD = ("gated", "plain")
+INDEX = 8
+FEED_FORWARD = ("gated", "plain", "experts")
 DEQUANTISED_AT_ONCE = 64 << 20
 """Bytes: siblings' 4-bit weights that take no more share a product in the backward pass (kMostBytes, ops/csrc)."""
 UNFUSED_LOSS_BYTES = 12
@@ -32,11 +33,14 @@ class Work:
     """Positions for which logits are computed."""
     element: int
     """e."""
-    elementwise: str
-    """Whose norms, SwiGLU and rotary embedding: `ours`, `liger` or `model`."""
+    norms: str
+    """Whose code computes them: `ours`, `liger` or `model`."""
+    swiglu: str
+    """The same for what gated feed-forward parts do between their projections."""
+    rotary: str
+    """The same for the rotary embedding."""
     forgets: str
-    """What is computed again in the backward pass: `none`, SwiGLU's `activations`, or outputs of `norms` as well."""
-    gate_is_silu: bool
+    """What ours computes again in the backward pass: `none`, SwiGLU's `activations`, outputs of `norms` as well."""
     fused_loss: bool
     recompute: str
     """training.gradient_checkpointing."""
@@ -49,6 +53,8 @@ class Work:
     """Attention in plain torch, which keeps its probabilities."""
     softcap: bool
     """And what its scores' hyperbolic tangent gives."""
+    capped_logits: bool
+    """What the cap's hyperbolic tangent gives is kept beside the logits."""
     packed_weights: bool
     """4-bit weights, dequantised where they are used."""
 
@@ -58,15 +64,16 @@ class Work:
         return self.rows * self.length
 
     @property
-    def in_one_kernel(self) -> bool:
-        """Norms and SwiGLU keep their inputs only."""
-        return self.elementwise != "model"
+    def of_norm(self) -> int:
+        """Bytes of what a norm keeps per element: its input, or by the model's own code a 32-bit copy of it."""
+        return FP32 if self.norms == "model" else self.element
 
     def kept_input(self, width: int, *, of_norm: bool) -> int:
         """T e of what an adapted layer reads, or nothing where it is computed again."""
         size = self.tokens * width * self.element
-        forgotten = self.forgets == "norms" if of_norm else self.forgets != "none" and self.gate_is_silu
-        recipe = forgotten and size >= WORTH_FORGETTING
+        whose = self.norms if of_norm else self.swiglu
+        forgotten = self.forgets == "norms" if of_norm else self.forgets != "none"
+        recipe = whose == "ours" and forgotten and size >= WORTH_FORGETTING
         return 0 if recipe else size
 
 
@@ -76,32 +83,46 @@ def kept_by_attention(mixer: Mixer, work: Work) -> int:
     Eager attention keeps T L heads probabilities instead of the logarithms: 32 bits, and e where that is less.
     """
     per_token = mixer.width_projected + mixer.width_inner + mixer.copied
-    if mixer.copied and not work.in_one_kernel:
-        per_token += mixer.width_inner  # transformers' partial rotary embedding leaves another memory layout
     if work.copied_heads:
-        per_token = max(per_token, 4 * mixer.width_inner)
+        per_token = 4 * mixer.width_inner
+    if mixer.relaid and work.rotary == "model":
+        per_token += mixer.width_inner
     total = work.tokens * (per_token * work.element + FP32 * mixer.heads)
     if work.eager:
-        probability = FP32 if work.element == FP32 else FP32 + work.element
+        probability = work.element if mixer.own_softmax or work.element == FP32 else FP32 + work.element
         probability += work.element if work.softcap else 0
         total += work.tokens * mixer.heads * (work.length * probability - FP32)
     elif work.masked:
         total += work.rows * work.length**2 * work.element
     # The output projection reads what attention keeps anyway.
     total += work.kept_input(mixer.width_in, of_norm=True) if mixer.trained_in else 0
-    return total + work.tokens * mixer.norm_width * (work.element if work.in_one_kernel else FP32)
+    return total + work.tokens * mixer.norm_width * work.of_norm
 
 
 def kept_by_feed_forward(mixer: Mixer, work: Work) -> int:
-    """T e (x + gate + up + product), by the model's own code the activated gate too; ungated x, hidden, activated."""
-    total = work.tokens * mixer.width_projected * work.element
-    if mixer.trained_in:
-        total += work.kept_input(mixer.width_in, of_norm=True)
+    """T e (x + gate + up + product), by the model's own code what the activation keeps; ungated x and the latter."""
+    total = work.kept_input(mixer.width_in, of_norm=True) if mixer.trained_in else 0
+    activated = int(work.tokens * mixer.width_inner * work.element * mixer.activated)
     if mixer.kind != "gated":
-        return total + (work.tokens * mixer.width_inner * work.element if mixer.trained_out else 0)
-    if not work.in_one_kernel:
-        total += work.tokens * mixer.width_inner * work.element
+        return total + activated
+    up = work.tokens * (mixer.width_projected - mixer.width_inner) * work.element
+    if work.swiglu == "model":
+        total += up + activated
+    else:
+        total += work.tokens * mixer.width_projected * work.element
     return total + (work.kept_input(mixer.width_inner, of_norm=False) if mixer.trained_out else 0)
+
+
+def kept_by_experts(mixer: Mixer, work: Work) -> int:
+    """For S = T choices rows: gate and up, what the activation keeps, the result that is weighted, four indices.
+
+    Adapted experts keep their input S H e as well, and their weights with the adapter added, all of them.
+    """
+    rows = work.tokens * mixer.choices
+    per_row = mixer.activated - (0 if mixer.trained_out else mixer.width_inner) + mixer.width_in
+    per_row += mixer.width_in if mixer.trained_out else 0
+    routed = work.kept_input(mixer.width_in, of_norm=True) if mixer.trained_in else 0
+    return routed + int(rows * (per_row * work.element + 4 * INDEX)) + mixer.merged * work.element
 
 
 def kept_by_recurrence(mixer: Mixer, work: Work) -> int:
@@ -115,26 +136,35 @@ def kept_by_recurrence(mixer: Mixer, work: Work) -> int:
 
 def kept_by_mixer(mixer: Mixer, work: Work) -> int:
     """The part of a mixer, and h of its adapters: T e R."""
-    kinds = {"attention": kept_by_attention, "recurrent": kept_by_recurrence}
+    kinds = {"attention": kept_by_attention, "recurrent": kept_by_recurrence, "experts": kept_by_experts}
     return kinds.get(mixer.kind, kept_by_feed_forward)(mixer, work) + work.tokens * work.element * mixer.ranks
 
 
-def kept_by_norms(layer: Layer, work: Work) -> int:
-    """What the norms over the residual stream keep: T H e + 4 T each, by the model's own code a 32-bit copy of it."""
-    return layer.norms * work.tokens * (layer.hidden * (work.element if work.in_one_kernel else FP32) + FP32)
+def kept_by_norms(norms: NormBytes, hidden: int, work: Work) -> int:
+    """What norms over the residual stream keep: T H e + 4 T each; by the model's own code what was observed."""
+    if work.norms == "model":
+        return work.tokens * (norms.in_32_bits if work.element == FP32 else norms.in_16_bits)
+    return norms.count * work.tokens * (hidden * work.element + FP32)
 
 
 def kept_by_layer(layer: Layer, work: Work) -> int:
-    """Everything that one layer keeps when nothing is recomputed."""
-    return kept_by_norms(layer, work) + sum(kept_by_mixer(mixer, work) for mixer in layer.mixers)
+    """Everything that one layer keeps when nothing is recomputed; what several mixers read is kept once."""
+    norms = kept_by_norms(layer.norms, layer.hidden, work)
+    shared = work.kept_input(layer.hidden, of_norm=True) if layer.parallel else 0
+    return norms + sum(kept_by_mixer(mixer, work) for mixer in layer.mixers) - shared
 
 
 def kept_if_selective(layer: Layer, work: Work) -> int:
-    """Selective recomputation keeps everything but the feed-forward parts, of which it keeps the input, T H e each."""
-    parts = sum(mixer.kind in FEED_FORWARD for mixer in layer.mixers)
+    """Selective recomputation keeps everything but adapted feed-forward parts, of which it keeps the input, T H e."""
+    parts = [mixer for mixer in layer.mixers if mixer.kind in FEED_FORWARD]
+    if not any(mixer.trained_in or mixer.trained_out for mixer in parts):
+        return kept_by_layer(layer, work)
+    # Experts, and those that all tokens visit, are one part.
+    inputs = 1 if any(mixer.kind == "experts" for mixer in parts) else len(parts)
     others = sum(kept_by_mixer(mixer, work) for mixer in layer.mixers if mixer.kind not in FEED_FORWARD)
-    inputs = 0 if work.offload_activations else parts * boundary(layer, work)
-    return kept_by_norms(layer, work) + others + inputs
+    if work.offload_activations or layer.parallel:
+        inputs = 0
+    return kept_by_norms(layer.norms, layer.hidden, work) + others + inputs * boundary(layer, work)
 
 
 def boundary(layer: Layer, work: Work) -> int:
@@ -167,13 +197,16 @@ def backward_of_mixer(layer: Layer, mixer: Mixer, work: Work) -> int:
 
     Liger's SwiGLU and rotary embedding write gradients over values; ours beside them.
     """
+    if mixer.kind == "experts":
+        rows = work.tokens * mixer.choices * (2 * mixer.width_in + mixer.width_projected + 2 * mixer.width_inner)
+        return (work.tokens * 2 * layer.hidden + rows + mixer.merged) * work.element
     per_token = 2 * layer.hidden + mixer.width_inner
     if mixer.kind == "attention":
         per_token += max(mixer.width_projected, 3 * mixer.width_inner) if work.copied_heads else mixer.width_projected
-        per_token += 0 if work.elementwise == "liger" else mixer.width_projected
-    elif work.elementwise == "ours":
+        per_token += 0 if work.rotary == "liger" else mixer.width_projected
+    elif work.swiglu == "ours":
         per_token += mixer.width_projected
-    elif work.elementwise == "model":
+    elif work.swiglu == "model":
         per_token += mixer.width_projected + mixer.width_inner
     return work.tokens * per_token * work.element + (dequantised(mixer, work) if work.packed_weights else 0)
 
@@ -195,13 +228,13 @@ def loss_head(shapes: Shapes, work: Work) -> int:
     """Final norm, logits, loss and the gradient of the hidden state, for K positions.
 
     Fused: the norm's output T H e, the K hidden states that count and their gradients 2 K H e, one chunk of logits.
-    Otherwise 12 bytes a logit.
+    Otherwise 12 bytes a logit, and e for one that is capped.
     """
-    norm = work.tokens * shapes.hidden * (work.element if work.in_one_kernel else FP32)
+    norm = kept_by_norms(shapes.norm, shapes.hidden, work)
     hidden = work.tokens * shapes.hidden * work.element
     positions = work.rows * min(work.targets, work.length)
     if work.fused_loss:
         chunk = min(positions * shapes.vocabulary, LOGITS_AT_ONCE)
         return norm + hidden + (2 * positions * shapes.hidden + chunk) * work.element
-    positions = work.rows * min(work.targets, work.length)
-    return norm + hidden + positions * (shapes.vocabulary * UNFUSED_LOSS_BYTES + 2 * shapes.hidden * work.element)
+    per_logit = UNFUSED_LOSS_BYTES + (work.element if work.capped_logits else 0)
+    return norm + hidden + positions * (shapes.vocabulary * per_logit + 2 * shapes.hidden * work.element)

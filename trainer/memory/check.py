@@ -1,24 +1,28 @@
 """Before training: `auto` resolved and the estimate held against each card; after it: the estimate beside the peak."""
 
-import importlib.util
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from trainer.attention import has_flash
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.whole_files import write_json
+from trainer.decisions import Decisions, Machine, decide
+from trainer.liger import known_models
 from trainer.memory.advice import does_not_fit
 from trainer.memory.model import CONTEXT, Estimate, as_json
 from trainer.memory.oom import Halving
-from trainer.memory.plan import Lengths, Machine, Planner, gib
+from trainer.memory.plan import Lengths, Planner, gib
+from trainer.memory.process import host_memory_left
 from trainer.memory.shapes import read_shapes
 from trainer.prepare import Prepared, samples_of
+from trainer.rank_variables import host_name
 from trainer.ranks import Ranks
 from trainer.steps import with_global_batch
 from trainer.zero import DTYPES
@@ -30,6 +34,7 @@ class MemoryPlan:
 
     config: RunConfig
     found: Estimate | None
+    decisions: Decisions
     notes: tuple[str, ...] = ()
 
 
@@ -42,22 +47,24 @@ def plan_memory(
     on every rank, with the figures and three changes, unless training.ignore_memory_check.
     """
     memory = _least_free(config, device)
+    neighbours = _ranks_on_this_host(ranks)
     answer: list[Any] = [None]
     if ranks.is_main:
-        liger = importlib.util.find_spec("liger_kernel") is not None
         on_gpu = device.type == "cuda"
         flash = has_flash(device, DTYPES[precision])
-        machine = Machine(ranks.world_size, on_gpu, precision, liger, _has_own_kernels(config, device), flash)
+        liger = known_models(on_gpu=on_gpu)
         try:
-            answer[0] = plan_on(machine, config, prepared, memory)
+            machine = Machine(ranks.world_size, on_gpu, precision, liger, _has_own_kernels(config, device), flash)
+            plan = plan_on(machine, config, prepared, memory)
+            answer[0] = plan if on_gpu else with_host_check(plan, neighbours)
         except UserError as error:
             answer[0] = str(error)
     if dist.is_initialized() and ranks.world_size > 1:
         dist.broadcast_object_list(answer, src=0, device=device)
     if isinstance(answer[0], str):
         raise UserError(answer[0])
-    plan: MemoryPlan = answer[0]
-    return plan
+    agreed: MemoryPlan = answer[0]
+    return agreed
 
 
 def plan_on(machine: Machine, config: RunConfig, prepared: Prepared, memory: int | None) -> MemoryPlan:
@@ -78,7 +85,8 @@ def plan_on(machine: Machine, config: RunConfig, prepared: Prepared, memory: int
             raise UserError(
                 f"zero.stage or training.batch_size=auto: this model has no estimate ({reason}); give both a number"
             ) from None
-        return MemoryPlan(config, None, (f"no memory estimate for this model ({reason})",))
+        unread = decide(config, machine, None)
+        return MemoryPlan(config, None, unread, (f"no memory estimate for this model ({reason})",))
     planner = Planner(shapes, Lengths.of(config, prepared.data.train), machine)
     resolved = planner.resolve(config, memory)
     found = planner.of(resolved)
@@ -92,19 +100,61 @@ def plan_on(machine: Machine, config: RunConfig, prepared: Prepared, memory: int
         if not resolved.training.ignore_memory_check:
             raise UserError(f"{problem}; or training.ignore_memory_check=true")
         notes.append(f"[yellow]warning:[/yellow] {problem}")
-    return MemoryPlan(resolved, found, tuple(notes))
+    return MemoryPlan(resolved, found, planner.decisions(resolved), tuple(notes))
+
+
+def on_this_cpu(config: RunConfig, prepared: Prepared) -> str:
+    """What a rank takes on the CPU of this machine and what is free, for a machine that has no GPU."""
+    precision = "bf16" if config.training.precision == "bf16" else "fp32"
+    plan = plan_on(Machine.cpu(1, precision), config, prepared, None)
+    if plan.found is None:
+        return plan.notes[0]
+    free, _ = host_memory_left()
+    there = f"a rank on this machine's CPU takes {gib(plan.found.needed)}, {gib(free)} free"
+    return there if plan.found.needed <= free else f"{there}: too little"
+
+
+def _ranks_on_this_host(ranks: Ranks) -> int:
+    """This rank among them; every rank must call it."""
+    names: list[Any] = [host_name()] * ranks.world_size
+    if dist.is_initialized() and ranks.world_size > 1:
+        dist.all_gather_object(names, host_name())
+    return names.count(host_name())
+
+
+def with_host_check(plan: MemoryPlan, processes: int) -> MemoryPlan:
+    """A plan for ranks on a CPU, `processes` of them on this host, with a warning where they are too large for it.
+
+    Raises UserError where the host has not that much memory in all, unless training.ignore_memory_check.
+    """
+    if plan.found is None:
+        return plan
+    needed = processes * plan.found.needed
+    free, total = host_memory_left()
+    free += processes * psutil.Process().memory_info().rss  # what the ranks hold already
+    if needed <= free:
+        return plan
+    who = "the only rank takes" if processes == 1 else f"{processes} ranks of this host take"
+    problem = (
+        f"memory: {who} {gib(needed)} and the host has {gib(free)} free of {gib(total)}; "
+        "lower training.batch_size or dataset.max_length, or use fewer ranks"
+    )
+    if needed > total and not plan.config.training.ignore_memory_check:
+        raise UserError(f"{problem}; or training.ignore_memory_check=true")
+    return replace(plan, notes=(*plan.notes, f"[yellow]warning:[/yellow] {problem}"))
 
 
 def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
-    """Whether the CUDA operators will be used; building the model says why if not."""
-    if device.type != "cuda" or config.ops.backend not in ("auto", "cuda"):
+    """Whether the CUDA operators will be used; UserError where they are asked for, or should build and do not."""
+    unused = config.adapter == "none" and config.ops.liger != "auto"
+    if unused or device.type != "cuda" or config.ops.backend not in ("auto", "cuda"):
         return False
     import ops
 
     try:
         return ops.load(config.ops.backend).name == "cuda"
-    except ValueError:
-        return False
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _least_free(config: RunConfig, device: torch.device) -> int | None:
@@ -133,16 +183,17 @@ def peak_over_ranks(device: torch.device) -> int:
 
 
 def record_memory(
-    run_dir: Path, found: Estimate | None, measured: int, device: torch.device, halvings: Sequence[Halving]
+    run_dir: Path, plan: MemoryPlan, measured: int, device: torch.device, halvings: Sequence[Halving]
 ) -> str:
-    """Write both figures into run.json and give them as a line for the console.
+    """Write both figures and what was decided into run.json; returns the figures as a line for the console.
 
     On a CPU what is measured is the whole process, Python and libraries included. `halvings` are the times that the
     micro-batch was made smaller.
     """
-    on_gpu = device.type == "cuda"
+    on_gpu, found = device.type == "cuda", plan.found
     path = run_dir / "run.json"
     record = json.loads(path.read_text())
+    record["decisions"] = plan.decisions.as_json()
     record["memory"] = {
         "predicted": None if found is None else as_json(found),
         "measured_bytes": measured,
@@ -153,5 +204,7 @@ def record_memory(
     if found is None:
         return f"{'memory':<12} peak {gib(measured)}, no estimate"
     if not on_gpu:
-        return f"{'memory':<12} {gib(found.peak)} of tensors predicted, the whole process took {gib(measured)}"
-    return f"{'memory':<12} {gib(found.peak)} predicted, {gib(measured)} measured ({measured / found.peak - 1:+.1%})"
+        found_peak, what = found.needed, "predicted for the process"
+    else:
+        found_peak, what = found.peak, "predicted"
+    return f"{'memory':<12} {gib(found_peak)} {what}, {gib(measured)} measured ({measured / found_peak - 1:+.1%})"

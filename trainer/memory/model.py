@@ -4,7 +4,7 @@
 buffers, and what torch's allocator holds without using it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from trainer.memory.activations import (
@@ -15,7 +15,8 @@ from trainer.memory.activations import (
     loss_head,
     recomputed_layer,
 )
-from trainer.memory.shapes import Shapes, Weight
+from trainer.memory.process import process_peak
+from trainer.memory.widths import Shapes, Weight
 
 GIB = 2**30
 ALLOCATION = 512
@@ -68,7 +69,8 @@ class Estimate:
     moment: str
     host: int
     disk: int
-    extra: dict[str, int] = field(default_factory=dict)
+    process: int | None = None
+    """Peak resident memory of a rank's process on a CPU."""
 
     @property
     def peak(self) -> int:
@@ -77,8 +79,8 @@ class Estimate:
 
     @property
     def needed(self) -> int:
-        """What must be free on the card: the peak, the allocator's slack, the CUDA context."""
-        return self.peak + self.slack + CONTEXT
+        """What must be free: on a card the peak, the allocator's slack and the CUDA context; on a CPU the process."""
+        return self.peak + self.slack + CONTEXT if self.process is None else self.process
 
     @property
     def slack(self) -> int:
@@ -115,7 +117,12 @@ def estimate(shapes: Shapes, work: Work, placement: Placement, *, checkpoints: i
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     terms = {name: size for name, size in (resident | moments[moment]).items() if size}
-    return Estimate(terms, moment, host_memory(shapes, work, placement), disk(shapes, placement, checkpoints))
+    process = None
+    if not placement.on_gpu:
+        on_host = sum(resident.values()) + offloaded(shapes, work, placement)
+        process = process_peak(shapes, work, on_host)
+    host = host_memory(shapes, work, placement)
+    return Estimate(terms, moment, host, disk(shapes, placement, checkpoints), process)
 
 
 def rounded(size: int) -> int:
@@ -262,6 +269,14 @@ def optimizer_step(shapes: Shapes, placement: Placement) -> int:
 
 def host_memory(shapes: Shapes, work: Work, placement: Placement) -> int:
     """Host memory of a rank beside the process itself: what is offloaded, and the model while it is loaded whole."""
+    streamed = placement.packed or placement.stage == 3
+    read = [weight.elements for weight in shapes.weights if not weight.factor]
+    loading = max(read, default=0) if streamed else sum(read)
+    return max(offloaded(shapes, work, placement), loading * placement.element)
+
+
+def offloaded(shapes: Shapes, work: Work, placement: Placement) -> int:
+    """What lies on the host and not on the card."""
     total = 0
     if placement.offload_optimizer:
         # Master, two moments, their gradient, and the updated weights on their way back.
@@ -270,10 +285,7 @@ def host_memory(shapes: Shapes, work: Work, placement: Placement) -> int:
         total += share(sum(bytes_of(w, placement) for w in fetched_weights(shapes, placement)), placement, 3)
     if work.offload_activations and work.recompute != "none":
         total += sum(work.tokens * layer.hidden * work.element for layer in shapes.layers)
-    streamed = placement.packed or placement.stage == 3
-    read = [weight.elements for weight in shapes.weights if not weight.factor]
-    loading = max(read, default=0) if streamed else sum(read)
-    return max(total, loading * placement.element)
+    return total
 
 
 def disk(shapes: Shapes, placement: Placement, checkpoints: int) -> int:
@@ -288,6 +300,7 @@ def as_json(found: Estimate) -> dict[str, Any]:
         "peak_bytes": found.peak,
         "slack_bytes": found.slack,
         "context_bytes": CONTEXT,
+        "process_bytes": found.process,
         "needed_bytes": found.needed,
         "host_bytes": found.host,
         "disk_bytes": found.disk,

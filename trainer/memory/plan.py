@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from trainer.config import AUTO, RunConfig, UserError, engine_stage, gathers_by_layer
+from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.checks import check_combinations
-from trainer.flat import why_not_flat
+from trainer.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.activations import Work
 from trainer.memory.model import GIB, Estimate, Placement, estimate
-from trainer.memory.shapes import Shapes
+from trainer.memory.widths import Shapes
 from trainer.steps import with_global_batch
 
 LARGEST_BATCH = 256
@@ -20,11 +20,6 @@ SPARE = 0.05
 STAGES = (0, 1, 2, 3)
 # Where there is no GPU, memory is not what decides: the default.
 CPU_STAGE = 2
-# What liger-kernel 0.8.5 knows; it is not asked, for a machine without a GPU need not have it.
-LIGER = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi3",
-    "granite", "olmo2", "olmo3", "glm4", "smollm3", "falcon_h1", "llama4_text", "gpt_oss", "hunyuan_v1_dense",
-)  # fmt: skip
 Changes = dict[str, Any]
 
 
@@ -52,20 +47,6 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What the ranks run on. `precision` is bf16, fp16 or fp32."""
-
-    world_size: int
-    on_gpu: bool
-    precision: str
-    liger_installed: bool
-    own_kernels: bool
-    """Whether the CUDA operators are built, or will be."""
-    flash: bool
-    """Whether torch's flash attention runs there, in that precision."""
-
-
-@dataclass(frozen=True)
 class Choice:
     """A configuration that could be run, what it needs, or why it cannot be."""
 
@@ -86,7 +67,9 @@ class Planner:
         """The estimate of a configuration without `auto`."""
         checkpoints = config.training.save_total_limit or 1
         best = int(config.training.best_checkpoint)
-        return estimate(self.shapes, self._work(config), self._placement(config), checkpoints=checkpoints + best)
+        decided = self.decisions(config)
+        work, placement = self.work(config, decided), self._placement(config, decided)
+        return estimate(self.shapes, work, placement, checkpoints=checkpoints + best)
 
     def choice(self, config: RunConfig, changes: Mapping[str, Any]) -> Choice:
         """The estimate after some changes, or why they cannot be combined."""
@@ -165,74 +148,50 @@ class Planner:
             raise UserError(f"zero.stage=auto: {self.choice(config, {'zero.stage': CPU_STAGE}).refusal}")
         return allowed[-1]
 
-    def _work(self, config: RunConfig) -> Work:
+    def decisions(self, config: RunConfig) -> Decisions:
+        """What is decided for a configuration on this machine: the record that the builder executes."""
+        return decide(config, self.machine, self.shapes.facts)
+
+    def work(self, config: RunConfig, decided: Decisions) -> Work:
+        """What one micro-step computes."""
         training = config.training
         length = min(self.lengths.longest, config.dataset.max_length)
-        fused_loss = self._fuses_loss(config)
-        kernels = self._attention(config)
-        eager = kernels == "eager"
-        masked = config.dataset.packing and not self._keeps_documents_apart_without_mask(config)
-        without_flash = self.machine.on_gpu and not self.machine.flash and kernels in ("auto", "sdpa")
+        attention = decided.attention.value
+        eager = attention == "eager"
+        masked = config.dataset.packing and attention != VARLEN and not attention.startswith("flash_attention")
+        masked |= attention == "sdpa" and self.shapes.facts.masked
+        without_flash = self.machine.on_gpu and not self.machine.flash and attention == "sdpa"
+        fused = bool(decided.fused_head.value)  # where only the device shows it, all logits count
         return Work(
             rows=training.batch_size,
             length=length,
             # Without the fused loss a position has logits in every row if it has a target in one.
-            targets=min(length, self.lengths.targets) if training.batch_size == 1 or fused_loss else length,
+            targets=min(length, self.lengths.targets) if training.batch_size == 1 or fused else length,
             element=self._element,
-            elementwise=self._elementwise(config),
-            forgets=self._forgets(config),
-            gate_is_silu=self.shapes.activation in ("silu", "swish"),
-            fused_loss=fused_loss,
-            recompute=training.gradient_checkpointing,
+            norms=decided.norms.value,
+            swiglu=decided.swiglu.value,
+            rotary=decided.rotary.value,
+            forgets=decided.forgets.value,
+            fused_loss=fused,
+            recompute=decided.recomputes.value,
             offload_activations=training.offload_activations,
             masked=masked,
             copied_heads=masked or eager or without_flash,
             eager=eager,
             softcap=self.shapes.softcap,
+            capped_logits=self.shapes.facts.caps,
             packed_weights=config.adapter == "qlora",
         )
 
-    def _attention(self, config: RunConfig) -> str:
-        """As transformers chooses for `auto` where the model knows no other."""
-        asked = config.model.attn_implementation
-        return "eager" if asked == "auto" and not self.shapes.sdpa else asked
-
-    def _keeps_documents_apart_without_mask(self, config: RunConfig) -> bool:
-        """As trainer/attention.py: variable-length kernels where there is flash attention."""
-        kernels = self._attention(config)
-        if kernels == "auto":
-            return self.machine.flash
-        return kernels.startswith("flash_attention")
-
-    def _elementwise(self, config: RunConfig) -> str:
-        """As trainer/build.py: ours, Liger's where they are asked for or ours are not built, else the model's own."""
-        setting = config.ops.liger
-        if setting == "off" or config.training.torch_compile or not self.machine.on_gpu:
-            return "model"
-        if setting == "auto" and self.machine.own_kernels and config.ops.backend in ("auto", "cuda"):
-            return "ours"
-        return "liger" if self.machine.liger_installed and self.shapes.model_type in LIGER else "model"
-
-    def _forgets(self, config: RunConfig) -> str:
-        """As trainer/build.py."""
-        kept = config.training.gradient_checkpointing == "none" and config.adapter != "none"
-        possible = kept and engine_stage(config) < 3 and self._elementwise(config) == "ours"
-        return config.ops.forget if possible else "none"
-
-    def _fuses_loss(self, config: RunConfig) -> bool:
-        """As trainer/token_loss.py: a frozen head, whole on this rank, not in fp16."""
-        frozen = config.adapter != "none" and "lm_head" not in config.lora.modules_to_save
-        return frozen and engine_stage(config) < 3 and self.machine.precision != "fp16"
-
-    def _placement(self, config: RunConfig) -> Placement:
+    def _placement(self, config: RunConfig, decided: Decisions) -> Placement:
         zero, training = config.zero, config.training
         return Placement(
             stage=zero.stage,
             world_size=self.machine.world_size,
             offload_optimizer=zero.offload_optimizer,
             offload_parameters=zero.offload_parameters,
-            by_layer=gathers_by_layer(config),
-            flat=why_not_flat(config) is None,
+            by_layer=decided.gather.value == "layer",
+            flat=decided.flat.value,
             element=self._element,
             master=self._element < 4,
             eight_bit_moments=training.optimizer == "adamw_8bit",
@@ -241,7 +200,7 @@ class Planner:
             double_quant=config.quantization.double_quant,
             accumulation=training.gradient_accumulation_steps,
             reduce_bucket=min(zero.reduce_bucket_size, self.shapes.trained),
-            overlap=zero.overlap_comm and self.machine.on_gpu and why_not_flat(config) is not None,
+            overlap=zero.overlap_comm and self.machine.on_gpu and not decided.flat.value,
             on_gpu=self.machine.on_gpu,
             prefetch=zero.prefetch_bucket_size,
             live=zero.max_live_parameters,

@@ -1,0 +1,119 @@
+"""One record of decisions: made from configuration, machine and empty model; executed, estimated by and printed."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trainer.config import AUTO, LoraSection, ModelSection, RunConfig
+from trainer.decisions import Decisions, Machine, decide
+from trainer.liger import KNOWN
+from trainer.memory.model import GIB
+from trainer.memory.plan import Lengths, Planner, with_changes
+from trainer.memory.shapes import read_shapes
+from trainer.token_loss import TokenLoss
+
+TRAINER = Path(__file__).parents[2] / "trainer"
+GPU = Machine.assumed(1, "bf16")
+SIZES = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+
+
+def config_of(**changes: Any) -> RunConfig:
+    data = {"path": "unset.jsonl", "max_length": 2048, "packing": True}
+    config = RunConfig.model_validate({"base_model": "unset", "output_dir": "unset", "dataset": data})
+    return with_changes(config, {"training.batch_size": 4} | changes)
+
+
+def planner(model_type: str, machine: Machine = GPU, **settings: Any) -> Planner:
+    known = AutoConfig.for_model(model_type, **(SIZES | settings))
+    return Planner(read_shapes(known, ModelSection(), LoraSection()), Lengths(2048, 2048), machine)
+
+
+def decided(model_type: str, machine: Machine = GPU, **changes: Any) -> Decisions:
+    return planner(model_type, machine, vocab_size=512).decisions(config_of(**changes))
+
+
+def test_logits_that_are_capped_count_whole() -> None:
+    """Gemma 2: 8,192 targets of 256,000 logits at 12 bytes and more, which the fused loss would not take."""
+    capped = planner("gemma2", vocab_size=256_000)
+    assert capped.decisions(config_of()).fused_head.reason == "the model caps its logits"
+    assert capped.of(config_of()).terms["logits and loss"] > 12 * 8192 * 256_000
+    plain = planner("gemma2", vocab_size=256_000, final_logit_softcapping=None)
+    assert plain.decisions(config_of()).fused_head.value is True
+    assert capped.of(config_of()).peak > plain.of(config_of()).peak + 25e9
+
+
+def test_the_batch_that_is_found_has_room_for_capped_logits() -> None:
+    capped, memory = planner("gemma2", vocab_size=256_000), 40 * GIB
+    resolved = capped.resolve(config_of(**{"training.batch_size": AUTO}), memory)
+    per_row = 12 * 2048 * 256_000
+    assert 1 <= resolved.training.batch_size <= memory // per_row
+    assert capped.of(resolved).needed <= memory
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "expected"),
+    [
+        ("llama", {}, {"attention": "varlen", "norms": "ours", "swiglu": "ours", "fused_head": True, "flat": True}),
+        ("llama", {"dataset.packing": False}, {"attention": "sdpa"}),
+        ("llama", {"ops.liger": "on"}, {"norms": "liger", "swiglu": "liger", "forgets": "none"}),
+        ("llama", {"ops.liger": "off"}, {"norms": "model", "rotary": "model", "forgets": "none"}),
+        ("llama", {"training.torch_compile": True}, {"norms": "model", "flat": False, "siblings": False}),
+        ("llama", {"training.gradient_checkpointing": "non_reentrant"}, {"forgets": "none", "norms": "ours"}),
+        ("llama", {"zero.stage": 3}, {"gather": "layer", "fused_head": True, "clips_on_device": True}),
+        ("llama", {"zero.stage": 3, "zero.gather": "module"}, {"gather": "module", "fused_head": False, "flat": False}),
+        ("llama", {"adapter": "none"}, {"adapters": "none", "fused_head": False, "flat": False}),
+        ("gemma2", {}, {"attention": "eager", "norms": "ours", "swiglu": "liger", "fused_head": False}),
+        ("gpt2", {}, {"norms": "model", "swiglu": "model", "fused_head": True}),
+    ],
+)
+def test_what_is_decided_on_a_gpu(model_type: str, changes: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = {name: choice.value for name, choice in decided(model_type, **changes).named()}
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_what_is_decided_on_a_cpu_and_why() -> None:
+    found = decided("llama", Machine.cpu(2, "fp32"))
+    assert (found.norms.value, found.norms.reason) == ("model", "there is no GPU")
+    assert (found.adapters.value, found.clips_on_device.value) == ("peft", False)
+    assert found.line().startswith("decided: attention: sdpa (packs under a mask: no flash attention here), ")
+    assert found.as_json()["adapters"] == {"value": "peft", "reason": "ops.backend: auto on a CPU"}
+
+
+def test_a_model_that_cannot_be_built_empty_is_decided_in_the_first_step() -> None:
+    assert decide(config_of(), GPU, None).fused_head.value is None
+
+
+def test_a_head_that_turns_out_otherwise_is_said() -> None:
+    """The record expects a fused loss of a model that caps its logits after all."""
+    known = AutoConfig.for_model("gemma2", **SIZES, vocab_size=128, final_logit_softcapping=3.0)
+    model = AutoModelForCausalLM.from_config(known).requires_grad_(False)
+    batch = {"input_ids": torch.arange(8)[None], "targets": torch.arange(8)[None]}
+    said: list[str] = []
+    loss = TokenLoss(model, fused=True, say=said.append)
+    loss(model, batch, torch.device("cpu"))
+    loss(model, batch, torch.device("cpu"))
+    assert len(said) == 1 and "the memory estimate is off" in said[0]
+    TokenLoss(model, fused=False, say=said.append)(model, batch, torch.device("cpu"))
+    assert len(said) == 1, "what was decided is what was done"
+
+
+def test_nobody_else_decides() -> None:
+    """The rules are called where the record is made, and where settings are checked against one another."""
+    rules = {"why_not_flat", "why_not_liger", "gathers_by_layer", "why_not_by_layer", "guards_on_device"}
+    may = {"decisions.py", "gather.py", "checks.py", "zero.py", "shapes.py"}
+    callers = {
+        path.name
+        for path in TRAINER.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in rules
+    }
+    assert callers <= may
+
+
+def test_what_liger_knows_is_what_the_package_knows() -> None:
+    liger = pytest.importorskip("liger_kernel.transformers.monkey_patch", reason="liger-kernel needs a GPU's triton")
+    assert set(liger.MODEL_TYPE_TO_APPLY_LIGER_FN) >= KNOWN

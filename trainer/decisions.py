@@ -1,0 +1,236 @@
+"""What a run decides before a weight is loaded, once: which kernels compute what, what is kept, how it is laid out.
+
+Made from the configuration, the machine and the empty model. The builder executes the record, the memory estimate reads
+it, the console and run.json show it. Where the model on the device does otherwise (a self-test, a probe), whoever
+executes says so, for the estimate is then off.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Generic, Literal, TypeVar
+
+from trainer.config import RunConfig, engine_stage, engine_zero, gathers_by_layer, why_not_by_layer
+from trainer.flat import why_not_flat
+from trainer.liger import KNOWN, PARTS, why_not_liger
+from trainer.model_facts import ModelFacts
+from trainer.update_guard import guards_on_device
+
+Kernels = Literal["ours", "liger", "model"]
+VARLEN = "varlen"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the ranks run on. `precision` is bf16, fp16 or fp32."""
+
+    world_size: int
+    on_gpu: bool
+    precision: str
+    liger: frozenset[str]
+    """The model types that the installed liger-kernel knows; empty without it."""
+    own_kernels: bool
+    """Whether the CUDA operators are built, or will be."""
+    flash: bool
+    """Whether torch's flash attention runs there, in that precision."""
+
+    @classmethod
+    def assumed(cls, world_size: int, precision: str) -> "Machine":
+        """GPUs that are not here, with everything installed."""
+        return cls(world_size, True, precision, KNOWN, own_kernels=True, flash=precision != "fp32")
+
+    @classmethod
+    def cpu(cls, world_size: int, precision: str) -> "Machine":
+        """Ranks on CPUs."""
+        return cls(world_size, False, precision, frozenset(), own_kernels=False, flash=False)
+
+
+@dataclass(frozen=True)
+class Decided(Generic[T]):
+    """A value and why it is that; without a reason it is the usual one."""
+
+    value: T
+    reason: str = ""
+
+    def __str__(self) -> str:
+        word = {True: "yes", False: "no", None: "seen in the first step"}.get(self.value, self.value)  # type: ignore[call-overload]
+        return f"{word} ({self.reason})" if self.reason else str(word)
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Everything that both the builder and the estimate depend on."""
+
+    attention: Decided[str]
+    """`varlen`, `sdpa`, `eager`, or what model.attn_implementation names."""
+    own_elementwise: Decided[bool]
+    """Whether our norms, SwiGLU and rotary embedding are tried on the model."""
+    norms: Decided[Kernels]
+    swiglu: Decided[Kernels]
+    rotary: Decided[Kernels]
+    liger: Decided[bool]
+    """Whether Liger's kernels compute what is not ours."""
+    adapters: Decided[str]
+    """Whose forward: `cuda`, `reference`, `peft`, or `none`."""
+    siblings: Decided[bool]
+    """Whether layers that read one input are computed in one call."""
+    forgets: Decided[str]
+    """What is computed again in the backward pass: `none`, `activations` of SwiGLU, or outputs of `norms` as well."""
+    recomputes: Decided[str]
+    """training.gradient_checkpointing."""
+    fused_head: Decided[bool | None]
+    """Whether head and loss are computed together, in chunks; None: the first micro-batch shows it."""
+    gather: Decided[str]
+    """How stage 3 gathers the base: per `layer`, per `module`, or `none`."""
+    flat: Decided[bool]
+    """Whether all LoRA factors are one buffer."""
+    clips_on_device: Decided[bool]
+    """Whether the optimizer clips and skips by itself, without the host."""
+
+    def named(self) -> Iterator[tuple[str, Decided[object]]]:
+        """(name, what was decided)."""
+        for each in fields(self):
+            yield each.name, getattr(self, each.name)
+
+    def as_json(self) -> dict[str, dict[str, object]]:
+        """For run.json and `estimate --json`."""
+        return {name: {"value": found.value, "reason": found.reason} for name, found in self.named()}
+
+    def line(self) -> str:
+        """For the console: what no other line there says."""
+        shown = {
+            "attention": self.attention,
+            "loss fused with the head": self.fused_head,
+            "adapter in one buffer": self.flat,
+            "clipping on the device": self.clips_on_device,
+        }
+        return "decided: " + ", ".join(f"{name}: {found}" for name, found in shown.items())
+
+
+def decide(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Decisions:
+    """The record of a configuration without `auto` for zero.stage; `model` None: it could not be built empty."""
+    liger = _liger(config, machine, model)
+    ours = _own_elementwise(config, machine)
+    norms, swiglu, rotary = (_kernels(part, model, ours, liger) for part in PARTS)
+    zero = engine_zero(config)
+    not_flat = why_not_flat(config)
+    return Decisions(
+        attention=_attention(config, machine, model),
+        own_elementwise=ours,
+        norms=norms,
+        swiglu=swiglu,
+        rotary=rotary,
+        liger=liger,
+        adapters=_adapters(config, machine),
+        siblings=_siblings(config, machine),
+        forgets=_forgets(config, machine),
+        recomputes=Decided(config.training.gradient_checkpointing),
+        fused_head=_fused_head(config, machine, model),
+        gather=_gather(config),
+        flat=Decided(not_flat is None, not_flat or ""),
+        clips_on_device=Decided(guards_on_device(config.training, zero, machine.precision, machine.on_gpu)),
+    )
+
+
+def _attention(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Decided[str]:
+    """What transformers chooses for `auto`; for packs the variable-length kernels where the model can take them."""
+    asked = config.model.attn_implementation
+    if asked != "auto":
+        return Decided(asked, "asked for")
+    if model is not None and not model.sdpa:
+        return Decided("eager", "the model knows no other")
+    if not config.dataset.packing:
+        return Decided("sdpa")
+    if not machine.flash:
+        return Decided("sdpa", "packs under a mask: no flash attention here")
+    if model is not None and not model.registry:
+        return Decided("sdpa", "packs under a mask: the model's attention cannot be replaced")
+    return Decided(VARLEN)
+
+
+def _liger(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Decided[bool]:
+    if config.ops.liger == "off":
+        return Decided(False, "ops.liger: off")
+    compiled = config.training.torch_compile
+    model_type = model.model_type if model is not None else "this model"
+    refusal = why_not_liger(model_type, machine.liger, on_gpu=machine.on_gpu, compiled=compiled)
+    return Decided(not refusal, refusal)
+
+
+def _own_elementwise(config: RunConfig, machine: Machine) -> Decided[bool]:
+    setting = config.ops.liger
+    if setting != "auto":
+        return Decided(False, f"ops.liger: {setting}")
+    if not machine.on_gpu:
+        return Decided(False, "there is no GPU")
+    if config.training.torch_compile:
+        return Decided(False, "torch.compile fuses them")
+    if config.ops.backend not in ("auto", "cuda"):
+        return Decided(False, f"ops.backend: {config.ops.backend}")
+    return Decided(machine.own_kernels, "" if machine.own_kernels else "no CUDA kernels here")
+
+
+def _kernels(part: str, model: ModelFacts | None, ours: Decided[bool], liger: Decided[bool]) -> Decided[Kernels]:
+    """Ours where they give what the model's code gives, Liger's where they do not and it knows the model."""
+    refusal = ours.reason if not ours.value or model is None else model.elementwise[part]
+    if ours.value and not refusal:
+        return Decided("ours")
+    if liger.value and not (part == "swiglu" and model is not None and model.experts):
+        return Decided("liger", refusal)
+    return Decided("model", refusal or liger.reason)
+
+
+def _adapters(config: RunConfig, machine: Machine) -> Decided[str]:
+    backend = config.ops.backend
+    if config.adapter == "none":
+        return Decided("none", "all weights are trained")
+    if backend == "peft":
+        return Decided("peft", "asked for")
+    if backend == "auto" and not machine.on_gpu:
+        return Decided("peft", "ops.backend: auto on a CPU")
+    if backend == "reference" or (backend == "auto" and not machine.own_kernels):
+        return Decided("reference", "asked for" if backend == "reference" else "no CUDA kernels here")
+    return Decided("cuda")
+
+
+def _siblings(config: RunConfig, machine: Machine) -> Decided[bool]:
+    if _adapters(config, machine).value in ("none", "peft"):
+        return Decided(False)
+    if config.zero.stage == 3 and not gathers_by_layer(config):
+        return Decided(False, "zero.gather: module gathers each adapted layer for itself")
+    if config.training.torch_compile:
+        return Decided(False, "torch.compile traces each layer alone")
+    return Decided(True)
+
+
+def _forgets(config: RunConfig, machine: Machine) -> Decided[str]:
+    """Gradient checkpointing keeps none of it; DeepSpeed's own stage 3 has taken the norm's weight away by then."""
+    if config.ops.forget == "none" or config.adapter == "none":
+        return Decided("none", "ops.forget: none" if config.adapter != "none" else "all weights are trained")
+    if config.training.gradient_checkpointing != "none":
+        return Decided("none", "training.gradient_checkpointing")
+    if engine_stage(config) == 3:
+        return Decided("none", "zero.gather: module")
+    if not _own_elementwise(config, machine).value:
+        return Decided("none", "not our kernels")
+    return Decided(config.ops.forget)
+
+
+def _fused_head(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Decided[bool | None]:
+    if model is not None and model.head:
+        return Decided(False, model.head)
+    if config.adapter == "none":
+        return Decided(False, "the head is trained")
+    if engine_stage(config) == 3:
+        return Decided(False, "DeepSpeed's stage 3 partitions the head")
+    if machine.precision == "fp16":
+        return Decided(False, "in fp16 its gradients would vanish")
+    return Decided(True if model is not None and model.head is not None else None)
+
+
+def _gather(config: RunConfig) -> Decided[str]:
+    if config.zero.stage < 3:
+        return Decided("none")
+    if gathers_by_layer(config):
+        return Decided("layer")
+    return Decided("module", why_not_by_layer(config) or "asked for")

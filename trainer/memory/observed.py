@@ -1,0 +1,113 @@
+"""What norms, activation functions and experts keep, seen by running their own code on a few numbers."""
+
+import copy
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.elementwise import ROTARY
+from trainer.memory.widths import Mixer
+
+FP32 = 4
+_FEW = 5
+USUAL = 2.0  # SiLU and GELU keep their input, and their result is kept by what follows
+_FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+def kept_by(
+    function: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype = torch.float32
+) -> tuple[float, bool] | None:
+    """Bytes that a function keeps per row of `width`, and whether its result is among them.
+
+    Weights, and what is made of them alone, have no rows. None if it is no function of one tensor.
+    """
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.dim() and tensor.shape[0] == _FEW:
+            kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that no other takes its address
+        return tensor
+
+    x = torch.linspace(-1.0, 1.0, _FEW * width).view(_FEW, width).to(dtype).requires_grad_()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = function(x)
+    except _FAILURES:
+        return None
+    if not isinstance(y, Tensor) or not y.requires_grad:
+        return None
+    size = sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / _FEW
+    return size, y.untyped_storage().data_ptr() in kept
+
+
+def kept_by_norm(norm: nn.Module, width: int) -> dict[int, int]:
+    """Bytes a token that a frozen norm's own code keeps, by the bytes of an element (2, 4)."""
+    kept = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        twin = copy.deepcopy(norm).to_empty(device="cpu").to(dtype).requires_grad_(False)
+        found = kept_by(twin, width, dtype)
+        kept[dtype.itemsize] = FP32 * (width + 1) if found is None else int(found[0])
+    return kept
+
+
+def leaves_layout(module: nn.Module, turned: int, head: int) -> bool:
+    """Whether the rotary embedding of a model's file gives heads in the layout in which projections wrote them.
+
+    Attention's result follows its queries; in another layout it is copied for the projection that reads it.
+    """
+    rotate = getattr(sys.modules[type(module).__module__], ROTARY, None)
+    tokens = torch.zeros(1, 3, 2, head).transpose(1, 2)
+    angles = torch.zeros(1, 3, turned)
+    try:
+        queries = rotate(tokens, tokens, angles, angles)[0]  # type: ignore[misc]
+    except _FAILURES:
+        return True
+    return bool(queries.transpose(1, 2).is_contiguous())
+
+
+def kept_by_activation(module: nn.Module) -> float:
+    """In units of its input, of the activation function among the children of a feed-forward part."""
+    width = 8
+    for child in module.children():
+        if not list(child.parameters()) and not isinstance(child, nn.Dropout | nn.Identity):
+            found = kept_by(child, width)
+            if found is not None:
+                return found[0] / (FP32 * width) + (not found[1])
+    return USUAL
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds the weights of several experts in one tensor each."""
+    return sum(parameter.dim() == 3 for parameter in module.parameters(recurse=False)) >= 2
+
+
+def experts_of(block: nn.Module, module: Any, hidden: int) -> Mixer:
+    """The experts of a layer as one mixer, whose widths are those of one expert."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    tensors = {name: parameter for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3}
+    wrappers = [each for each in block.modules() if isinstance(each, ParamWrapper)]
+    adapted = {each.parameter_name: each for each in wrappers if each.get_base_layer() is module}
+    width = {name: parameter.numel() // parameter.shape[0] // hidden for name, parameter in tensors.items()}
+    inner = width.get("down_proj", min(width.values()))
+    projected = sum(width.values()) - inner
+    chosen = [k for each in block.modules() if isinstance(k := getattr(each, "top_k", None), int)]
+    found = kept_by(module._apply_gate, projected) if hasattr(module, "_apply_gate") else None
+    routed = any(each.get_base_layer() is not module for each in wrappers)
+    return Mixer(
+        kind="experts",
+        width_in=hidden,
+        width_projected=projected,
+        width_inner=inner,
+        heads=0,
+        trained_in=routed,
+        trained_out=bool(adapted),
+        ranks=0,
+        largest_weight=max(parameter.numel() for parameter in tensors.values()),
+        activated=projected + USUAL * inner if found is None else found[0] / FP32 + (0 if found[1] else inner),
+        choices=chosen[0] if chosen else next(iter(tensors.values())).shape[0],
+        merged=sum(tensors[name].numel() for name in adapted if name in tensors),
+    )

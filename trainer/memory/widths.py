@@ -1,0 +1,106 @@
+"""The memory estimate's picture of a model: its tensors and the widths of its layers."""
+
+from dataclasses import dataclass
+
+from trainer.model_facts import ModelFacts
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter: its elements, whether it is a matrix that a 4-bit base packs, whether it is trained."""
+
+    elements: int
+    packable: bool
+    trained: bool
+    layer: int
+    """Number of the decoder layer that it belongs to, -1 outside of them."""
+    factor: bool = False
+    """One of LoRA's two."""
+
+
+@dataclass(frozen=True)
+class NormBytes:
+    """Norms over the residual stream: how many, and the bytes a token that their own code keeps, by its type."""
+
+    count: int
+    in_16_bits: int
+    in_32_bits: int
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """Attention, feed-forward or recurrent part of a layer; widths are elements per token."""
+
+    kind: str
+    """`attention`, `gated`, `plain` (feed-forward without a gate), `experts` or `recurrent`."""
+    width_in: int
+    """What its first projections read."""
+    width_projected: int
+    """What they write, together."""
+    width_inner: int
+    """What its last projection reads."""
+    heads: int
+    trained_in: bool
+    """Whether its first projections are adapted or trained, so that what they read is kept for the backward pass."""
+    trained_out: bool
+    ranks: int
+    """Padded ranks of its adapters together."""
+    norm_width: int = 0
+    """What norms within it read (query and key norms)."""
+    largest_weight: int = 0
+    """Elements of its largest matrix."""
+    copied: int = 0
+    """Width of queries and keys that are rotated, and so copied, out of one fused projection."""
+    own_softmax: bool = False
+    """Whether eager attention takes its probabilities in the type of its scores (attention sinks), not in 32 bits."""
+    relaid: bool = False
+    """Whether the model's own rotary embedding leaves a layout for which attention's output is copied."""
+    scan: int = 0
+    """Elements per token of a recurrent layer's scan in plain torch."""
+    activated: float = 2.0
+    """What the activation's own code keeps, its result among it, in units of its input (seen by running it)."""
+    choices: int = 1
+    """Experts that a token visits; widths of experts are those of one."""
+    merged: int = 0
+    """Elements of experts' weights that an adapter is added to in every forward pass."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer: the hidden width, its norms over that width, its mixers."""
+
+    hidden: int
+    norms: NormBytes
+    mixers: tuple[Mixer, ...]
+
+    @property
+    def parallel(self) -> bool:
+        """Whether attention and feed-forward part read the output of one norm."""
+        return self.norms.count == 1 and sum(mixer.trained_in for mixer in self.mixers) > 1
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Everything the estimate reads of a model."""
+
+    hidden: int
+    vocabulary: int
+    tied: bool
+    norm: NormBytes
+    """Those outside of the layers."""
+    weights: tuple[Weight, ...]
+    layers: tuple[Layer, ...]
+    facts: ModelFacts
+    """What decides between kernels."""
+    softcap: bool
+    """Whether its attention scores go through a hyperbolic tangent."""
+
+    @property
+    def trained(self) -> int:
+        """Trained elements."""
+        return sum(weight.elements for weight in self.weights if weight.trained)
+
+    @property
+    def frozen(self) -> int:
+        """Frozen elements."""
+        return sum(weight.elements for weight in self.weights if not weight.trained)
