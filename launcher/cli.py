@@ -7,7 +7,7 @@ import sys
 
 def _command() -> int:
     from launcher.commands import main
-    from trainer.config.launcher_process import LauncherWatch
+    from trainer.contract.launcher_process import LauncherWatch
 
     LauncherWatch(os.environ, is_rank=False).start()
     return main()

@@ -10,32 +10,35 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from launcher.doctor import doctor
+from launcher.doctor.command import doctor
 from launcher.presets import init
 from launcher.scu_train import run as run_scu_train
 from launcher.start import Request, own_version, start
 from launcher.status import status
 from launcher.submit import submit
-from launcher.supervise import EXIT_FAILED, EXIT_USAGE
-from launcher.terminal import say
+from launcher.supervision.supervisor import EXIT_FAILED, EXIT_USAGE
+from launcher.supervision.terminal import say
 from trainer.config import UserError, dump_yaml, load_config
 from trainer.config.messages import as_override
 from trainer.config.reference import json_schema, reference_text
 
 # Subcommand -> module with its arguments and help. `zerolora X --help` shows the module's own.
 MODULES = {
-    "prepare": ("trainer.prepare", "Check a configuration and its data, and tokenise, without loading weights."),
-    "validate": ("trainer.validate", "Check a configuration without training, and say what it means."),
-    "estimate": ("trainer.estimate", "Memory and disk that a run needs, for every ZeRO stage; no GPU, no weights."),
-    "inspect": ("trainer.inspect", "Show examples as the model sees them, trained tokens in colour."),
-    "eval": ("trainer.evaluate", "Loss, bits per token and perplexity of base and adapter on held-out data."),
-    "generate": ("trainer.generate", "Answer prompts with a trained adapter."),
-    "merge": ("trainer.merge", "Merge an adapter into its base model and save it as safetensors."),
+    "prepare": ("trainer.preflight", "Check a configuration and its data, and tokenise, without loading weights."),
+    "validate": ("trainer.commands.validate", "Check a configuration without training, and say what it means."),
+    "estimate": (
+        "trainer.commands.estimate",
+        "Memory and disk that a run needs, for every ZeRO stage; no GPU, no weights.",
+    ),
+    "inspect": ("trainer.commands.inspect", "Show examples as the model sees them, trained tokens in colour."),
+    "eval": ("trainer.commands.evaluate", "Loss, bits per token and perplexity of base and adapter on held-out data."),
+    "generate": ("trainer.commands.generate", "Answer prompts with a trained adapter."),
+    "merge": ("trainer.commands.merge", "Merge an adapter into its base model and save it as safetensors."),
     "compare": ("trainer.compare", "Controllers of the SCU side by side: held-out bits per token with intervals."),
-    "report": ("trainer.report", "Plots and an HTML page of a run."),
-    "download": ("trainer.download", "Download a model from the hub, or the hub's command for it."),
-    "export": ("trainer.export", "An adapter for other programs: peft, hf, gguf, ollama."),
-    "push": ("trainer.push", "Upload adapter, tokenizer and model card to the Hugging Face hub."),
+    "report": ("trainer.monitor.report", "Plots and an HTML page of a run."),
+    "download": ("trainer.commands.download", "Download a model from the hub, or the hub's command for it."),
+    "export": ("trainer.commands.export", "An adapter for other programs: peft, hf, gguf, ollama."),
+    "push": ("trainer.commands.push", "Upload adapter, tokenizer and model card to the Hugging Face hub."),
     "tier": ("trainer.tiers", "Prove on this machine's GPU that training works: five tiers, every limit asserted."),
     "bench": ("trainer.bench", "Speed and memory of training on this machine, beside other trainers."),
     "ops": ("ops.builder", "Build the fused operators, or report on them."),

@@ -9,7 +9,7 @@ def _command() -> int:
     import runpy
 
     from launcher.entry import quiet_libraries
-    from trainer.config.launcher_process import LauncherWatch
+    from trainer.contract.launcher_process import LauncherWatch
 
     LauncherWatch(os.environ, is_rank=False).start()
     quiet_libraries()

@@ -19,12 +19,12 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NoReturn
 
-from launcher.requirements import check_requirements
-from launcher.stop_signals import PASSED_ON
-from launcher.supervise import EXIT_OK
+from launcher.doctor.requirements import check_requirements
+from launcher.supervision.stop_signals import PASSED_ON
+from launcher.supervision.supervisor import EXIT_OK
 from trainer.config import UserError, load_config
-from trainer.config.launcher_process import tie_children_to_this_process
 from trainer.config.yaml_core import dump
+from trainer.contract.launcher_process import tie_children_to_this_process
 
 MODEL = "ibm-granite/granite-4.0-h-1b"
 OUTPUT = "./granite_1b_cuda_output"

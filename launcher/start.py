@@ -10,22 +10,22 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from launcher.child import run_child
-from launcher.command import CPU_RANKS, Command, hostfile_command, local_command, visible_gpus
-from launcher.elsewhere import Reach, ThroughLauncher, ThroughSrun, ThroughSsh
-from launcher.environment import write_environment
-from launcher.halving import run_with_halvings
-from launcher.hosts import Filters, Slots, check_reachable, choose_slots, read_hostfile
-from launcher.mpi import mpirun_command
-from launcher.slurm import in_allocation, lost_nodes, read_allocation, srun_command
 from launcher.status import note_job
-from launcher.stop_signals import EXIT_PREEMPTED, STOPPED
-from launcher.supervise import EXIT_OK, EXIT_USAGE, Supervisor
-from launcher.terminal import ConsoleFile, ConsolePipe, say, show
+from launcher.supervision.child import run_child
+from launcher.supervision.oom_restart import run_with_halvings
+from launcher.supervision.remote import Reach, ThroughLauncher, ThroughSrun, ThroughSsh
+from launcher.supervision.stop_signals import EXIT_PREEMPTED, STOPPED
+from launcher.supervision.supervisor import EXIT_OK, EXIT_USAGE, Supervisor
+from launcher.supervision.terminal import ConsoleFile, ConsolePipe, say, show
+from launcher.targets.environment import write_environment
+from launcher.targets.hostfile import Filters, Slots, check_reachable, choose_slots, read_hostfile
+from launcher.targets.local import CPU_RANKS, Command, hostfile_command, local_command, visible_gpus
+from launcher.targets.mpi import mpirun_command
+from launcher.targets.slurm import in_allocation, lost_nodes, read_allocation, srun_command
 from trainer.config import LoadedConfig, UserError
-from trainer.config.folder_lock import FolderLock, refuse_if_held
-from trainer.config.launcher_process import tie_children_to_this_process
-from trainer.config.ports import check_free, free_port, random_port
+from trainer.contract.folder_lock import FolderLock, refuse_if_held
+from trainer.contract.launcher_process import tie_children_to_this_process
+from trainer.contract.ports import check_free, free_port, random_port
 
 ENVIRONMENT_FILE = "environment"
 OF_CPU_RANKS = {"OMP_NUM_THREADS": "1"}
@@ -132,7 +132,7 @@ def start(arguments: Sequence[str], loaded: LoadedConfig, request: Request, *, d
     refuse_if_held(run_dir, resumes=resumes)
     show(f"zerolora {own_version()}: {arguments[0]}")
     # Of what it finds it shows only how far it is: rank 0 says the rest later.
-    prepare = ["trainer.prepare", "--phases", *arguments, f"--world-size={command.ranks}"]
+    prepare = ["trainer.preflight", "--phases", *arguments, f"--world-size={command.ranks}"]
     code = run_child([sys.executable, "-m", "launcher.module", *prepare])
     if code:
         return code

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from launcher.beats import read_beats
+from launcher.supervision.silence import read_beats
 from trainer.config import UserError
-from trainer.config.whole_files import write_whole
+from trainer.contract.whole_files import write_whole
 
 JOB_FILE = "slurm-job"
 # Any of these tells the folder of a run, or of a job that has not begun.

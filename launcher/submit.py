@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from launcher.status import COMMENT
-from launcher.terminal import say
+from launcher.supervision.terminal import say
 from trainer.config import UserError, load_config
 
 CHECKOUT = Path(__file__).parent.parent

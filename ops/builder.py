@@ -144,10 +144,10 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return f"ops.built.{self.NAME}"
 
     def sources(self) -> list[str]:
-        return sorted(str(path) for pattern in ("*.cpp", "*.cu") for path in CSRC.glob(pattern))
+        return sorted(str(path) for pattern in ("*.cpp", "*.cu") for path in CSRC.rglob(pattern))
 
     def include_paths(self) -> list[str]:
-        return [str(CSRC)]
+        return sorted(str(path) for path in CSRC.iterdir())  # files include each other by name
 
     def cxx_args(self) -> list[str]:
         return ["-O3", self._standard()]
@@ -229,7 +229,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         """Changes with the sources, torch, Python and the CUDA version: a stale library is never loaded."""
         versions = f"{torch.__version__} {torch.version.cuda} {sys.version_info[:2]} {self._architectures}"
         hasher = hashlib.sha256(versions.encode())
-        for path in sorted(CSRC.iterdir()):
+        for path in sorted(CSRC.glob("*/*")):
             hasher.update(path.name.encode() + path.read_bytes())
         return hasher.hexdigest()[:12]
 

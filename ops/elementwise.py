@@ -233,7 +233,7 @@ for _name, _function in REFERENCE.items():
     torch.library.register_fake(f"zerolora::{_name}")(_FAKE[_name])
 
 
-# The derivatives where ops/csrc/elementwise.cpp has not put its own: on other devices than CUDA's.
+# The derivatives where ops/csrc/elementwise/elementwise.cpp has not put its own: on other devices than CUDA's.
 def _save_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, _, ctx.offset = inputs
     ctx.save_for_backward(x, weight, output[1])

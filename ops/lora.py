@@ -192,9 +192,7 @@ def reference_backward(
     return grad_x, grad_downs if need_down else [], grad_ups if need_up else []
 
 
-def fake_project(
-    x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float, seed: Tensor | None
-) -> Tensor:
+def fake_project(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float, seed: Tensor | None) -> Tensor:
     check_downs(x, downs, scales, p)
     return x.new_empty((x.numel() // x.shape[-1], sum(padded(down.shape[0]) for down in downs)))
 

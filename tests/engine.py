@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainer.adapt import apply_adapter
 from trainer.config import LoraSection, TrainingSection, ZeroSection
-from trainer.config.ports import free_port
-from trainer.flat import flatten_adapter
-from trainer.optimizer import build_optimizer
-from trainer.zero import DTYPES, deepspeed_config, start_engine
+from trainer.contract.ports import free_port
+from trainer.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
+from trainer.engine.flat_adapter import flatten_adapter
+from trainer.engine.optimizer import build_optimizer
+from trainer.model.adapter import apply_adapter
 
 IDS = torch.arange(3, 35)[None]
 

@@ -5,15 +5,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from trainer.adapt import lora_config
 from trainer.config import RunConfig
 from trainer.data import Batches
 from trainer.data.batches import collate
 from trainer.data.samples import Sample
-from trainer.model import load_base_model
-from trainer.optimizer import build_schedule
-from trainer.prepare import prepare
-from trainer.ranks import set_seed
+from trainer.engine.optimizer import build_schedule
+from trainer.model.adapter import lora_config
+from trainer.model.base import load_base_model
+from trainer.preflight import prepare
+from trainer.ranks.group import set_seed
 
 
 def plain_losses(

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from tests.tiny import make_model, write_chats
 from trainer.config import load_config
-from trainer.prepare import prepare
-from trainer.ranks import Ranks
+from trainer.preflight import prepare
+from trainer.ranks.group import Ranks
+from trainer.ranks.signals import StopRequest
 from trainer.run import Run
-from trainer.signals import StopRequest
 
 
 def make_ground(folder: Path) -> Path:

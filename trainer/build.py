@@ -4,21 +4,21 @@ from typing import Any
 
 import torch
 
-from trainer.adapt import adapted_layers, apply_adapter, rank_lines
-from trainer.architectures import call_projections_of_mamba, unadapted_lines, unquantized_lines
-from trainer.attention import choose_attention, use_varlen
 from trainer.config import RunConfig, UserError, trained_in_full
 from trainer.data import Batches, Samples, StreamBatches
+from trainer.data.prepared import Prepared
 from trainer.decisions import VARLEN, Decisions
-from trainer.elementwise import replace_elementwise
-from trainer.layers.shards import LayerShards
-from trainer.liger import PARTS, apply_liger, line_of
-from trainer.model import grows_vocabulary, load_base_model, match_vocabulary
-from trainer.prepare import Prepared
-from trainer.ranks import Ranks, set_seed
-from trainer.recompute import enable_recomputation
-from trainer.targets import unadapted_layers
-from trainer.zero import DTYPES, partitioning_announced
+from trainer.engine.deepspeed_engine import DTYPES, partitioning_announced
+from trainer.engine.layer_gather.shards import LayerShards
+from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
+from trainer.model.base import grows_vocabulary, load_base_model, match_vocabulary
+from trainer.model.targets import unadapted_layers
+from trainer.patches.liger import PARTS, apply_liger, line_of
+from trainer.patches.mamba import call_projections_of_mamba, unadapted_lines, unquantized_lines
+from trainer.patches.norm_mlp_rope import replace_elementwise
+from trainer.patches.packed_attention import choose_attention, use_varlen
+from trainer.patches.recompute import enable_recomputation
+from trainer.ranks.group import Ranks, set_seed
 
 
 def build_model(
@@ -66,7 +66,7 @@ def build_model(
             shards.attach(model)
         fusion += _fuse(model, config, decided, tokenizer.pad_token_id, device)
         if decided.forgets.value != "none":
-            from trainer.elementwise import forget_inputs
+            from trainer.patches.norm_mlp_rope import forget_inputs
 
             forget_inputs(model)
     if config.zero.stage == 3:
@@ -138,7 +138,7 @@ def _fuse(model: Any, config: RunConfig, decided: Decisions, any_token: int, dev
     """Swap in the fused operators, as decided."""
     if decided.adapters.value == "peft":
         return [f"adapters: PEFT's own forward ({decided.adapters.reason})"]
-    from trainer.fuse import fuse  # brings bitsandbytes and the operators
+    from trainer.patches.fused_lora import fuse  # brings bitsandbytes and the operators
 
     backend = config.ops.backend
     assert backend != "peft"

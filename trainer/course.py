@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from trainer.checkpoint import SaveFailed, agreed_damage, restore_checkpoint, save_checkpoint
-from trainer.checkpoint_files import later_checkpoints
+from trainer.checkpoint.checkpoint import SaveFailed, agreed_damage, restore_checkpoint, save_checkpoint
+from trainer.checkpoint.checkpoint_files import later_checkpoints
+from trainer.checkpoint.resume_comparison import agree_on_resumption, nothing_left, run_identity
 from trainer.config import RunConfig, UserError
-from trainer.liveness.progress import phase
+from trainer.data.prepared import Prepared
 from trainer.loop import Position
-from trainer.metrics import close_earlier_course
-from trainer.prepare import Prepared
-from trainer.ranks import Ranks
-from trainer.resume_comparison import agree_on_resumption, nothing_left, run_identity
+from trainer.monitor.metrics import close_earlier_course
+from trainer.ranks.group import Ranks
+from trainer.ranks.progress import phase
 
 ROUNDED_ANEW = (
     "the 8-bit moments are cut into other blocks here than in the checkpoint and were rounded anew: the run goes on "

@@ -8,20 +8,19 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-import torch
-
-from trainer.adapt import GradientCheck
-from trainer.checkpoint import SaveFailed
+from trainer.checkpoint.checkpoint import SaveFailed
 from trainer.config import TrainingSection
-from trainer.liveness.progress import PROGRESS, phase
-from trainer.memory.oom import Recovery
-from trainer.mfu import MfuMeter
-from trainer.profiling import StepProfiler
-from trainer.ranks import Ranks
-from trainer.signals import StopRequest
-from trainer.steering import Steering
+from trainer.memory.oom_recovery import Recovery
+from trainer.memory.peak import peak_memory_gib
+from trainer.model.adapter import GradientCheck
+from trainer.monitor.mfu import MfuMeter
+from trainer.monitor.profiler import StepProfiler
+from trainer.patches.loss_head import TokenLoss
+from trainer.ranks.group import Ranks
+from trainer.ranks.progress import PROGRESS, phase
+from trainer.ranks.signals import StopRequest
+from trainer.scu.controller import Steering
 from trainer.step import StepInFlight, StepResult, train_step
-from trainer.token_loss import TokenLoss
 
 NONFINITE_IN_A_ROW = 10
 
@@ -281,12 +280,3 @@ def report_evaluation(reporter: Reporter | None, step: int, loss: float) -> None
         reporter.log(
             step, {"eval/loss": loss, "eval/bpt": loss / math.log(2), "eval/perplexity": math.exp(min(loss, 700.0))}
         )
-
-
-def peak_memory_gib() -> float:
-    """Largest memory this rank has used: on its GPU, or of the process on a CPU; GiB."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -9,17 +9,18 @@ from pathlib import Path
 from rich.markup import escape
 
 from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, load_config
-from trainer.config.folder_lock import FolderLock, refuse_if_held
-from trainer.console import open_console, tell_torchrun
-from trainer.liveness.progress import phase
-from trainer.liveness.watchdog import Watchdog
-from trainer.prepare import Prepared, prepare
-from trainer.rank_variables import host_name
-from trainer.ranks import Ranks, leave_process_group
+from trainer.contract.folder_lock import FolderLock, refuse_if_held
+from trainer.contract.rank_variables import host_name
+from trainer.data.prepared import Prepared
+from trainer.monitor.console import open_console, tell_torchrun
+from trainer.preflight import prepare
+from trainer.ranks.agreement import first_rank_decides
+from trainer.ranks.group import Ranks, leave_process_group
+from trainer.ranks.progress import phase
+from trainer.ranks.signals import StopRequest
+from trainer.ranks.training_process import LAUNCHER_WATCH
+from trainer.ranks.watchdog import Watchdog
 from trainer.run import Run
-from trainer.signals import StopRequest
-from trainer.training_process import LAUNCHER_WATCH
-from trainer.world import first_rank_decides
 
 # mpirun and torchrun end all ranks with the first that ends: it must not be one that is silent.
 TO_SPEAK_S = 3.0

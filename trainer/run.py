@@ -9,46 +9,47 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from trainer.adapt import (
+from trainer.build import build_model, make_batches
+from trainer.checkpoint.adapter_files import record_checksums
+from trainer.checkpoint.checkpoint import SaveFailed
+from trainer.checkpoint.full_disk import disk_errors_into
+from trainer.checkpoint.run_record import RESULT, make_way, note_written, place_result, write_run_record
+from trainer.checkpoint.weights import save_adapter, save_full_model
+from trainer.config import LoadedConfig, collective_timeout, engine_zero
+from trainer.contract import known_versions
+from trainer.contract.folder_lock import FolderLock
+from trainer.course import Course
+from trainer.data import Batches, StreamBatches, evaluation_batches
+from trainer.data.prepared import Prepared, samples_of
+from trainer.data.step_count import count_steps, step_warnings, steps_line
+from trainer.decisions import VARLEN
+from trainer.engine.deepspeed_engine import deepspeed_config, resolve_precision, start_engine
+from trainer.engine.eight_bit_moments import elements_per_buffer
+from trainer.engine.flat_adapter import flatten_adapter
+from trainer.engine.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
+from trainer.engine.update_guard import UpdateGuard
+from trainer.loop import Loop, Parts, Position, report_evaluation
+from trainer.memory.oom_recovery import Recovery
+from trainer.memory.preflight import peak_over_ranks, plan_memory, record_memory
+from trainer.model.adapter import (
     GradientCheck,
     changes_base_weights,
     count_parameters,
     save_initial_adapter,
 )
-from trainer.adapter_files import record_checksums
-from trainer.answers import answer_prompt
-from trainer.apart import check_causal, keep_documents_apart
-from trainer.build import build_model, make_batches
-from trainer.checkpoint import SaveFailed
-from trainer.config import LoadedConfig, collective_timeout, engine_zero, known_versions
-from trainer.config.folder_lock import FolderLock
-from trainer.course import Course
-from trainer.data import Batches, StreamBatches, evaluation_batches
-from trainer.decisions import VARLEN
-from trainer.eight_bit_moments import elements_per_buffer
-from trainer.flat import flatten_adapter
-from trainer.full_disk import disk_errors_into
-from trainer.liveness.progress import phase
-from trainer.loop import Loop, Parts, Position, report_evaluation
-from trainer.memory.check import peak_over_ranks, plan_memory, record_memory
-from trainer.memory.oom import Recovery
-from trainer.metrics import Metrics
-from trainer.mfu import MfuMeter
-from trainer.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
-from trainer.prepare import Prepared, samples_of
-from trainer.profiling import StepProfiler
-from trainer.ranks import Ranks, extend_timeouts, form_process_group
-from trainer.run_record import RESULT, make_way, note_written, place_result, write_run_record
-from trainer.signals import StopRequest
-from trainer.steering import Steering
+from trainer.model.answers import answer_prompt
+from trainer.monitor.metrics import Metrics
+from trainer.monitor.mfu import MfuMeter
+from trainer.monitor.profiler import StepProfiler
+from trainer.monitor.summary import end_summary, start_summary
+from trainer.patches.loss_head import TokenLoss
+from trainer.patches.packing_probe import check_causal, keep_documents_apart
+from trainer.ranks.agreement import meet
+from trainer.ranks.group import Ranks, extend_timeouts, form_process_group
+from trainer.ranks.progress import phase
+from trainer.ranks.signals import StopRequest
+from trainer.scu.controller import Steering
 from trainer.step import evaluate_loss
-from trainer.steps import count_steps, step_warnings, steps_line
-from trainer.summary import end_summary, start_summary
-from trainer.token_loss import TokenLoss
-from trainer.update_guard import UpdateGuard
-from trainer.weights import save_adapter, save_full_model
-from trainer.world import meet
-from trainer.zero import deepspeed_config, resolve_precision, start_engine
 
 INITIAL_ADAPTER = "initial_adapter"
 
@@ -299,9 +300,7 @@ class Run:
             state["scu"] = self.steering.state_dict()
             if self.ranks.is_main:
                 self.steering.write_files(self.run_dir)
-        self.course.save(
-            engine, position, state, lambda folder: self._save_weights(engine, folder), self._check_folder
-        )
+        self.course.save(engine, position, state, lambda folder: self._save_weights(engine, folder), self._check_folder)
 
     @phase("save")
     def _save_weights(self, engine: Any, folder: Path) -> None:
@@ -342,7 +341,7 @@ class Run:
         if self.stop:
             self.say(f"stopped at step {position.step}, saved; go on with training.resume_from_checkpoint=latest")
             return
-        from trainer.report.write import write_report  # matplotlib, which the other ranks never need
+        from trainer.monitor.report.write import write_report  # matplotlib, which the other ranks never need
 
         for line in end_summary(self.run_dir, self.config, write_report(self.run_dir), before, after):
             self.say(line)

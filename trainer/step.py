@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from trainer.config.known_versions import changed
-from trainer.liveness.progress import phase
-from trainer.memory.oom import Recovery
-from trainer.ranks import Ranks, sum_over_ranks
-from trainer.steering import Steering
-from trainer.token_loss import IGNORED, MicroBatch, TokenLoss, to_device
+from trainer.contract.known_versions import changed
+from trainer.memory.oom_recovery import Recovery
+from trainer.patches.loss_head import IGNORED, MicroBatch, TokenLoss, to_device
+from trainer.ranks.group import Ranks, sum_over_ranks
+from trainer.ranks.progress import phase
+from trainer.scu.controller import Steering
 
 
 @dataclass(frozen=True)

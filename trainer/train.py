@@ -3,7 +3,7 @@
 deepspeed --module trainer.train CONFIG [key=value ...]      or      torchrun -m trainer.train CONFIG [key=value ...]
 """
 
-from trainer.training_process import begin
+from trainer.ranks.training_process import begin
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,6 +16,6 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     code = main()
-    from trainer.ranks import end_process
+    from trainer.ranks.group import end_process
 
     end_process(code)

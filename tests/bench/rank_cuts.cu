@@ -1,5 +1,5 @@
 // Times ways to cut the passes over dY and over x (with their reduction) on sm_90a, the one that the cost model of
-// ops/csrc/plan.cu chooses first: rank_cuts hot|cool. Hot: right after whole products. rank_cuts.py builds it.
+// ops/csrc/rank/plan.cu chooses first: rank_cuts hot|cool. Hot: right after whole products. rank_cuts.py builds it.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>

@@ -2,7 +2,7 @@
 
     python -m tests.bench.rank_cuts [hot|cool]        on an H200, with nvcc
 
-What the times in ops/csrc/plan.cu are fitted to. hot: each measurement comes right after whole products, as in
+What the times in ops/csrc/rank/plan.cu are fitted to. hot: each measurement comes right after whole products, as in
 training. A line is a shape: what the model chooses, and the best of the 24 cuts (12 for h or dA alone) that it holds
 for the cheapest; a cut is the columns of a CTA in blocks of 128, the CTAs of a cluster, and the tiles of a CTA along
 the other direction.
@@ -17,11 +17,13 @@ from pathlib import Path
 
 HERE, CSRC = Path(__file__).resolve().parent, Path(__file__).resolve().parents[2] / "ops" / "csrc"
 TARGET = ["-gencode", "arch=compute_90a,code=sm_90a"]
-FLAGS = ["-O3", "-std=c++17", "-DZEROLORA_HOPPER", "-diag-suppress", "177", *TARGET, f"-I{CSRC}"]
+INCLUDES = [f"-I{folder}" for folder in CSRC.iterdir()]
+FLAGS = ["-O3", "-std=c++17", "-DZEROLORA_HOPPER", "-diag-suppress", "177", *TARGET, *INCLUDES]
 
 
 def build(folder: Path) -> Path:
-    sources = [HERE / "rank_cuts.cu", *(CSRC / f"{name}.cu" for name in ("rank_wgmma", "reduce", "frozen"))]
+    kernels = ("rank/rank_wgmma.cu", "rank/reduce.cu", "frozen/frozen.cu")
+    sources = [HERE / "rank_cuts.cu", *(CSRC / name for name in kernels)]
     objects = [folder / f"{source.stem}.o" for source in sources]
     compilers = [
         subprocess.Popen(["nvcc", *FLAGS, "-c", "-o", str(target), str(source)], stderr=subprocess.DEVNULL)

@@ -64,7 +64,13 @@ def main() -> int:
         hosts = Hosts(["n1", "n2"], folder / "hosts-files")
         try:
             cluster = SlurmCluster(hosts, folder / "slurm", environment())
-            prepare = [sys.executable, "-m", "trainer.prepare", str(folder / "config.yaml"), f"output_dir={folder}/run"]
+            prepare = [
+                sys.executable,
+                "-m",
+                "trainer.preflight",
+                str(folder / "config.yaml"),
+                f"output_dir={folder}/run",
+            ]
             subprocess.run(prepare, env=environment(), cwd=ROOT, check=True, capture_output=True)
             found = measure(cluster, folder, runs)
         finally:

@@ -9,7 +9,7 @@ import yaml
 from tests.cluster.conftest import STEPS, ZEROLORA, end_of, log_of, losses, wait_for
 from tests.cluster.slurm_cluster import SlurmCluster
 from tests.tiny import write_chats
-from trainer.checkpoint_files import whole_checkpoints
+from trainer.checkpoint.checkpoint_files import whole_checkpoints
 
 pytestmark = pytest.mark.slow
 ONE_RANK = ["--gpus-per-node=1", "--cpus-per-task=1", "--time=30"]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.conftest import ROOT, STEPS, ZEROLORA, end_of, kill_rank, log_of, losses, wait_for
 from tests.cluster.slurm_cluster import SlurmCluster
-from trainer.checkpoint_files import whole_checkpoints
+from trainer.checkpoint.checkpoint_files import whole_checkpoints
 
 pytestmark = pytest.mark.slow
 SIZE = ["--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1", "--time=30"]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.conftest import ROOT, ZEROLORA, kill_rank, losses, wait_for
 from tests.cluster.hosts import LOGIN, Hosts
-from trainer.checkpoint_files import whole_checkpoints
+from trainer.checkpoint.checkpoint_files import whole_checkpoints
 
 pytestmark = pytest.mark.slow
 
@@ -24,9 +24,7 @@ def assert_no_rank_is_left(hosts: Hosts) -> None:
     assert not [command for command in left if "trainer.train" in command], left
 
 
-def train_on(
-    hosts: Hosts, env: Mapping[str, str], hostfile: Path, workplace: Path, name: str
-) -> subprocess.Popen[str]:
+def train_on(hosts: Hosts, env: Mapping[str, str], hostfile: Path, workplace: Path, name: str) -> subprocess.Popen[str]:
     """An endless run on both hosts that has taken its first step."""
     command = train(workplace, name, "--hostfile", str(hostfile), "training.max_steps=100000")
     process = hosts.start(LOGIN, command, env=env, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

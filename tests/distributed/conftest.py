@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.plan import ONE_RANK, TWO_RANKS
 from tests.tiny import make_model, write_chats
-from trainer.config.ports import free_port
+from trainer.contract.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from rich.console import Console
 
 from trainer.config import load_config
-from trainer.config.folder_lock import LOCK_FILE, FolderLock, FolderLost
-from trainer.metrics import METRICS_FILE
-from trainer.prepare import prepare
-from trainer.ranks import Ranks, end_process, leave_process_group
+from trainer.contract.folder_lock import LOCK_FILE, FolderLock, FolderLost
+from trainer.monitor.metrics import METRICS_FILE
+from trainer.preflight import prepare
+from trainer.ranks.group import Ranks, end_process, leave_process_group
+from trainer.ranks.signals import StopRequest
 from trainer.run import Run
-from trainer.signals import StopRequest
 
 
 def train(folder: Path, *overrides: str) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 from rich.console import Console
 
 from trainer.config import load_config
-from trainer.config.folder_lock import FolderLock
-from trainer.prepare import prepare
-from trainer.ranks import Ranks, end_process, leave_process_group
+from trainer.contract.folder_lock import FolderLock
+from trainer.preflight import prepare
+from trainer.ranks.group import Ranks, end_process, leave_process_group
+from trainer.ranks.signals import StopRequest
 from trainer.run import Run
-from trainer.signals import StopRequest
 
 
 def run_case(folder: Path, case: dict[str, object], ranks: Ranks, stop: StopRequest) -> None:

@@ -1,17 +1,17 @@
 """`zerolora train` around oom_rank in place of the trainer. Arguments: SHORTAGE.json, output folder, CONFIG, key=value.
 
-Both sides of a restart are the product's own: the note, and launcher/halving.py that reads it.
+Both sides of a restart are the product's own: the note, and launcher/supervision/oom_restart.py that reads it.
 """
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.command import local_command
-from launcher.halving import run_with_halvings
-from launcher.supervise import Supervisor
-from launcher.terminal import ConsolePipe
-from trainer.config.ports import free_port
+from launcher.supervision.oom_restart import run_with_halvings
+from launcher.supervision.supervisor import Supervisor
+from launcher.supervision.terminal import ConsolePipe
+from launcher.targets.local import local_command
+from trainer.contract.ports import free_port
 
 if __name__ == "__main__":
     shortage, folder, *arguments = sys.argv[1:]

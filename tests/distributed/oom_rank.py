@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-import trainer.memory.oom
+import trainer.memory.oom_recovery
 import trainer.run
 import trainer.train
 from tests.distributed.matrix import run_case
-from trainer.ranks import Ranks, leave_process_group
-from trainer.signals import StopRequest
-from trainer.token_loss import TokenLoss
+from trainer.patches.loss_head import TokenLoss
+from trainer.ranks.group import Ranks, leave_process_group
+from trainer.ranks.signals import StopRequest
 
 
 def inject(shortage: dict[str, int]) -> None:
@@ -51,7 +51,7 @@ def run_plan(path: Path) -> int:
     for case in plan["cases"]:
         try:
             run_case(folder, case, ranks, stop)
-        except trainer.memory.oom.OutOfMemory as error:  # on every rank, so that the next case can follow
+        except trainer.memory.oom_recovery.OutOfMemory as error:  # on every rank, so that the next case can follow
             (folder / f"{case['name']}-failed-{ranks.rank}.txt").write_text(str(error))
     leave_process_group()
     return 0

@@ -21,12 +21,12 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer import scu
 from trainer.config import ScuSection, TrainingSection, ZeroSection
-from trainer.ranks import Ranks, form_process_group, leave_process_group, sum_over_ranks
-from trainer.steering import ScuFault, Steering
-from trainer.update_guard import gradient_norm
-from trainer.zero import deepspeed_config, start_engine
+from trainer.engine.deepspeed_engine import deepspeed_config, start_engine
+from trainer.engine.update_guard import gradient_norm
+from trainer.ranks.group import Ranks, form_process_group, leave_process_group, sum_over_ranks
+from trainer.scu import law as scu
+from trainer.scu.controller import ScuFault, Steering
 
 WORLD, ACCUMULATION, BATCH, LENGTH, VOCABULARY, TOKENS = 2, 2, 2, 12, 64, 400
 RATE = 0.05

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from tests.distributed.conftest import Case, Matrix, environment, launch
 from tests.distributed.plan import case
 from tests.tiny import make_tokenizer
-from trainer.adapt import apply_adapter
-from trainer.architectures import WHOLE_LAYER_KERNEL, call_projections_of_mamba
 from trainer.config import LoraSection, ModelSection, QuantizationSection, RunConfig, UserError
-from trainer.model import load_base_model
-from trainer.prepare import prepare
+from trainer.model.adapter import apply_adapter
+from trainer.model.base import load_base_model
+from trainer.patches.mamba import WHOLE_LAYER_KERNEL, call_projections_of_mamba
+from trainer.preflight import prepare
 
 SMALL = {
     "vocab_size": 384,

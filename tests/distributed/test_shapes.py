@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.distributed.conftest import ROOT, deepspeed_command, environment
 from tests.tiny import make_model
 from trainer.config import ModelSection, UserError
-from trainer.tensor_files import SafetensorsFiles
+from trainer.model.tensor_files import SafetensorsFiles
 
 pytestmark = pytest.mark.distributed
 NAME = "model.layers.1.mlp.up_proj.weight"

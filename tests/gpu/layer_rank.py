@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from tests.rank_program import join
-from trainer.adapt import apply_adapter
 from trainer.config import LoraSection, ModelSection, QuantizationSection
-from trainer.fuse import fuse
-from trainer.layers.shards import LayerShards
-from trainer.model import load_base_model
-from trainer.ranks import end_process, leave_process_group
-from trainer.token_loss import TokenLoss
+from trainer.engine.layer_gather.shards import LayerShards
+from trainer.model.adapter import apply_adapter
+from trainer.model.base import load_base_model
+from trainer.patches.fused_lora import fuse
+from trainer.patches.loss_head import TokenLoss
+from trainer.ranks.group import end_process, leave_process_group
 
 BASE = "random:llama3.1-8b,num_hidden_layers=8"
 ROWS, LENGTH = 4, 2048

@@ -100,7 +100,7 @@ def work(arguments: argparse.Namespace) -> int:
                 if main_rank:
                     with (arguments.worker / "results.jsonl").open("a") as file:
                         file.write(json.dumps(case | measured) + "\n")
-    from trainer.ranks import leave_process_group
+    from trainer.ranks.group import leave_process_group
 
     leave_process_group()
     return 0
@@ -113,10 +113,10 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, An
     from rich.console import Console
 
     from trainer.config import load_config
-    from trainer.prepare import prepare
-    from trainer.ranks import Ranks
+    from trainer.preflight import prepare
+    from trainer.ranks.group import Ranks
+    from trainer.ranks.signals import StopRequest
     from trainer.run import Run
-    from trainer.signals import StopRequest
 
     class Measured(Run):
         """Without the files at the end, which cost time and no memory on the card."""

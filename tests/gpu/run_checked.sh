@@ -22,7 +22,7 @@ unset DS_ACCELERATOR
 
 "$python" - << 'VERSIONS'
 import importlib.util, torch
-from trainer.config.known_versions import KNOWN, installed, warning
+from trainer.contract.known_versions import KNOWN, installed, warning
 
 print("GPU", torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch", torch.__version__)
 for library in KNOWN:

@@ -8,9 +8,9 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.unit.test_apart import LLAMA, model_of
-from trainer.apart import keep_documents_apart
-from trainer.attention import VARLEN, copy_shared_heads, use_varlen
-from trainer.token_loss import TokenLoss
+from trainer.patches.loss_head import TokenLoss
+from trainer.patches.packed_attention import VARLEN, copy_shared_heads, use_varlen
+from trainer.patches.packing_probe import keep_documents_apart
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)

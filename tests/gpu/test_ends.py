@@ -13,7 +13,7 @@ import torch
 
 from tests.distributed.conftest import ROOT
 from tests.ends import HOST, TRAIN, Run, Start, runs_below, write_endless_run
-from trainer.checkpoint_files import whole_checkpoints
+from trainer.checkpoint.checkpoint_files import whole_checkpoints
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 

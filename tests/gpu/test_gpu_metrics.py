@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainer.gpu_metrics import GpuMetrics
+from trainer.monitor.gpu import GpuMetrics
 
 pytestmark = pytest.mark.gpu
 

@@ -12,9 +12,9 @@ import yaml
 
 from tests.distributed.conftest import ROOT
 from tests.tiny import write_chats
+from trainer.checkpoint.finished_run import FinishedRun, load_trained, saved_tokenizer
 from trainer.config import RunConfig
-from trainer.finished_run import FinishedRun, load_trained, saved_tokenizer
-from trainer.prepare import prepare
+from trainer.preflight import prepare
 
 pytestmark = pytest.mark.gpu
 

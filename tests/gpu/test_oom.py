@@ -68,9 +68,9 @@ def whole(folder: Path) -> list[float]:
 @pytest.fixture(scope="module")
 def fraction(folder: Path) -> float:
     """A quarter more than the estimate for 8 rows, which is less than 16 need."""
+    from trainer.commands.estimate import planner_for
     from trainer.config import load_config
-    from trainer.estimate import planner_for
-    from trainer.memory.plan import with_changes
+    from trainer.memory.planner import with_changes
 
     config = load_config(folder / "base.yaml").config
     planner, _ = planner_for(config, torch.cuda.device_count())
@@ -101,7 +101,7 @@ def test_the_check_before_training_names_three_changes(folder: Path, fraction: f
 
 
 def test_segments_grow() -> None:
-    code = "import trainer.allocator, torch; x = torch.ones(9).cuda(); print(torch.cuda.memory_snapshot())"
+    code = "import trainer.ranks.allocator, torch; x = torch.ones(9).cuda(); print(torch.cuda.memory_snapshot())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "'is_expandable': True" in done.stdout and "'is_expandable': False" not in done.stdout
 

@@ -17,7 +17,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_model, write_chats
-from trainer import evaluate, merge, push
+from trainer.commands import evaluate, merge, push
 
 ROOT = Path(__file__).parent.parent.parent
 CODE = "from tests.integration.test_after_training import train_and_keep_logits; train_and_keep_logits()"
@@ -162,7 +162,9 @@ def test_eval_of_a_checkpoint_is_of_its_own_weights(run_dir: Path) -> None:
 
 def test_generate_as_a_command_says_nothing_but_answers(run_dir: Path) -> None:
     few = ("--max-new-tokens", "8")
-    done = run_process("-m", "trainer.generate", str(run_dir), "--base", *few, stdin="red cat\n\nseven birds\n")
+    done = run_process(
+        "-m", "trainer.commands.generate", str(run_dir), "--base", *few, stdin="red cat\n\nseven birds\n"
+    )
     assert done.stdout.count("base + adapter") == 2
     assert done.stderr == ""
 

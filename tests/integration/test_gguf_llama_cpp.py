@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from tests.tiny import CHATML
 from tests.unit.test_after_run import make_run
 from tests.unit.test_gguf import LLAMA3, MODELS, byte_level, make_saved, sentencepiece_like
+from trainer.checkpoint.finished_run import find_run
+from trainer.commands.export.__main__ import main
+from trainer.commands.export.gguf import write_gguf
+from trainer.commands.merge import merge
 from trainer.demo import demo_model
-from trainer.export.__main__ import main
-from trainer.export.gguf import write_gguf
-from trainer.finished_run import find_run
-from trainer.merge import merge
 
 pytest.importorskip("xllamacpp", reason="needs llama.cpp from the wheel xllamacpp, of the extra dev")
 

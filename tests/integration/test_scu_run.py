@@ -18,7 +18,7 @@ STEPS, CUT = 8, 4
 # The trainer with a controller that is handed a sum of losses which is no number in step 3; the loss itself is sound.
 POISONED = """
 import sys
-from trainer import steering
+from trainer.scu import controller as steering
 from trainer.train import main
 
 observe = steering.Steering.observe

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from trainer.config import LoggingSection
-from trainer.metrics import Metrics
+from trainer.monitor.metrics import Metrics
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LOSSES = [8.0 - 2.0 * step / 100 for step in range(1, 101)]

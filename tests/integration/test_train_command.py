@@ -17,7 +17,7 @@ from transformers import OPTConfig, OPTForCausalLM
 
 from tests.distributed.conftest import environment
 from tests.tiny import make_model, make_tokenizer, write_chats
-from trainer.checkpoint_files import whole_checkpoints
+from trainer.checkpoint.checkpoint_files import whole_checkpoints
 
 pytestmark = pytest.mark.distributed
 

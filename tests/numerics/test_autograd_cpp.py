@@ -1,4 +1,4 @@
-"""The derivative in C++ (ops/csrc/autograd.cpp), which CUDA tensors take, compiled here for CPU tensors.
+"""The derivative in C++ (ops/csrc/operator/autograd.cpp), which CUDA tensors take, compiled here for CPU tensors.
 
 What it registers holds for the whole process, so that every test is one of its own.
 """
@@ -24,7 +24,7 @@ from ops.builder import CSRC, LoraOpBuilder
 
 flags = [*LoraOpBuilder().cxx_args(), "-O0", "-DZEROLORA_AUTOGRAD=AutogradCPU"]
 options = dict(extra_cflags=flags, build_directory=sys.argv[2], is_python_module=False)
-cpp_extension.load(sys.argv[1], [str(CSRC / "autograd.cpp")], **options)
+cpp_extension.load(sys.argv[1], [str(CSRC / "operator" / "autograd.cpp")], **options)
 """
 EARLY_STOP = """
 import sys

@@ -195,7 +195,7 @@ def test_a_mask_packed_into_bits(rows, width):
     bits = reference.pack_mask(keep)
     assert bits.shape == ((width + 127) // 128, rows, 4) and bits.dtype == torch.int32
     assert torch.equal(reference.unpack_mask(bits, width), keep)
-    for d in range(width):  # csrc/common.cuh: of call d % 128 // 32, element d % 8
+    for d in range(width):  # csrc/common/common.cuh: of call d % 128 // 32, element d % 8
         place = 4 * (d % 128 // 32) + d % 8 // 2 + 16 * (d % 2)
         assert torch.equal(bits[d // 128, :, d % 32 // 8] >> place & 1, keep[:, d].int())
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ops
-from trainer.zero import start_engine
+from trainer.engine.deepspeed_engine import start_engine
 
 WIDTH, RANK, STEPS = 64, 4, 3
 

@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-from launcher.command import local_command
-from launcher.supervise import Supervisor
-from launcher.terminal import ConsolePipe
-from trainer.config.ports import free_port
+from launcher.supervision.supervisor import Supervisor
+from launcher.supervision.terminal import ConsolePipe
+from launcher.targets.local import local_command
+from trainer.contract.ports import free_port
 
 if __name__ == "__main__":
     with ConsolePipe() as pipe:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.tiny import make_model
-from trainer.adapt import GradientCheck, adapted_layers, apply_adapter, count_parameters
 from trainer.config import LoraSection, ModelSection, QuantizationSection, UserError
-from trainer.model import load_base_model, load_tokenizer
+from trainer.model.adapter import GradientCheck, adapted_layers, apply_adapter, count_parameters
+from trainer.model.base import load_base_model, load_tokenizer
 
 
 @pytest.fixture(scope="module")

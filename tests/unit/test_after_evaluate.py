@@ -10,13 +10,13 @@ import torch
 
 from tests.tiny import write_chats
 from tests.unit.test_after_run import make_run
-from trainer import evaluate
+from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
+from trainer.commands import evaluate
+from trainer.commands.evaluate import bootstrap, held_out_documents, row_losses
 from trainer.config import UserError
 from trainer.data import Sample
 from trainer.data.batches import collate
-from trainer.evaluate import bootstrap, held_out_documents, row_losses
-from trainer.finished_run import find_run, load_trained, saved_tokenizer
-from trainer.token_loss import TokenLoss
+from trainer.patches.loss_head import TokenLoss
 
 
 def test_the_loss_weighs_tokens_and_not_documents() -> None:

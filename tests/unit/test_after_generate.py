@@ -10,11 +10,11 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from tests.unit.test_after_run import make_run
-from trainer import generate
-from trainer.answers import answer_prompt, prompt_ids, stop_tokens
+from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
+from trainer.commands import generate
+from trainer.commands.generate import Sampling, answer, show
 from trainer.config import UserError
-from trainer.finished_run import find_run, load_trained, saved_tokenizer
-from trainer.generate import Sampling, answer, show
+from trainer.model.answers import answer_prompt, prompt_ids, stop_tokens
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.unit.test_after_run import make_run
-from trainer.finished_run import FinishedRun, find_run, load_trained, saved_tokenizer
-from trainer.merge import check_saved, main, merge
+from trainer.checkpoint.finished_run import FinishedRun, find_run, load_trained, saved_tokenizer
+from trainer.commands.merge import check_saved, main, merge
 
 CPU = torch.device("cpu")
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [

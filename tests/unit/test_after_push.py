@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from tests.unit.test_after_run import make_run
-from trainer import push
-from trainer.finished_run import find_run
-from trainer.push import model_card, public_name, stage
+from trainer.checkpoint.finished_run import find_run
+from trainer.commands import push
+from trainer.commands.push import model_card, public_name, stage
 
 ROOT = Path(__file__).parent.parent.parent
 TOKEN = "hf_ThisIsNobodysToken1234567890abcd"
@@ -184,7 +184,7 @@ def hub() -> Iterator[Hub]:
 def push_to(endpoint: str, run_dir: Path, *options: str, offline: bool = False) -> "subprocess.CompletedProcess[str]":
     environment = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
     environment |= {"HF_ENDPOINT": endpoint, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "1" if offline else "0"}
-    command = [sys.executable, "-m", "trainer.push", str(run_dir), "me/tiny", *options]
+    command = [sys.executable, "-m", "trainer.commands.push", str(run_dir), "me/tiny", *options]
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 

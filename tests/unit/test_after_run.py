@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.tiny import make_model, write_chats
-from trainer import evaluate, generate, merge, push
-from trainer.adapter_files import record_checksums
+from trainer.checkpoint.adapter_files import record_checksums
+from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
+from trainer.commands import evaluate, generate, merge, push
 from trainer.config import RunConfig, UserError
-from trainer.finished_run import find_run, load_trained, saved_tokenizer
-from trainer.model import load_tokenizer
+from trainer.model.base import load_tokenizer
 
 
 def make_run(folder: Path, *, llama: dict[str, Any] | None = None, base: Path | None = None, **settings: Any) -> Path:

@@ -13,8 +13,8 @@ PROGRAMS = ("trainer.train", "trainer.compare.trial")
 CODE = """
 import importlib, os, sys
 importlib.import_module(sys.argv[1])
-import trainer.allocator
-print("torch" in sys.modules, {name: os.environ.get(name) for name in trainer.allocator.NAMES})
+import trainer.ranks.allocator
+print("torch" in sys.modules, {name: os.environ.get(name) for name in trainer.ranks.allocator.NAMES})
 """
 
 
@@ -27,7 +27,7 @@ def test_it_is_set_before_torch_is_loaded(asked: dict[str, str], program: str) -
     env = {name: value for name, value in os.environ.items() if name not in names} | {"DS_ACCELERATOR": "cpu"} | asked
     done = subprocess.run([sys.executable, "-c", CODE, program], env=env, capture_output=True, text=True, check=True)
     expected = asked or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    assert done.stdout == f"False {({name: expected.get(name) for name in names})}\n"
+    assert done.stdout == f"False { ({name: expected.get(name) for name in names}) }\n"
 
 
 def test_nothing_else_that_can_be_started_trains() -> None:
@@ -38,7 +38,7 @@ def test_nothing_else_that_can_be_started_trains() -> None:
 
 
 def test_commands_that_compute_on_no_device_choose_none_for_who_imports_them() -> None:
-    code = "import os, trainer.validate, trainer.estimate; print(os.environ.get('DS_ACCELERATOR'))"
+    code = "import os, trainer.commands.validate, trainer.commands.estimate; print(os.environ.get('DS_ACCELERATOR'))"
     env = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "None"

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from trainer.apart import check_causal, keep_documents_apart
-from trainer.attention import VARLEN, use_varlen
 from trainer.config import UserError
-from trainer.token_loss import TokenLoss
+from trainer.patches.loss_head import TokenLoss
+from trainer.patches.packed_attention import VARLEN, use_varlen
+from trainer.patches.packing_probe import check_causal, keep_documents_apart
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
@@ -94,7 +94,7 @@ def test_causal_models_are_not(name: str, settings: dict[str, Any]) -> None:
 
 def test_a_model_that_drops_the_bounds_gets_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nemotron's code hands attention no more than it knows itself: our kernels would take a row for one document."""
-    monkeypatch.setattr("trainer.attention.has_flash", lambda device, dtype: True)
+    monkeypatch.setattr("trainer.patches.packed_attention.has_flash", lambda device, dtype: True)
     model = model_of("nemotron", intermediate_size=48, num_key_value_heads=2)
     use_varlen(model, CPU, torch.float32)
     assert model.config._attn_implementation == VARLEN
@@ -106,7 +106,7 @@ def test_a_model_that_drops_the_bounds_gets_a_mask(monkeypatch: pytest.MonkeyPat
 def test_models_with_attention_of_their_own_keep_it(
     name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.attention.has_flash", lambda device, dtype: True)
+    monkeypatch.setattr("trainer.patches.packed_attention.has_flash", lambda device, dtype: True)
     model = model_of(name, **settings)
     use_varlen(model, CPU, torch.float32)
     assert model.config._attn_implementation in ("sdpa", "eager")

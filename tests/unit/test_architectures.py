@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.adapt import adapted_layers, apply_adapter
-from trainer.architectures import check_packable, unadapted_lines, unquantized_lines
 from trainer.config import LoraSection, ModelSection, UserError
-from trainer.model import empty_model
-from trainer.random_model import random_config
+from trainer.model.adapter import adapted_layers, apply_adapter
+from trainer.model.base import empty_model
+from trainer.model.random_weights import random_config
+from trainer.patches.mamba import check_packable, unadapted_lines, unquantized_lines
 
 # name, in -> out, layers
 SHAPES: dict[str, list[tuple[str, str, int]]] = {

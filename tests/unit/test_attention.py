@@ -17,7 +17,9 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from trainer.attention import (
+from trainer.config import ModelSection, UserError
+from trainer.model.base import load_base_model
+from trainer.patches.packed_attention import (
     VARLEN,
     _register,
     check_supported,
@@ -26,8 +28,6 @@ from trainer.attention import (
     sdpa_with_own_heads,
     varlen_attention,
 )
-from trainer.config import ModelSection, UserError
-from trainer.model import load_base_model
 
 WINDOW = 6
 

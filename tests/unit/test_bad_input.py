@@ -1,7 +1,7 @@
 """Mistakes of the user: one line with the setting, its value and the way out, exit code 2, and nothing written.
 
 The first table goes through `zerolora train`, which reads the configuration before it starts any process; the second
-through `trainer.prepare`, which looks at model, tokenizer, data and folders before a weight is loaded.
+through `trainer.preflight`, which looks at model, tokenizer, data and folders before a weight is loaded.
 """
 
 import importlib
@@ -272,7 +272,7 @@ def test_content_that_cannot_be_trained_on(
 ) -> None:
     import torch
 
-    from trainer.prepare import main as prepare
+    from trainer.preflight import main as prepare
 
     if ("loftq" in overrides or "fp16" in overrides) and torch.cuda.is_available():
         pytest.skip("with a GPU this setting is fine")
@@ -284,7 +284,7 @@ def test_content_that_cannot_be_trained_on(
 def test_a_full_disk_is_noticed_before_training(
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from trainer.prepare import main as prepare
+    from trainer.preflight import main as prepare
 
     full = tmp_path / "full"
     full.mkdir()
@@ -312,12 +312,12 @@ def test_train_ends_with_what_the_checks_say(ground: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("estimate", ["c.yaml", "--gpu-memory", "-5GiB"]),
-        ("estimate", []),
-        ("validate", ["--colour"]),
+        ("commands.estimate", ["c.yaml", "--gpu-memory", "-5GiB"]),
+        ("commands.estimate", []),
+        ("commands.validate", ["--colour"]),
         ("bench.__main__", ["--steps", "many"]),
         ("tiers.__main__", ["quick", "--json", "x", "--nope"]),
-        ("export.__main__", ["run", "--format", "onnx"]),
+        ("commands.export.__main__", ["run", "--format", "onnx"]),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(

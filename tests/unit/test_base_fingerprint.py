@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_model
-from trainer.base_fingerprint import EVERY, fingerprint_of_base, same_base
+from trainer.checkpoint.base_fingerprint import EVERY, fingerprint_of_base, same_base
 from trainer.config import ModelSection
 
 PLAIN = ModelSection()

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_model
 from trainer.config import ModelSection, UserError
-from trainer.model import check_weights, load_base_model, load_model_config, load_tokenizer
-from trainer.model_kind import check_kind
+from trainer.model.base import check_weights, load_base_model, load_model_config, load_tokenizer
+from trainer.model.model_kind import check_kind
 
 Change = Callable[[Path], object]
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -170,7 +170,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(name: str) -> list[str]:
-    """As trainer.prepare does it."""
+    """As trainer.preflight does it."""
     section = ModelSection()
     config = load_model_config(name, section)
     check_kind(name, config)

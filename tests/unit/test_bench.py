@@ -85,8 +85,8 @@ def test_a_mistake_is_one_line_before_anything_runs(
 
 
 def test_the_others_get_the_tokens_that_the_product_trains_on(tmp_path: Path) -> None:
-    from trainer.model import load_tokenizer
-    from trainer.prepare import prepare_data
+    from trainer.model.base import load_tokenizer
+    from trainer.preflight import prepare_data
 
     run, base_model = resolve(None, AS_CONFIGURED, "tiny", SETTINGS, tmp_path)
     texts = write_texts(tmp_path / "texts.jsonl", 64, 12)

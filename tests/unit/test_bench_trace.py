@@ -28,7 +28,7 @@ from trainer.bench.trace import (
     read_trace,
     work_of,
 )
-from trainer.profiling import STEP, StepProfiler
+from trainer.monitor.profiler import STEP, StepProfiler
 
 SHAPE = Shape(vocabulary=128256, rank=16)
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer import checkpoint_files
-from trainer.adapter_files import damage_of_adapter
-from trainer.checkpoint_files import (
+from trainer.checkpoint import checkpoint_files
+from trainer.checkpoint.adapter_files import damage_of_adapter
+from trainer.checkpoint.checkpoint_files import (
     STATE_KEYS,
     choose_checkpoint,
     damage,

@@ -41,10 +41,13 @@ def test_entries_carry_type_range_and_default(entry: str) -> None:
 def test_meaning_and_other_names_stand_below() -> None:
     lines = reference_text(120).splitlines()
     below = lines[lines.index("lora.r: integer >= 1, <= 32768 (default 16)") + 1 :]
-    assert " ".join(below[:2]).split() == (
-        "Rank, the width of the adapter: a higher one can learn more and takes more memory; 8 to 64 are usual. "
-        "Also read: lora_r, lora_rank."
-    ).split()
+    assert (
+        " ".join(below[:2]).split()
+        == (
+            "Rank, the width of the adapter: a higher one can learn more and takes more memory; 8 to 64 are usual. "
+            "Also read: lora_r, lora_rank."
+        ).split()
+    )
 
 
 def definitions(name: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ subprocess.run(["echo", "a child"])
 def script(run_dir: Path, body: str, *, rank: int = 0, path: str | None = None, options: str = "") -> list[str]:
     """A process that opens the console before anything else and then runs `body`."""
     opening = (
-        "import trainer.console as module\nfrom pathlib import Path\nmodule.READER_PATIENCE_S = 0.2\n"
+        "import trainer.monitor.console as module\nfrom pathlib import Path\nmodule.READER_PATIENCE_S = 0.2\n"
         f"console = module.open_console(Path({str(run_dir)!r}), {rank}, {path!r}{options})\n"
     )
     return [sys.executable, "-c", opening + body]

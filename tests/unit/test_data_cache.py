@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tests.tiny import make_tokenizer, write_chats
 from trainer.config import DatasetSection, UserError
 from trainer.data import PreparedData, Samples, prepare_data
-from trainer.data import prepare as prepare_module
+from trainer.data import cache as prepare_module
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.tiny import make_tokenizer, write_chats
-from trainer import inspect
+from trainer.commands import inspect
 from trainer.data import DataStats, Sample
 
 CONFIG = """

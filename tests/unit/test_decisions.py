@@ -10,11 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config import AUTO, LoraSection, ModelSection, RunConfig
 from trainer.decisions import Decisions, Machine, decide
-from trainer.liger import KNOWN
-from trainer.memory.model import GIB
-from trainer.memory.plan import Lengths, Planner, with_changes
-from trainer.memory.shapes import read_shapes
-from trainer.token_loss import TokenLoss
+from trainer.memory.bytes import GIB
+from trainer.memory.model_widths import read_shapes
+from trainer.memory.planner import Lengths, Planner, with_changes
+from trainer.patches.liger import KNOWN
+from trainer.patches.loss_head import TokenLoss
 
 TRAINER = Path(__file__).parents[2] / "trainer"
 GPU = Machine.assumed(1, "bf16")

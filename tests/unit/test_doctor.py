@@ -14,12 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launcher.beats import read_beats
-from launcher.build_locks import build_waited_for, remove_stale_locks
-from launcher.command import Command
-from launcher.doctor import _run, show
-from launcher.doctor_hosts import answer_lines, check_mpi, check_srun, checks_told
-from launcher.doctor_local import (
+from launcher.doctor.build_locks import build_waited_for, remove_stale_locks
+from launcher.doctor.command import _run, show
+from launcher.doctor.other_hosts import answer_lines, check_mpi, check_srun, checks_told
+from launcher.doctor.this_host import (
     Check,
     Need,
     check_folders,
@@ -29,11 +27,13 @@ from launcher.doctor_local import (
     check_port,
     check_timeouts,
 )
+from launcher.supervision.silence import read_beats
+from launcher.targets.local import Command
+from trainer.commands.doctor.probe import check_data, check_model, missing_shards
+from trainer.commands.doctor.ranks import check_all_reduce
 from trainer.config import DatasetSection, RunConfig, TrainingSection
-from trainer.doctor.probe import check_data, check_model, missing_shards
-from trainer.doctor.ranks import check_all_reduce
-from trainer.liveness.vital_signs import BUILD_LOCK
-from trainer.world import Report, differences
+from trainer.ranks.agreement import Report, differences
+from trainer.ranks.vital_signs import BUILD_LOCK
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -182,7 +182,9 @@ def test_a_package_outside_its_range_is_named(tmp_path: Path) -> None:
     info = tmp_path / "peft-0.1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 0.1.0\n")
-    program = "from launcher.doctor_local import *; [print(c.name, c.state, c.found, c.fix) for c in check_packages()]"
+    program = (
+        "from launcher.doctor.this_host import *; [print(c.name, c.state, c.found, c.fix) for c in check_packages()]"
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(CHECKOUT)])}
     shown = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert "peft FAIL 0.1.0 is installed pip install 'peft" in shown.stdout
@@ -195,7 +197,7 @@ def test_mpi4py_is_missed_where_it_is_missing(tmp_path: Path) -> None:
         _link(package, tmp_path)
     for module in ("typing_extensions", "typing_inspection"):
         _link(module, tmp_path)
-    program = "from launcher.doctor_hosts import *; [print(c.name, c.state, c.fix) for c in check_mpi()]"
+    program = "from launcher.doctor.other_hosts import *; [print(c.name, c.state, c.fix) for c in check_mpi()]"
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join([str(CHECKOUT), str(tmp_path)])}
     shown = subprocess.run([sys.executable, "-S", "-c", program], env=environment, capture_output=True, text=True)
     assert "mpi4py FAIL pip install 'zerolora[mpi]'" in shown.stdout, shown.stderr

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import elementwise
-from trainer.elementwise import forget_inputs, replace_elementwise
+from trainer.patches import norm_mlp_rope as elementwise
+from trainer.patches.norm_mlp_rope import forget_inputs, replace_elementwise
 
 SHAPE = {
     "vocab_size": 64,

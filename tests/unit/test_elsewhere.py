@@ -2,9 +2,9 @@
 
 import pytest
 
-from launcher.beats import Beat
-from launcher.elsewhere import Reach, ThroughLauncher, ThroughSrun, ThroughSsh
-from launcher.slurm import Allocation
+from launcher.supervision.remote import Reach, ThroughLauncher, ThroughSrun, ThroughSsh
+from launcher.supervision.silence import Beat
+from launcher.targets.slurm import Allocation
 
 SSH = ThroughSsh({"n1": [0, 1], "user@n2.example.org": [0, 1]})
 SRUN = ThroughSrun(Allocation(7, ("n1", "n2"), 2))

@@ -106,7 +106,7 @@ sys.meta_path.insert(0, Finder())
 
 
 @pytest.mark.parametrize(
-    "module", ["launcher.entry", "typer", "trainer.config", "launcher.commands", "torch", "trainer.model"]
+    "module", ["launcher.entry", "typer", "trainer.config", "launcher.commands", "torch", "trainer.model.base"]
 )
 def test_ctrl_c_while_something_is_imported_is_130_without_a_traceback(folder: Path, module: str) -> None:
     """In the command itself, or in the process that checks model and data below it."""

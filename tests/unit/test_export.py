@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.tiny import CHATML
 from tests.unit.test_after_run import make_run
 from tests.unit.test_gguf import logits_of, make_saved, sentencepiece_like
-from trainer.export.__main__ import main
-from trainer.export.ollama import chat_parts, modelfile
-from trainer.finished_run import find_run, saved_tokenizer
-from trainer.merge import merge
+from trainer.checkpoint.finished_run import find_run, saved_tokenizer
+from trainer.commands.export.__main__ import main
+from trainer.commands.export.ollama import chat_parts, modelfile
+from trainer.commands.merge import merge
 
 
 @pytest.fixture(scope="module")

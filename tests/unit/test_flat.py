@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.tiny import make_model
-from trainer.adapt import GradientCheck, apply_adapter, count_parameters
 from trainer.config import LoraSection
-from trainer.flat import FlatAdapter, flatten_adapter, trained_parameters
-from trainer.information import AdapterInformation, find_pairs
+from trainer.engine.flat_adapter import FlatAdapter, flatten_adapter, trained_parameters
+from trainer.model.adapter import GradientCheck, apply_adapter, count_parameters
+from trainer.scu.information import AdapterInformation, find_pairs
 
 
 def adapted(folder: Path, **settings: Any) -> Any:

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from trainer.config import UserError
-from trainer.config import folder_lock as module
-from trainer.config.folder_lock import FolderLock, FolderLost, living_holder, refuse_if_held
+from trainer.contract import folder_lock as module
+from trainer.contract.folder_lock import FolderLock, FolderLost, living_holder, refuse_if_held
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
 import sys, time
 from pathlib import Path
-from trainer.config.folder_lock import FolderLock
+from trainer.contract.folder_lock import FolderLock
 lock = FolderLock.take(Path(sys.argv[1]), resumes=False, say=print)
 print("held", flush=True)
 time.sleep(float(sys.argv[2]))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.tiny import make_model
-from trainer.adapt import apply_adapter
 from trainer.config import LoraSection, ModelSection, QuantizationSection
-from trainer.fuse import FusionReport, check_operators, fuse
-from trainer.model import load_base_model
+from trainer.model.adapter import apply_adapter
+from trainer.model.base import load_base_model
+from trainer.patches.fused_lora import FusionReport, check_operators, fuse
 
 IDS = torch.arange(3, 43).view(2, 20)
 
@@ -144,7 +144,7 @@ def test_bf16_is_as_exact_as_peft(folder: Path) -> None:
 def test_the_self_test_finds_a_wrong_operator(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scale that is dropped is a mismatch, named with its layers."""
     import ops
-    from trainer import fuse as module
+    from trainer.patches import fused_lora as module
 
     model = adapted(folder)
     layer = model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj")
@@ -159,7 +159,7 @@ def test_the_self_test_finds_a_wrong_operator(folder: Path, monkeypatch: pytest.
 def test_the_self_test_tries_the_kernels_for_many_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is wrong from 4096 tokens on is not seen by fewer."""
     import ops
-    from trainer import fuse as module
+    from trainer.patches import fused_lora as module
 
     model = adapted(folder)
     layer = model.get_submodule("base_model.model.model.layers.0.self_attn.o_proj")

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.tiny import CHATML, WORDS, make_tokenizer
+from trainer.commands.export.gguf import write_gguf
+from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.config import UserError
-from trainer.export.gguf import write_gguf
-from trainer.export.gguf_vocabulary import chats_differ
 
 TEXTS = ["the red cat runs", "  two  spaces, 12345 and\n\na line", "<|im_start|>user\nüber 7<|im_end|>"]
 SETTINGS = {
@@ -109,7 +109,7 @@ def byte_level(digits: str) -> PreTrainedTokenizerFast:
     """A tokenizer that splits as llama.cpp's rule of that name does."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from trainer.export.gguf_vocabulary import MERGED_WORDS, NAMES_OF_SPLITS, WHOLE_WORDS
+    from trainer.commands.export.gguf_vocabulary import MERGED_WORDS, NAMES_OF_SPLITS, WHOLE_WORDS
 
     by_name = {name: pattern for pattern, name in NAMES_OF_SPLITS.items()}
     by_name[MERGED_WORDS] = by_name[WHOLE_WORDS]

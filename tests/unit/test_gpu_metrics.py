@@ -12,8 +12,8 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer.config import LoggingSection
-from trainer.gpu_metrics import GpuMetrics
-from trainer.metrics import Metrics
+from trainer.monitor.gpu import GpuMetrics
+from trainer.monitor.metrics import Metrics
 
 
 class Driver:

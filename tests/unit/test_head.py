@@ -12,7 +12,7 @@ from ops.head import token_loss_sum
 from tests.tiny import make_model
 from trainer.data.batches import collate
 from trainer.data.samples import Sample
-from trainer.token_loss import TokenLoss
+from trainer.patches.loss_head import TokenLoss
 
 TOKENS, HIDDEN, VOCABULARY = 37, 16, 101
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher.command import hostfile_command
-from launcher.environment import exported_variables, write_environment
-from launcher.hosts import choose_slots, read_hostfile
-from launcher.mpi import mpirun_command
-from launcher.slurm import Allocation, read_allocation, srun_command
 from launcher.start import Request
+from launcher.targets.environment import exported_variables, write_environment
+from launcher.targets.hostfile import choose_slots, read_hostfile
+from launcher.targets.local import hostfile_command
+from launcher.targets.mpi import mpirun_command
+from launcher.targets.slurm import Allocation, read_allocation, srun_command
 from trainer.config import UserError
 
 SLOTS = {"a": [0, 1, 2, 3], "b": [0, 1, 2, 3], "c": [0, 1]}

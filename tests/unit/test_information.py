@@ -8,9 +8,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainer import information as information_module
 from trainer.config import UserError
-from trainer.information import AdapterInformation, data_bpt, find_pairs
+from trainer.scu import information as information_module
+from trainer.scu.information import AdapterInformation, data_bpt, find_pairs
 
 MEASURES = ("delta", "factors")
 TINY = LlamaConfig(

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from launcher.doctor_local import check_packages
-from trainer.config import UserError, known_versions
-from trainer.config.known_versions import KNOWN, require, unproven, warning
-from trainer.partitioned import require_own_values_kept, require_partitioned
+from launcher.doctor.this_host import check_packages
+from trainer.config import UserError
+from trainer.contract import known_versions
+from trainer.contract.known_versions import KNOWN, require, unproven, warning
+from trainer.engine.partitioned import require_own_values_kept, require_partitioned
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,7 +66,7 @@ def test_only_one_file_spells_what_deepspeed_adds_to_a_parameter() -> None:
     ours = [path for folder in ("trainer", "ops", "launcher") for path in (ROOT / folder).rglob("*.py")]
     spelled = re.compile(r"\bds_(?!accelerator\b)[a-z_]+", re.IGNORECASE)
     found = {str(path.relative_to(ROOT)) for path in ours if spelled.search(_code(path))}
-    assert found == {"trainer/partitioned.py"}
+    assert found == {"trainer/engine/partitioned.py"}
 
 
 def _code(path: Path) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.command import local_command, select_gpus, visible_gpus
+from launcher.targets.local import local_command, select_gpus, visible_gpus
 from trainer.config import UserError
 
 UUIDS = ["GPU-4c1d0000", "GPU-4c1e0000", "GPU-9f000000"]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.failure import Death, Failure, describe_status, last_traceback, log_sizes, status_of
-from launcher.oom import oom_kills
+from launcher.supervision.failure_report import Death, Failure, describe_status, last_traceback, log_sizes, status_of
+from launcher.supervision.kernel_oom import oom_kills
 
 CHAINED = """\
 some line

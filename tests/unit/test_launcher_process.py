@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trainer.config.launcher_process import (
+from trainer.contract.launcher_process import (
     ALIVE_FILE,
     VARIABLE,
     LauncherWatch,
@@ -23,11 +23,11 @@ ELSEWHERE = "another-boot:1/1/1"
 # Starts a process that trains: that one starts another, and then its main thread waits for ever.
 LAUNCHER = """
 import subprocess, sys
-from trainer.config.launcher_process import tie_children_to_this_process
+from trainer.contract.launcher_process import tie_children_to_this_process
 tie_children_to_this_process()
 child = '''
 import subprocess, sys, time
-from trainer.training_process import begin
+from trainer.ranks.training_process import begin
 begin()
 subprocess.Popen(["sleep", "600"])
 print("ready", flush=True)
@@ -121,8 +121,8 @@ echo $rank; wait $rank
 
 
 def test_the_launcher_below_one_that_is_killed_is_told_to_end_its_ranks() -> None:
-    program = "import sys; from trainer.config.launcher_process import *; tie_children_to_this_process()\n"
-    program += "from launcher.command import Command\n"
+    program = "import sys; from trainer.contract.launcher_process import *; tie_children_to_this_process()\n"
+    program += "from launcher.targets.local import Command\n"
     program += "Command(('sh', '-c', sys.argv[1]), 1, {}, ()).start(1, 2)[0].wait()"
     environment = os.environ | {"PYTHONPATH": str(CHECKOUT)}
     command = [sys.executable, "-c", program, SRUN]

@@ -9,7 +9,7 @@ from pathlib import Path
 CHECKOUT = Path(__file__).parents[2]
 PROGRAM = """
 import os
-from launcher.terminal import ConsolePipe
+from launcher.supervision.terminal import ConsolePipe
 with ConsolePipe() as pipe:
     with open(pipe.path, "w") as rank:
         print("arguments", pipe.arguments()[2:], file=rank)

@@ -7,7 +7,7 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 from transformers.pytorch_utils import Conv1D
 
-from trainer.linear import is_linear
+from trainer.engine.linear_layers import is_linear
 
 
 class Doubled(nn.Linear):

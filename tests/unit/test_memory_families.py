@@ -9,16 +9,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.distributed.test_architectures import SMALL
 from tests.distributed.test_families import FAMILIES, NOT_PACKED
-from trainer.adapt import apply_adapter
 from trainer.config import ModelSection, RunConfig
 from trainer.decisions import Decisions, Machine
+from trainer.engine.deepspeed_engine import DTYPES
 from trainer.memory.activations import FP32, Work, kept_by_layers, kept_by_norms
-from trainer.memory.plan import Lengths, Planner
-from trainer.memory.shapes import read_shapes
+from trainer.memory.model_widths import read_shapes
+from trainer.memory.planner import Lengths, Planner
 from trainer.memory.widths import Shapes
-from trainer.recompute import enable_recomputation
-from trainer.token_loss import TokenLoss
-from trainer.zero import DTYPES
+from trainer.model.adapter import apply_adapter
+from trainer.patches.loss_head import TokenLoss
+from trainer.patches.recompute import enable_recomputation
 
 ROWS, LENGTH = 2, 256
 WITHIN = 0.1

@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from tests.gpu.memory_table import ALLOWED, write_text
+from trainer.commands.estimate import planner_for
 from trainer.config import load_config
-from trainer.estimate import planner_for
-from trainer.memory.plan import Planner, with_changes
+from trainer.memory.planner import Planner, with_changes
 
 LENGTH, ROWS = 2048, 2
 RUNS = json.loads((Path(__file__).parents[2] / "docs/data/memory_h200.json").read_text())

@@ -7,10 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainer.adapt import apply_adapter, count_parameters
 from trainer.config import LoraSection, ModelSection, QuantizationSection
-from trainer.elementwise import forget_inputs, replace_elementwise
-from trainer.fuse import fuse
 from trainer.memory.activations import (
     Work,
     boundary,
@@ -19,7 +16,7 @@ from trainer.memory.activations import (
     loss_head,
     recomputed_layer,
 )
-from trainer.memory.model import (
+from trainer.memory.bytes import (
     GIB,
     Placement,
     base_weights,
@@ -32,11 +29,14 @@ from trainer.memory.model import (
     trained,
     waiting_gradients,
 )
-from trainer.memory.shapes import read_shapes
+from trainer.memory.model_widths import read_shapes
 from trainer.memory.widths import Shapes, Weight
-from trainer.model import load_base_model, load_model_config
-from trainer.quantize import quantized_linear
-from trainer.token_loss import TokenLoss
+from trainer.model.adapter import apply_adapter, count_parameters
+from trainer.model.base import load_base_model, load_model_config
+from trainer.model.four_bit import quantized_linear
+from trainer.patches.fused_lora import fuse
+from trainer.patches.loss_head import TokenLoss
+from trainer.patches.norm_mlp_rope import forget_inputs, replace_elementwise
 
 ROWS, LENGTH = 2, 512
 SMALL = "num_hidden_layers=3,hidden_size=256,intermediate_size=704,num_attention_heads=8,vocab_size=384"
@@ -156,7 +156,7 @@ def test_what_our_operators_forget_is_not_kept(monkeypatch: pytest.MonkeyPatch) 
 
     The first norm reads what needs no gradient, so that its output is kept and its input is not; the last norm's is.
     """
-    monkeypatch.setattr("trainer.elementwise.WORTH_FORGETTING", 0)
+    monkeypatch.setattr("trainer.patches.norm_mlp_rope.WORTH_FORGETTING", 0)
     monkeypatch.setattr("trainer.memory.activations.WORTH_FORGETTING", 0)
     model = load_base_model(
         MODELS["llama"], ModelSection(), dtype=torch.float32, device=torch.device("cpu"), attention="sdpa"

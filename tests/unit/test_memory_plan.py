@@ -11,21 +11,22 @@ import pytest
 import yaml
 from transformers import AutoConfig
 
-from launcher.halving import run_with_halvings
+from launcher.supervision.oom_restart import run_with_halvings
 from tests.tiny import write_chats
+from trainer.commands.estimate import main, parse_memory
 from trainer.config import AUTO, LoraSection, ModelSection, RunConfig, UserError, load_config
-from trainer.config.restart_note import EXIT_RESTART, RestartNote
+from trainer.contract.restart_note import EXIT_RESTART, RestartNote
+from trainer.data.prepared import Prepared
 from trainer.decisions import Machine
-from trainer.estimate import main, parse_memory
-from trainer.liger import KNOWN
 from trainer.memory.advice import Advice, _together, does_not_fit, smaller_batch, three_changes
-from trainer.memory.check import plan_on
-from trainer.memory.model import GIB
-from trainer.memory.plan import SPARE, Changes, Lengths, Planner, gib, with_changes
-from trainer.memory.shapes import read_shapes
+from trainer.memory.bytes import GIB
+from trainer.memory.model_widths import read_shapes
+from trainer.memory.planner import SPARE, Changes, Lengths, Planner, gib, with_changes
+from trainer.memory.preflight import plan_on
 from trainer.memory.widths import Shapes
-from trainer.model import load_model_config
-from trainer.prepare import Prepared, prepare
+from trainer.model.base import load_model_config
+from trainer.patches.liger import KNOWN
+from trainer.preflight import prepare
 
 ROOT = Path(__file__).parent.parent.parent
 BF16_GPU = Machine(4, on_gpu=True, precision="bf16", liger=KNOWN, own_kernels=False, flash=True)
@@ -265,7 +266,7 @@ def test_mistakes_are_one_line_and_exit_code_2(
 def test_every_preset_has_an_estimate() -> None:
     """The hub is not asked: published shapes stand in for names that cannot be read."""
     for file in sorted((ROOT / "configs").glob("*b.yaml")):
-        from trainer.estimate import model_config_of
+        from trainer.commands.estimate import model_config_of
 
         model_config, _ = model_config_of(load_config(file).config)
         assert model_config.num_hidden_layers > 1

@@ -11,17 +11,17 @@ import yaml
 
 from tests.tiny import write_chats
 from tests.unit.test_memory_families import config_of
+from trainer.commands.doctor.probe import estimate_need
+from trainer.commands.estimate import on_cpu, planner_for
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.decisions import Machine
-from trainer.doctor.probe import estimate_need
-from trainer.estimate import on_cpu, planner_for
-from trainer.memory import check
-from trainer.memory.check import MemoryPlan, on_this_cpu, plan_on, record_memory, with_host_check
-from trainer.memory.model import GIB
-from trainer.memory.plan import Lengths, Planner, gib, with_changes
-from trainer.memory.shapes import read_shapes
-from trainer.model import load_model_config
-from trainer.prepare import prepare
+from trainer.memory import preflight as check
+from trainer.memory.bytes import GIB
+from trainer.memory.model_widths import read_shapes
+from trainer.memory.planner import Lengths, Planner, gib, with_changes
+from trainer.memory.preflight import MemoryPlan, on_this_cpu, plan_on, record_memory, with_host_check
+from trainer.model.base import load_model_config
+from trainer.preflight import prepare
 
 WITHIN = 0.2
 MEASURED = json.loads((Path(__file__).parents[2] / "docs/data/memory_cpu.json").read_text())["runs"]
@@ -61,9 +61,7 @@ def test_a_host_with_less_is_refused_and_one_that_is_full_warned_of(
     assert with_host_check(plan, 2) == plan
 
 
-def test_estimate_doctor_validate_and_training_say_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_estimate_doctor_validate_and_training_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     tree = {
         "base_model": "random:tiny",

@@ -13,7 +13,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer.config import LoggingSection, UserError
-from trainer.metrics import Metrics, check_reporters, read_metrics
+from trainer.monitor.metrics import Metrics, check_reporters, read_metrics
 
 STEP = {
     "train/loss": 2.3456,
@@ -156,7 +156,7 @@ def test_off_shows_nothing(tmp_path: Path) -> None:
 
 def test_time_left_follows_the_speed_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
-    monkeypatch.setattr("trainer.metrics.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("trainer.monitor.metrics.time.monotonic", lambda: clock[0])
     writer, shown = metrics(tmp_path, first=100, total=2000)
     for step in range(101, 201):
         clock[0] += 2.0

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from trainer.adapt import lora_config
 from trainer.config import LoraSection, ModelSection
-from trainer.mfu import MfuMeter, StepFlops, peak_flops
-from trainer.model import empty_model, load_model_config
+from trainer.model.adapter import lora_config
+from trainer.model.base import empty_model, load_model_config
+from trainer.monitor.mfu import MfuMeter, StepFlops, peak_flops
 
 HIDDEN, INNER, LAYERS, KV, VOCABULARY, R = 64, 128, 2, 32, 384, 4
 FROZEN = LAYERS * (2 * HIDDEN * HIDDEN + 2 * HIDDEN * KV + 3 * HIDDEN * INNER)

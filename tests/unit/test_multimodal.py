@@ -10,17 +10,17 @@ import yaml
 from tests.multimodal import MULTIMODAL, make_multimodal
 from tests.plain_peft import plain_losses
 from tests.tiny import write_chats
-from trainer.adapt import GradientCheck, adapted_layers
-from trainer.apart import check_causal, keep_documents_apart
 from trainer.build import build_model, make_batches
 from trainer.config import LoraSection, ModelSection, RunConfig, UserError, load_config
-from trainer.model import empty_model, load_model_config
-from trainer.optimizer import build_optimizer, build_schedule
-from trainer.prepare import prepare
-from trainer.ranks import Ranks
+from trainer.engine.optimizer import build_optimizer, build_schedule
+from trainer.model.adapter import GradientCheck, adapted_layers
+from trainer.model.base import empty_model, load_model_config
+from trainer.model.targets import check_targets
+from trainer.patches.loss_head import TokenLoss
+from trainer.patches.packing_probe import check_causal, keep_documents_apart
+from trainer.preflight import prepare
+from trainer.ranks.group import Ranks
 from trainer.step import count_targets
-from trainer.targets import check_targets
-from trainer.token_loss import TokenLoss
 
 CPU = torch.device("cpu")
 # What is not the language model, by hand.

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config import RunConfig, UserError
-from trainer.config.whole_files import write_json, write_whole
-from trainer.output_folder import check_free, check_place, obstacle
-from trainer.run_record import (
+from trainer.checkpoint.output_folder import check_free, check_place, obstacle
+from trainer.checkpoint.run_record import (
     RESULT,
     holds_run,
     make_way,
@@ -23,6 +21,8 @@ from trainer.run_record import (
     write_run_record,
     written_names,
 )
+from trainer.config import RunConfig, UserError
+from trainer.contract.whole_files import write_json, write_whole
 
 ROOT = Path(__file__).parents[2]
 
@@ -308,7 +308,7 @@ def test_a_reader_never_sees_half_a_record(tmp_path: Path) -> None:
 import sys
 import tempfile
 from pathlib import Path
-from trainer.config.whole_files import write_json
+from trainer.contract.whole_files import write_json
 while True:
     write_json(Path(sys.argv[1]), list(range(5000)))
 """

@@ -3,7 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
-from trainer.profiling import StepProfiler
+from trainer.monitor.profiler import StepProfiler
 
 
 def test_a_method_that_was_replaced_before_is_put_back(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from trainer.config import ModelSection, QuantizationSection, UserError
-from trainer.model import context_length, empty_model, load_base_model, load_model_config, load_tokenizer
-from trainer.shapes import SHAPES, shape_of
+from trainer.model.base import context_length, empty_model, load_base_model, load_model_config, load_tokenizer
+from trainer.model.published_shapes import SHAPES, shape_of
 
 CPU = torch.device("cpu")
 # Parameters of the published models, from the sizes of their weights.
@@ -64,7 +64,7 @@ def test_tied_weights_stay_one_parameter() -> None:
 
 
 def test_a_quantised_one_is_that_of_full_precision_in_4_bits() -> None:
-    from trainer.quantize import FrozenLinear4bit, dequantized
+    from trainer.model.four_bit import FrozenLinear4bit, dequantized
 
     whole, packed = load("random:tiny"), load("random:tiny", quantization=QuantizationSection())
     layer = packed.model.layers[1].mlp.down_proj

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from trainer.adapt import apply_adapter
 from trainer.config import LoraSection
 from trainer.config.training_sections import TrainingSection
-from trainer.recompute import enable_recomputation
+from trainer.model.adapter import apply_adapter
+from trainer.patches.recompute import enable_recomputation
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 # Neither has a dropout module: both call torch's function with a number from their settings.

@@ -13,12 +13,12 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from rich.console import Console
 
+from trainer.checkpoint.run_record import write_run_record
 from trainer.config import LoggingSection, RunConfig, UserError
-from trainer.metrics import Metrics, read_metrics
-from trainer.report.__main__ import main
-from trainer.report.plots import _draw_loss, _draw_s, running_mean, series
-from trainer.report.write import training_seconds, write_report
-from trainer.run_record import write_run_record
+from trainer.monitor.metrics import Metrics, read_metrics
+from trainer.monitor.report.__main__ import main
+from trainer.monitor.report.plots import _draw_loss, _draw_s, running_mean, series
+from trainer.monitor.report.write import training_seconds, write_report
 
 STEPS = 80
 

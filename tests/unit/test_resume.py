@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model, write_chats
-from trainer.checkpoint_files import damage, reseal, whole_checkpoints
+from trainer.checkpoint.checkpoint_files import damage, reseal, whole_checkpoints
+from trainer.commands.validate import main as validate
 from trainer.config import UserError
-from trainer.metrics import read_metrics
-from trainer.prepare import main as prepare
-from trainer.validate import main as validate
+from trainer.monitor.metrics import read_metrics
+from trainer.preflight import main as prepare
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def run_dir(ground: Path) -> Iterator[Path]:
 
 
 def refusal(ground: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
-    """The lines with which `trainer.prepare` refuses to go on; nothing is written then."""
+    """The lines with which `trainer.preflight` refuses to go on; nothing is written then."""
     before = {path: path.stat().st_mtime_ns for path in (ground / "run").rglob("*")}
     capsys.readouterr()
     code = prepare([str(ground / "base.yaml"), "training.resume_from_checkpoint=latest", *overrides])
@@ -295,7 +295,7 @@ def test_bytes_of_moments_are_found_again_by_their_scales() -> None:
     """What bitsandbytes makes of its own values otherwise: other bytes, where the largest of a block is negative."""
     from bitsandbytes.functional import create_dynamic_map, quantize_blockwise
 
-    from trainer.eight_bit_moments import dequantised, requantise
+    from trainer.engine.eight_bit_moments import dequantised, requantise
 
     torch.manual_seed(0)
     values = torch.randn(64 * 256) * torch.rand(64 * 256) ** 4

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from trainer import scu
+from trainer.scu import law as scu
 
 shares = st.floats(0.0, 1.0)
 targets = st.floats(0.005, 0.9)

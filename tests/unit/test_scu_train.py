@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from launcher import scu_train
-from launcher.requirements import check_requirements
+from launcher.doctor.requirements import check_requirements
 from tests.tiny import make_model, write_chats
 from trainer.config import RunConfig, UserError, load_config
 
@@ -168,7 +168,7 @@ def test_requirements_with_a_gpu(
     row = "NVIDIA H200, 143771 MiB, 143000 MiB, 580.95.05"
     executable(tmp_path / "nvidia-smi", f"echo '{row}'\necho '{row}'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("launcher.requirements.FREE_GIB", 0.001)
+    monkeypatch.setattr("launcher.doctor.requirements.FREE_GIB", 0.001)
     assert check_requirements(str(tmp_path / "out"), "some/model") == 0
     shown = capsys.readouterr().out
     assert "GPU 1                  NVIDIA H200, 143000 MiB of 143771 MiB free, driver 580.95.05" in shown
@@ -193,12 +193,12 @@ def test_what_is_missing_is_named(
     failing = "echo NVIDIA-SMI has failed; exit 9"
     executable(tmp_path / "nvidia-smi", failing if missing == "driver" else "echo 'H200, 9 MiB, 9 MiB, 580'")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr("launcher.requirements.FREE_GIB", 1e9 if missing == "disk" else 0.001)
+    monkeypatch.setattr("launcher.doctor.requirements.FREE_GIB", 1e9 if missing == "disk" else 0.001)
     if missing in ("package", "version"):
         wanted = "no-such-package>=1" if missing == "package" else "pyyaml>=99"
         project = tmp_path / "pyproject.toml"
         project.write_text(f"[project]\ndependencies = ['{wanted}']\n[project.optional-dependencies]\ngpu = []\n")
-        monkeypatch.setattr("launcher.requirements.PROJECT", project)
+        monkeypatch.setattr("launcher.doctor.requirements.PROJECT", project)
     assert check_requirements(str(tmp_path), str(tmp_path) if missing == "model" else "some/model") == 1
     shown = capsys.readouterr().out
     assert line in shown and shown.endswith("1 needed and missing\n")

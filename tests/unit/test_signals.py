@@ -11,7 +11,7 @@ CHECKOUT = Path(__file__).parents[2]
 # Sends itself the signals named on the command line; "train" and "agree" are the loop's begin and end.
 PROGRAM = """
 import os, signal, sys
-from trainer.signals import StopRequest
+from trainer.ranks.signals import StopRequest
 stop = StopRequest()
 for word in sys.argv[1:]:
     if word == "train":
@@ -55,7 +55,7 @@ def test_signals(words: str, code: int, alive: bool) -> None:
 RANK = """
 import os, signal, sys
 import torch.distributed as dist
-from trainer.signals import StopRequest
+from trainer.ranks.signals import StopRequest
 dist.init_process_group("gloo")
 stop = StopRequest()
 stop.training = True

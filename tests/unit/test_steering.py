@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.config import ScuSection, UserError, load_config
-from trainer.steering import ScuFault, Steering
+from trainer.scu.controller import ScuFault, Steering
 
 TINY = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,

@@ -12,10 +12,10 @@ from tests.tiny import make_model
 from trainer.config import LoraSection, TrainingSection
 from trainer.data.batches import collate
 from trainer.data.samples import Sample
+from trainer.engine.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
 from trainer.loop import garbage_of_steps_only
-from trainer.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
+from trainer.patches.loss_head import TokenLoss
 from trainer.step import count_targets, count_tokens
-from trainer.token_loss import TokenLoss
 
 DOCUMENTS = [[5, 9, 31, 77, 12], [200, 41, 6, 7, 8, 9, 10], [99, 3, 120]]
 

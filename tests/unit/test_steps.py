@@ -7,7 +7,7 @@ import pytest
 
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.data import Batches, Samples
-from trainer.steps import count_steps, step_warnings, steps_line, with_global_batch
+from trainer.data.step_count import count_steps, step_warnings, steps_line, with_global_batch
 
 
 def config_of(dataset: dict[str, Any] | None = None, **training: Any) -> RunConfig:

@@ -9,10 +9,10 @@ from transformers import AutoConfig
 
 from tests.distributed.test_architectures import MODELS, SMALL
 from tests.distributed.test_families import EXPERTS, FAMILIES
-from trainer.adapt import adapted_layers, apply_adapter, rank_lines
 from trainer.config import LoraSection, ModelSection, UserError
-from trainer.model import empty_model
-from trainer.targets import check_targets, excluded_modules, unadapted_layers
+from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
+from trainer.model.base import empty_model
+from trainer.model.targets import check_targets, excluded_modules, unadapted_layers
 
 LLAMA = {"num_hidden_layers": 2}
 ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

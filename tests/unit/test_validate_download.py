@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from tests.tiny import make_model, write_chats
-from trainer import download, validate
+from trainer.checkpoint.run_record import write_run_record
+from trainer.commands import download, validate
 from trainer.config import UserError, load_config
-from trainer.config.folder_lock import FolderLock
-from trainer.run_record import write_run_record
+from trainer.contract.folder_lock import FolderLock
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_steps_of_a_micro_batch_that_is_still_open(config: Path, capsys: pytest.
 
 def test_without_a_network_the_hubs_own_command_is_named(tmp_path: Path) -> None:
     """In a process of its own: the hub's library reads HF_HUB_OFFLINE when it is imported."""
-    command = [sys.executable, "-m", "trainer.download", "owner/name", "--revision", "v2", "--output", "here"]
+    command = [sys.executable, "-m", "trainer.commands.download", "owner/name", "--revision", "v2", "--output", "here"]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert result.returncode == 2 and result.stderr.count("\n") == 1 and "HF_HUB_OFFLINE is set" in result.stderr

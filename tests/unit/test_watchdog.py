@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher.beats import Silence, clear_beats, read_beats, read_hang
-from trainer.liveness.heartbeat import LINE_BYTES, Folder, Heartbeat
-from trainer.liveness.progress import PROGRESS, Progress
-from trainer.liveness.vital_signs import Work, collective_of, free_host_memory, main_thread_frame, place_of
-from trainer.liveness.watchdog import Watchdog, describe_hang, ranks_behind
-from trainer.rank_variables import host_name
-from trainer.ranks import Ranks
+from launcher.supervision.silence import Silence, clear_beats, read_beats, read_hang
+from trainer.contract.heartbeat import LINE_BYTES, Folder, Heartbeat
+from trainer.contract.rank_variables import host_name
+from trainer.ranks.group import Ranks
+from trainer.ranks.progress import PROGRESS, Progress
+from trainer.ranks.vital_signs import Work, collective_of, free_host_memory, main_thread_frame, place_of
+from trainer.ranks.watchdog import Watchdog, describe_hang, ranks_behind
 
 BEAT = Heartbeat(
     rank=0, host="n0", pid=100, step=412, phase="backward", collective="all_reduce", place="step.py:1 train_step",
@@ -190,7 +190,7 @@ import time
 os.environ["TORCH_FR_BUFFER_SIZE"] = "200"
 import torch
 import torch.distributed as dist
-from trainer.liveness.vital_signs import recorded_collectives
+from trainer.ranks.vital_signs import recorded_collectives
 dist.init_process_group("gloo")
 assert recorded_collectives() == (None, None)
 value = torch.ones(4)

@@ -12,7 +12,7 @@ from tests.distributed.test_architectures import MODELS, SMALL
 from tests.distributed.test_families import FAMILIES, NOT_PACKED
 from tests.multimodal import MULTIMODAL, make_multimodal
 from trainer.config import ModelSection, UserError
-from trainer.model import check_weights, load_model_config
+from trainer.model.base import check_weights, load_model_config
 
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("llama", {"num_hidden_layers": 2, "tie_word_embeddings": True}),

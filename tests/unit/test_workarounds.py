@@ -62,7 +62,7 @@ def pass_back(engine: Any, gradient: torch.Tensor = GRADIENT) -> None:
 
 
 def test_deepspeed_clips_if_nothing_is_said() -> None:
-    """trainer/zero.py says `gradient_clipping` even where nothing is clipped."""
+    """trainer/engine/deepspeed_engine.py says `gradient_clipping` even where nothing is clipped."""
     from deepspeed.runtime.config import get_gradient_clipping
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 
@@ -122,7 +122,7 @@ def test_stage_0_divides_by_a_loss_scale_that_it_never_applied() -> None:
 
 
 def test_stage_0_knows_no_hysteresis() -> None:
-    """trainer/zero.py sets hysteresis to 1, so that all stages lower the scale at the first overflow."""
+    """trainer/engine/deepspeed_engine.py sets hysteresis to 1: all stages lower the scale at the first overflow."""
     fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 100, "hysteresis": 2}
     scales = {}
     for stage in (0, 2):
@@ -134,7 +134,7 @@ def test_stage_0_knows_no_hysteresis() -> None:
 
 
 def test_deepspeeds_norm_hides_what_is_not_finite() -> None:
-    """trainer/update_guard.py measures it itself."""
+    """trainer/engine/update_guard.py measures it itself."""
     engine = raw_engine(2, bf16={"enabled": True, "check_grad_overflow": False})
     gradients = [torch.tensor([[torch.nan, 1.0]], device=engine.device)]
     assert float(engine.optimizer.get_grad_norm_direct(gradients, list(engine.module.parameters()))) == -1.0
@@ -231,7 +231,7 @@ def test_transformers_does_not_save_legacy(tmp_path: Path) -> None:
 
 
 def test_torchs_build_lock_outlives_its_builder(tmp_path: Path) -> None:
-    """ops/builder.py and launcher/build_locks.py remove it."""
+    """ops/builder.py and launcher/doctor/build_locks.py remove it."""
     from torch.utils.file_baton import FileBaton
 
     assert FileBaton(str(tmp_path / "lock")).try_acquire()

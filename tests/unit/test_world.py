@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 
 from trainer.config import RunConfig, UserError
-from trainer.config.folder_lock import FolderLock
-from trainer.config.ports import check_free, free_port
+from trainer.contract.folder_lock import FolderLock
+from trainer.contract.ports import check_free, free_port
+from trainer.contract.rank_variables import host_name
 from trainer.rank import main as train
-from trainer.rank_variables import host_name
-from trainer.ranks import Ranks
-from trainer.world import Report, code_version, differences, meet, summary
+from trainer.ranks.agreement import Report, code_version, differences, meet, summary
+from trainer.ranks.group import Ranks
 
 DECIDE = """
 from trainer.config import UserError
-from trainer.ranks import Ranks
-from trainer.world import first_rank_decides
+from trainer.ranks.group import Ranks
+from trainer.ranks.agreement import first_rank_decides
 
 def refuse():
     raise UserError("output_dir=x: no")

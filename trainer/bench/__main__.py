@@ -34,9 +34,10 @@ from trainer.bench.report import (
     result_table,
 )
 from trainer.bench.task import Case, Task
+from trainer.checkpoint.run_record import commit
 from trainer.config import AUTO, CommandParser, RunConfig, UserError
-from trainer.config.launcher_process import tie_children_to_this_process
-from trainer.run_record import commit, package_versions
+from trainer.contract.launcher_process import tie_children_to_this_process
+from trainer.contract.versions import package_versions
 
 ROOT = Path(__file__).parents[2]
 TAIL_LINES = 15
@@ -154,7 +155,7 @@ class Bench:
     def _profile(self, name: str, run: RunConfig, base_model: str, folder: Path) -> None:
         """The time of the last steps by category, and what the single operations take on this card."""
         from trainer.bench.trace import Shape, breakdown, longest, read_trace, work_of
-        from trainer.model import load_model_config
+        from trainer.model.base import load_model_config
 
         vocabulary = load_model_config(base_model, run.model).get_text_config().vocab_size
         try:

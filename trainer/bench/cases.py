@@ -11,7 +11,7 @@ import yaml
 
 from trainer.bench.task import Case
 from trainer.config import AUTO, DatasetSection, RunConfig, UserError, dump_yaml, load_config
-from trainer.shapes import PREFIX, SHAPES, shape_of
+from trainer.model.published_shapes import PREFIX, SHAPES, shape_of
 
 # What a configuration of its own would say; everything that costs time is on.
 DEFAULTS: dict[str, Any] = {

@@ -25,8 +25,8 @@ from torch import nn
 
 from trainer.bench.trace import ADAPTER, ATTENTION, FROZEN, HEAD, NORMS
 from trainer.config import CommandParser, ModelSection, UserError
-from trainer.mfu import is_attention
-from trainer.model import empty_model, load_model_config
+from trainer.model.base import empty_model, load_model_config
+from trainer.monitor.mfu import is_attention
 
 # Siblings that read one input are one product here.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

@@ -110,7 +110,7 @@ def peft_model(case: Case, device: Any, *, with_liger: bool) -> Any:
     from peft import LoraConfig, get_peft_model
 
     from trainer.config import ModelSection
-    from trainer.model import load_base_model, load_model_config
+    from trainer.model.base import load_base_model, load_model_config
 
     if with_liger:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN

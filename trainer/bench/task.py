@@ -45,7 +45,7 @@ class Task:
         """Token ids [steps, batch, length], those that zerolora's own tokenizer makes of the same texts."""
         import torch
 
-        from trainer.random_model import byte_tokenizer
+        from trainer.model.random_weights import byte_tokenizer
 
         texts = [json.loads(line)["text"] for line in Path(self.texts).read_text().splitlines()]
         count = (self.warmup + self.steps) * case.batch_size

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.profiling import BACKWARD, OPTIMIZER, SCU, STEP
+from trainer.monitor.profiler import BACKWARD, OPTIMIZER, SCU, STEP
 
 FROZEN, DEQUANTISATION, ATTENTION, ADAPTER = "frozen products", "dequantisation", "attention", "adapter"
 NORMS, HEAD, ELEMENTWISE, INFORMATION = "norms, activations", "head and loss", "element-wise", "SCU"
@@ -43,7 +43,7 @@ _HEAD = re.compile(r"cross_entropy|softmax|nll_loss|token_loss", re.I)
 _DEQUANTISATION = re.compile(r"dequant|nf4", re.I)
 _PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|aten::(mm|addmm|addmm_|bmm|baddbmm|matmul|linear)$", re.I)
 _NORMS = re.compile(r"rms_?norm|layer_?norm|silu|swiglu|gelu|rope|rotary", re.I)
-FROZEN_PRODUCT = "zerolora::frozen_product"  # ops/csrc/products.h
+FROZEN_PRODUCT = "zerolora::frozen_product"  # ops/csrc/operator/products.h
 _OUR_KERNEL = re.compile(r"zerolora::")
 _ENGINE = re.compile(rf"{OPTIMIZER}|AccumulateGrad|Optimizer\.step|multi_tensor", re.I)
 _BACKWARD_NODE = "autograd::engine::evaluate_function"

@@ -12,7 +12,7 @@ import torch
 
 from trainer.bench.task import Case
 from trainer.config import ModelSection
-from trainer.model import empty_model, load_model_config
+from trainer.model.base import empty_model, load_model_config
 
 
 def unsloth_model(case: Case, folder: Path) -> Any:
@@ -71,7 +71,7 @@ def write_hollow_checkpoint(base_model: str, folder: Path) -> None:
 
 
 def draw_weights(model: torch.nn.Module) -> None:
-    """Random values for every weight, as in trainer/random_model.py; 4-bit ones are quantised by bitsandbytes again.
+    """Random values for every weight, as in trainer/model/random_weights.py; bitsandbytes quantises 4-bit ones again.
 
     The speed of a product depends on its values (the fewer bits change, the less power it draws, and the clock follows
     the power), so the others must have weights like ours.

@@ -18,13 +18,13 @@ from types import FrameType
 import torch
 from rich.console import Console
 
+from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.compare.plots import draw_comparison
 from trainer.compare.report import NOTES, result_tables, statements, write_results
 from trainer.compare.results import Comparison, read_results
 from trainer.compare.trials import CONTROLLERS, MEASURES, Trial, plan, run_trials
 from trainer.config import CommandParser, RunConfig, UserError, load_config
-from trainer.finished_run import quiet_libraries
-from trainer.prepare import prepare
+from trainer.preflight import prepare
 
 WIDTH = 132
 LAMBDAS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)

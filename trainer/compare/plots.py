@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from trainer.compare.results import MOMENTS, Comparison
 from trainer.compare.trials import Setting
-from trainer.report.plots import BLUE, DOTS_PER_INCH, GREEN, GREY, INK, ORANGE, STYLE
+from trainer.monitor.report.plots import BLUE, DOTS_PER_INCH, GREEN, GREY, INK, ORANGE, STYLE
 
 PURPLE = "#7d5ba6"
 COLORS = {"none": INK, "fixed": GREY, "linear": GREEN, "cosine": PURPLE, "pi": ORANGE}

@@ -12,20 +12,21 @@ from typing import Any
 
 from rich.markup import escape
 
+from trainer.checkpoint.run_record import note_written
+from trainer.commands.evaluate import row_losses
 from trainer.config import CommandParser, LoadedConfig, UserError, load_config
-from trainer.config.folder_lock import FolderLock
-from trainer.config.whole_files import write_json
-from trainer.console import open_console
+from trainer.contract.folder_lock import FolderLock
+from trainer.contract.whole_files import write_json
 from trainer.data import Samples
 from trainer.data.batches import collate
-from trainer.evaluate import row_losses
+from trainer.data.prepared import Prepared
 from trainer.loop import Position
-from trainer.metrics import read_metrics
-from trainer.prepare import Prepared, prepare
-from trainer.ranks import Ranks, leave_process_group
+from trainer.monitor.console import open_console
+from trainer.monitor.metrics import read_metrics
+from trainer.preflight import prepare
+from trainer.ranks.group import Ranks, leave_process_group
+from trainer.ranks.signals import StopRequest
 from trainer.run import Run
-from trainer.run_record import note_written
-from trainer.signals import StopRequest
 
 DOCUMENTS_FILE = "heldout_documents.json"
 

@@ -1,10 +1,10 @@
 """The program of one run of a comparison, with the arguments of a rank: `CONFIG [key=value ...]`."""
 
-from trainer.training_process import begin
+from trainer.ranks.training_process import begin
 
 if __name__ == "__main__":
     begin()
     from trainer.compare.run import main
-    from trainer.ranks import end_process
+    from trainer.ranks.group import end_process
 
     end_process(main())

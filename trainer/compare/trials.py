@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from trainer.compare.run import DOCUMENTS_FILE
 from trainer.config import RunConfig, UserError, load_config
-from trainer.config.launcher_process import tie_children_to_this_process
+from trainer.contract.launcher_process import tie_children_to_this_process
 
 CONTROLLERS = ("none", "fixed", "linear", "cosine", "pi")
 MEASURES = ("delta", "factors")

@@ -1,8 +1,8 @@
 """Data: from files and hub names to masked, packed, deterministic micro-batches."""
 
 from trainer.data.batches import Batches, MicroBatch, StreamBatches, evaluation_batches
-from trainer.data.plan import DataStats
-from trainer.data.prepare import PreparedData, prepare_data
+from trainer.data.cache import PreparedData, prepare_data
+from trainer.data.grouping import DataStats
 from trainer.data.samples import Sample, Samples, SampleStream
 from trainer.data.sources import read_source
 

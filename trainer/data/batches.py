@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from trainer.config import UserError
 from trainer.data.samples import Sample, SampleIterator, Samples, SampleStream
-from trainer.steps import steps_per_epoch
+from trainer.data.step_count import steps_per_epoch
 
 MicroBatch = dict[str, Any]
 IGNORED = -100  # torch's cross-entropy leaves such targets out

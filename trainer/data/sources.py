@@ -15,7 +15,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import shown
-from trainer.config.known_versions import require
+from trainer.contract.known_versions import require
 from trainer.data.built_folder import FULL
 from trainer.data.splits import no_such_split, read_split, split_names
 from trainer.data.text_files import OPENERS, RAW, raw_records, record_of

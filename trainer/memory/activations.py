@@ -4,14 +4,14 @@ Legend: T tokens of a micro-batch, H hidden width, e bytes of an activation, V v
 Every formula says what the product saves: the fused operators x and h = x A^T; attention q, k, v, its output and one
 32-bit logarithm per head and token; RMSNorm by our operator or Liger's its input and a 32-bit scale, their SwiGLU gate
 and up. The model's own norm keeps a 32-bit copy of its input, its own SwiGLU the activated gate as well. Where results
-of these two are forgotten (trainer/elementwise.py), the adapted layers behind them keep nothing of their input.
+of these two are forgotten (trainer/patches/norm_mlp_rope.py), the adapted layers behind them keep none of their input.
 """
 
 from dataclasses import dataclass
 
 from ops.head import LOGITS_AT_ONCE
-from trainer.elementwise import WORTH_FORGETTING
 from trainer.memory.widths import Layer, Mixer, NormBytes, Shapes
+from trainer.patches.norm_mlp_rope import WORTH_FORGETTING
 
 FP32 = 4
 INDEX = 8

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from trainer.config import RunConfig
-from trainer.memory.model import Estimate
-from trainer.memory.plan import Changes, Planner, gib
+from trainer.memory.bytes import Estimate
+from trainer.memory.planner import Changes, Planner, gib
 
 HOW_MANY = 3
 

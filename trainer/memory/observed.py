@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.elementwise import ROTARY
 from trainer.memory.widths import Mixer
+from trainer.patches.norm_mlp_rope import ROTARY
 
 FP32 = 4
 _FEW = 5

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trainer.model_facts import ModelFacts
+from trainer.patches.model_facts import ModelFacts
 
 
 @dataclass(frozen=True)

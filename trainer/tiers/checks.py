@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-from trainer.metrics import Record
+from trainer.monitor.metrics import Record
 
 # Steps in which kernels are compiled, caches filled and the allocator grows.
 WARM_UP = 20
@@ -158,7 +158,7 @@ def checkpoints_are_whole(*steps: int) -> Checker:
         import torch
         from safetensors.torch import load_file
 
-        from trainer.checkpoint_files import step_of, whole_checkpoints
+        from trainer.checkpoint.checkpoint_files import step_of, whole_checkpoints
 
         found = whole_checkpoints(run.folder)
         problems = [f"none at step {step}" for step in steps if step not in map(step_of, found)]

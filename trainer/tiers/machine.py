@@ -65,7 +65,7 @@ def cache_folder() -> Path:
 
 def find_weights(config: Path, shape: str, base_model: str | None, models: Path | None) -> Weights:
     """The tier's model: as told, in `models`, in the hub's cache, from the demonstration; else random of that shape."""
-    from trainer.shapes import PREFIX, is_random
+    from trainer.model.published_shapes import PREFIX, is_random
 
     if base_model is not None:
         return Weights(base_model, not is_random(base_model), "as asked for")
@@ -129,7 +129,7 @@ def find_data(config: Path) -> list[str]:
 
 def cpu_time(config: Path, base_model: str) -> float:
     """Seconds the tier takes here, to a factor of two: start + 2 x PASSES x parameters x tokens / measured rate."""
-    from trainer.model import empty_model, load_model_config
+    from trainer.model.base import empty_model, load_model_config
 
     settings = load_config(config).config
     training = settings.training

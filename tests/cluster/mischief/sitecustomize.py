@@ -20,9 +20,9 @@ PLACES = {
     "spin": ("trainer.step", "sum_over_ranks"),
     "slow step": ("trainer.step", "sum_over_ranks"),
     "slow load": ("trainer.run", "build_model"),
-    "slow save": ("trainer.checkpoint", "save_file"),
-    "dead save": ("trainer.checkpoint", "save_file"),
-    "dead tokenise": ("trainer.data.prepare", "encode_source"),
+    "slow save": ("trainer.checkpoint.checkpoint", "save_file"),
+    "dead save": ("trainer.checkpoint.checkpoint", "save_file"),
+    "dead tokenise": ("trainer.data.cache", "encode_source"),
     "dead load": ("trainer.run", "build_model"),
     "dead evaluate": ("trainer.run", "evaluate_loss"),
 }

@@ -1,0 +1,1 @@
+"""`zerolora doctor`: what a run needs of this host and of others."""

@@ -1,0 +1,84 @@
+"""Locks of torch's extension builds, ours and DeepSpeed's: a build that was killed leaves one that all later wait for.
+
+torch makes the file `lock` in the extension's folder, keeps it open while it builds, and removes it. A lock that no
+process has open is therefore stale, if its folder is not shared with other hosts whose processes are not seen here.
+"""
+
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from launcher.supervision.terminal import say
+
+# A build closes its lock just before it removes it.
+YOUNG_S = 5.0
+REMOTE = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb", "fuse", "9p", "afs", "wekafs", "panfs")
+
+
+@dataclass(frozen=True)
+class BuildLock:
+    """One lock that is there, and the process of this host that holds it."""
+
+    path: Path
+    holder: int | None
+    age_s: float
+
+
+def extensions_folder() -> Path:
+    """Where torch builds extensions."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+
+
+def find_locks(root: Path) -> list[BuildLock]:
+    """Every lock below `root`, the folder of built extensions or of one Python's and CUDA's."""
+    paths = sorted({*root.glob("*/lock"), *root.glob("*/*/lock")}) if root.is_dir() else []
+    holders = _holders(paths)
+    found = []
+    for path in paths:
+        try:
+            found.append(BuildLock(path, holders.get(path), time.time() - path.stat().st_mtime))
+        except FileNotFoundError:
+            continue  # the build has ended meanwhile
+    return found
+
+
+def remove_stale_locks() -> None:
+    """Remove the locks that only a build which was killed can have left, and say so; those on shared disks stay."""
+    root = extensions_folder()
+    for lock in find_locks(root):
+        if lock.holder is None and lock.age_s > YOUNG_S and not _is_remote(root):
+            lock.path.unlink(missing_ok=True)
+            say(f"note: removed {lock.path}, the lock of a build that was killed {lock.age_s / 60.0:.0f} minutes ago")
+
+
+def build_waited_for() -> str:
+    """Whose build it is that a rank of this host waits for, as far as can be seen from here."""
+    held = [lock for lock in find_locks(extensions_folder()) if lock.age_s > YOUNG_S]
+    seen = [f"process {lock.holder}, which compiles {lock.path.parent.name}" for lock in held if lock.holder]
+    unseen = [f"whoever holds {lock.path}, a process of another host or user" for lock in held if lock.holder is None]
+    return ", ".join(seen or unseen) or "the build of an operator"
+
+
+def _holders(paths: Iterable[Path]) -> dict[Path, int]:
+    wanted = {os.path.realpath(path): path for path in paths}
+    found: dict[Path, int] = {}
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*") if wanted else ():
+        try:
+            target = os.readlink(descriptor)
+        except OSError:
+            continue  # ended, or somebody else's
+        if target in wanted:
+            found[wanted[target]] = int(descriptor.parts[2])
+    return found
+
+
+def _is_remote(folder: Path) -> bool:
+    """Whether the folder lies on a file system that other hosts may build on as well."""
+    real = os.path.realpath(folder)
+    kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    above = [mount for mount in kinds if real == mount or real.startswith(mount.rstrip("/") + "/")]
+    return kinds[max(above, key=len)].startswith(REMOTE) if above else False

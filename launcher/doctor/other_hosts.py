@@ -1,0 +1,142 @@
+"""What `zerolora doctor` finds out about the other hosts, and about the launcher that is to reach them."""
+
+import base64
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+from launcher.doctor.this_host import Check
+from launcher.supervision.silence import own_host
+from launcher.targets.environment import exported_variables
+from launcher.targets.hostfile import SSH, check_reachable
+from launcher.targets.slurm import Allocation
+from trainer.config import UserError
+
+MARK = "zerolora-doctor: "
+# srun passes lines on in pieces of 1,024 bytes, with those of other nodes between them.
+PIECE = 400
+PATIENCE_S = 20.0
+HOST_PATIENCE_S = 300.0
+CHECKOUT = Path(__file__).parents[2]
+
+
+def check_ssh(hosts: Sequence[str]) -> Iterator[Check]:
+    """Every host by ssh without a password, with this Python and this folder at the same place."""
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        yield from pool.map(_reach, hosts)
+
+
+def _reach(host: str) -> Check:
+    try:
+        check_reachable([host], Path.cwd())
+    except UserError as error:
+        told = str(error).partition(f"{host}: ")[2]
+        return Check("ssh", "FAIL", told, f"`ssh {host} hostname` must work without a password", host)
+    return Check("ssh", "OK", "reachable, with the same Python and folder", host=host)
+
+
+def ask_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[Check]:
+    """What the doctor says on each of these hosts about that host alone; this one is left out."""
+    variables = exported_variables(os.environ) | {"PYTHONPATH": os.environ.get("PYTHONPATH", str(CHECKOUT))}
+    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
+    line = f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {shlex.join(_here(arguments))}"
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        answers = list(pool.map(lambda host: _run([*SSH, host, line], HOST_PATIENCE_S), hosts))
+    checks: list[Check] = []
+    for host, done in zip(hosts, answers, strict=True):
+        told = checks_told(done.stdout)
+        checks += told or [Check("doctor", "FAIL", f"does not run there: {_last(done)}", "the same by hand", host)]
+    return [check for check in checks if check.host != own_host()]
+
+
+def ask_by_srun(allocation: Allocation, arguments: Sequence[str]) -> list[Check]:
+    """The same on every node of an allocation."""
+    count = len(allocation.nodes)
+    srun = ["srun", "--overlap", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", "--mpi=none"]
+    done = _run([*srun, f"--nodelist={','.join(allocation.nodes)}", *_here(arguments)], HOST_PATIENCE_S)
+    checks = checks_told(done.stdout)
+    silent = set(allocation.nodes) - {check.host for check in checks}
+    checks += [Check("doctor", "FAIL", f"does not run there: {_last(done)}", "sinfo -R", node) for node in silent]
+    return [check for check in checks if check.host != own_host()]
+
+
+def _here(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "launcher.cli", "doctor", *arguments, "--only-here"]
+
+
+def answer_lines(host: str, checks: Sequence[Check]) -> Iterator[str]:
+    """What a doctor on another host prints: short lines, which arrive whole whatever else is printed meanwhile."""
+    text = base64.b64encode(json.dumps([asdict(check) for check in checks]).encode()).decode()
+    pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
+    for number, piece in enumerate(pieces):
+        yield f"{MARK}{host} {number} {len(pieces)} {piece}"
+
+
+def checks_told(printed: str) -> list[Check]:
+    """The checks that doctors on other hosts have printed; a host whose lines are not all there is left out."""
+    pieces: dict[str, dict[int, str]] = {}
+    counts: dict[str, int] = {}
+    for line in printed.splitlines():
+        words = line.partition(MARK)[2].split()
+        if len(words) == 4:
+            host, number, counts[words[0]], piece = words[0], int(words[1]), int(words[2]), words[3]
+            pieces.setdefault(host, {})[number] = piece
+    checks: list[Check] = []
+    for host, count in counts.items():
+        if len(pieces[host]) == count:
+            text = base64.b64decode("".join(pieces[host][number] for number in range(count)))
+            checks += [Check(**(check | {"host": host})) for check in json.loads(text)]
+    return checks
+
+
+def check_srun() -> Check:
+    """Whether SLURM answers, outside of an allocation."""
+    if shutil.which("srun") is None:
+        return Check("srun", "FAIL", "not installed here", "run on a node of the SLURM cluster")
+    done = _run(["sinfo", "--noheader", "--format=%P %a %D %T"])
+    if done.returncode:
+        return Check("srun", "FAIL", f"SLURM does not answer: {_last(done)}", "is slurmctld up? `scontrol ping`")
+    partitions = "; ".join(done.stdout.strip().splitlines())
+    fix = "zerolora doctor --launcher slurm below `salloc`, or in a batch script, tests the nodes as well"
+    return Check("srun", "WARN", f"SLURM answers ({partitions}), but this is not inside an allocation", fix)
+
+
+def check_mpi() -> Iterator[Check]:
+    """mpirun, and mpi4py with an MPI library that loads."""
+    if shutil.which("mpirun") is None:
+        yield Check("mpirun", "FAIL", "not installed", "apt install openmpi-bin, or load the cluster's module")
+    else:
+        yield Check("mpirun", "OK", _run(["mpirun", "--version"]).stdout.strip().splitlines()[0])
+    if importlib.util.find_spec("mpi4py") is None:
+        fix = "pip install 'zerolora[mpi]' (mpi4py), built against the cluster's MPI"
+        yield Check("mpi4py", "FAIL", "not installed; ranks of mpirun find each other by it", fix)
+        return
+    # In a process of its own: a broken MPI library ends the process that loads it.
+    done = _run([sys.executable, "-c", "from mpi4py import MPI; print(MPI.Get_library_version().splitlines()[0])"])
+    if done.returncode:
+        fix = "pip install --no-binary mpi4py --force-reinstall mpi4py, with the cluster's mpicc in PATH"
+        yield Check("mpi4py", "FAIL", f"does not load: {_last(done)}", fix)
+    else:
+        yield Check("mpi4py", "OK", done.stdout.strip())
+
+
+def _run(command: Sequence[str], patience_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=patience_s, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", f"no answer within {patience_s:g} s")
+    except OSError as error:
+        return subprocess.CompletedProcess(command, 127, "", str(error))
+
+
+def _last(done: subprocess.CompletedProcess[str]) -> str:
+    said = done.stderr.strip().splitlines() or done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
+    return said[-1][:300]

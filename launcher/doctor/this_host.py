@@ -1,0 +1,201 @@
+"""What `zerolora doctor` finds out about this machine without torch: packages, space, locks, ports, time limits."""
+
+import errno
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from launcher.doctor.build_locks import extensions_folder, find_locks
+from launcher.doctor.requirements import GIB, gpu_findings, package_findings
+from launcher.supervision.silence import own_host
+from trainer.config import RunConfig, collective_timeout
+from trainer.contract.known_versions import unproven
+
+State = Literal["OK", "WARN", "FAIL"]
+LEAST_FREE_GIB = 1.0
+"""What `zerolora train` refuses to start below."""
+COMFORTABLE_GIB = 10.0
+NCCL_SHM_GIB = 1.0
+"""Room in /dev/shm with which NCCL between the GPUs of a host works; Docker's default of 64 MiB is too little."""
+PROCESS_GIB = 2.0
+"""Host memory of a rank with torch, CUDA and DeepSpeed loaded, before any model."""
+TRIAL_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor's table."""
+
+    name: str
+    state: State
+    found: str
+    fix: str = ""
+    host: str = ""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that the run wants by the memory estimate; None where there is none."""
+
+    host_per_rank: int | None = None
+    """Beside the process itself."""
+    process_per_rank: int | None = None
+    """All of a rank that runs on a CPU."""
+    disk: int | None = None
+
+
+def check_packages() -> Iterator[Check]:
+    """Python, and every dependency in pyproject.toml in the range of versions that is known to work."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    good = sys.version_info >= (3, 11)
+    yield Check("python", "OK" if good else "FAIL", f"{version} at {sys.executable}", "" if good else "install 3.11")
+    wrong = 0
+    for needed, name, found in package_findings():
+        if found.startswith("missing"):
+            wrong += needed
+            what, _, fix = found.removeprefix("missing").lstrip(": ").rpartition("pip install")
+            if needed:
+                yield Check(name, "FAIL", what.rstrip("; ") or "not installed", f"pip install{fix}")
+    if not wrong:
+        yield Check("packages", "OK", "every dependency in the range of versions that is known to work")
+    for found in unproven():
+        fix = f"install {found.split()[0]} as constraints.txt has it, or watch the first run"
+        yield Check("known versions", "WARN", found, fix)
+
+
+def check_driver() -> Iterator[Check]:
+    """The NVIDIA driver and what it shows."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        yield Check("driver", "OK", "not needed: DS_ACCELERATOR=cpu")
+        return
+    for _, name, found in gpu_findings():
+        reason = found.removeprefix("missing: ")
+        if reason == found:
+            yield Check(name, "OK", found)
+        elif shutil.which("nvidia-smi") is None:
+            yield Check("driver", "WARN", "no nvidia-smi: ranks run on the CPU", "install the NVIDIA driver")
+        else:
+            fix = "the driver and its kernel module must be of one version: reinstall it, restart the host"
+            yield Check("driver", "FAIL", reason, fix)
+
+
+def check_folders(config: RunConfig | None, need: Need) -> Iterator[Check]:
+    """Free space where a run writes, tried out by writing."""
+    folders = {"temporary files": Path(tempfile.gettempdir()), "built operators": extensions_folder()}
+    if config is not None:
+        folders = {
+            "output_dir": Path(config.output_dir),
+            "dataset.cache_dir": Path(config.dataset.cache_dir).expanduser(),
+        } | folders
+    for name, folder in folders.items():
+        needed = (need.disk or 0) / GIB if name == "output_dir" else 0.0
+        yield _space(f"disk: {name}", folder, needed)
+
+
+def _space(name: str, folder: Path, needed_gib: float) -> Check:
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free / GIB
+    found = f"{free:.1f} GiB free at {existing}" + (f", {needed_gib:.1f} needed" if needed_gib else "")
+    fix = "make room, or name another folder"
+    try:
+        with tempfile.NamedTemporaryFile(dir=existing) as file:
+            file.write(b"\0" * TRIAL_BYTES)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        reason = "the quota is used up" if error.errno == errno.EDQUOT else error.strerror
+        return Check(name, "FAIL", f"{found}, but a file of 1 MiB cannot be written: {reason}", fix)
+    if free < max(LEAST_FREE_GIB, needed_gib):
+        return Check(name, "FAIL", found, fix)
+    return Check(name, "WARN" if free < COMFORTABLE_GIB else "OK", found, fix if free < COMFORTABLE_GIB else "")
+
+
+def check_memory(ranks: int, need: Need, *, on_gpus: bool) -> Iterator[Check]:
+    """Host memory and /dev/shm against what `ranks` ranks of this host take."""
+    bad: State = "FAIL" if on_gpus and ranks > 1 else "WARN"  # NCCL cannot do without, gloo can
+    free = psutil.virtual_memory().available / GIB
+    known = need.process_per_rank is not None or need.host_per_rank is not None
+    each = PROCESS_GIB + (need.host_per_rank or 0) / GIB
+    if need.process_per_rank is not None:
+        each = need.process_per_rank / GIB
+    needed, estimated = ranks * each, "by the estimate" if known else "before any model"
+    found = f"{free:.1f} GiB free, {needed:.1f} needed for {ranks} ranks {estimated}"
+    fix = "fewer ranks on a host, zero.offload_* off, fewer dataset.workers"
+    yield Check("host memory", "OK" if free >= needed else "FAIL", found, "" if free >= needed else fix)
+    try:
+        shared = shutil.disk_usage("/dev/shm")
+    except OSError:
+        yield Check("/dev/shm", bad, "there is none", "mount a tmpfs there")
+        return
+    enough = shared.free / GIB >= NCCL_SHM_GIB
+    found = f"{shared.free / GIB:.2f} of {shared.total / GIB:.2f} GiB free, {NCCL_SHM_GIB:g} needed"
+    fix = "remove what earlier runs left there; in a container start it with --shm-size=8g"
+    yield Check("/dev/shm", "OK" if enough else bad, found, "" if enough else fix)
+
+
+def check_locks() -> Iterator[Check]:
+    """Locks of builds that were killed, for which every later one waits."""
+    root = extensions_folder()
+    locks = find_locks(root)
+    for lock in locks:
+        if lock.holder is not None:
+            yield Check("build lock", "OK", f"{lock.path}: process {lock.holder} builds there now; a run waits for it")
+        else:
+            found = f"{lock.path}: stale, {lock.age_s / 60.0:.0f} minutes old, no process of this host holds it"
+            yield Check("build lock", "FAIL", found, f"rm {lock.path}")
+    if not locks:
+        yield Check("build locks", "OK", f"none in {root}")
+
+
+def check_port(port: int | None, address: str = "") -> Check:
+    """Whether the ranks can meet at `port` of this host; any free one if none was asked for."""
+    if port is None:
+        return Check("port", "OK", "a free one is taken at the start; --master-port fixes it")
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((address, port))
+        except OSError as error:
+            users = _listeners(port)
+            by = f" by {', '.join(users)}" if users else ""
+            fix = "another --master-port, or end that process"
+            return Check("port", "FAIL", f"{port} on {own_host()} is taken{by} ({error.strerror})", fix)
+    return Check("port", "OK", f"{port} is free on {own_host()}")
+
+
+def _listeners(port: int) -> list[str]:
+    found = []
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
+            try:
+                found.append(f"{psutil.Process(connection.pid).name()} (process {connection.pid})")
+            except (psutil.Error, ValueError, TypeError):
+                continue  # another user's
+    return sorted(set(found))
+
+
+def check_timeouts(config: RunConfig | None) -> Iterator[Check]:
+    """The time limits in force, and whether a hang would be noticed."""
+    if config is None:
+        return
+    training = config.training
+    found = f"collectives {collective_timeout(training):g} min, "
+    found += f"hang {training.hang_timeout:g} min (first step three times)"
+    state: State = "OK"
+    fix = ""
+    if not training.hang_timeout:
+        state, fix = "WARN", "training.hang_timeout: 10, so that a run that gets nowhere is ended and the rank named"
+    for name in ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "NCCL_TIMEOUT", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_IB_TIMEOUT"):
+        if name in os.environ:
+            found += f", {name}={os.environ[name]}"
+    yield Check("time limits", state, found, fix)

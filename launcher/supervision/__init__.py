@@ -1,0 +1,1 @@
+"""A run under way: its processes, their ends, and what is reported of them."""

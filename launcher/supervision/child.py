@@ -1,0 +1,42 @@
+"""A command that runs on this terminal below `zerolora train`, such as the preparation of the data."""
+
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+from launcher.supervision.processes import end_sessions
+from launcher.supervision.stop_signals import EXIT_PREEMPTED, PASSED_ON, exit_code_of
+
+POLL_S = 0.05
+PATIENCE_S = 10.0
+
+
+def run_child(argv: Sequence[str]) -> int:
+    """Run a command, pass signals on, and return its exit code (128 + signal if one ended it, 75 for SIGUSR1).
+
+    It has some seconds to end after a signal; a second one ends it at once.
+    """
+    child = subprocess.Popen(argv, start_new_session=True)
+    came: list[tuple[int, float]] = []
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+        came.append((number, time.monotonic()))
+
+    before = {number: signal.signal(number, forward) for number in PASSED_ON}
+    try:
+        while (code := child.poll()) is None:
+            if came and (len(came) > 1 or time.monotonic() - came[0][1] > PATIENCE_S):
+                break
+            time.sleep(POLL_S)
+    finally:
+        end_sessions([child.pid])
+        code = child.wait()
+        for passed_on, handler in before.items():
+            signal.signal(passed_on, handler)
+    if came:
+        first = came[0][0]
+        return EXIT_PREEMPTED if first == signal.SIGUSR1 else 128 + first
+    return exit_code_of(code)

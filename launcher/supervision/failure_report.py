@@ -1,0 +1,265 @@
+"""What to tell the user when a run has failed: which rank, where, how it ended, its last traceback, the cause."""
+
+import re
+import shutil
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.supervision.silence import Beat, own_host, read_beats
+from launcher.supervision.terminal import say
+from trainer.config import UserError
+
+TRACEBACK_LINES = 12
+TAIL_LINES = 6
+LINE_WIDTH = 300
+GIB = 2**30
+# Ranks that end this close to each other ended of themselves, not because a launcher was tidying up.
+TOGETHER_S = 0.5
+LITTLE_GIB = 1.0
+_TRACEBACK = "Traceback (most recent call last):"
+_STACK_MARK = "Python stack of rank"
+_DEEPSPEED_INFO = re.compile(r"\] \[INFO\] \[")
+# torch puts this before each line of a traceback once the process group exists.
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
+# Errors that a rank gets because another one has died.
+_CONSEQUENCE = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|\bNCCL\b|\bgloo\b", re.I
+)
+# How a rank tells a mistake of the user: in its log, or in the launcher's where pdsh puts the host before it.
+_MISTAKE = re.compile(r"^(?!srun: )(?:[\w.-]+: )?(error: .+(?:\nerror: .+)*)", re.M)  # found together, told together
+_CAUSES = {
+    signal.SIGSEGV: "a crash in native code; its Python stack is at the end of the log",
+    signal.SIGABRT: "native code gave up; its reason is at the end of the log",
+}
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a rank ended."""
+
+    when: float
+    """By time.monotonic()."""
+    status: int | None = None
+    """Its exit code, negative for a signal; None if only its parent has learned it."""
+    tidied_up: bool = False
+    """Whether it was killed here because others had failed."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Everything known about a run that has failed."""
+
+    logs: Path
+    old_sizes: Mapping[str, int]
+    """Bytes in each log before the run."""
+    deaths: Mapping[int, Death]
+    """The ranks that failed."""
+    code: int
+    """Exit code of the launcher below; of DeepSpeed's 256 - N where a rank was killed by signal N."""
+    oom_struck: bool | None = None
+    """Whether the kernel's out-of-memory killer ended processes of this host meanwhile; None if it does not tell."""
+
+    def tell(self) -> int:
+        """Print on stderr why the run failed; returns the status of the rank that is to blame.
+
+        A mistake of the user takes one line, anything else about 15.
+        """
+        beats = read_beats(self.logs)
+        texts = {rank: _new_text(self.logs / f"rank-{rank}.log", self.old_sizes) for rank in self.deaths}
+        if self.code == UserError.exit_code:
+            said = [texts[rank] for rank in sorted(texts)] + [_new_text(self.logs / "launcher.log", self.old_sizes)]
+            last_words = [mistakes[-1] for text in said if (mistakes := _MISTAKE.findall(text))]
+            if last_words:
+                say(last_words[0])  # one is enough; the others stand in their logs
+                return self.code
+        rank = self._to_blame(texts)
+        status = self._status(rank)
+        log = self.logs / (f"rank-{rank}.log" if rank is not None and texts[rank] else "launcher.log")
+        text = _new_text(log, self.old_sizes)
+        if status == -signal.SIGKILL:
+            excerpt = []  # it had no time for last words, and what stands at the log's end would mislead
+        else:
+            excerpt = tail(text) if status < 0 else last_traceback(text)
+        if rank is None or self.code <= 0:
+            say(f"the run failed: the launcher {describe_status(self.code)}")
+        else:
+            say(f"the run failed: {self._who(rank, beats)} {describe_status(status)}{_place(beats.get(rank))}")
+            for line in self._cause(status, beats.get(rank)):
+                say(line)
+        for line in excerpt:
+            say(f"  {line}")
+        for other, death in sorted(self.deaths.items()):
+            if other != rank and rank is not None and self._fell_too(death, texts[other], self.deaths[rank]):
+                say(f"also: {self._who(other, beats)} {describe_status(self._status(other))}{_place(beats.get(other))}")
+        say(f"the whole log: {log}")
+        return status
+
+    def _to_blame(self, texts: Mapping[int, str]) -> int | None:
+        """The rank that the others fell with: killed first, else with an error of its own, else the first to end."""
+        if not self.deaths:
+            return None
+        first = min(death.when for death in self.deaths.values())
+
+        def order(rank: int) -> tuple[bool, bool, float]:
+            death = self.deaths[rank]
+            killed = _was_killed(death) and death.when - first < TOGETHER_S
+            return not killed, death.tidied_up or not _has_cause(texts[rank]), death.when
+
+        return min(self.deaths, key=order)
+
+    def _fell_too(self, death: Death, text: str, first: Death) -> bool:
+        # A crash may follow from another's; nobody gets a SIGKILL because a peer is gone.
+        killed = _was_killed(death) and (death.status == -signal.SIGKILL or death.when - first.when < TOGETHER_S)
+        return killed or (not death.tidied_up and _has_cause(text))
+
+    def _status(self, rank: int | None) -> int:
+        """How a rank ended; the launcher's word for it where nobody has seen it."""
+        if rank is not None and self.deaths[rank].status is not None:
+            return self.deaths[rank].status or 0
+        return status_of(self.code)
+
+    def _who(self, rank: int, beats: Mapping[int, Beat]) -> str:
+        host = beats[rank].host if rank in beats else own_host()
+        return f"rank {rank} on {host}"
+
+    def _cause(self, status: int, beat: Beat | None) -> list[str]:
+        """What probably lies behind a signal, with the evidence."""
+        if status == -signal.SIGKILL:
+            here = beat is None or beat.host == own_host()
+            return _killed(self.oom_struck if here else None, beat)
+        if status == -signal.SIGBUS:
+            return [f"  usually /dev/shm is full: {_shared_memory(beat)}; in a container start it with --shm-size=8g"]
+        return []
+
+
+def _was_killed(death: Death) -> bool:
+    """By a signal from elsewhere. By SIGTERM launchers end what is left; on its way out no rank handles it any more."""
+    return (death.status or 0) < 0 and death.status != -signal.SIGTERM and not death.tidied_up
+
+
+def tell_hang(logs: Path, old_sizes: Mapping[str, int], hang: Mapping[str, Any]) -> None:
+    """Print on stderr which rank the others waited for, and where its Python code stands."""
+    say(f"the run failed: {hang['text']}")
+    rank = hang["ranks"][0]
+    log = logs / f"rank-{rank}.log"
+    for line in last_stack(_new_text(log, old_sizes)):
+        say(f"  {line}")
+    say(f"the stacks of all ranks: {logs}/rank-*.log")
+
+
+def log_sizes(logs: Path) -> dict[str, int]:
+    """Bytes in each log now, so that what earlier runs wrote can be skipped later."""
+    return {path.name: path.stat().st_size for path in logs.glob("*.log")}
+
+
+def status_of(code: int) -> int:
+    """The exit status behind a launcher's exit code: negative for a signal.
+
+    DeepSpeed's says 256 - N for signal N, shells, srun and mpirun 128 + N; 255 is what ssh says of itself.
+    """
+    for number in (256 - code, code - 128):
+        if number in {member.value for member in signal.Signals} and code != 255:
+            return -number
+    return code
+
+
+def describe_status(status: int) -> str:
+    """An exit status in words, with the likely cause of a crash."""
+    if status == 0:
+        return "ended without saying that every rank succeeded"
+    if -status not in {member.value for member in signal.Signals}:
+        return f"ended with exit code {status}"
+    name = signal.Signals(-status)
+    cause = _CAUSES.get(name)
+    return f"was killed by signal {-status} ({name.name})" + (f"; {cause}" if cause else "")
+
+
+def last_stack(text: str) -> list[str]:
+    """The innermost frames of the stack that a rank's watchdog wrote; nothing if it could not."""
+    lines = text.splitlines()
+    starts = [index for index, line in enumerate(lines) if line.startswith(_STACK_MARK)]
+    if not starts:
+        return []
+    frames = []
+    for line in lines[starts[-1] + 1 :]:
+        if not line.startswith("  "):
+            break
+        frames.append(line[2:][:LINE_WIDTH])
+    return frames[-TRACEBACK_LINES:]
+
+
+def _killed(oom_struck: bool | None, beat: Beat | None) -> list[str]:
+    """Likely causes of a SIGKILL, which leaves no last words."""
+    left = "" if beat is None else f" (at its last sign of life {beat.free_memory_gib:.1f} GiB were free)"
+    if oom_struck:
+        lines = [f"  the kernel's out-of-memory killer struck on this host: host memory ran out{left}"]
+        lines.append("  the way out: fewer dataset.workers, zero.offload_* off, fewer ranks on a host, or more memory")
+    elif oom_struck is None:
+        lines = [f"  usually host memory ran out{left}: `dmesg | tail` on its host says so, or `sacct -j JOB`"]
+    else:
+        lines = [
+            f"  the kernel's oom_kill counter did not move{left}: somebody did it, or a scheduler (`sacct -j JOB`)"
+        ]
+    if beat is not None and beat.free_shm_gib < LITTLE_GIB:
+        lines.append(f"  /dev/shm was nearly full: {_shared_memory(beat)}")
+    return lines
+
+
+def _shared_memory(beat: Beat | None) -> str:
+    if beat is not None and beat.host != own_host():
+        return f"{beat.free_shm_gib:.2f} GiB were free at its last sign of life"
+    try:
+        now = shutil.disk_usage("/dev/shm").free / GIB
+    except OSError:
+        return "there is none"
+    then = "" if beat is None else f", {beat.free_shm_gib:.2f} at its last sign of life"
+    return f"{now:.2f} GiB free now{then}"
+
+
+def _place(beat: Beat | None) -> str:
+    return "" if beat is None else f" ({beat.place()})"
+
+
+def last_traceback(text: str) -> list[str]:
+    """The last traceback in a log, cut to its innermost frames; the log's last lines if there is none."""
+    lines = [_RANK_PREFIX.sub("", line) for line in text.splitlines()]
+    starts = [index for index, line in enumerate(lines) if line.strip() == _TRACEBACK]
+    if not starts:
+        return tail(text)
+    start = starts[-1]
+    indent = len(lines[start]) - len(lines[start].lstrip())
+    end = start + 1
+    while end < len(lines) and lines[end][indent : indent + 1] == " ":
+        end += 1
+    # The error itself, with the first lines of a message that has several.
+    frames, message = lines[start + 1 : end], []
+    for line in lines[end : end + 4]:
+        if not line.strip():
+            break
+        message.append(line)
+    kept = frames[-(TRACEBACK_LINES - len(message)) :]
+    omitted = ["  ..."] if len(kept) < len(frames) else []
+    return [line[indent:][:LINE_WIDTH] for line in [lines[start], *omitted, *kept, *message]]
+
+
+def tail(text: str) -> list[str]:
+    """The last lines of a log, without empty ones and the progress lines of DeepSpeed's launcher."""
+    lines = [line for line in text.splitlines() if line.strip() and not _DEEPSPEED_INFO.search(line)]
+    return [line[:LINE_WIDTH] for line in lines[-TAIL_LINES:]]
+
+
+def _has_cause(text: str) -> bool:
+    """Whether a rank's log ends in an error of its own, not in one it got because another rank had died."""
+    return _TRACEBACK in text and not _CONSEQUENCE.search("\n".join(last_traceback(text)[-4:]))
+
+
+def _new_text(log: Path, old_sizes: Mapping[str, int]) -> str:
+    try:
+        with open(log, "rb") as file:
+            file.seek(old_sizes.get(log.name, 0))
+            return file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return ""  # the rank ended before it could open its log

@@ -1,0 +1,115 @@
+"""How ranks on other hosts are told to stop, how they are ended, and what their launcher says of how they ended."""
+
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+from launcher.supervision.failure_report import status_of
+from launcher.supervision.silence import Beat, read_beats
+from launcher.supervision.terminal import ConsoleFile
+from launcher.targets.hostfile import Slots, run_on
+from launcher.targets.slurm import Allocation
+
+END_PATIENCE_S = 20.0
+# "mpirun noticed that process rank 1 with PID 0 on node n2 exited on signal 9 (Killed)."
+_MPIRUN_WORDS = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
+# "srun: error: n2: task 1: Killed", "srun: error: n2: tasks 0,2-7: Exited with exit code 1"
+_SRUN_WORDS = re.compile(
+    r"^srun: error: \S+: tasks? ([\d,-]+): (?:Exited with exit code (\d+)|(.+?)(?: \(core.*)?)$", re.M
+)
+# From here on srun tells of tasks that it ends itself.
+_SRUN_ENDS = re.compile(r"^srun: (?:forcing job termination|Job step aborted)", re.M)
+# "pdsh@login: n2: ssh exited with exit code 247"
+_PDSH_WORDS = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)$", re.M)
+_SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
+
+
+class Reach(Protocol):
+    """The way from the launcher's process to the ranks below it."""
+
+    def stop(self, process: subprocess.Popen[bytes], logs: Path) -> None:
+        """Tell the ranks to save and stop; one that hears it is enough, for they agree by all-reduce."""
+
+    def end(self, process: subprocess.Popen[bytes], logs: Path) -> None:
+        """End every rank now."""
+
+    def statuses(self, log: str, beats: Mapping[int, Beat]) -> dict[int, int]:
+        """Rank -> how it ended, negative for a signal, as far as the launcher's log tells."""
+
+
+class ThroughLauncher:
+    """srun and mpirun pass SIGUSR1 on to all ranks, and end them on SIGTERM."""
+
+    def stop(self, process: subprocess.Popen[bytes], logs: Path) -> None:
+        process.send_signal(signal.SIGUSR1)
+
+    def end(self, process: subprocess.Popen[bytes], logs: Path) -> None:
+        # SIGKILL would end the launcher alone.
+        process.terminate()
+        deadline = time.monotonic() + END_PATIENCE_S
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def statuses(self, log: str, beats: Mapping[int, Beat]) -> dict[int, int]:
+        return {int(rank): -int(number) for rank, number in _MPIRUN_WORDS.findall(log)}
+
+
+class ThroughSrun(ThroughLauncher):
+    """srun, in an allocation whose nodes may be lost."""
+
+    def __init__(self, allocation: Allocation) -> None:
+        self.allocation = allocation
+
+    def statuses(self, log: str, beats: Mapping[int, Beat]) -> dict[int, int]:
+        told: dict[int, int] = {}
+        for ranks, code, words in _SRUN_WORDS.findall(_SRUN_ENDS.split(log)[0]):
+            status = int(code) if code else -_SIGNALS.get(words, 0)
+            for part in ranks.split(",") if status else ():
+                first, _, last = part.partition("-")
+                told |= dict.fromkeys(range(int(first), int(last or first) + 1), status)
+        return told
+
+
+class ThroughSsh:
+    """pdsh passes nothing on: each host is asked by ssh. Ranks are dealt out in the order of `slots`."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._hosts = list(slots)
+        self._host_of_rank = [host for host, gpus in slots.items() for _ in gpus]
+
+    def stop(self, process: subprocess.Popen[bytes], logs: Path) -> None:
+        alive = {rank: beat for rank, beat in sorted(read_beats(logs).items()) if beat.exit_code is None}
+        rank, beat = next(iter(alive.items()), (0, None))
+        if beat is not None:
+            run_on(self._host_of_rank[rank], f"kill -USR1 {beat.pid}")
+
+    def end(self, process: subprocess.Popen[bytes], logs: Path) -> None:
+        if process.poll() == 0:
+            return  # every launcher has seen its ranks end
+        # Known by the run's own console file are its ranks, and the launchers that have not started theirs yet. Not the
+        # `deepspeed` and pdsh above them, should this host be one of the file.
+        console = re.sub(r"[^\w/]", ".", str(ConsoleFile.path_in(logs)))
+        pattern = f"^[^ ]*python[^ ]* -u -m (deepspeed.launcher.launch|trainer.train) .*--console {console}"
+        with ThreadPoolExecutor(max_workers=64) as pool:
+            list(pool.map(lambda host: run_on(host, f"pkill -KILL -f '{pattern}'"), self._hosts))
+
+    def statuses(self, log: str, beats: Mapping[int, Beat]) -> dict[int, int]:
+        told: dict[int, int] = {}
+        for label, code in _PDSH_WORDS.findall(log):
+            ranks = [rank for rank, host in enumerate(self._host_of_rank) if _is_label(label, host)]
+            mute = [rank for rank in ranks if rank in beats and beats[rank].exit_code is None]
+            if mute and status_of(int(code)) < 0:
+                # A host's launcher tells of one rank, the first that ended, and so the first that fell silent.
+                told[min(mute, key=lambda rank: beats[rank].time)] = status_of(int(code))
+        return told
+
+
+def _is_label(label: str, host: str) -> bool:
+    """Whether pdsh means this host of the file: it leaves out the user, and a domain that all hosts have."""
+    name = host.rpartition("@")[2]
+    return label == name or name.startswith(label + ".")

@@ -1,0 +1,269 @@
+"""Starts the ranks of a run, passes signals on to them, and returns the exit code that the run deserves.
+
+Ranks of this machine are its own children (launcher/targets/local.py), and how they ended is what the kernel says.
+Below srun, mpirun and pdsh they are somebody else's: their heartbeats tell who ended by itself and how, the launcher's
+log tells of those that were killed, and the launcher's exit code 0 is believed if no heartbeat contradicts it.
+
+What DeepSpeed's launcher (0.19.8), which pdsh starts on every host, does by itself and why it is not left alone:
+- When a rank fails it gives the others 30 s each, one after the other. They get FAILURE_PATIENCE_S together.
+- It passes on the exit code of whichever failed rank it looks at first, 256 - N for signal N.
+"""
+
+import math
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from launcher.doctor.build_locks import build_waited_for, remove_stale_locks
+from launcher.supervision.failure_report import Death, Failure, log_sizes, tell_hang
+from launcher.supervision.kernel_oom import oom_kills
+from launcher.supervision.launcher_log import LauncherLog
+from launcher.supervision.processes import end_sessions, find_noted_ranks, is_alive, is_stopped, send, with_children
+from launcher.supervision.remote import Reach
+from launcher.supervision.silence import Silence, clear_beats, own_host, read_beats, read_hang
+from launcher.supervision.stop_signals import EXIT_PREEMPTED, PASSED_ON, STOPPED, exit_code_of, is_stopped_by_us
+from launcher.supervision.terminal import say
+from launcher.targets.local import Command
+from trainer.config import UserError
+from trainer.contract.launcher_process import keep_alive_file
+from trainer.contract.restart_note import EXIT_RESTART, RestartNote
+
+POLL_S = 0.1
+FAILURE_PATIENCE_S = 8.0
+REMINDER_S = 60.0
+LOCKS_EVERY_S = 10.0
+# `timeout` and some schedulers signal both the process and its group: what comes so close together was meant once.
+ONE_SIGNAL_S = 0.5
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, UserError.exit_code
+
+
+class Supervisor:
+    """One run of a command: its processes, the signals that came, and how each rank ended.
+
+    `reach` is the way to ranks that this process has not started itself, on this host or others.
+    """
+
+    def __init__(
+        self, command: Command, logs: Path, *, hang_timeout_minutes: float = 0.0, reach: Reach | None = None
+    ) -> None:
+        self.command = command
+        self.logs = logs
+        self.reach = reach
+        self.processes: list[subprocess.Popen[bytes]] = []
+        """Every rank; or with `reach` the launcher."""
+        self.ranks: dict[int, psutil.Process] = {}
+        """Those of this host, as far as they are known."""
+        self.deaths: dict[int, Death] = {}
+        self.signals: list[int] = []
+        self._silence = Silence(logs, hang_timeout_minutes * 60.0)
+        self._signalled_at = -ONE_SIGNAL_S
+        self._failed_at: float | None = None
+        self._stop_sent_at: float | None = None
+        self._reminded_at = 0.0
+        self._looked_at = 0.0
+        self._locks_due_at = 0.0
+        self._has_failed = False
+        self._has_told_wait = False
+        self._trains = False
+        self._is_silent = False
+        self._cut_short = False
+
+    def run(self) -> int:
+        """Start, wait, and leave nothing behind; returns 0 done, 1 failed, 2 usage, 75 preempted, 128 + signal."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        clear_beats(self.logs)
+        self.old_sizes = log_sizes(self.logs)
+        self._oom_kills = oom_kills()
+        ended = threading.Event()
+        before = {number: signal.signal(number, self._note) for number in PASSED_ON}
+        try:
+            with open(self.logs / "launcher.log", "ab") as log:
+                log.write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} {self.command.shell()}\n".encode())
+                log.flush()
+                self.log = LauncherLog(self.logs / "launcher.log")
+                self.processes = self.command.start(log, log)
+            if self.reach is None:
+                self.ranks = {rank: psutil.Process(process.pid) for rank, process in enumerate(self.processes)}
+            else:
+                threading.Thread(target=keep_alive_file, args=(self.logs, ended), daemon=True).start()
+            try:
+                self._watch()
+            finally:
+                if self.reach is not None:
+                    self.reach.end(self.processes[0], self.logs)
+                end_sessions([process.pid for process in self.processes])
+            self._note_deaths()
+            return self._verdict([process.wait() for process in self.processes])
+        finally:
+            ended.set()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # Only remembered here: a handler may interrupt anything.
+        now = time.monotonic()
+        if now - self._signalled_at >= ONE_SIGNAL_S:
+            self.signals.append(number)
+        self._signalled_at = now
+
+    def _watch(self) -> None:
+        while any(process.poll() is None for process in self.processes):
+            self._look_around()
+            self._note_deaths()
+            self._cut_short = bool(self.signals) and self._stop()
+            if self._cut_short or self._is_silent:
+                return
+            self._end_after_failure()
+            time.sleep(POLL_S)
+
+    def _note_deaths(self) -> None:
+        """Ranks that have ended since the last look: with their exit status where this process is their parent."""
+        for rank, process in self.ranks.items():
+            if rank in self.deaths:
+                continue
+            if self.reach is not None:
+                if not is_alive(process):
+                    self.deaths[rank] = Death(time.monotonic())
+            elif (status := self.processes[rank].poll()) is not None:
+                tidied_up = status == -signal.SIGKILL and (self._cut_short or self._gave_up())
+                self.deaths[rank] = Death(time.monotonic(), status, tidied_up=tidied_up)
+
+    def _look_around(self) -> None:
+        """Once a second what is dear: the heartbeats, and what the launcher below has written."""
+        now = time.monotonic()
+        if now - self._looked_at < 1.0:
+            return
+        self._looked_at = now
+        beats = read_beats(self.logs)
+        self._trains = any(beat.step for beat in beats.values())
+        if self.reach is not None:
+            self.ranks = find_noted_ranks(beats.values()) | self.ranks
+            self._has_failed = self._has_failed or self.log.tells_of_failure()
+        waiting = [beat for beat in beats.values() if beat.waits_for_build]
+        if waiting and not self._has_told_wait:
+            self._has_told_wait = True
+            whom = build_waited_for() if waiting[0].host == own_host() else "the build of an operator there"
+            say(f"rank {waiting[0].rank} on {waiting[0].host} waits for {whom}")
+        if now > self._locks_due_at:
+            # Another run may be killed while it builds what this one waits for, but only before the first step.
+            self._locks_due_at = math.inf if self._trains else now + LOCKS_EVERY_S
+            remove_stale_locks()
+        self._is_silent = self._silence.is_complete()
+        if read_hang(self.logs) is not None:
+            # A rank that was halted must run to write its stack and end.
+            send((process for process in self.ranks.values() if is_stopped(process)), signal.SIGCONT)
+
+    def _stop(self) -> bool:
+        """Pass the first signal on to every rank; True when the time for a clean end is over."""
+        # After SIGUSR1 a scheduler's SIGTERM is no more than a reminder.
+        if len(self.signals) > 1 and (self.signals[0] != signal.SIGUSR1 or signal.SIGINT in self.signals[1:]):
+            say("stopping at once: what was not saved yet is lost" if self._trains else "stopping at once")
+            return True
+        now = time.monotonic()
+        if self._stop_sent_at is None:
+            first = signal.Signals(self.signals[0])
+            self._trains = any(beat.step for beat in read_beats(self.logs).values())
+            again = "Ctrl-C" if first == signal.SIGUSR1 else "once more"
+            doing = "saving a checkpoint, then stopping" if self._trains else "stopping, before the first step"
+            say(f"{first.name}: {doing}; {again} stops at once")
+            self._send_stop(signal.SIGTERM if first == signal.SIGHUP else first)
+            self._stop_sent_at = self._reminded_at = now
+        elif not self._trains and now - self._stop_sent_at > FAILURE_PATIENCE_S:
+            # One that waits for the others in native code does not hear the signal, and there is nothing to save.
+            self._trains = any(beat.step for beat in read_beats(self.logs).values())
+            return not self._trains
+        elif now - self._reminded_at > REMINDER_S:
+            say("still saving; Ctrl-C stops at once")
+            self._reminded_at = now
+        return False
+
+    def _send_stop(self, number: signal.Signals) -> None:
+        """To the ranks of this host; to others by the way that is known, and one of them is enough to stop all."""
+        if self.reach is not None:
+            self.reach.stop(self.processes[0], self.logs)
+        else:
+            send(self.ranks.values(), number)
+
+    def _end_after_failure(self) -> None:
+        """Once a rank has failed the others wait for it in vain: end them soon, all together."""
+        if self._failed_at is None:
+            if not self.signals and self._has_failure():
+                self._failed_at = time.monotonic()
+        elif self._gave_up():
+            send(with_children(process for process in self.ranks.values() if is_alive(process)), signal.SIGKILL)
+            if self.reach is not None:
+                self.reach.end(self.processes[0], self.logs)
+
+    def _gave_up(self) -> bool:
+        return self._failed_at is not None and time.monotonic() - self._failed_at > FAILURE_PATIENCE_S
+
+    def _has_failure(self) -> bool:
+        return self._has_failed or any(death.status not in (None, 0, *STOPPED) for death in self.deaths.values())
+
+    def _verdict(self, codes: list[int]) -> int:
+        if self._all_succeeded(codes):
+            return EXIT_OK
+        hang = read_hang(self.logs)
+        if hang is None and self._is_silent:
+            hang = {"ranks": [0], "text": "no rank gives a sign of life any more: all are stopped, or the host is"}
+        if hang is not None:
+            tell_hang(self.logs, self.old_sizes, hang)
+            return EXIT_FAILED
+        failed = [code for code in codes if not is_stopped_by_us(code) and code != 0]
+        if self.signals and (not failed or self._cut_short or not self._trains):
+            preempted = signal.SIGUSR1 in self.signals
+            return EXIT_PREEMPTED if preempted else 128 + self.signals[-1 if self._cut_short else 0]
+        stopped = [code for code in codes if code in STOPPED]
+        if stopped and not failed:
+            return stopped[0]  # somebody else signalled the ranks, and they have saved
+        return self._failed(self._code_of(failed))
+
+    def _code_of(self, failed: list[int]) -> int:
+        """The exit code of the whole: that of a mistake of the user where a rank has found one, else of the first."""
+        if EXIT_USAGE in failed:
+            return EXIT_USAGE
+        return exit_code_of(failed[0]) if failed else 0
+
+    def _failed(self, code: int) -> int:
+        """Tell why; 2 for a mistake of the user, 128 + signal where one ended the rank to blame, else 1.
+
+        Ranks that ran out of memory and ask for a restart are the caller's business: 77, and nothing told.
+        """
+        if RestartNote.is_left(self.logs):
+            return EXIT_RESTART
+        if self.reach is not None:
+            failed = self._fallen_elsewhere(self.reach)
+        else:
+            failed = {rank: death for rank, death in self.deaths.items() if death.status != 0}
+        struck = None if self._oom_kills is None else (oom_kills() or 0) > self._oom_kills
+        status = Failure(self.logs, self.old_sizes, failed, code, struck).tell()
+        if code == EXIT_USAGE:
+            return EXIT_USAGE
+        return 128 - status if status < 0 else EXIT_FAILED
+
+    def _fallen_elsewhere(self, reach: Reach) -> dict[int, Death]:
+        """Ranks whose heartbeats tell of no success; one that was killed falls silent before the others do.
+
+        How one ended that could not say it itself stands in the launcher's log.
+        """
+        now, to_monotonic = time.monotonic(), time.monotonic() - time.time()
+        beats = read_beats(self.logs)
+        told = reach.statuses(self.log.text(), beats)
+        fallen: dict[int, Death] = {}
+        for rank, beat in beats.items():
+            if beat.exit_code != 0:
+                death = self.deaths.get(rank, Death(beat.time + to_monotonic))
+                status = told.get(rank) if beat.exit_code is None else beat.exit_code
+                # Nobody knows of its end, but of another's: it was ended here, at last.
+                fallen[rank] = Death(now if told and status is None else death.when, status)
+        return fallen
+
+    def _all_succeeded(self, codes: list[int]) -> bool:
+        if any(codes):
+            return False
+        return self.reach is None or all(beat.exit_code == 0 for beat in read_beats(self.logs).values())

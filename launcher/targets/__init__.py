@@ -1,0 +1,1 @@
+"""Where ranks are started: this machine, hosts of a file, SLURM, MPI."""

@@ -1,0 +1,213 @@
+"""From a machine and a configuration to the command that starts one process per GPU.
+
+On this machine each rank is started directly, with the variables that DeepSpeed's launcher would set: its exit status
+is then known, and the seconds that the launcher's two processes take to import are saved. `deepspeed --module
+trainer.train` does the same and stays supported; a dry run prints it.
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from trainer.config import UserError
+
+CPU_RANKS = 2
+# Where DeepSpeed looks for a hostfile of its own accord: some images have one, and "this machine" would become many.
+IMPLICIT_HOSTFILE = Path("/job/hostfile")
+# Left over from an outer job, these would make every process below us look like a rank.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line, what it changes in the environment, and how many ranks come of it."""
+
+    argv: tuple[str, ...]
+    ranks: int
+    set_variables: Mapping[str, str]
+    unset_variables: tuple[str, ...]
+    of_each_rank: tuple[Mapping[str, str], ...] = ()
+    """Where `argv` is one rank: the variables that it gets when it is started as rank 0, 1 and so on."""
+    by_hand: tuple[str, ...] = ()
+    """Where `argv` is one rank: a command that starts all of them."""
+
+    def shell(self) -> str:
+        """One line that does the same when pasted into a shell."""
+        unset = [f"-u{name}" for name in self.unset_variables if name in os.environ]
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.set_variables.items()]
+        return " ".join((["env", *unset] if unset else []) + [*variables, shlex.join(self.by_hand or self.argv)])
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment with the changes made."""
+        kept = {name: value for name, value in os.environ.items() if name not in self.unset_variables}
+        return kept | dict(self.set_variables)
+
+    def start(self, stdout: int | IO[bytes], stderr: int | IO[bytes]) -> list[subprocess.Popen[bytes]]:
+        """The process of every rank on this machine, or that of the launcher which starts them elsewhere.
+
+        Each leads a session of its own, where the terminal's Ctrl-C does not reach it.
+        """
+        started: list[subprocess.Popen[bytes]] = []
+        try:
+            for variables in self.of_each_rank or ({},):
+                started.append(
+                    subprocess.Popen(
+                        self.argv
+                        if self.of_each_rank
+                        else [sys.executable, "-m", "launcher.supervision.tied", *self.argv],
+                        env=self.environment() | dict(variables),
+                        stdin=subprocess.DEVNULL,
+                        stdout=stdout,
+                        stderr=stderr,
+                        start_new_session=True,
+                    )
+                )
+        except OSError:
+            for process in started:
+                process.kill()
+                process.wait()
+            raise
+        return started
+
+
+def local_command(
+    arguments: Sequence[str], *, gpus: Sequence[int], num_gpus: int | None, port: int, module: str = "trainer.train"
+) -> Command:
+    """The command that runs `module` with `arguments` on this machine: a rank per GPU, or CPU ranks if `gpus` is empty.
+
+    `gpus` are the numbers of the GPUs that may be used; `num_gpus` takes the first so many of them, or that many CPU
+    ranks. Raises UserError if `num_gpus` is more than there are, or more CPU ranks than cores.
+    """
+    if num_gpus is not None and num_gpus < 1:
+        raise UserError(f"--num-gpus {num_gpus}: must be 1 or more")
+    if gpus and num_gpus is not None and num_gpus > len(gpus):
+        raise UserError(f"--num-gpus {num_gpus}: this machine offers {len(gpus)}; leave it out to use all")
+    cores = len(os.sched_getaffinity(0))
+    if not gpus and num_gpus is not None and num_gpus > max(cores, CPU_RANKS):
+        raise UserError(
+            f"--num-gpus {num_gpus}: there is no GPU, and this process may use {cores} cores; a rank needs one: use "
+            f"--num-gpus {max(cores, CPU_RANKS)} or fewer"
+        )
+    numbers = list(gpus)[:num_gpus] if gpus else list(range(num_gpus or CPU_RANKS))
+    by_hand = [_deepspeed_executable()]
+    if IMPLICIT_HOSTFILE.is_file():
+        by_hand.append("--hostfile=/dev/null")
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(len(numbers)))
+    set_variables: dict[str, str] = {}
+    if gpus:
+        # Not `--num_gpus`: with that one DeepSpeed takes GPUs 0 to N-1, whatever CUDA_VISIBLE_DEVICES says.
+        by_hand.append("--include=localhost:" + ",".join(map(str, numbers)))
+        shared["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, numbers))
+    else:
+        # DeepSpeed's CPU "devices" are the memory nodes, one on most machines; only this option starts more ranks.
+        by_hand.append(f"--num_gpus={len(numbers)}")
+        set_variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    by_hand += [f"--master_port={port}", "--module", module, *arguments]
+    return Command(
+        (sys.executable, "-u", "-m", module, *arguments),
+        len(numbers),
+        set_variables,
+        # `--include` counts the GPUs of the machine, whatever is visible.
+        (*RANK_VARIABLES, "CUDA_VISIBLE_DEVICES"),
+        tuple(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(len(numbers))),
+        tuple(by_hand),
+    )
+
+
+def hostfile_command(
+    arguments: Sequence[str],
+    *,
+    hostfile: Path,
+    slots: Mapping[str, Sequence[int]],
+    address: str | None,
+    port: int,
+    environment_file: Path,
+    module: str = "trainer.train",
+) -> Command:
+    """The command that runs `module` with `arguments` on every slot of every host, by DeepSpeed's launcher over pdsh.
+
+    `environment_file` holds the variables that ranks elsewhere get. Raises UserError without pdsh.
+    """
+    if shutil.which("pdsh") is None:
+        raise UserError("--launcher hostfile: no pdsh here; install it (apt install pdsh), or use mpi or slurm")
+    ranks = sum(len(gpus) for gpus in slots.values())
+    argv = [_deepspeed_executable(), f"--hostfile={hostfile}"]
+    argv.append("--include=" + "@".join(f"{host}:{','.join(map(str, gpus))}" for host, gpus in slots.items()))
+    # With one host in the file DeepSpeed would start the ranks here, whichever host that is.
+    argv += ["--force_multi", "--launcher=pdsh", f"--master_port={port}"]
+    argv += [f"--master_addr={address}"] if address else []
+    argv += ["--module", module, *arguments, f"--world-size={ranks}"]
+    variables = {"DS_ENV_FILE": str(environment_file.absolute())}
+    return Command(tuple(argv), ranks, variables, (*RANK_VARIABLES, "CUDA_VISIBLE_DEVICES"))
+
+
+def visible_gpus() -> list[int]:
+    """Numbers of this machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows, found without importing torch.
+
+    Raises UserError for a CUDA_VISIBLE_DEVICES that names what is not there.
+    """
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return []
+    identifiers = _installed_gpus()
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not identifiers or allowed is None:
+        return list(range(len(identifiers)))
+    return select_gpus(identifiers, allowed)
+
+
+def select_gpus(identifiers: Sequence[str], allowed: str) -> list[int]:
+    """Positions in `identifiers` (UUIDs in the driver's order) that a CUDA_VISIBLE_DEVICES value names.
+
+    CUDA's rules: numbers or beginnings of UUIDs; the list ends at the first -1. Raises UserError for anything else.
+    """
+    chosen: list[int] = []
+    for word in (word.strip() for word in allowed.split(",")):
+        if word in ("", "-1", "NoDevFiles"):
+            break
+        if word.startswith("MIG"):
+            raise UserError(
+                f"CUDA_VISIBLE_DEVICES={allowed}: deepspeed cannot start on a slice of a GPU; "
+                "use `torchrun --nproc-per-node 1 -m trainer.train CONFIG`"
+            )
+        if word.isdigit():
+            matches = [int(word)] if int(word) < len(identifiers) else []
+        else:
+            matches = [index for index, identifier in enumerate(identifiers) if identifier.startswith(word)]
+        if len(matches) != 1:
+            raise UserError(
+                f"CUDA_VISIBLE_DEVICES={allowed}: {word} is not one of this machine's {len(identifiers)} GPUs; "
+                "`nvidia-smi -L` lists them"
+            )
+        if matches[0] in chosen:
+            raise UserError(f"CUDA_VISIBLE_DEVICES={allowed}: {word} is named twice; keep one")
+        chosen += matches
+    return chosen
+
+
+def _installed_gpus() -> list[str]:
+    """UUIDs of the GPUs, or names of their device files where nvidia-smi is not installed."""
+    if shutil.which("nvidia-smi"):
+        try:
+            listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise UserError(f"nvidia-smi -L: {error}; the driver does not answer, or set DS_ACCELERATOR=cpu") from None
+        # "GPU 0: NVIDIA H200 (UUID: GPU-4c1d...)", with an indented line for each MIG slice below it.
+        gpus = [line for line in listing.stdout.splitlines() if line.startswith("GPU ")]
+        return [line.rpartition("UUID: ")[2].rstrip(") ") for line in gpus]
+    return sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _deepspeed_executable() -> str:
+    """The `deepspeed` of this Python: by name where the shell would find the same one, else by its path."""
+    beside = Path(sys.executable).parent / "deepspeed"
+    if not beside.is_file():
+        return "deepspeed"
+    found = shutil.which("deepspeed")
+    return "deepspeed" if found and Path(found).samefile(beside) else str(beside)

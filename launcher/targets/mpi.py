@@ -1,0 +1,55 @@
+"""The `mpirun` command of Open MPI, MPICH or Intel MPI that starts one process per GPU."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from launcher.targets.environment import exported_variables
+from launcher.targets.local import RANK_VARIABLES, Command
+from trainer.config import UserError
+
+
+def mpirun_command(
+    arguments: Sequence[str],
+    slots: Mapping[str, Sequence[int]],
+    *,
+    address: str | None = None,
+    port: int | None = None,
+    module: str = "trainer.train",
+) -> Command:
+    """The command that runs `module` with `arguments`, a rank for each slot of each host.
+
+    mpirun deals out as many ranks as a host has slots; which GPUs they take is the first so many. Raises UserError for
+    other GPUs, and without mpirun.
+    """
+    for host, gpus in slots.items():
+        if list(gpus) != list(range(len(gpus))):
+            raise UserError(
+                f"--launcher mpi: ranks on {host} take GPUs from 0 up; choose others by CUDA_VISIBLE_DEVICES"
+            )
+    ranks = sum(len(gpus) for gpus in slots.values())
+    variables: dict[str, str] = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    if address is not None and port is not None:
+        # Without these the ranks find each other through mpi4py.
+        variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    program = [sys.executable, "-u", "-m", module, *arguments, f"--world-size={ranks}"]
+    exported = [*exported_variables(os.environ | variables), "PATH"]
+    exported += [name for name in ("LD_LIBRARY_PATH", "PYTHONPATH", "MASTER_ADDR", "MASTER_PORT") if name in variables]
+    hosts = ",".join(f"{host}:{len(gpus)}" for host, gpus in slots.items())
+    if _is_open_mpi():
+        # Bound to a core each, as is its default for few ranks, all threads of a rank would share one.
+        argv = ["mpirun", "-np", str(ranks), "--host", hosts, "--bind-to", "none"]
+        for name in dict.fromkeys(exported):
+            argv += ["-x", name]
+    else:
+        argv = ["mpirun", "-n", str(ranks), "-hosts", hosts, "-genvlist", ",".join(dict.fromkeys(exported))]
+    return Command((*argv, *program), ranks, variables, RANK_VARIABLES)
+
+
+def _is_open_mpi() -> bool:
+    if shutil.which("mpirun") is None:
+        raise UserError("--launcher mpi: no mpirun here; install Open MPI or MPICH, or load its module")
+    shown = subprocess.run(["mpirun", "--version"], capture_output=True, text=True)
+    return "Open MPI" in shown.stdout + shown.stderr or "OpenRTE" in shown.stdout + shown.stderr

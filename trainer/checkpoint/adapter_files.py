@@ -1,0 +1,46 @@
+"""The files of a finished adapter: their checksums in run.json, and what is wrong with those that are found."""
+
+import json
+from pathlib import Path
+
+from trainer.checkpoint.checkpoint_files import checksum, damage_of_file, damage_of_safetensors
+from trainer.contract.whole_files import write_json
+
+WEIGHTS, SETTINGS, RECORD = "adapter_model.safetensors", "adapter_config.json", "run.json"
+
+
+def record_checksums(run_dir: Path) -> None:
+    """Add the checksums of the result's weights to run.json, by which they are known again."""
+    path = run_dir / RECORD
+    record = json.loads(path.read_text(encoding="utf-8"))
+    record["checksums"] = {file.name: checksum(file) for file in sorted(run_dir.glob("*.safetensors"))}
+    write_json(path, record)
+
+
+def damage_of_adapter(folder: Path) -> str | None:
+    """What is wrong with the adapter in a folder, its file named: missing, pickled, cut, or not as it was written.
+
+    Whether it is as it was written is known of runs and checkpoints that kept checksums.
+    """
+    try:
+        problem = damage_of_safetensors(folder / WEIGHTS) or damage_of_file(folder, WEIGHTS)
+        kept = _recorded(folder).get(WEIGHTS)
+        if problem is None and kept is not None and checksum(folder / WEIGHTS) != kept:
+            problem = f"is damaged: its checksum is not that of {RECORD}"
+        json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        return f"no {Path(error.filename).name}; only safetensors are loaded"
+    except ValueError:
+        return f"{SETTINGS} is not JSON; take it from a checkpoint, or from where the adapter came from"
+    except OSError as error:
+        return f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"
+    return f"{WEIGHTS} {problem}; take it from a checkpoint, or from where the adapter came from" if problem else None
+
+
+def _recorded(run_dir: Path) -> dict[str, str]:
+    """What `record_checksums` has kept; nothing for a checkpoint, or a run from before there were any."""
+    try:
+        sums: dict[str, str] = json.loads((run_dir / RECORD).read_text(encoding="utf-8")).get("checksums", {})
+    except (OSError, ValueError):
+        return {}
+    return sums

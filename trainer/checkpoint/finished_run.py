@@ -1,0 +1,171 @@
+"""A run as training left it: its configuration, tokenizer and adapter, found again from the run's folder."""
+
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from trainer.checkpoint.adapter_files import damage_of_adapter
+from trainer.checkpoint.checkpoint_files import whole_checkpoints
+from trainer.config import RunConfig, UserError
+from trainer.data.chat import chat_template_of
+from trainer.engine.deepspeed_engine import DTYPES, resolve_precision
+from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
+from trainer.patches.packed_attention import choose_attention
+from trainer.ranks.group import set_seed
+
+CONFIG = "training_config.json"
+CHECKPOINT = re.compile(r"(abandoned-(\d+-)?)?checkpoint-\d+")
+ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """`folder` holds the adapter: `run_dir` itself, or a checkpoint in it."""
+
+    folder: Path
+    run_dir: Path
+    config: RunConfig
+
+
+def find_run(folder: Path, base_model: str | None = None, *, needs_base: bool = True) -> FinishedRun:
+    """The run whose output folder, or checkpoint, `folder` is; `base_model` stands in for the base it was trained on.
+
+    Raises UserError if it is no such folder, holds no adapter, its configuration cannot be read, or, with `needs_base`,
+    the base model was in a folder that is gone.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; name the output_dir of a run, or a checkpoint-N in it")
+    run_dir = folder.resolve().parent if CHECKPOINT.fullmatch(folder.resolve().name) else folder
+    if not (run_dir / CONFIG).is_file():
+        raise UserError(f"{folder}: not the folder of a run, for it has no {CONFIG}; name the output_dir of a run")
+    config = _read_config(run_dir / CONFIG)
+    if config.adapter == "none":
+        raise UserError(
+            f"{folder}: trained with adapter: none, so there is no adapter; the folder holds the whole model, for "
+            "AutoModelForCausalLM.from_pretrained, vLLM or `hf upload`"
+        )
+    missing = [name for name in ADAPTER if not (folder / name).is_file()]
+    if missing:
+        whole = whole_checkpoints(run_dir)
+        way_out = f"name its newest checkpoint, {whole[-1]}" if whole else "train it first"
+        raise UserError(f"{folder}: has no {missing[0]}, the run did not come to its end; {way_out}")
+    _check_adapter(folder, run_dir)
+    if base_model is not None:
+        # A revision belongs to the repository that the configuration names.
+        section = config.model.model_copy(update={"revision": None})
+        config = config.model_copy(update={"base_model": base_model, "model": section})
+    is_path = config.base_model.startswith(("/", ".", "~"))
+    if needs_base and is_path and not Path(config.base_model).is_dir():
+        raise UserError(
+            f"base_model={config.base_model}: the folder of the base model is gone; --base-model says where it is now"
+        )
+    return FinishedRun(folder, run_dir, config)
+
+
+def _check_adapter(folder: Path, run_dir: Path) -> None:
+    """Raise UserError, naming the file, if the adapter is not what training wrote."""
+    if problem := damage_of_adapter(folder):
+        whole = [path for path in whole_checkpoints(run_dir) if path.resolve() != folder.resolve()]
+        newest = f"; its newest checkpoint is {whole[-1]}" if whole else ""
+        raise UserError(f"{folder}: {problem}{newest}")
+
+
+def _read_config(path: Path) -> RunConfig:
+    try:
+        return RunConfig.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); name the folder of another run") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise UserError(f"{path}: {where}: {first['msg']}; it may be of another version of zerolora") from None
+
+
+def saved_tokenizer(run: FinishedRun) -> Any:
+    """The tokenizer saved beside the adapter, with the chat template that the run was trained with."""
+    section = run.config.model.model_copy(
+        update={"tokenizer": str(run.folder), "revision": None, "added_tokens": (), "pad_token": None}
+    )
+    tokenizer = load_tokenizer(str(run.folder), section)
+    if run.config.dataset.chat_template is not None:
+        tokenizer.chat_template = chat_template_of(tokenizer, run.config.dataset.chat_template)
+    return tokenizer
+
+
+def run_device() -> torch.device:
+    """The first GPU, or the CPU where there is none."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def load_trained(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
+    """The PEFT model as it was at the end of training: the run's precision, and its 4-bit base if it had one.
+
+    Raises UserError if the base model is not there or the adapter does not fit it.
+    """
+    config = run.config
+    dtype = DTYPES[resolve_precision(config.training.precision, device)]
+    base = load_base_model(
+        config.base_model,
+        config.model,
+        dtype=dtype,
+        device=device,
+        attention=choose_attention(config.model, device, dtype),
+        quantization=config.quantization if config.adapter == "qlora" else None,
+    )
+    return put_adapter(base, tokenizer, run)
+
+
+def put_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: bool = False) -> Any:
+    """Grow the embedding of `base` for added tokens and put the run's adapter onto it, ready for inference.
+
+    The adapter takes the number format it was trained in, or 32 bits whatever that of the base.
+    """
+    from peft import PeftModel
+
+    set_seed(run.config.seed)  # rows for added tokens are drawn: everything made of one run has the same
+    match_vocabulary(base, tokenizer)
+    try:
+        model = PeftModel.from_pretrained(base, str(run.folder), autocast_adapter_dtype=in_32_bits)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UserError(
+            f"{run.folder}: its adapter does not fit base_model={run.config.base_model}: {_first_line(error)}"
+        ) from None
+    return model.eval()
+
+
+def exit_code_of(command: Callable[[], None], *expected: type[Exception]) -> int:
+    """0; 2 after one line on stderr for a mistake of the user, 1 after one line for a failure that is `expected`."""
+    try:
+        command()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except expected as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def quiet_libraries() -> None:
+    """Leave the console to the command's own lines: no load bars, no notices of missing accelerations."""
+    import transformers
+
+    for module in ("transformers", "peft"):
+        warnings.filterwarnings("ignore", module=rf"{module}\.")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    for name in ("bitsandbytes", "datasets", "peft"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return "; ".join(lines[:2])

@@ -1,0 +1,204 @@
+"""What a run was (its resolved configuration, versions, commit, command), and which files of its folder are its own.
+
+training_config.json, run.json   the record
+written.txt                      names in the folder that zerolora wrote there, one a line; only these are ever deleted
+"""
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from itertools import count
+from pathlib import Path
+
+from trainer.config import RunConfig, UserError
+from trainer.contract.folder_lock import LOCK_FILE
+from trainer.contract.versions import package_versions
+from trainer.contract.whole_files import sync_folder, write_json, write_whole
+
+CONFIG, RUN, WRITTEN = "training_config.json", "run.json", "written.txt"
+LOGS = "logs"
+RESULT = ".writing-result"
+OF_EVERY_RUN = (
+    *(CONFIG, RUN, WRITTEN, RESULT, "initial_adapter", "metrics.jsonl", "tensorboard", "wandb", "wandb-id.txt"),
+    *("metrics.later.jsonl", "abandoned-metrics.jsonl"),
+    *("plots", "report.html", "profile", "scu_config.json", "scu_metrics.json", "scu_history.json"),
+)
+# A checkpoint that was set aside has the name that is listed after this.
+ABANDONED = re.compile(r"^abandoned-(?:\d+-)?(?=checkpoint-)")
+# What lies in folders that nobody has put anything into: logs of an attempt that never trained, a disk's own, git's.
+OF_NOBODY = re.compile(r"logs|lost\+found|\.nfs.*|\.gitignore|\.gitkeep")
+
+
+def write_run_record(run_dir: Path, config: RunConfig, world_size: int, device: str) -> None:
+    """Write training_config.json (what `zerolora train` can be given again) and run.json (what it ran on)."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not (run_dir / CONFIG).exists() and not any(map(_is_checkpoint, files_in(run_dir))):
+        (run_dir / WRITTEN).touch()  # what an older version wrote has no list, and half a one would pass for the whole
+    note_written(run_dir, OF_EVERY_RUN)
+    resolved = config.model_dump_json(indent=1)
+    write_whole(run_dir / CONFIG, resolved)
+    record = {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "world_size": world_size,
+        "device": device,
+        "device_name": _device_name(device),
+        "python": platform.python_version(),
+        "packages": package_versions(),
+        "commit": commit(),
+        "config_sha256": hashlib.sha256(resolved.encode()).hexdigest(),
+    }
+    write_json(run_dir / RUN, record)
+
+
+def note_written(run_dir: Path, names: Iterable[str]) -> None:
+    """Add names that are about to be written to the run's list; one that is there already is the user's.
+
+    Nothing for a folder without a list: that of an older version, or of no run.
+    """
+    listed = written_names(run_dir)
+    if listed is None:
+        return
+    new = [name for name in names if name not in listed and not (name != WRITTEN and os.path.lexists(run_dir / name))]
+    if new:
+        # Added to, never rewritten: a merge may add its name while the run adds a checkpoint's.
+        with (run_dir / WRITTEN).open("a", encoding="utf-8") as file:
+            file.write("".join(f"{name}\n" for name in new))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def written_names(run_dir: Path) -> set[str] | None:
+    """The names on the run's list; None if it has none. A last line that was cut short is left out."""
+    try:
+        text = (run_dir / WRITTEN).read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return {name for name in text.split("\n")[:-1] if name and Path(name).name == name and name != LOGS}
+
+
+def files_in(run_dir: Path) -> list[Path]:
+    """What lies in the folder other than logs, sorted; nothing if it is not there."""
+    if not run_dir.is_dir():
+        return []
+    return sorted(path for path in run_dir.iterdir() if not OF_NOBODY.fullmatch(path.name))
+
+
+def holds_run(run_dir: Path) -> bool:
+    """Whether a run wrote what is in the folder: it has the record, or holds only listed names and checkpoints."""
+    if (run_dir / CONFIG).is_file() and (run_dir / RUN).is_file():
+        return True
+    listed, found = written_names(run_dir) or set(), files_in(run_dir)
+    return bool(found) and all(ABANDONED.sub("", path.name) in listed or _is_checkpoint(path) for path in found)
+
+
+def make_way(run_dir: Path, overwrite: bool | str) -> str | None:
+    """Clear the folder of the earlier run that it holds; what was done, in a line, or None if there was nothing.
+
+    `overwrite` true moves it aside with all that lies beside it, `delete` deletes what is on its list.
+    """
+    if not overwrite or not files_in(run_dir):
+        return None
+    assert holds_run(run_dir), f"{run_dir}: holds no run, and passed the check of the output folder"
+    try:
+        if overwrite == "delete" and written_names(run_dir) is not None:
+            _delete_written(run_dir)
+            return None
+        aside = _move_aside(run_dir)
+    except OSError as error:
+        setting = f"output.overwrite={str(overwrite).lower()}"
+        raise UserError(f"{setting}: {error}; what is left of the earlier run is as it was") from None
+    unlisted = " (it has no list of its files, so nothing was deleted)" if overwrite == "delete" else ""
+    return f"the earlier run is now {aside}{unlisted}"
+
+
+def _move_aside(run_dir: Path) -> Path:
+    """Rename everything but the logs into the first free of run_dir.1, run_dir.2 ...; the logs, in use, are copied."""
+    folder = run_dir.resolve()
+    for number in count(1):
+        aside = folder.with_name(f"{folder.name}.{number}")
+        try:
+            aside.mkdir()
+            break
+        except FileExistsError:
+            continue
+    if (folder / LOGS).is_dir():
+        shutil.copytree(folder / LOGS, aside / LOGS, ignore=shutil.ignore_patterns(f"{LOCK_FILE}*"), symlinks=True)
+    for path in _record_last(files_in(folder)):
+        os.rename(path, aside / path.name)
+    sync_folder(aside)
+    sync_folder(folder)
+    return run_dir.with_name(aside.name)
+
+
+def _delete_written(run_dir: Path) -> None:
+    """Delete what is on the run's list; whatever else is in the folder stays."""
+    listed = written_names(run_dir) or set()
+    for path in _record_last(files_in(run_dir)):
+        if ABANDONED.sub("", path.name) not in listed:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    sync_folder(run_dir)
+
+
+def _record_last(paths: Iterable[Path]) -> list[Path]:
+    """So that a folder that was cleared in part still says what it holds."""
+    return sorted(paths, key=lambda path: path.name in (CONFIG, RUN, WRITTEN))
+
+
+def place_result(run_dir: Path) -> None:
+    """Move what training ends with (adapter or model, tokenizer) from RESULT to where it belongs, file by file.
+
+    A README.md of the user's stays in place of ours; another file of the user's that has the name of one is renamed.
+    """
+    result, listed = run_dir / RESULT, written_names(run_dir)
+    entries = sorted(result.iterdir())
+    for path in entries:
+        target = run_dir / path.name
+        if listed is not None and path.name not in listed and os.path.lexists(target):
+            if path.name == "README.md":
+                continue
+            os.rename(target, _free_name(target))
+        note_written(run_dir, [path.name])
+        if path.is_dir() and target.is_dir():
+            shutil.rmtree(target)
+        os.replace(path, target)
+    shutil.rmtree(result)
+    sync_folder(run_dir)
+
+
+def _free_name(path: Path) -> Path:
+    names = (path.with_name(f"{path.name}.{number}") for number in count(1))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return bool(re.fullmatch(r"checkpoint-\d+", path.name)) and (path / "state.json").is_file()
+
+
+def _device_name(device: str) -> str:
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name()
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """The commit of the checkout, marked when files differ from it."""
+    folder = Path(__file__).parents[2]
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True)
+        dirty = subprocess.run(["git", "status", "--porcelain"], cwd=folder, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None  # installed without a checkout
+    return head.stdout.strip() + ("-dirty" if dirty.stdout.strip() else "")

@@ -1,0 +1,238 @@
+"""What `zerolora doctor` needs torch for on one machine: toolchain, cards, operators, model, data, memory estimate.
+
+`python -m trainer.commands.doctor.probe [CONFIG] [key=value ...] [--ranks N]` prints one line of JSON after MARK:
+`checks` (name, state, found, fix) and `need` (bytes per rank and on the disk).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlparse
+
+import torch
+
+from trainer.config import AUTO, RunConfig, UserError, load_config
+from trainer.model.published_shapes import is_random
+
+MARK = "zerolora-doctor: "
+HUB = "https://huggingface.co"
+HUB_PATIENCE_S = 5.0
+COMPILER_PATIENCE_S = 120.0
+KERNEL = "#include <vector>\n__global__ void nothing() {}\nint main() { nothing<<<1, 1>>>(); }\n"
+State = Literal["OK", "WARN", "FAIL"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's table, without the host."""
+
+    name: str
+    state: State
+    found: str
+    fix: str = ""
+
+
+def check_torch() -> Iterator[Finding]:
+    """torch against the driver, and what each card can do."""
+    wants_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
+    built = f"{torch.__version__}, built with CUDA {torch.version.cuda}" if torch.version.cuda else torch.__version__
+    if wants_cpu:
+        yield Finding("torch", "OK", f"{built}; ranks run on the CPU (DS_ACCELERATOR=cpu)")
+        return
+    if not torch.cuda.is_available():
+        has_card = shutil.which("nvidia-smi") is not None
+        fix = "install a CUDA build of torch whose CUDA is not newer than the driver's (`nvidia-smi` shows it)"
+        found = f"{built}: sees no GPU" + (" although there is a driver" if has_card else "")
+        yield Finding("torch", "FAIL" if has_card else "WARN", found, fix if has_card else "")
+        return
+    yield Finding("torch", "OK", f"{built}, {torch.cuda.device_count()} GPUs")
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        bf16, fp8 = capability >= (8, 0), capability >= (8, 9)
+        found = f"{capability[0]}.{capability[1]}, bf16 {_word(bf16)}, fp8 {_word(fp8)}"
+        old = capability < (7, 0)
+        fix = "7.0 (Volta) or newer is needed" if old else "" if bf16 else "fp16 is used instead"
+        state: State = "FAIL" if old else "OK" if bf16 else "WARN"
+        yield Finding(f"GPU {index} capability", state, found, fix)
+
+
+def check_toolchain(config: RunConfig | None) -> Iterator[Finding]:
+    """nvcc, the host compiler that it calls, and the fused operators: built, buildable, or why not."""
+    from ops.builder import BuildError, LoraOpBuilder
+
+    backend = "auto" if config is None else config.ops.backend
+    builder = LoraOpBuilder()
+    needed: State = "FAIL" if backend == "cuda" else "WARN" if torch.cuda.is_available() else "OK"
+    if backend in ("peft", "reference"):
+        yield Finding("operators", "OK", f"not used (ops.backend: {backend})")
+        return
+    if builder.installed():
+        yield Finding("operators", "OK", "built ahead of time for this torch")
+        return
+    try:
+        toolkit = builder.check()
+    except BuildError as error:
+        without = "" if needed == "FAIL" else "; PEFT's own forward takes their place"
+        yield Finding("operators", needed, f"{error}{without}", "" if needed == "OK" else "ops.backend: peft")
+        return
+    yield _try_nvcc(toolkit)
+    library = builder.cache_dir() / f"{builder.NAME}.so"
+    if library.exists():
+        yield Finding("operators", "OK", f"built at {library}")
+    else:
+        yield Finding("operators", "OK", f"compiled at the first start, into {library.parent}; now: zerolora ops build")
+
+
+def _try_nvcc(toolkit: tuple[int, int]) -> Finding:
+    """Compile an empty kernel: nvcc refuses host compilers that are newer than it knows."""
+    from torch.utils import cpp_extension
+
+    nvcc = Path(cpp_extension.CUDA_HOME or "/usr/local/cuda") / "bin" / "nvcc"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "nothing.cu"
+        source.write_text(KERNEL)
+        command = [str(nvcc), "-std=c++17", "-c", str(source), "-o", str(source.with_suffix(".o"))]
+        if "CC" in os.environ:
+            command += ["-ccbin", os.environ["CC"]]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILER_PATIENCE_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return Finding("nvcc", "FAIL", f"{nvcc}: {error}", "install the CUDA toolkit of torch's CUDA version")
+    version = f"nvcc {toolkit[0]}.{toolkit[1]}"
+    if done.returncode:
+        lines = [line for line in (done.stderr + done.stdout).splitlines() if "error" in line] or ["it failed"]
+        return Finding("nvcc", "FAIL", f"{version}: {lines[0]}", "a host compiler that it knows, by CC and CXX")
+    return Finding("nvcc", "OK", f"{version} and its host compiler build for torch's CUDA {torch.version.cuda}")
+
+
+def check_model(config: RunConfig) -> Iterator[Finding]:
+    """Model and tokenizer: a whole folder, a whole copy in the hub's cache, or a hub that answers."""
+    from trainer.model.base import check_weights, load_model_config, load_tokenizer
+    from trainer.model.model_kind import check_kind
+
+    model = config.base_model
+    if is_random(model):
+        yield Finding("model", "OK", f"{model}, made at the start")
+        return
+    folder = Path(model) if Path(model).is_dir() else _in_hub_cache(config)
+    absent = [] if folder is None else missing_shards(folder)
+    if folder is None or (absent and not Path(model).is_dir()):
+        yield _check_hub(model, f"{len(absent)} of its files are not in the cache" if absent else "not in the cache")
+        return
+    try:
+        model_config = load_model_config(model, config.model)
+        check_kind(model, model_config)
+        if not absent:
+            check_weights(model, config.model, model_config)
+        load_tokenizer(model, config.model)
+    except UserError as error:
+        yield Finding("model", "FAIL", str(error), "a whole folder: zerolora download, where there is a network")
+        return
+    if absent:
+        found = f"{folder}: {len(absent)} of its weight files are missing, {absent[0]} first"
+        yield Finding("model", "FAIL", found, "download it again (zerolora download), or copy the files")
+    else:
+        yield Finding("model", "OK", f"{folder}, whole")
+
+
+def _in_hub_cache(config: RunConfig) -> Path | None:
+    """The model's snapshot in the hub's cache, whole or not."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(config.base_model, "config.json", revision=config.model.revision or "main")
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def missing_shards(folder: Path) -> list[str]:
+    """Weight files that a model's index names and that are not there (or, without an index, its only file)."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = [] if any(folder.glob("*.safetensors")) else ["model.safetensors"]
+    return [name for name in names if not (folder / name).exists()]
+
+
+def _check_hub(model: str, why: str) -> Finding:
+    """Whether a model that is not whole here can be had."""
+    way_out = f"`zerolora download {model}` where there is a network, then copy the folder"
+    if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
+        return Finding("hub", "FAIL", f"HF_HUB_OFFLINE is set, and {model}: {why}", way_out)
+    address = urlparse(os.environ.get("HF_ENDPOINT", HUB))
+    port = address.port or (80 if address.scheme == "http" else 443)
+    try:
+        socket.create_connection((address.hostname or "", port), timeout=HUB_PATIENCE_S).close()
+    except OSError as error:
+        return Finding("hub", "FAIL", f"{address.netloc} does not answer ({error}), and {model}: {why}", way_out)
+    return Finding("hub", "OK", f"{address.netloc} answers; {model} is downloaded at the start")
+
+
+def check_data(config: RunConfig) -> Iterator[Finding]:
+    """Local data files that the configuration names."""
+    section = config.dataset
+    sources = [section, *section.mix, *([section.evaluation] if section.evaluation else [])]
+    for path in (source.path for source in sources if source.path):
+        local = Path(path).expanduser()
+        if local.suffix and not local.exists() and path.startswith(("/", ".", "~")):
+            yield Finding("data", "FAIL", f"{path}: no such file", "name an existing file")
+        elif local.exists():
+            yield Finding("data", "OK", f"{path}")
+
+
+def estimate_need(config: RunConfig, ranks: int) -> tuple[dict[str, int], Finding | None]:
+    """Bytes of host memory per rank and on the disk by the memory estimate; a line instead where there is none.
+
+    On a CPU the whole process of a rank, else what it takes beside the process itself.
+    """
+    on_gpu = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+    from trainer.commands.estimate import on_cpu, planner_for
+
+    try:
+        planner, _ = planner_for(config, ranks)
+        if not on_gpu:
+            choice = on_cpu(planner, config)
+            if choice.found is None:
+                return {}, Finding("estimate", "WARN", f"no memory estimate: {choice.refusal}")
+            return {"process_per_rank": choice.found.needed, "disk": choice.found.disk}, None
+        if AUTO in (config.zero.stage, config.training.batch_size):
+            config = planner.resolve(config, None)
+        found = planner.of(config)
+    except (UserError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        return {}, Finding("estimate", "WARN", f"no memory estimate for this model: {error}")
+    return {"host_per_rank": found.host, "disk": found.disk}, None
+
+
+def _word(yes: bool) -> str:
+    return "yes" if yes else "no"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the findings as one line of JSON."""
+    parser = argparse.ArgumentParser(prog="trainer.commands.doctor.probe")
+    parser.add_argument("config", nargs="?")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--ranks", type=int, default=1)
+    arguments = parser.parse_args(argv)
+    config = load_config(arguments.config, arguments.overrides).config if arguments.config else None
+    findings = [*check_torch(), *check_toolchain(config)]
+    need: dict[str, int] = {}
+    if config is not None:
+        findings += [*check_model(config), *check_data(config)]
+        if not any(finding.state == "FAIL" for finding in findings):
+            need, without = estimate_need(config, arguments.ranks)
+            findings += [without] if without else []
+    print(MARK + json.dumps({"checks": [asdict(finding) for finding in findings], "need": need}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""What `zerolora doctor` measures between all ranks: versions, clocks, folders, all-reduce.
+
+`zerolora doctor` starts it by the launcher under test: `-m trainer.commands.doctor.ranks [CONFIG] [key=value ...]`.
+Rank 0 prints one line of JSON after trainer.commands.doctor.probe.MARK.
+"""
+
+import argparse
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.commands.doctor.probe import MARK, Finding
+from trainer.config import DatasetSection, RunConfig, UserError, load_config
+from trainer.contract.rank_variables import host_name
+from trainer.ranks.agreement import Report, differences, own_report
+from trainer.ranks.group import Ranks, end_process, form_process_group, leave_process_group
+
+PATIENCE_MINUTES = 2.0
+CORRECT_ELEMENTS = 1_000_003
+SIZES = (2**20, 2**24, 2**26)
+"""Bytes that are reduced for the measurement; a CPU stops at 16 MiB."""
+REPEATS = 5
+CLOCK_WARN_S, CLOCK_FAIL_S = 1.0, 60.0
+# Without a configuration every rank reports on the same one.
+ANY_RUN = RunConfig(base_model="none", output_dir="none", dataset=DatasetSection(path="none"))
+# What a gradient reduction should not fall below on any network that people train over, GB/s: 1 Gbit Ethernet.
+SLOW_GB_PER_S = 0.1
+
+
+def check_all_reduce(device: torch.device) -> Iterator[Finding]:
+    """Sum of rank-dependent integers over all ranks, exact in fp32, then the speed of large ones."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    index = torch.arange(CORRECT_ELEMENTS, device=device) % 1000
+    values = (index + 1000 * rank).float()
+    dist.all_reduce(values)
+    expected = (world * index + 1000 * (world * (world - 1) // 2)).float()
+    wrong = torch.tensor([int((values != expected).sum())], device=device)
+    dist.all_reduce(wrong)
+    backend = dist.get_backend()
+    fix = "NCCL_DEBUG=INFO shows the path taken; NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1 tells which link is at fault"
+    if int(wrong):
+        found = f"{backend}: {int(wrong)} of {world * CORRECT_ELEMENTS} sums are wrong"
+        yield Finding("all-reduce", "FAIL", found, fix)
+        return
+    yield Finding("all-reduce", "OK", f"{backend}: {CORRECT_ELEMENTS} sums over {world} ranks are exact")
+    if world == 1:
+        return  # nothing crosses a link
+    speeds = [(size, _bus_gb_per_s(size, device)) for size in SIZES if device.type == "cuda" or size <= 2**24]
+    told = ", ".join(f"{speed:.2f} GB/s at {size >> 20} MiB" for size, speed in speeds)
+    slow = speeds[-1][1] < SLOW_GB_PER_S
+    name = "all-reduce speed"
+    yield Finding(name, "WARN" if slow else "OK", f"bus bandwidth {told}", "NCCL_SOCKET_IFNAME" if slow else "")
+
+
+def _bus_gb_per_s(size: int, device: torch.device) -> float:
+    """2 (n - 1) / n * bytes / seconds, the slowest rank's: what each link carries, whatever the number of ranks."""
+    values = torch.zeros(size // 4, device=device)
+    dist.all_reduce(values)
+    _synchronize(device)
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(REPEATS):
+        dist.all_reduce(values)
+    _synchronize(device)
+    seconds = torch.tensor([(time.perf_counter() - started) / REPEATS], device=device, dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    world = dist.get_world_size()
+    return 2 * (world - 1) / world * size / float(seconds) / 1e9
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def check_clocks(ranks: Ranks) -> Iterator[Finding]:
+    """How far the hosts' clocks are apart, to the length of a barrier."""
+    dist.barrier()
+    times: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(times, (host_name(), time.time()))
+    offsets = {host: moment - times[0][1] for host, moment in times}
+    host = max(offsets, key=lambda name: abs(offsets[name]))
+    apart = max(offsets.values()) - min(offsets.values())
+    found = f"the hosts' clocks are {apart:.2f} s apart" + (f"; furthest off is {host}" if apart > CLOCK_WARN_S else "")
+    if len(offsets) == 1:
+        found = f"one host, {host}"
+    state: Any = "FAIL" if apart > CLOCK_FAIL_S else "WARN" if apart > CLOCK_WARN_S else "OK"
+    yield Finding("clocks", state, found, "" if state == "OK" else f"let {host} follow an NTP server (chronyd)")
+
+
+def check_shared(config: RunConfig | None, ranks: Ranks) -> Iterator[Finding]:
+    """Which folders all hosts share: rank 0 leaves a file, the others look for it."""
+    token: list[Any] = [secrets.token_hex(8)]
+    dist.broadcast_object_list(token, src=0, device=ranks.device())
+    for name, folder, must_be_shared in _folders(config):
+        file = folder / f".zerolora-doctor-{token[0]}"
+        error = ""
+        if ranks.is_main:
+            try:
+                file.touch()
+            except OSError as failure:
+                error = failure.strerror or str(failure)
+        dist.barrier()
+        seen: list[Any] = [None] * ranks.world_size
+        dist.all_gather_object(seen, (host_name(), _is_listed(file), error))
+        if ranks.is_main:
+            file.unlink(missing_ok=True)
+        blind = sorted({host for host, is_there, _ in seen if not is_there})
+        if seen[0][2]:
+            yield Finding(name, "FAIL", f"{folder}: {seen[0][2]}", "name a folder that can be written to")
+        elif not blind:
+            hosts = len({host for host, _, _ in seen})
+            yield Finding(name, "OK", f"{folder}: " + (f"shared by all {hosts} hosts" if hosts > 1 else "one host"))
+        elif must_be_shared:
+            fix = "a folder on a file system that all hosts share: checkpoints are written by all ranks"
+            yield Finding(name, "FAIL", f"{folder}: another one on {', '.join(blind)}", fix)
+        else:
+            yield Finding(name, "OK", f"{folder}: local, every host has its own")
+
+
+def _folders(config: RunConfig | None) -> list[tuple[str, Path, bool]]:
+    """Name, the nearest folder of it that exists, and whether all hosts must share it."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    folders = [("hub cache", home, False)]
+    if config is not None:
+        folders.insert(0, ("tokenised data", Path(config.dataset.cache_dir).expanduser(), False))
+        folders.insert(0, ("output_dir", Path(config.output_dir), True))
+    found = []
+    for name, folder, must_be_shared in folders:
+        existing = folder.absolute()
+        while not existing.exists():
+            existing = existing.parent
+        found.append((name, existing, must_be_shared))
+    return found
+
+
+def _is_listed(file: Path) -> bool:
+    try:
+        return file.name in os.listdir(file.parent)  # asks the file server, where `exists` may ask a stale cache
+    except OSError:
+        return False
+
+
+def check_versions(reports: Sequence[Report]) -> Iterator[Finding]:
+    """Code and package versions, the same on all hosts."""
+    wrong = differences(reports)
+    for line in wrong:
+        what, _, way_out = line.rpartition("; ")
+        yield Finding("versions", "FAIL", what, way_out)
+    if not wrong:
+        hosts = len({report.host for report in reports})
+        words = "one host" if hosts == 1 else f"the same on all {hosts} hosts"
+        yield Finding("versions", "OK", f"code and packages of {len(reports)} ranks: {words}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Every rank measures, rank 0 prints."""
+    parser = argparse.ArgumentParser(prog="trainer.commands.doctor.ranks")
+    parser.add_argument("config", nargs="?")
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--local_rank", type=int, default=0)
+    parser.add_argument("--world-size", type=int)
+    arguments = parser.parse_intermixed_args(argv)
+    config = load_config(arguments.config, arguments.overrides).config if arguments.config else None
+    try:
+        ranks = Ranks.from_environment()
+        form_process_group(ranks, PATIENCE_MINUTES)
+    except UserError as error:
+        print(MARK + json.dumps({"checks": [asdict(Finding("ranks", "FAIL", str(error)))]}), flush=True)
+        return 1
+    device = ranks.device()
+    reports: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(reports, own_report(ranks, config or ANY_RUN))
+    hosts = list(dict.fromkeys(report.host for report in reports))
+    known = f"{ranks.world_size} ranks on {', '.join(hosts)}"
+    findings = [Finding("ranks", "OK", known)]
+    if arguments.world_size not in (None, ranks.world_size):
+        fix = "the launcher's variables did not reach the ranks: start with zerolora train --launcher"
+        findings = [Finding("ranks", "FAIL", f"{known}; {arguments.world_size} were asked for", fix)]
+    findings += [*check_versions(reports), *check_clocks(ranks), *check_shared(config, ranks)]
+    findings += check_all_reduce(device)
+    if ranks.is_main:
+        print(MARK + json.dumps({"checks": [asdict(finding) for finding in findings]}), flush=True)
+    leave_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    end_process(main())

@@ -1,0 +1,258 @@
+"""`zerolora estimate CONFIG [--gpus N] [--gpu-memory 80GiB] [--json] [key=value ...]`: what a run needs.
+
+Needs neither a GPU nor weights: the model is built empty. The data decides how long sequences really are; where it
+cannot be read every sequence counts as `dataset.max_length` tokens. Exit code 0, or 2 after one line on stderr.
+"""
+
+import json
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from trainer.checkpoint.finished_run import quiet_libraries
+from trainer.config import CommandParser, RunConfig, UserError, load_config
+from trainer.data.step_count import count_steps, steps_line
+from trainer.decisions import Machine
+from trainer.memory.advice import does_not_fit
+from trainer.memory.bytes import CONTEXT, GIB, Estimate, as_json
+from trainer.memory.model_widths import read_shapes
+from trainer.memory.planner import Choice, Lengths, Planner, gib
+
+UNITS = {"": GIB, "G": GIB, "GIB": GIB, "GB": 10**9, "M": 2**20, "MIB": 2**20, "MB": 10**6, "T": 2**40, "TIB": 2**40}
+LEAST_GPU = GIB
+DEFAULT_GPU = "80GiB"
+SAID = {"attention": "attention", "fused_head": "loss fused with the head", "flat": "adapter in one buffer"}
+"""Decisions that cost memory where they are not the usual ones."""
+
+
+def parse_memory(text: str) -> int:
+    """Bytes of `80GiB`, `80GB`, `81920MiB` or `80` (GiB). UserError for anything else and for less than 1 GiB."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    unit = UNITS.get(match.group(2).upper()) if match else None
+    if match is None or unit is None:
+        raise UserError(f"--gpu-memory {text}: not an amount of memory; write 80GiB, 24GB or 40960MiB")
+    size = int(float(match.group(1)) * unit)
+    if not LEAST_GPU <= size <= 2**50:
+        raise UserError(f"--gpu-memory {text}: {size / GIB:.3g} GiB is no GPU's memory; write 80GiB, 24GB or 40960MiB")
+    return size
+
+
+def lengths_of(config: RunConfig) -> tuple[Lengths, int, str]:
+    """Lengths in the data, the tokenizer's size, and a line on where both come from."""
+    from trainer.data import prepare_data
+    from trainer.data.chat import chat_template_of
+    from trainer.model.base import context_length, load_model_config, load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(config.base_model, config.model)
+        if config.dataset.chat_template:
+            tokenizer.chat_template = chat_template_of(tokenizer, config.dataset.chat_template)
+        longest = context_length(load_model_config(config.base_model, config.model))
+        cache = Path(config.dataset.cache_dir).expanduser()
+        data = prepare_data(config.dataset, tokenizer, seed=config.seed, cache_dir=cache, max_length_of_model=longest)
+    except UserError as error:
+        reason = re.split(r"; | \(", str(error))[0]
+        return Lengths.assumed(config), 0, f"every sequence counts as {config.dataset.max_length:,} tokens ({reason})"
+    lengths = Lengths.of(config, data.train)
+    if not lengths.samples:
+        return lengths, len(tokenizer), f"every sequence of the stream counts as {lengths.longest:,} tokens"
+    return lengths, len(tokenizer), f"longest sequence in the data: {lengths.longest:,} tokens"
+
+
+def model_config_of(config: RunConfig) -> tuple[Any, str]:
+    """The model's configuration; the published one of its name where neither disk nor hub has it, which is said."""
+    from trainer.model.base import load_model_config
+    from trainer.model.published_shapes import PREFIX, shape_of
+    from trainer.model.random_weights import random_config
+
+    try:
+        return load_model_config(config.base_model, config.model), ""
+    except UserError:
+        shape = shape_of(config.base_model)
+        if shape is None:
+            raise
+        return random_config(PREFIX + shape), f"{config.base_model} cannot be read here: the published shape {shape}"
+
+
+def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -> tuple[dict[str, Any], RunConfig]:
+    """Everything the command says, as plain values, and the configuration with `auto` resolved."""
+    resolved = planner.resolve(config, memory)
+    counted = resolved.training, planner.lengths.samples, planner.machine.world_size
+    found = planner.of(resolved)
+    table = planner.table(resolved)
+    # Without offload first, which costs time: a higher stage costs less of it.
+    fitting = [choice.config for choice in table if choice.found is not None and choice.found.needed <= memory]
+    best = min(fitting, key=lambda config: config.zero.offload_optimizer + config.zero.offload_parameters, default=None)
+    return {
+        "model": config.base_model,
+        "gpus": planner.machine.world_size,
+        "gpu_memory_bytes": memory,
+        "notes": notes,
+        "stage": resolved.zero.stage,
+        "batch_size": resolved.training.batch_size,
+        "length": planner.lengths.longest,
+        "steps": None if count_steps(*counted) is None else steps_line(*counted),
+        "estimate": as_json(found),
+        "fits": found.needed <= memory,
+        "recommended": None if best is None else _recommendation(planner, best, memory),
+        "batch_size_is_bounded_by": None if best is None else _why_no_larger(planner, best, memory),
+        "largest_batch_size": planner.largest_batch(resolved, memory),
+        "decisions": planner.decisions(resolved).as_json(),
+        "on_cpu": _cpu_row(planner, config),
+        "stages": [_stage_row(planner, choice, memory) for choice in table],
+    }, resolved
+
+
+def _recommendation(planner: Planner, best: RunConfig, memory: int) -> dict[str, Any]:
+    zero = best.zero
+    return {
+        "zero.stage": zero.stage,
+        **({"zero.offload_optimizer": True} if zero.offload_optimizer else {}),
+        **({"zero.offload_parameters": True} if zero.offload_parameters else {}),
+        "training.batch_size": planner.largest_batch(best, memory),
+    }
+
+
+def _why_no_larger(planner: Planner, best: RunConfig, memory: int) -> str:
+    """What bounds the recommended micro-batch."""
+    most, reason = planner.most_rows(best)
+    return f"as many as fit in {gib(memory)}" if planner.largest_batch(best, memory) < most else reason
+
+
+def _cpu_row(planner: Planner, config: RunConfig) -> dict[str, Any] | None:
+    choice = on_cpu(planner, config)
+    if choice.found is None:
+        return None
+    precision = "bf16" if config.training.precision == "bf16" else "fp32"
+    return {
+        "precision": precision,
+        "batch_size": choice.config.training.batch_size,
+        "process_bytes": choice.found.needed,
+    }
+
+
+def _stage_row(planner: Planner, choice: Choice, memory: int) -> dict[str, Any]:
+    zero = choice.config.zero
+    row: dict[str, Any] = {
+        "stage": zero.stage,
+        "offload_optimizer": zero.offload_optimizer,
+        "offload_parameters": zero.offload_parameters,
+        "gather": planner.decisions(choice.config).gather.value if zero.stage == 3 else None,
+    }
+    if choice.found is None:
+        return row | {"refused": choice.refusal}
+    return row | as_json(choice.found) | {"fits": choice.found.needed <= memory}
+
+
+def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
+    """Tables for people."""
+    for note in found["notes"]:
+        console.print(note, highlight=False)
+    console.print(
+        f"on {'1 GPU' if found['gpus'] == 1 else 'each of {} GPUs'.format(found['gpus'])} of "
+        f"{gib(found['gpu_memory_bytes'])}{' (assumed: --gpu-memory names yours)' * found['gpu_is_assumed']}: "
+        f"ZeRO stage {found['stage']}, micro-batch {found['batch_size']} x {found['length']:,} tokens",
+        highlight=False,
+    )
+    if found["steps"] is not None:
+        console.print(f"steps: {found['steps']}", highlight=False)
+    for name, choice in found["decisions"].items():
+        if choice["reason"] and name in SAID:
+            console.print(f"{SAID[name]}: {choice['value']} ({choice['reason']})", highlight=False, markup=False)
+    parts = Table("for", "GiB", box=None, pad_edge=False)
+    for name, size in sorted(estimate.terms.items(), key=lambda term: -term[1]):
+        parts.add_row(name, f"{size / GIB:.2f}")
+    parts.add_row(f"peak (at the {estimate.moment})", f"{estimate.peak / GIB:.2f}", end_section=True)
+    parts.add_row("what torch's allocator holds unused", f"{estimate.slack / GIB:.2f}")
+    parts.add_row("CUDA's context and NCCL", f"{CONTEXT / GIB:.2f}")
+    parts.add_row("needed", f"{estimate.needed / GIB:.2f}")
+    console.print(parts)
+    console.print(f"host memory per rank {gib(estimate.host)} and the process itself, disk {gib(estimate.disk)}")
+    stages = Table("stage", "offloaded", "peak GiB", "needed GiB", "host GiB", "", box=None, pad_edge=False)
+    for row in found["stages"]:
+        offloaded = [name for name in ("optimizer", "parameters") if row[f"offload_{name}"]]
+        label = f"{row['stage']}" + (f" by {row['gather']}" if row["gather"] else "")
+        if "refused" in row:
+            stages.add_row(label, ", ".join(offloaded) or "nothing", "", "", "", "not possible")
+            continue
+        sizes = [f"{row[name] / GIB:.2f}" for name in ("peak_bytes", "needed_bytes", "host_bytes")]
+        stages.add_row(label, ", ".join(offloaded) or "nothing", *sizes, "fits" if row["fits"] else "too large")
+    console.print(stages)
+    for refusal in dict.fromkeys(row["refused"] for row in found["stages"] if "refused" in row):
+        console.print(f"not possible: {refusal}", highlight=False, markup=False)
+    if found["on_cpu"] is not None:
+        cpu = found["on_cpu"]
+        each = f"{cpu['precision']}, micro-batch {cpu['batch_size']}, a process of {gib(cpu['process_bytes'])} a rank"
+        console.print(f"on CPUs instead: {each}", highlight=False)
+    if found["recommended"] is not None:
+        settings = " ".join(f"{name}={str(value).lower()}" for name, value in found["recommended"].items())
+        reason = found["batch_size_is_bounded_by"]
+        line = f"the lowest stage that fits, with the largest micro-batch: {settings} ({reason})"
+        console.print(line if found["fits"] else f"as configured it is too large; {line}", highlight=False)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0; 2 after one line on stderr if nothing fits or something is wrong."""
+    parser = CommandParser(prog="zerolora estimate", description="What a run needs, without a GPU or weights.")
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--gpus", type=int, default=1, help="how many GPUs, one rank each")
+    parser.add_argument("--gpu-memory", help=f"memory of each, such as {DEFAULT_GPU} (default)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_intermixed_args(argv)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
+    quiet_libraries()
+    try:
+        if arguments.gpus < 1:
+            raise UserError(f"--gpus {arguments.gpus}: must be 1 or more")
+        memory = parse_memory(arguments.gpu_memory or DEFAULT_GPU)
+        loaded = load_config(arguments.config, arguments.overrides)
+        planner, notes = planner_for(loaded.config, arguments.gpus)
+        found, resolved = report(planner, loaded.config, memory, [*loaded.notes, *notes])
+        found["gpu_is_assumed"] = arguments.gpu_memory is None
+        if arguments.json:
+            print(json.dumps(found, indent=1))
+        else:
+            show(Console(soft_wrap=True), found, planner.of(resolved))
+        if found["recommended"] is None:
+            raise UserError(does_not_fit(planner, resolved, memory, "has"))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def on_cpu(planner: Planner, config: RunConfig) -> Choice:
+    """The same run on CPUs, a rank a process; `auto` is what it is without a GPU."""
+    precision = "bf16" if config.training.precision == "bf16" else "fp32"
+    there = replace(planner, machine=Machine.cpu(planner.machine.world_size, precision))
+    try:
+        resolved = there.resolve(config, None)
+        return Choice(resolved, there.of(resolved))
+    except UserError as error:
+        return Choice(config, None, str(error))
+
+
+def planner_for(config: RunConfig, world_size: int) -> tuple[Planner, list[str]]:
+    """A planner for GPUs that are not here, and what had to be assumed."""
+    model_config, note = model_config_of(config)
+    lengths, vocabulary, where = lengths_of(config)
+    shapes = read_shapes(
+        model_config,
+        config.model,
+        None if config.adapter == "none" else config.lora,
+        vocabulary_at_least=vocabulary,
+    )
+    precision = "bf16" if config.training.precision == "auto" else config.training.precision
+    machine = Machine.assumed(world_size, precision)
+    return Planner(shapes, lengths, machine), [line for line in (note, where) if line]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

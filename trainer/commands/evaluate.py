@@ -1,0 +1,306 @@
+"""`python -m trainer.commands.evaluate RUN`: held-out loss of the base model and of base plus adapter, with intervals.
+
+Loss = sum of token losses / number of target tokens, in nats, over all documents. The interval is a percentile
+bootstrap (Efron, 1979) over documents, the tokens of one document being no independent draws: documents are drawn with
+replacement, and the loss is again the drawn token losses over the drawn tokens. Base and adapter are measured on the
+same draws, so the interval of their difference is that of a paired comparison.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from trainer.checkpoint.finished_run import (
+    FinishedRun,
+    exit_code_of,
+    find_run,
+    load_trained,
+    quiet_libraries,
+    run_device,
+    saved_tokenizer,
+)
+from trainer.config import CommandParser, DatasetSection, SourceSection, UserError
+from trainer.data import Sample, Samples, prepare_data
+from trainer.data.batches import collate
+from trainer.engine.deepspeed_engine import resolve_precision
+from trainer.model.base import context_length, load_model_config
+from trainer.patches.loss_head import TokenLoss
+
+CONFIDENCE = 0.95
+FEW_DOCUMENTS = 30
+Losses = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number of nats per token and the bounds of its bootstrap interval."""
+
+    loss: float
+    low: float
+    high: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """As loss (nats), bits per token and perplexity, each with its interval.
+
+        Of a difference of losses, exp is the ratio of the perplexities: see `Evaluation.to_dict`.
+        """
+        ends = [self.low, self.high]
+        return {
+            "loss": self.loss,
+            "loss_interval": ends,
+            "bits_per_token": self.loss / math.log(2),
+            "bits_per_token_interval": [end / math.log(2) for end in ends],
+            "perplexity": _exp(self.loss),
+            "perplexity_interval": [_exp(end) for end in ends],
+        }
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one evaluation measured; `difference` is adapter minus base."""
+
+    documents: int
+    target_tokens: int
+    base: Estimate
+    adapter: Estimate
+    difference: Estimate
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; `difference` has perplexity_ratio = perplexity of the adapter / perplexity of the base."""
+        difference = {
+            name.replace("perplexity", "perplexity_ratio"): value for name, value in self.difference.to_dict().items()
+        }
+        return {
+            "documents": self.documents,
+            "target_tokens": self.target_tokens,
+            "base": self.base.to_dict(),
+            "adapter": self.adapter.to_dict(),
+            "difference": difference,
+        }
+
+
+def evaluate(
+    model: Any, documents: Sequence[Sample], pad_token_id: int, *, batch_size: int, resamples: int, seed: int
+) -> Evaluation:
+    """Measure a PEFT model with and without its adapter on the same documents."""
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("evaluating", total=2 * len(documents))
+        losses = {}
+        for name in ("base", "adapter"):
+            done: list[tuple[int, float]] = []
+            for part in _document_losses(model, documents, pad_token_id, batch_size, with_adapter=name == "adapter"):
+                done += part
+                progress.advance(bar, len(part))
+            losses[name] = np.array([loss for _, loss in sorted(done)])
+    tokens = np.array([_target_count(document) for document in documents], dtype=np.float64)
+    return bootstrap(losses["base"], losses["adapter"], tokens, resamples=resamples, seed=seed)
+
+
+def bootstrap(base: Losses, adapter: Losses, tokens: Losses, *, resamples: int, seed: int) -> Evaluation:
+    """Token-weighted losses with 95 % intervals, from each document's sum of token losses and number of targets."""
+    generator = np.random.default_rng(seed)
+    draws = np.empty((3, resamples))
+    for index in range(resamples):
+        drawn = generator.integers(len(tokens), size=len(tokens))
+        count = tokens[drawn].sum()
+        before, after = base[drawn].sum() / count, adapter[drawn].sum() / count
+        draws[:, index] = before, after, after - before
+    tail = (1 - CONFIDENCE) / 2
+    bounds = np.quantile(draws, [tail, 1 - tail], axis=1)
+    total = tokens.sum()
+    means = (base.sum() / total, adapter.sum() / total, (adapter.sum() - base.sum()) / total)
+    estimates = [Estimate(float(mean), float(low), float(high)) for mean, low, high in zip(means, *bounds, strict=True)]
+    return Evaluation(len(tokens), int(total), *estimates)
+
+
+def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split: str | None) -> list[Sample]:
+    """The documents that the run held out, or all of the source `data` read as the run's own data was.
+
+    Raises UserError if the run held nothing out and no source is given.
+    """
+    section = run.config.dataset
+    source = section.evaluation
+    if data is not None:
+        shaped = source or (section.mix[0] if section.mix else section)
+        kept = {name: getattr(shaped, name) for name in ("format", "fields", "template")}
+        source = SourceSection(path=data, split=split or "train", **kept)
+    elif split is not None:
+        raise UserError(f"--split={split}: chooses among the splits of --data, which is not given")
+    elif source is None and not section.val_split:
+        raise UserError(f"{run.folder}: the run held no data out; name some with --data FILE")
+    if source is not None:
+        section = _only(section, source)
+    try:
+        prepared = prepare_data(
+            section,
+            tokenizer,
+            seed=run.config.seed,
+            cache_dir=Path(section.cache_dir).expanduser(),
+            max_length_of_model=context_length(load_model_config(run.config.base_model, run.config.model)),
+        )
+    except UserError as error:
+        if data is None:
+            raise
+        named = str(error).replace("dataset.split=", "--split=").replace("dataset.path=", "--data=")
+        raise UserError(named) from None
+    samples = prepared.evaluation if source is None else prepared.train
+    assert isinstance(samples, Samples)  # a stream holds nothing out by val_split
+    return [document for sample in samples for document in _documents(sample)]
+
+
+def _only(section: DatasetSection, source: SourceSection) -> DatasetSection:
+    """The run's settings of the data with one source in place of all others."""
+    alone = {"mix": (), "evaluation": None, "val_split": 0.0, "packing": False, "streaming": False}
+    return section.model_copy(update=alone | {name: getattr(source, name) for name in SourceSection.model_fields})
+
+
+def _documents(sample: Sample) -> Iterator[Sample]:
+    """The documents of a pack, as samples of their own: the bootstrap draws documents."""
+    start = 0
+    for length in sample.document_lengths:
+        end = start + length
+        yield Sample(sample.input_ids[start:end], sample.trained[start:end], [length])
+        start = end
+
+
+def _target_count(document: Sample) -> int:
+    return sum(document.trained[1:])  # nothing comes before the first token to predict it from
+
+
+def _document_losses(
+    model: Any, documents: Sequence[Sample], pad_token_id: int, batch_size: int, *, with_adapter: bool
+) -> Iterator[list[tuple[int, float]]]:
+    """(index, sum of token losses) of each document, a batch at a time; documents of like length share a batch."""
+    order = sorted(range(len(documents)), key=lambda index: -len(documents[index].input_ids))
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        batch = collate([documents[index] for index in chosen], pad_token_id, packed=False, flat=False)
+        if with_adapter:
+            sums = row_losses(model, batch)
+        else:
+            with model.disable_adapter():
+                sums = row_losses(model, batch)
+        yield list(zip(chosen, sums.tolist(), strict=True))
+
+
+@torch.no_grad()
+def row_losses(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Sum of token losses of each row of a micro-batch, nats, fp64 [B]."""
+    return TokenLoss(model).by_row(model, batch, model.device)
+
+
+def show(evaluation: Evaluation, heading: str, console: Console) -> None:
+    """Print the figures as a table, the intervals under the values."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for name in ("loss (nats/token)", "bits/token", "perplexity"):
+        table.add_column(name, justify="right")
+    for name, estimate in (("base", evaluation.base), ("base + adapter", evaluation.adapter)):
+        table.add_row(name, *_cells(estimate, (".4f", ".4f", ",.2f")))
+    loss, bits, ratio = _cells(evaluation.difference, ("+.4f", "+.4f", ".3f"))
+    table.add_row("difference", loss, bits, f"x {ratio}")
+    console.print(heading, markup=False, highlight=False, soft_wrap=True)
+    console.print(table)
+    console.print(
+        f"[dim]below each: the {CONFIDENCE:.0%} interval of a bootstrap over documents[/dim]", highlight=False
+    )
+    if evaluation.documents < FEW_DOCUMENTS:
+        console.print(f"[yellow]only {evaluation.documents} documents: the intervals are rough[/yellow]")
+
+
+def _cells(estimate: Estimate, forms: Sequence[str]) -> list[str]:
+    values = estimate.to_dict()
+    cells = []
+    for name, form in zip(("loss", "bits_per_token", "perplexity"), forms, strict=True):
+        low, high = values[f"{name}_interval"]
+        cells.append(f"{values[name]:{form}}\n[dim]{low:{form}} to {high:{form}}[/dim]")
+    return cells
+
+
+def _exp(nats: float) -> float:
+    """exp, infinite where a float ends: an untrained base on long words may be there."""
+    return math.exp(nats) if nats < 700 else math.inf
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: must be 1 or more")
+    return value
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = CommandParser(
+        prog="zerolora eval", description="Loss, bits per token and perplexity of base and adapter on held-out data."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
+    parser.add_argument(
+        "--data", metavar="FILE", help="other data than what the run held out: a file, folder, hub name"
+    )
+    parser.add_argument("--split", help="split of --data (train)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--batch-size", type=_positive, metavar="N", help="documents at a time (as in training)")
+    parser.add_argument("--samples", type=_positive, default=2000, metavar="B", help="bootstrap resamples (2000)")
+    parser.add_argument("--base-model", metavar="MODEL", help="where the base model is now, if it was moved")
+    return parser.parse_args(argv)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise UserError(f"--json={arguments.json}: its folder does not exist; make it first")
+    run = find_run(arguments.run, arguments.base_model)
+    config = run.config
+    tokenizer = saved_tokenizer(run)
+    documents = held_out_documents(run, tokenizer, arguments.data, arguments.split)
+    device = run_device()
+    model = load_trained(run, tokenizer, device)
+    batch_size = arguments.batch_size or config.training.eval_batch_size or config.training.batch_size
+    evaluation = evaluate(
+        model,
+        documents,
+        tokenizer.pad_token_id,
+        batch_size=batch_size,
+        resamples=arguments.samples,
+        seed=config.seed,
+    )
+    precision = resolve_precision(config.training.precision, device)
+    if config.adapter == "qlora":
+        precision = f"{config.quantization.quant_type} ({precision})"
+    size = f"{evaluation.documents:,} documents, {evaluation.target_tokens:,} target tokens"
+    show(evaluation, f"{config.base_model}, {precision} on {device.type}; {size}", Console())
+    if arguments.json is not None:
+        record = {
+            "run": str(arguments.run),
+            "base_model": config.base_model,
+            "data": arguments.data or "held out by the run",
+            "precision": precision,
+            "device": device.type,
+            "confidence": CONFIDENCE,
+            "resamples": arguments.samples,
+            "seed": config.seed,
+            **evaluation.to_dict(),
+        }
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0, or 2 after one line on stderr."""
+    arguments = _parse(argv)
+    quiet_libraries()
+    return exit_code_of(lambda: _run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

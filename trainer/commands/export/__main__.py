@@ -1,0 +1,144 @@
+"""`python -m trainer.commands.export RUN --format peft|hf|gguf|ollama`: a trained adapter for other programs.
+
+peft: the adapter and its tokenizer, for PEFT and vLLM. hf: adapter and base as one model of safetensors. gguf: the
+merged model as one file for llama.cpp. ollama: that file and a Modelfile.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from trainer.checkpoint.finished_run import (
+    ADAPTER,
+    FinishedRun,
+    exit_code_of,
+    find_run,
+    quiet_libraries,
+    saved_tokenizer,
+)
+from trainer.checkpoint.run_record import note_written
+from trainer.commands.export.gguf import FORMATS, check_architecture, convert, longest_context, write_gguf
+from trainer.commands.export.gguf_vocabulary import chats_differ
+from trainer.commands.export.ollama import modelfile
+from trainer.commands.merge import check_output, merge
+from trainer.commands.push import is_on_hub, public_name
+from trainer.config import CommandParser, UserError
+from trainer.model.base import load_model_config
+
+GGUF_NAME = "model.gguf"
+
+
+def export_peft(run: FinishedRun, output: Path) -> list[str]:
+    """The adapter with its tokenizer; a base that is known on the hub is named as it is there."""
+    output.mkdir(parents=True, exist_ok=True)
+    for name in ADAPTER:
+        shutil.copyfile(run.folder / name, output / name)
+    saved_tokenizer(run).save_pretrained(output)
+    base = public_name(run.config.base_model)
+    base = base if is_on_hub(base) else run.config.base_model
+    path = output / "adapter_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) | {"base_model_name_or_path": base}
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return [f"PeftModel.from_pretrained(base, {str(output)!r}), base being {base}"]
+
+
+def export_gguf(run: FinishedRun, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
+    """The merged model as one GGUF file, by the `gguf` package or by the converter."""
+    config = load_model_config(run.config.base_model, run.config.model)
+    if converter is None:
+        check_architecture(config)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(f".writing-{output.name}")
+    with tempfile.TemporaryDirectory(prefix=".merged.", dir=output.parent) as work:
+        merged = merge(run, Path(work) / "model")
+        try:
+            if converter is None:
+                dtype = write_gguf(merged, partial, dtype=dtype, name=run.run_dir.resolve().name)
+            else:
+                convert(merged, partial, dtype=dtype, converter=converter)
+            os.replace(partial, output)
+        finally:
+            partial.unlink(missing_ok=True)
+    written_by = "the gguf package" if converter is None else str(converter)
+    lines = [f"{output.stat().st_size / 2**20:,.1f} MiB in {dtype}, written by {written_by}"]
+    if converter is None and longest_context(config) < config.max_position_embeddings:
+        lines.append(
+            f"context of {longest_context(config):,} tokens, the model's sliding window, which llama.cpp has not for it"
+        )
+    if converter is None and chats_differ(saved_tokenizer(run)):
+        lines.append("after special tokens llama.cpp puts spaces otherwise than this tokenizer: chats differ in those")
+    return lines
+
+
+def export_ollama(run: FinishedRun, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
+    """A folder with the GGUF file and a Modelfile."""
+    lines = export_gguf(run, output / GGUF_NAME, dtype=dtype, converter=converter)
+    text = modelfile(GGUF_NAME, saved_tokenizer(run), system_prompt=run.config.dataset.system_prompt)
+    (output / "Modelfile").write_text(text, encoding="utf-8")
+    if "TEMPLATE" not in text.partition("#")[0]:
+        lines.append("without TEMPLATE: this chat template is not made of turns alone; see the Modelfile")
+    if "\n# No SYSTEM" in text:
+        lines.append("without SYSTEM: Ollama would change the system prompt; see the Modelfile")
+    return [*lines, f"ollama create NAME -f {output / 'Modelfile'}"]
+
+
+def export(
+    run: FinishedRun, form: str, output: Path, *, dtype: str = "auto", converter: Path | None = None
+) -> list[str]:
+    """Write the run's adapter in that form to `output`; returns what to say of it. Raises UserError, RuntimeError."""
+    check_output(output)
+    note_written(output.parent, [output.name, f".writing-{output.name}"])
+    if form == "peft":
+        return export_peft(run, output)
+    if form == "hf":
+        merge(run, output, dtype={"f32": "fp32", "f16": "fp16"}.get(dtype, dtype))
+        return ["AutoModelForCausalLM.from_pretrained, vLLM or text-generation-inference read it"]
+    if form == "gguf":
+        return export_gguf(run, output, dtype=dtype, converter=converter)
+    return export_ollama(run, output, dtype=dtype, converter=converter)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = CommandParser(prog="zerolora export", description="A trained adapter for other programs.")
+    parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
+    parser.add_argument("--format", choices=("peft", "hf", "gguf", "ollama"), required=True)
+    parser.add_argument("--output", type=Path, metavar="PATH", help="file for gguf, else folder (RUN/export-FORMAT)")
+    parser.add_argument(
+        "--dtype", choices=("auto", *FORMATS), default="auto", help="number format (auto: as the base is stored)"
+    )
+    parser.add_argument("--base-model", metavar="MODEL", help="where the full-precision base is, if not where it was")
+    parser.add_argument(
+        "--converter", type=Path, metavar="FILE", help="llama.cpp's convert_hf_to_gguf.py, for other architectures"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0; 1 or 2 after one line on stderr."""
+    options = _parse(argv)
+    quiet_libraries()
+    return exit_code_of(lambda: _run(options), RuntimeError)
+
+
+def _run(options: argparse.Namespace) -> None:
+    default = options.run / ("export.gguf" if options.format == "gguf" else f"export-{options.format}")
+    output = options.output or default
+    if options.format in ("peft", "hf") and options.converter is not None:
+        raise UserError(f"--converter {options.converter}: makes GGUF files, and --format is {options.format}")
+    if options.dtype != "auto" and options.format == "peft":
+        raise UserError(f"--dtype {options.dtype}: --format peft keeps the adapter's own numbers; leave it out")
+    if options.dtype == "q8_0" and options.format == "hf":
+        raise UserError(f"--dtype q8_0: a format of GGUF files, and --format is {options.format}; leave it out")
+    run = find_run(options.run, options.base_model, needs_base=options.format != "peft")
+    lines = export(run, options.format, output, dtype=options.dtype, converter=options.converter)
+    print(output)
+    for line in lines:
+        print(f"  {line}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

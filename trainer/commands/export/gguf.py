@@ -1,0 +1,218 @@
+"""A merged model as one GGUF file for llama.cpp and what is built on it, written with the `gguf` package.
+
+Layout of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Llama, Mistral and Qwen2 with the
+tokenizers of gguf_vocabulary.py are written here; for others there is llama.cpp's convert_hf_to_gguf.py.
+Matrices are stored in the format asked for, vectors in 32 bits, as llama.cpp's own converter does.
+"""
+
+import math
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter, LlamaFileType, get_tensor_name_map, quants
+from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES, RopeScalingType
+from safetensors import safe_open
+
+from trainer.commands.export.gguf_vocabulary import add_vocabulary
+from trainer.config import UserError
+
+# Architecture -> the name in GGUF, and whether llama.cpp rotates neighbours there, where transformers rotates halves.
+ARCHITECTURES = {
+    "LlamaForCausalLM": (MODEL_ARCH.LLAMA, True),
+    "MistralForCausalLM": (MODEL_ARCH.LLAMA, True),
+    "Qwen2ForCausalLM": (MODEL_ARCH.QWEN2, False),
+}
+FORMATS = {
+    "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
+    "f16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
+    "bf16": (GGMLQuantizationType.BF16, LlamaFileType.MOSTLY_BF16),
+    "q8_0": (GGMLQuantizationType.Q8_0, LlamaFileType.MOSTLY_Q8_0),
+}
+# numpy has these; the others are written as bytes.
+PLAIN = {GGMLQuantizationType.F32: numpy.float32, GGMLQuantizationType.F16: numpy.float16}
+# safetensors' names of formats.
+STORED_AS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+Array = numpy.ndarray[Any, Any]
+
+
+def convert(model_folder: Path, output: Path, *, dtype: str, converter: Path) -> None:
+    """Run a converter of the user's, llama.cpp's convert_hf_to_gguf.py; RuntimeError with its last line if it fails."""
+    if not converter.is_file():
+        raise UserError(f"--converter {converter}: no such file; name llama.cpp's convert_hf_to_gguf.py")
+    command = [sys.executable, str(converter), str(model_folder), "--outfile", str(output), "--outtype", dtype]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode or not output.is_file():
+        last = [line for line in (result.stderr or result.stdout).splitlines() if line.strip()][-1:]
+        raise RuntimeError(f"{converter.name} ended with exit code {result.returncode}: {' '.join(last)}")
+
+
+def check_architecture(config: Any) -> None:
+    """Raise UserError if this module cannot write a model of that configuration."""
+    name = (config.architectures or ["unknown"])[0]
+    way_out = "give llama.cpp's convert_hf_to_gguf.py with --converter"
+    if name not in ARCHITECTURES:
+        raise UserError(f"--format gguf: {name} is not one of {', '.join(ARCHITECTURES)}; {way_out}")
+    kind = config.rope_parameters.get("rope_type", "default")
+    # llama.cpp reads a divisor of each frequency for this one of the architectures only.
+    known = ("default", "linear", "llama3") if ARCHITECTURES[name][0] == MODEL_ARCH.LLAMA else ("default", "linear")
+    if kind not in known:
+        raise UserError(f"--format gguf: rotary embedding of type {kind} is not written here for {name}; {way_out}")
+    if config.hidden_act not in ("silu", "swish"):
+        raise UserError(f"--format gguf: llama.cpp computes {name} with SiLU, not with {config.hidden_act}")
+
+
+def longest_context(config: Any) -> int:
+    """Positions that llama.cpp computes as transformers does: for these architectures it knows no sliding window."""
+    window = getattr(config, "sliding_window", None)
+    layers = getattr(config, "layer_types", None) or ["sliding_attention"]
+    whole: int = config.max_position_embeddings
+    return min(whole, window) if window and "sliding_attention" in layers else whole
+
+
+def write_gguf(model_folder: Path, output: Path, *, dtype: str, name: str | None = None) -> str:
+    """Write a saved model and its tokenizer as `output`; returns the format, `auto` being that of the weights.
+
+    `name` is what llama.cpp shows for the model, the folder's if not given.
+
+    Raises UserError for an architecture or a tokenizer that is not written here, RuntimeError if what was read back
+    differs in number or shape.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    config = AutoConfig.from_pretrained(model_folder)
+    check_architecture(config)
+    architecture = ARCHITECTURES[config.architectures[0]][0]
+    stored = _stored_tensors(model_folder, config, dtype)
+    dtype = stored[0].dtype if dtype == "auto" else dtype
+    writer = GGUFWriter(output, MODEL_ARCH_NAMES[architecture])
+    writer.add_name(name or model_folder.name)
+    _add_settings(writer, config, FORMATS[dtype][1])
+    add_vocabulary(writer, AutoTokenizer.from_pretrained(model_folder), rows=config.vocab_size)
+    factors = _frequency_factors(config)
+    # Announced first and written one by one: the model is never whole in memory.
+    for tensor in stored:
+        tensor.announce(writer)
+    if factors is not None:
+        writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for tensor in stored:
+        writer.write_tensor_data(quants.quantize(tensor.read(), tensor.kind))
+    if factors is not None:
+        writer.write_tensor_data(factors)
+    writer.close()
+    found = {tensor.name: tuple(reversed(tensor.shape.tolist())) for tensor in GGUFReader(output).tensors}
+    if any(found.get(tensor.name) != tensor.shape for tensor in stored):
+        raise RuntimeError(f"{output}: holds {len(found)} tensors of the model's {len(stored)}, or other shapes")
+    return dtype
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of the saved model and how it is written."""
+
+    file: Path
+    original: str
+    name: str
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    dtype: str
+    """What it is stored in now, as a key of FORMATS."""
+    rotated_heads: int | None
+    """Heads whose rows are put in llama.cpp's order."""
+
+    def announce(self, writer: Any) -> None:
+        """Write name, shape and size, which come before all data."""
+        if self.kind in PLAIN:
+            array = numpy.empty(0, PLAIN[self.kind])
+            size = math.prod(self.shape) * array.itemsize
+            writer.add_tensor_info(self.name, self.shape, array.dtype, size, raw_dtype=self.kind)
+        else:
+            shape = quants.quant_shape_to_byte_shape(self.shape, self.kind)
+            writer.add_tensor_info(self.name, shape, numpy.dtype("uint8"), math.prod(shape), raw_dtype=self.kind)
+
+    def read(self) -> Array:
+        """Its values in 32 bits."""
+        with safe_open(str(self.file), framework="pt") as handle:
+            tensor = handle.get_tensor(self.original)
+        if self.rotated_heads:
+            tensor = _neighbours(tensor, self.rotated_heads)
+        return tensor.float().numpy()
+
+
+def _stored_tensors(folder: Path, config: Any, dtype: str) -> list[_Stored]:
+    """Every tensor of the folder's safetensors; UserError if one has no name in GGUF."""
+    architecture, rotates = ARCHITECTURES[config.architectures[0]]
+    names = get_tensor_name_map(architecture, config.num_hidden_layers)
+    heads = {".attn_q.": config.num_attention_heads, ".attn_k.": config.num_key_value_heads} if rotates else {}
+    stored = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as handle:
+            for original in handle.keys():
+                part = handle.get_slice(original)
+                name = names.get_name(original, try_suffixes=(".weight", ".bias"))
+                if name is None:
+                    raise UserError(f"--format gguf: {original} has no name in GGUF; use --converter")
+                now = STORED_AS.get(part.get_dtype(), "f32")
+                shape = tuple(part.get_shape())
+                kind = _kind(shape, now if dtype == "auto" else dtype)
+                rotated = next((count for mark, count in heads.items() if mark in name), None)
+                stored.append(_Stored(file, original, name, shape, kind, now, rotated))
+    return stored
+
+
+def _kind(shape: tuple[int, ...], dtype: str) -> GGMLQuantizationType:
+    kind = FORMATS[dtype][0] if len(shape) > 1 else GGMLQuantizationType.F32
+    # The blocks of Q8_0 are of 32.
+    return GGMLQuantizationType.F16 if kind == GGMLQuantizationType.Q8_0 and shape[-1] % 32 else kind
+
+
+def _neighbours(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of each head from [first half, second half] to pairs (0, n/2), (1, n/2 + 1) ..."""
+    head = weight.shape[0] // heads
+    halves = weight.reshape(heads, 2, head // 2, *weight.shape[1:])
+    return halves.transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def _add_settings(writer: Any, config: Any, file_type: LlamaFileType) -> None:
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters
+    writer.add_file_type(file_type)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(longest_context(config))
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(rope["factor"])
+
+
+def _frequency_factors(config: Any) -> Array | None:
+    """Llama 3.1's stretching of low frequencies, as divisors of each frequency [head/2]; None for other models.
+
+    Wavelengths above L / low_freq_factor are stretched by `factor`, those below L / high_freq_factor not at all, and
+    between the two the frequency is interpolated (L: original context).
+    """
+    rope = config.rope_parameters
+    if rope.get("rope_type") != "llama3":
+        return None
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    frequencies = rope["rope_theta"] ** -(numpy.arange(0, head, 2, dtype=numpy.float64) / head)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    periods = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = numpy.clip((periods - low) / (high - low), 0.0, 1.0)
+    return (1 / (kept + (1 - kept) / rope["factor"])).astype(numpy.float32)

@@ -1,0 +1,178 @@
+"""A tokenizer's vocabulary as llama.cpp reads it: byte-level BPE, or BPE with byte tokens as sentencepiece makes it.
+
+llama.cpp splits text before BPE by rules of its own that GGUF only names. The name is found from the tokenizer's own
+splitting; a tokenizer that splits in another way is refused rather than written under a name that does not fit.
+Two differences cannot be written: llama.cpp composes no characters (NFC, of Qwen's tokenizers), and of tokenizers as
+sentencepiece makes them it puts a space before a text that begins with one, and after every special token or none.
+"""
+
+import json
+import re
+from typing import Any
+
+from gguf import TokenType
+from jinja2 import TemplateError
+
+from trainer.config import UserError
+from trainer.data.chat import chat_template_of
+from trainer.model.answers import end_of_turn
+
+# The splitting of GPT-4's descendants, %s being how digits are grouped.
+SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+NAMES_OF_SPLITS = {SPLIT % r"\p{N}{1,3}": "llama-bpe", SPLIT % r"\p{N}": "qwen2"}
+# The rule that takes a word whole if it is a token, and the same rule without that.
+WHOLE_WORDS, MERGED_WORDS = "llama-bpe", "smaug-bpe"
+BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+def add_vocabulary(writer: Any, tokenizer: Any, *, rows: int) -> None:
+    """Write tokens, merges, special tokens and the chat template; `rows` is the number of rows of the embedding.
+
+    Raises UserError for a tokenizer whose rules have no name in llama.cpp that is known here.
+    """
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = state["model"]
+    if model["type"] != "BPE":
+        raise UserError(f"--format gguf: a tokenizer of type {model['type']} is not written here; use --converter")
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    if model.get("byte_fallback"):
+        writer.add_tokenizer_model("llama")
+        writer.add_tokenizer_pre("default")
+        writer.add_add_space_prefix(_adds_space(state, tokenizer))
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(_name_of_split(state))
+        writer.add_token_merges(merges)
+    tokens, types = _tokens(tokenizer, rows)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    if model.get("byte_fallback"):
+        # sentencepiece joins the pair with the best score first: the rank of the merge that makes a token.
+        ranks: dict[str, float] = {}
+        for rank, merge in enumerate(merges):
+            ranks.setdefault(merge.replace(" ", ""), -float(rank + 1))
+        writer.add_token_scores([ranks.get(token, 0.0 if len(token) == 1 else -1000.0 * rows) for token in tokens])
+    for name in ("bos", "eos", "unk", "pad"):
+        token_id = getattr(tokenizer, f"{name}_token_id")
+        if token_id is not None:
+            getattr(writer, f"add_{name}_token_id")(token_id)
+    _add_marks(writer, tokenizer)
+
+
+def _add_marks(writer: Any, tokenizer: Any) -> None:
+    """Write what llama.cpp puts around a text, the token that ends a turn, and the chat template."""
+    encoded = tokenizer("a").input_ids
+    begins = tokenizer.bos_token_id is not None and encoded[:1] == [tokenizer.bos_token_id]
+    # llama.cpp puts the first token before chats too, where it is not there yet; in training it was not put.
+    chats = _chats(tokenizer)
+    writer.add_add_bos_token(begins and all(chat.startswith(tokenizer.bos_token) for chat in chats))
+    writer.add_add_eos_token(tokenizer.eos_token_id is not None and encoded[-1:] == [tokenizer.eos_token_id])
+    template = chat_template_of(tokenizer, None)
+    if template:
+        writer.add_chat_template(template)
+    if chats:
+        # llama.cpp stops where turns end only if it knows the token by name, or is told.
+        end = end_of_turn(tokenizer)
+        if end is not None and end != tokenizer.eos_token_id:
+            writer.add_eot_token_id(end)
+
+
+def _tokens(tokenizer: Any, rows: int) -> tuple[list[str], list[TokenType]]:
+    """Text and kind of every row of the embedding; rows that no token has are filled with unused ones."""
+    by_id = {index: token for token, index in tokenizer.get_vocab().items()}
+    added = {index: token.special for index, token in tokenizer.added_tokens_decoder.items()}
+    tokens, types = [], []
+    for index in range(rows):
+        token = by_id.get(index, f"[PAD{index}]")
+        if index not in by_id:
+            kind = TokenType.UNUSED
+        elif index in added:
+            kind = TokenType.CONTROL if added[index] else TokenType.USER_DEFINED
+        else:
+            kind = TokenType.BYTE if BYTE_TOKEN.fullmatch(token) else TokenType.NORMAL
+        if index == tokenizer.unk_token_id:
+            kind = TokenType.UNKNOWN
+        tokens.append(token)
+        types.append(kind)
+    return tokens, types
+
+
+def _chats(tokenizer: Any) -> list[str]:
+    """Prompts as the chat template writes them; none without a template, or if it refuses them."""
+    if not tokenizer.chat_template:
+        return []
+    turns = [{"role": role, "content": "Some words."} for role in ("user", "assistant", "user")]
+    try:
+        return [
+            str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+            for chat in (turns[:1], turns)
+        ]
+    except TemplateError:
+        return []
+
+
+def _adds_space(state: dict[str, Any], tokenizer: Any) -> bool:
+    """Whether llama.cpp is to put spaces before texts, where one rule reads chats as the tokenizer does, that one."""
+    normalizers, splitters = _steps(state["normalizer"], "normalizers"), _steps(state["pre_tokenizer"], "pretokenizers")
+    kinds = [step["type"] for step in (*normalizers, *splitters)]
+    if not set(kinds) <= {"Prepend", "Replace", "Metaspace", "Split"}:
+        raise UserError(
+            f"--format gguf: a tokenizer with byte fallback that changes text by {' and '.join(kinds)} is not written "
+            "here; give llama.cpp's convert_hf_to_gguf.py with --converter"
+        )
+    own = "Prepend" in kinds or any(step.get("prepend_scheme", "never") != "never" for step in splitters)
+    return next((space for space in (own, not own) if reads_chats_alike(tokenizer, space)), own)
+
+
+def reads_chats_alike(tokenizer: Any, space: bool) -> bool:
+    """Whether llama.cpp makes the tokenizer's own tokens of chats, with or without a space before each text.
+
+    llama.cpp cuts the prompt at special tokens and puts the space before every piece; tokenizers may put it before the
+    first only, or not where there is one already.
+    """
+    names = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
+    pieces = re.compile(f"({'|'.join(map(re.escape, names))})")
+    numbers, model = tokenizer.get_vocab(), tokenizer.backend_tokenizer.model
+    for chat in _chats(tokenizer):
+        tokens: list[int] = []
+        for piece in filter(None, pieces.split(chat)):
+            marked = ("▁" if space else "") + piece.replace(" ", "▁")
+            tokens += [numbers[piece]] if piece in names else [token.id for token in model.tokenize(marked)]
+        if tokens != tokenizer(chat, add_special_tokens=False).input_ids:
+            return False
+    return True
+
+
+def chats_differ(tokenizer: Any) -> bool:
+    """Whether llama.cpp makes other tokens of this tokenizer's chats, by a space more or less, whatever is written."""
+    of_sentencepiece = json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("byte_fallback")
+    return bool(of_sentencepiece) and not any(reads_chats_alike(tokenizer, space) for space in (True, False))
+
+
+def _steps(step: dict[str, Any] | None, several: str) -> list[dict[str, Any]]:
+    """The steps of a normaliser or splitter, which may be one, several or none."""
+    return [] if step is None else step.get(several, [step])
+
+
+def _name_of_split(state: dict[str, Any]) -> str:
+    """llama.cpp's name of a byte-level tokenizer's splitting."""
+    steps = _steps(state["pre_tokenizer"], "pretokenizers")
+    changes = [step["type"] for step in _steps(state["normalizer"], "normalizers") if step["type"] != "NFC"]
+    kinds = [step["type"] for step in steps]
+    whole_words = state["model"].get("ignore_merges", False)
+    if kinds[-1:] == ["ByteLevel"] and not steps[-1].get("add_prefix_space") and not changes:
+        own_rule = steps[-1].get("use_regex", True)
+        if kinds == ["ByteLevel"] and own_rule and not whole_words:
+            return "gpt-2"
+        if kinds == ["Digits", "ByteLevel"] and steps[0]["individual_digits"] and own_rule and not whole_words:
+            return "smollm"
+        if kinds == ["Split", "ByteLevel"] and not own_rule:
+            name = NAMES_OF_SPLITS.get(steps[0]["pattern"].get("Regex", ""))
+            if name == WHOLE_WORDS:
+                return WHOLE_WORDS if whole_words else MERGED_WORDS
+            if name and not whole_words:
+                return name
+    raise UserError(
+        f"--format gguf: llama.cpp's name for a tokenizer that splits text by {' and '.join([*changes, *kinds])} in "
+        "this way is not known here; give llama.cpp's convert_hf_to_gguf.py with --converter"
+    )

@@ -1,0 +1,136 @@
+"""The Modelfile by which Ollama serves a GGUF file (https://github.com/ollama/ollama/blob/main/docs/modelfile.md).
+
+Ollama writes prompts by a template in Go's language. It is derived from the tokenizer's own chat template by rendering
+conversations, and kept only if it then writes the same text for others; a template of another build has none.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from trainer.model.answers import end_of_turn
+
+TEXTS = {"system": "SYSTEM-TEXT", "user": "QUESTION-TEXT", "assistant": "ANSWER-TEXT"}
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class ChatParts:
+    """What a chat template puts around the turns of each role, and where there is no system turn."""
+
+    around: dict[str, tuple[str, str]]
+    without_system: str
+
+    def render(self, messages: Messages) -> str:
+        """The prompt for these messages, up to where the assistant answers."""
+        start = "" if messages[0]["role"] == "system" else self.without_system
+        turns = [self.around[turn["role"]][0] + turn["content"] + self.around[turn["role"]][1] for turn in messages]
+        return start + "".join(turns) + self.around["assistant"][0]
+
+    def can_be_written(self) -> bool:
+        """Whether none of it would be taken for marks of the template or of the Modelfile."""
+        texts = [self.without_system, *(text for pair in self.around.values() for text in pair)]
+        # A brace at a text's end would run into those of the mark behind it.
+        return is_kept("".join(texts)) and not any("{{" in text or '"""' in text or text[-1:] == "{" for text in texts)
+
+    def in_go(self) -> str:
+        """The same as a template of Ollama's."""
+        branches: list[str] = []
+        for role in self.around:
+            before, after = self.around[role]
+            test = f'{{{{ if eq .Role "{role}" }}}}' if not branches else f'{{{{ else if eq .Role "{role}" }}}}'
+            branches.append(f"{test}{before}{{{{ .Content }}}}{after}")
+        turns = f"{{{{ range .Messages }}}}{''.join(branches)}{{{{ end }}}}{{{{ end }}}}"
+        start = f"{{{{ if not .System }}}}{self.without_system}{{{{ end }}}}" if self.without_system else ""
+        return start + turns + self.around["assistant"][0]
+
+
+def is_kept(text: str) -> bool:
+    """Whether Ollama reads this text between three quotes as it is: it drops what is not printable (such as U+00A0).
+
+    Three quotes at the end of a line end the text.
+    """
+    return all(sign.isprintable() or sign in "\n\r\t" for sign in text) and not re.search(r'"""[ \t]*[\r\n]', text)
+
+
+def chat_parts(tokenizer: Any) -> ChatParts | None:
+    """The parts of the tokenizer's chat template; None if it has none, or one that does more than join turns."""
+    if not isinstance(tokenizer.chat_template, str):
+        return None
+    for roles in (("system", "user", "assistant"), ("user", "assistant")):
+        try:
+            parts = _derive(tokenizer, roles)
+            alike = parts is not None and all(parts.render(chat) == _prompt(tokenizer, chat) for chat in _trials(roles))
+            return parts if parts is not None and alike and parts.can_be_written() else None
+        except (TemplateError, ValueError):
+            continue  # some templates know no system turn and refuse one
+    return None
+
+
+def _derive(tokenizer: Any, roles: Sequence[str]) -> ChatParts | None:
+    """Each turn's surroundings: what the rendering grows by when the turn is added."""
+    chat: Messages = []
+    text, around = "", {}
+    for role in roles:
+        chat.append({"role": role, "content": TEXTS[role]})
+        longer = _rendered(tokenizer, chat)
+        before, found, after = longer.removeprefix(text).partition(TEXTS[role])
+        if not found or not longer.startswith(text):
+            return None
+        around[role] = (before, after)
+        text = longer
+    alone = _rendered(tokenizer, [{"role": "user", "content": TEXTS["user"]}])
+    turn = TEXTS["user"].join(around["user"])
+    return ChatParts(around, alone.removesuffix(turn)) if alone.endswith(turn) else None
+
+
+def _trials(roles: Sequence[str]) -> list[Messages]:
+    first = [{"role": "user", "content": "One"}]
+    more = [*first, {"role": "assistant", "content": "Two"}, {"role": "user", "content": "Three"}]
+    system = [{"role": "system", "content": "Zero"}]
+    return [first, more, *([system + first, system + more] if "system" in roles else [])]
+
+
+def _rendered(tokenizer: Any, chat: Messages) -> str:
+    return _without_start(tokenizer, tokenizer.apply_chat_template(chat, tokenize=False))
+
+
+def _prompt(tokenizer: Any, chat: Messages) -> str:
+    return _without_start(tokenizer, tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+
+
+def _without_start(tokenizer: Any, text: str) -> str:
+    """Without the first token, where llama.cpp puts it before a prompt itself; of some models it also begins turns."""
+    puts_it = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+    return text.removeprefix(tokenizer.bos_token) if puts_it else text
+
+
+def _end_of_turn(tokenizer: Any) -> str | None:
+    try:
+        token = end_of_turn(tokenizer) if tokenizer.chat_template else None
+    except (TemplateError, ValueError):
+        return None
+    return None if token is None else str(tokenizer.convert_ids_to_tokens(token))
+
+
+def modelfile(gguf: str, tokenizer: Any, *, system_prompt: str | None) -> str:
+    """The Modelfile for the file `gguf` beside it."""
+    lines = [f"FROM ./{gguf}"]
+    parts = chat_parts(tokenizer)
+    if parts is None:
+        lines.append(
+            "# No TEMPLATE: the chat template does not put turns one after another; Ollama guesses from the GGUF."
+        )
+    else:
+        lines.append(f'TEMPLATE """{parts.in_go()}"""')
+    after = parts.around["assistant"][1].strip() if parts else _end_of_turn(tokenizer)
+    stops = dict.fromkeys([tokenizer.eos_token, after])
+    lines += [f'PARAMETER stop "{stop}"' for stop in stops if stop and '"' not in stop]
+    if system_prompt and is_kept(system_prompt):
+        lines.append(f'SYSTEM """{system_prompt}"""')
+    elif system_prompt:
+        lines.append("# No SYSTEM: Ollama would change the system prompt (signs that are not printable, or quotes).")
+    return "\n".join(lines) + "\n"

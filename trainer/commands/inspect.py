@@ -1,0 +1,151 @@
+"""`python -m trainer.commands.inspect CONFIG [key=value ...] [--examples N]`: the data as the model will see it.
+
+Shows examples with the tokens that carry loss in colour (in ⟦brackets⟧ where there are no colours), the share of
+trained tokens, what was cut, how full the packs are, and warns of masks that are usually mistakes.
+"""
+
+import sys
+from io import TextIOWrapper
+from itertools import groupby, islice
+from pathlib import Path
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from trainer.config import CommandParser, UserError, load_config
+from trainer.data import DataStats, PreparedData, Sample, Samples, prepare_data
+from trainer.model.base import context_length, load_model_config, load_tokenizer
+
+# Documents of a pack that are shown.
+SHOWN_DOCUMENTS = 2
+# Examples of a stream that stand for the whole in the figures.
+STREAM_EXAMPLES = 200
+
+
+def show_data(data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: Console, *, examples: int) -> None:
+    """Print the figures of prepared data, its first `examples` samples, and warnings."""
+    if isinstance(data.train, Samples):
+        shown, stats = [data.train[index] for index in range(min(examples, len(data.train)))], data.stats
+        seen = shown
+    else:
+        seen = list(islice(data.train.read(0), STREAM_EXAMPLES))
+        shown, stats = seen[:examples], _figures_of(seen, data.stats.max_length)
+    for number, sample in enumerate(shown, start=1):
+        console.print(_panel(sample, tokenizer, number, colours=console.color_system is not None))
+    for line in data.stats.lines():
+        style = "bold yellow" if line.startswith("warning: ") else ""
+        console.print(Text(line, style=style), soft_wrap=True)
+    if stats is not data.stats:
+        console.print(f"of the first {len(seen)} samples: {stats.trained_share:.1%} of the tokens are trained")
+    for warning in warnings(stats, seen, tokenizer):
+        console.print(Text(f"warning: {warning}", style="bold yellow"), soft_wrap=True)
+
+
+def warnings(stats: DataStats, samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """What looks like a mistake in the masks: nothing trained, everything trained, no token to stop at."""
+    found = []
+    predictable = stats.tokens - stats.documents  # nothing comes before a document's first token
+    if stats.target_tokens == 0:
+        found.append("0 % of the tokens are trained; see dataset.train_on and the examples above")
+    elif stats.target_tokens >= predictable:
+        found.append(
+            "100 % of the tokens are trained, questions as well as answers: right for plain text, rarely meant for "
+            "conversations; see dataset.train_on"
+        )
+    documents = [document for sample in samples for document in _documents(sample)]
+    whole = [document for document in documents if any(document.trained) and len(document.input_ids) < stats.max_length]
+    endless = sum(not _stops(document, tokenizer) for document in whole)
+    if endless:
+        found.append(
+            f"{endless} of {len(whole)} examples train no end-of-turn token, and a model that never learns to stop "
+            "goes on; see the chat template and the tokenizer's eos_token"
+        )
+    return found
+
+
+def _panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int, *, colours: bool) -> Panel:
+    text = Text()
+    documents = _documents(sample)
+    for index, document in enumerate(documents[:SHOWN_DOCUMENTS]):
+        if index:
+            text.append("\n──── next document, blind to the one above ────\n", style="cyan")
+        at = 0
+        # Runs are decoded whole: a character may be spread over several tokens.
+        for trained, run in groupby(document.trained):
+            count = len(list(run))
+            part = tokenizer.decode(document.input_ids[at : at + count], skip_special_tokens=False)
+            text.append(part if colours or not trained else f"⟦{part}⟧", style="bold green" if trained else "dim")
+            at += count
+    more = len(documents) - SHOWN_DOCUMENTS
+    if more > 0:
+        text.append(f"\n──── and {more} more document{'s' * (more > 1)} in this pack ────", style="cyan")
+    tokens, trained_tokens = len(sample.input_ids), sum(sample.trained)
+    several = f", {len(sample.document_lengths)} documents" if len(sample.document_lengths) > 1 else ""
+    share = trained_tokens / tokens if tokens else 0.0
+    return Panel(text, title=f"example {number}: {tokens} tokens{several}, {trained_tokens} trained ({share:.0%})")
+
+
+def _documents(sample: Sample) -> list[Sample]:
+    documents, start = [], 0
+    for length in sample.document_lengths:
+        end = start + length
+        documents.append(Sample(sample.input_ids[start:end], sample.trained[start:end], [length]))
+        start = end
+    return documents
+
+
+def _stops(document: Sample, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the last trained token that is not white space is one that ends a turn."""
+    special = {*tokenizer.added_tokens_decoder, tokenizer.eos_token_id}
+    for token, trained in zip(reversed(document.input_ids), reversed(document.trained), strict=True):
+        if trained and (token in special or tokenizer.decode([token]).strip()):
+            return token in special
+    return False
+
+
+def _figures_of(samples: list[Sample], max_length: int) -> DataStats:
+    documents = [document for sample in samples for document in _documents(sample)]
+    return DataStats(
+        records=len(documents),
+        documents=len(documents),
+        samples=len(samples),
+        tokens=sum(len(document.input_ids) for document in documents),
+        target_tokens=sum(sum(document.trained[1:]) for document in documents),
+        max_length=max_length,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0, or 2 after one line on stderr."""
+    parser = CommandParser(prog="zerolora inspect", description="Show examples, trained tokens in colour.")
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--examples", type=int, default=3, help="how many to show (3)")
+    arguments = parser.parse_intermixed_args(argv)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # data holds what an ASCII terminal cannot show
+    console = Console()
+    try:
+        loaded = load_config(arguments.config, arguments.overrides)
+        config = loaded.config
+        for note in loaded.notes:
+            console.print(note, markup=False, highlight=False, soft_wrap=True)
+        tokenizer = load_tokenizer(config.base_model, config.model)
+        data = prepare_data(
+            config.dataset,
+            tokenizer,
+            seed=config.seed,
+            cache_dir=Path(config.dataset.cache_dir).expanduser(),
+            max_length_of_model=context_length(load_model_config(config.base_model, config.model)),
+        )
+        show_data(data, tokenizer, console, examples=arguments.examples)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""`zerolora merge RUN`: base and adapter as one model of safetensors that needs neither PEFT nor zerolora.
+
+Each adapted weight becomes W + s B A, added in 32 bits and rounded once to the model's number format. The base is read
+in full precision for QLoRA runs too: a sum that is quantised to 4 bits again loses most of what an adapter adds.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from trainer.checkpoint.finished_run import (
+    FinishedRun,
+    exit_code_of,
+    find_run,
+    put_adapter,
+    quiet_libraries,
+    saved_tokenizer,
+)
+from trainer.checkpoint.run_record import note_written
+from trainer.config import CommandParser, UserError
+from trainer.engine.deepspeed_engine import DTYPES
+from trainer.model.base import load_base_model, load_model_config
+
+SHARD_SIZE = "5GB"
+
+
+def merge(run: FinishedRun, output: Path, *, dtype: str = "auto") -> Path:
+    """Write the merged model and its tokenizer to `output`; `auto` is the number format the base is stored in.
+
+    Raises UserError if `output` holds something, has no room, or there is no full-precision base; RuntimeError if what
+    was read back is not what was written, or not finite.
+    """
+    check_output(output)
+    note_written(output.parent, [output.name, f".writing-{output.name}"])
+    tokenizer = saved_tokenizer(run)
+    stored = _stored_dtype(run)  # refuses a quantised base
+    model = merged_model(run, tokenizer, stored if dtype == "auto" else DTYPES[dtype])
+    _check_room(model, output)
+    # Written beside and renamed when whole: a folder of the name is a model that can be used.
+    building = output.with_name(f".writing-{output.name}")
+    shutil.rmtree(building, ignore_errors=True)
+    try:
+        model.save_pretrained(building, max_shard_size=SHARD_SIZE)
+        tokenizer.save_pretrained(building)
+        check_saved(model, building)
+        if output.exists():
+            output.rmdir()  # empty, or check_output would have refused it
+        os.replace(building, output)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return output
+
+
+def check_output(output: Path) -> None:
+    """Raise UserError unless `output` is free: not there, or an empty folder."""
+    if output.is_file() or (output.is_dir() and any(output.iterdir())):
+        raise UserError(f"{output}: exists and would be overwritten; remove it, or name another folder with --output")
+    existing = next(parent for parent in output.absolute().parents if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UserError(f"{output}: cannot be written in {existing}; name another folder with --output")
+
+
+def merged_model(run: FinishedRun, tokenizer: Any, dtype: torch.dtype) -> Any:
+    """The base in `dtype` on the CPU with the adapter added to its weights, embedding grown for added tokens."""
+    base = load_base_model(
+        run.config.base_model, run.config.model, dtype=dtype, device=torch.device("cpu"), attention="eager"
+    )
+    # In 32 bits the sum is rounded once, and not its second term before it.
+    adapted = put_adapter(base, tokenizer, run, in_32_bits=True)
+    _untie_head(adapted)
+    model = adapted.merge_and_unload().to(dtype)
+    model.config.use_cache = True  # training had it off, and it would be saved so
+    return model
+
+
+def _untie_head(adapted: Any) -> None:
+    """Give a tied output head a weight of its own if it, or the embedding it is tied to, has an adapter."""
+    from peft.tuners.lora import LoraLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    base = adapted.get_base_model()
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    if not base.config.tie_word_embeddings or not any(
+        isinstance(layer, LoraLayer | ModulesToSaveWrapper) for layer in (head, embedding)
+    ):
+        return
+    original = head.original_module if isinstance(head, ModulesToSaveWrapper) else head
+    original = original.get_base_layer() if isinstance(original, LoraLayer) else original
+    original.weight = nn.Parameter(original.weight.detach().clone(), requires_grad=False)
+    base.config.tie_word_embeddings = False
+    base.all_tied_weights_keys = {}
+
+
+def _stored_dtype(run: FinishedRun) -> torch.dtype:
+    """The number format that the base's weights are stored in, 32 bits if its configuration does not say."""
+    config = load_model_config(run.config.base_model, run.config.model)
+    if getattr(config, "quantization_config", None) is not None:
+        raise UserError(
+            f"base_model={run.config.base_model}: is stored quantised, and merging needs full precision; name the "
+            "model that it was made from with --base-model"
+        )
+    stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
+    stored = getattr(torch, stored) if isinstance(stored, str) else stored
+    return stored if stored in DTYPES.values() else torch.bfloat16
+
+
+def _check_room(model: nn.Module, output: Path) -> None:
+    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    existing = next(parent for parent in output.absolute().parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        raise UserError(
+            f"{output}: the model takes {needed / 2**30:.1f} GiB and its disk has {free / 2**30:.1f} GiB free; "
+            "make room, or name another folder with --output"
+        )
+
+
+def check_saved(model: nn.Module, folder: Path) -> None:
+    """Read the saved files back, a tensor at a time; RuntimeError if one is missing, differs or is not finite."""
+    expected = model.state_dict()
+    stored_elements = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as handle:
+            for name in handle.keys():
+                value = handle.get_tensor(name)
+                stored_elements += value.numel()
+                if value.is_floating_point() and not torch.isfinite(value).all():
+                    raise RuntimeError(f"{name} is not finite in {value.dtype}; merge with --dtype bf16 or fp32")
+                # transformers stores some layers (experts) under other names than they have in memory.
+                if name in expected and not torch.equal(value, expected[name]):
+                    raise RuntimeError(f"{file.name}: {name} read back differs from what was merged; check the disk")
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    if stored_elements < elements:
+        raise RuntimeError(f"{folder}: holds {stored_elements:,} weights of the model's {elements:,}")
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = CommandParser(
+        prog="zerolora merge", description="Merge an adapter into its full-precision base model; safetensors."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write the model (RUN/merged)")
+    parser.add_argument(
+        "--dtype", choices=("auto", *DTYPES), default="auto", help="number format (auto: as the base is stored)"
+    )
+    parser.add_argument("--base-model", metavar="MODEL", help="where the full-precision base is, if not where it was")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0; 1 or 2 after one line on stderr."""
+    arguments = _parse(argv)
+    quiet_libraries()
+    return exit_code_of(lambda: _run(arguments), RuntimeError)
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    run = find_run(arguments.run, arguments.base_model)
+    print(merge(run, arguments.output or arguments.run / "merged", dtype=arguments.dtype))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

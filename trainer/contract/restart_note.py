@@ -1,0 +1,59 @@
+"""The note by which a rank that ran out of memory asks the launcher to start the run again with a smaller micro-batch.
+
+Ranks and launcher share nothing but the run's folder, and the launcher does not import torch.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from trainer.contract.whole_files import write_json
+
+EXIT_RESTART = 77
+"""Exit code of a rank that has left a note."""
+MOST_HALVINGS = 3
+_FILE = "out_of_memory.json"
+
+
+@dataclass(frozen=True)
+class RestartNote:
+    """The step that did not fit, what to run it with, and where to go on from (None: the start)."""
+
+    step: int
+    batch_size: int
+    gradient_accumulation_steps: int
+    stage: int
+    checkpoint: str | None
+
+    def write(self, logs: Path) -> None:
+        """Leave the note; ranks that fail together write the same."""
+        logs.mkdir(parents=True, exist_ok=True)
+        write_json(logs / _FILE, asdict(self))
+
+    @staticmethod
+    def is_left(logs: Path) -> bool:
+        """True if a rank has left a note since the last `take`."""
+        return (logs / _FILE).exists()
+
+    @classmethod
+    def take(cls, logs: Path) -> "RestartNote | None":
+        """Read the note and remove it; None if there is none."""
+        try:
+            note = cls(**json.loads((logs / _FILE).read_text()))
+        except FileNotFoundError:
+            return None
+        (logs / _FILE).unlink()
+        return note
+
+    def overrides(self) -> list[str]:
+        """The settings to start again with, as one would type them."""
+        where = "training.resume_from_checkpoint=" + (self.checkpoint or "null")
+        settings = [
+            f"training.batch_size={self.batch_size}",
+            f"training.gradient_accumulation_steps={self.gradient_accumulation_steps}",
+            "training.global_batch_size=null",  # the two above are it
+            f"zero.stage={self.stage}",
+            where,
+        ]
+        # Without a checkpoint the folder holds nothing but this attempt, for which nobody has a use.
+        return settings if self.checkpoint else [*settings, "output.overwrite=delete"]

@@ -1,0 +1,157 @@
+"""Data made ready once: tokenised, masked, split and packed, in a cache that content, tokenizer and settings name."""
+
+import json
+import sys
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import transformers
+import xxhash
+from datasets import Dataset, concatenate_datasets
+from transformers import PreTrainedTokenizerBase
+
+from trainer.config import DatasetSection, UserError
+from trainer.data.built_folder import built_folder
+from trainer.data.documents import DocumentEncoder, encode_source
+from trainer.data.grouping import DataStats, Figures, Sources, plan
+from trainer.data.samples import Samples, SampleStream
+from trainer.data.shared_blocks import folder_of_host
+from trainer.data.sources import content_key, stamps
+from trainer.data.streams import stream_samples
+
+# Part of every cache key: raise it when the same input no longer gives the same documents.
+CACHE_FORMAT = 2
+# Of a source in a mixed stream.
+LEAST_ODDS = 1e-6
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Training and held-out samples, their figures, and a name for exactly this data."""
+
+    train: Samples | SampleStream
+    evaluation: Samples | None
+    stats: DataStats
+    fingerprint: str
+    origin: dict[str, str] = field(default_factory=dict)
+    """Digests by which a resumed run knows it again: of the sources' bytes (`content`; not of those that stream) and of
+    the `tokenizer` with its template."""
+
+
+def prepare_data(
+    section: DatasetSection,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    cache_dir: Path,
+    max_length_of_model: int | None,
+) -> PreparedData:
+    """Tokenise, mask, split and pack a data set, or find that done in `cache_dir`.
+
+    Any number of processes may call this at once: the first builds, the others wait and read. An interrupted build
+    leaves nothing that a later one would take for whole. Raises UserError for whatever is wrong with the data.
+    """
+    if max_length_of_model is not None and section.max_length > max_length_of_model:
+        raise UserError(
+            f"dataset.max_length={section.max_length}: the model was made for {max_length_of_model} tokens; use no more"
+        )
+    train: Sources = [(f"dataset.mix.{at}", source) for at, source in enumerate(section.mix)] or [("dataset", section)]
+    evaluation: Sources = [("dataset.evaluation", section.evaluation)] if section.evaluation else []
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    encoder = DocumentEncoder(tokenizer, section)
+    streamed = train if section.streaming else []
+    stored = [] if section.streaming else train
+    identity = _identity(section, encoder, stored + evaluation, seed)
+    key, origin = _digest(identity), _origin(identity)
+    samples, held_out, stats = None, None, DataStats(max_length=section.max_length)
+    if stored or evaluation:
+        loaded, note = built_folder(
+            cache_dir / key,
+            partial(_build, section, encoder, stored, evaluation, seed),
+            lambda folder: _load(folder, section.packing),
+        )
+        samples, held_out, stats = loaded
+        stats = replace(stats, notes=((note, *stats.notes) if note else stats.notes))
+    if streamed:
+        _check_odds(streamed)
+        read = partial(stream_samples, section, streamed, encoder, seed)
+        notes = tuple(f"{label}: streamed from {source.path}" for label, source in streamed)
+        stats = replace(stats, notes=notes + stats.notes)
+        shared = folder_of_host(_digest([key, seed, [stamps(source, label) for label, source in streamed]]))
+        return PreparedData(SampleStream(read, section.packing, shared), held_out, stats, key, origin)
+    assert samples is not None
+    return PreparedData(samples, held_out, stats, key, origin)
+
+
+def _check_odds(streamed: Sources) -> None:
+    total = sum(source.weight for _, source in streamed)
+    for label, source in streamed:
+        if source.weight < LEAST_ODDS * total:
+            raise UserError(
+                f"{label}.weight={source.weight:g}: fewer than one document in a million would come from it; "
+                "raise it, or remove the source"
+            )
+
+
+def _identity(section: DatasetSection, encoder: DocumentEncoder, sources: Sources, seed: int) -> dict[str, Any]:
+    """What changes with the bytes of the data, the tokenizer, the template, and every setting that matters."""
+    ignored = {"workers", "shuffle", "cache_dir"}
+    return {
+        "format": CACHE_FORMAT,
+        "settings": section.model_dump(mode="json", exclude=ignored),
+        "seed": seed if section.val_split or section.mix else None,
+        "content": [content_key(source, label) for label, source in sources],
+        "template": encoder.chat.template if encoder.chat else None,
+        "tokenizer": xxhash.xxh3_128_hexdigest(encoder.tokenizer.backend_tokenizer.to_str().encode()),
+        "special_tokens": {name: str(token) for name, token in encoder.tokenizer.special_tokens_map.items()},
+        "transformers": transformers.__version__,
+    }
+
+
+def _origin(identity: dict[str, Any]) -> dict[str, str]:
+    tokenizer = [identity[name] for name in ("tokenizer", "special_tokens", "template")]
+    return {"content": _digest(identity["content"]), "tokenizer": _digest(tokenizer)}
+
+
+def _digest(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
+
+
+def _build(
+    section: DatasetSection, encoder: DocumentEncoder, train: Sources, evaluation: Sources, seed: int, folder: Path
+) -> None:
+    """Write documents, index and figures into a folder."""
+    parts, notes = [], []
+    for number, (label, source) in enumerate(train + evaluation):
+        file = folder / f"source-{number:03d}.arrow"
+        documents, note = encode_source(source, label, encoder, workers=section.workers, file=file)
+        parts.append(Figures.of(documents))
+        notes.append(note)
+    training, held_out, stats = plan(section, train, parts[: len(train)], parts[len(train) :], seed)
+    np.savez(
+        folder / "index.npz",
+        train_starts=training.starts,
+        train_members=training.members,
+        evaluation_starts=held_out.starts,
+        evaluation_members=held_out.members,
+    )
+    text = json.dumps(asdict(replace(stats, notes=tuple(notes))))
+    (folder / "stats.json").write_text(text, encoding="utf-8")
+
+
+def _load(folder: Path, packed: bool) -> tuple[Samples | None, Samples | None, DataStats]:
+    """Training samples, held-out samples and figures of a finished cache folder, its documents memory-mapped."""
+    stats = DataStats.from_json(json.loads((folder / "stats.json").read_text(encoding="utf-8")))
+    files = sorted(folder.glob("source-*.arrow"))
+    documents = concatenate_datasets([Dataset.from_file(str(file)) for file in files])
+    samples: list[Samples | None] = []
+    with np.load(folder / "index.npz") as index:
+        for name in ("train", "evaluation"):
+            starts, members = index[f"{name}_starts"], index[f"{name}_members"]
+            samples.append(Samples(documents, starts, members, packed=packed) if len(starts) > 1 else None)
+    return samples[0], samples[1], stats

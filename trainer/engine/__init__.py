@@ -1,0 +1,1 @@
+"""DeepSpeed's engine: its configuration, the optimizer and its state, flat adapters, stage 3 per layer."""

@@ -1,0 +1,321 @@
+"""The optimizer's 32-bit state out of a DeepSpeed engine and back, whatever the stage and the number of ranks.
+
+DeepSpeed keeps master weights and moments in flat partitions whose cuts depend on stage and rank count. A `Shard` says
+where one trained tensor lies in the partition that this rank holds; with it every quantity is copied out whole, by name
+(one sum over ranks of disjoint pieces), and copied back into any other partitioning. Read in DeepSpeed 0.19.8:
+stage_1_and_2.py (`_hp_mapping`), stage3.py (`grad_position`), fp16/unfused_optimizer.py (`fp32_groups`).
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from trainer.contract.known_versions import require
+from trainer.engine.eight_bit_moments import (
+    EIGHT_BIT,
+    EIGHT_BIT_BLOCK,
+    ELEMENTS_AT_ONCE,
+    dequantised,
+    requantise,
+)
+from trainer.engine.flat_adapter import flat_adapter_of, trained_parameters
+from trainer.engine.partitioned import whole_shape, whole_size
+from trainer.ranks.group import sum_over_ranks
+
+QUANTITIES = ("master", "exp_avg", "exp_avg_sq")
+
+LAYOUT = "scales/layout"
+
+Named = tuple[str, torch.nn.Parameter]
+Dense = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Elements [param_start, param_start + length) of a trained tensor lie at `holder_start` of a flat holder."""
+
+    name: str
+    holder: torch.Tensor
+    holder_start: int
+    param_start: int
+    length: int
+
+
+class EngineState:
+    """Master weights and AdamW moments by parameter name. Every rank must take part in each call."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._optimizer = engine.basic_optimizer
+        self._trained: list[Named] = trained_parameters(engine.module)
+        self._shards = list(_shards(engine, self._trained))
+        self._holders = list({id(holder): holder for holder in _holders(engine)}.values())
+
+    def collect(self) -> dict[str, torch.Tensor]:
+        """All trained tensors as {"master/NAME", "exp_avg/NAME", "exp_avg_sq/NAME"}: whole, fp32, on rank 0's CPU.
+
+        Empty on the other ranks: of a model trained in full it is twelve bytes a parameter in the memory of their host.
+        """
+        dense = {id(holder): self._dense(holder) for holder in self._holders}
+        state: dict[str, torch.Tensor] = {}
+        for quantity in QUANTITIES:
+            for group in _groups_of_size(self._trained, ELEMENTS_AT_ONCE):
+                state |= {f"{quantity}/{name}": value for name, value in self._whole(quantity, group, dense)}
+        return state | self._scales()
+
+    def misfit(self, state: dict[str, torch.Tensor]) -> str | None:
+        """Where `state`, as `collect` gave it, has other trained tensors than this engine; None if it fits."""
+        for name, parameter in self._trained:
+            found = state.get(f"master/{name}")
+            if found is None:
+                return f"it has no {name}"
+            if found.shape != whole_shape(parameter):
+                return f"{name} is {list(found.shape)} there and {list(whole_shape(parameter))} here"
+        more = len([name for name in state if name.startswith("master/")]) - len(self._trained)
+        return f"it has {more} trained tensors more than this run" if more else None
+
+    def restore(self, state: dict[str, torch.Tensor], steps: int) -> bool:
+        """Write back what `collect` gave after `steps` optimizer steps; the working copies of the weights follow.
+
+        False if 8-bit moments had to be rounded anew.
+        """
+        if steps:
+            self._create_moments(steps)
+        dense = {id(holder): self._dense(holder) for holder in self._holders}
+        for shard in self._shards:
+            for quantity in QUANTITIES if steps else ("master",):
+                piece = state[f"{quantity}/{shard.name}"].reshape(-1).narrow(0, shard.param_start, shard.length)
+                dense[id(shard.holder)][quantity].narrow(0, shard.holder_start, shard.length).copy_(piece)
+        exact = True
+        for index, holder in enumerate(self._holders):
+            entry = self._optimizer.state.get(holder, {})
+            for quantity, names in EIGHT_BIT.items():
+                if names[0] in entry and entry[names[0]].dtype == torch.uint8:
+                    scales = self._scales_of(state, quantity, index, entry[names[1]])
+                    exact &= requantise(entry, names, dense[id(holder)][quantity], scales)
+        self._refresh_working_copies(state)
+        return exact
+
+    def raw(self) -> dict[str, torch.Tensor]:
+        """This rank's 8-bit moments bit by bit (empty for 32-bit ones); they fit the same partitioning only."""
+        return {
+            f"{index}/{key}": value.detach().cpu().clone()
+            for index, holder in enumerate(self._holders)
+            for key, value in self._optimizer.state.get(holder, {}).items()
+            if torch.is_tensor(value) and key in ("state1", "state2", "absmax1", "absmax2")
+        }
+
+    def restore_raw(self, raw: dict[str, torch.Tensor]) -> bool:
+        """Write back this rank's own 8-bit moments; False, and nothing written, if they are of another partitioning."""
+        own = {}
+        for name in raw:
+            index, key = name.split("/")
+            own[name] = self._optimizer.state[self._holders[int(index)]][key]
+        if any(own[name].shape != value.shape for name, value in raw.items()):
+            return False
+        for name, value in raw.items():
+            own[name].copy_(value)
+        return True
+
+    def _scales(self) -> dict[str, torch.Tensor]:
+        """The scales of 8-bit moments over the flat buffers, on rank 0's CPU; none where blocks are not cut alike."""
+        offsets = self._block_offsets()
+        entries = [self._optimizer.state.get(holder, {}) for holder in self._holders]
+        if offsets is None or any(entry.get("state1", torch.empty(0)).dtype != torch.uint8 for entry in entries):
+            return {}
+        parts = self._engine.world_size if self._engine.zero_optimization_stage() else 1
+        found = {LAYOUT: torch.tensor(self._layout())}
+        for index, (entry, offset) in enumerate(zip(entries, offsets, strict=True)):
+            for quantity, (_, name, _) in EIGHT_BIT.items():
+                own = entry[name]
+                everyones = torch.zeros(parts * len(own), dtype=own.dtype, device=own.device)
+                everyones.narrow(0, offset // EIGHT_BIT_BLOCK, len(own)).copy_(own)
+                if parts > 1:
+                    sum_over_ranks(everyones)
+                found[f"scales/{quantity}/{index}"] = everyones.cpu()
+        return found if self._engine.global_rank == 0 else {}
+
+    def _scales_of(
+        self, state: dict[str, torch.Tensor], quantity: str, index: int, like: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The saved scales of a holder's blocks, if those were cut as they are here."""
+        offsets, saved = self._block_offsets(), state.get(f"scales/{quantity}/{index}")
+        if offsets is None or saved is None or int(state[LAYOUT]) != self._layout():
+            return None
+        own = torch.zeros_like(like)  # beyond the end of the saved ones there is padding only
+        part = saved[offsets[index] // EIGHT_BIT_BLOCK :][: len(own)]
+        own[: len(part)].copy_(part)
+        return own
+
+    def _block_offsets(self) -> list[int] | None:
+        """Where this rank's holders begin in the flat buffers, all of whose blocks are whole on one rank; else None."""
+        flat, stage = flat_adapter_of(self._engine.module), self._engine.zero_optimization_stage()
+        if flat is None or stage == 3 or len(flat.members) != len(self._trained):
+            return None
+        sizes = [holder.numel() for holder in self._holders]
+        if len(sizes) != len(flat.buffers) or any(size % EIGHT_BIT_BLOCK for size in sizes):
+            return None
+        return [size * self._engine.global_rank if stage else 0 for size in sizes]
+
+    def _layout(self) -> int:
+        """A number for where each factor lies in the flat buffers."""
+        flat = flat_adapter_of(self._engine.module)
+        assert flat is not None, "a layout without a flat adapter"
+        return xxhash.xxh3_64_intdigest(json.dumps(sorted(flat.spans().items())).encode()) >> 1  # fits an int64
+
+    def steps_taken(self) -> int:
+        """Optimizer steps that the moments have seen."""
+        steps = [entry["step"] for holder in self._holders if (entry := self._optimizer.state.get(holder))]
+        return max((int(float(step)) for step in steps), default=0)
+
+    def _dense(self, holder: torch.Tensor) -> Dense:
+        """The holder's values and moments, flat, fp32: views of the real ones, or copies of 8-bit ones."""
+        entry = self._optimizer.state.get(holder, {})
+        dense = {"master": holder.detach().reshape(-1)}
+        for quantity, (values, scales, codes) in EIGHT_BIT.items():
+            if quantity in entry:
+                dense[quantity] = entry[quantity].reshape(-1)
+            elif values not in entry:
+                dense[quantity] = torch.zeros_like(dense["master"])
+            elif entry[values].dtype == torch.uint8:
+                dense[quantity] = dequantised(entry[values], entry[scales], entry[codes])
+            else:  # bitsandbytes keeps small tensors in 32 bits
+                dense[quantity] = entry[values].reshape(-1)
+        return dense
+
+    def _whole(self, quantity: str, group: list[Named], dense: dict[int, Dense]) -> Iterator[tuple[str, torch.Tensor]]:
+        offsets: dict[str, int] = {}
+        total = 0
+        for name, parameter in group:
+            offsets[name] = total
+            total += whole_size(parameter)
+        buffer = torch.zeros(total, dtype=torch.float32, device=self._engine.device)
+        for shard in self._shards:
+            if shard.name in offsets:
+                piece = dense[id(shard.holder)][quantity].narrow(0, shard.holder_start, shard.length)
+                buffer.narrow(0, offsets[shard.name] + shard.param_start, shard.length).copy_(piece)
+        if self._engine.zero_optimization_stage() > 0:
+            sum_over_ranks(buffer)
+        if self._engine.global_rank != 0:
+            return
+        for name, parameter in group:
+            shape = whole_shape(parameter)
+            yield name, buffer.narrow(0, offsets[name], shape.numel()).view(shape).to("cpu", copy=True)
+
+    def _create_moments(self, steps: int) -> None:
+        """A fresh engine has no moments: make zeros of the right kind, on every flat partition."""
+        for group_index, group in enumerate(self._optimizer.param_groups):
+            for holder in self._group_holders(group_index, group):
+                if not isinstance(self._optimizer, torch.optim.AdamW):
+                    init_state = require(self._optimizer, "init_state", "bitsandbytes")
+                    members, group["params"] = group["params"], [holder]  # where it looks its parameter up
+                    init_state(group, holder, group_index, 0)
+                    group["params"] = members
+                    self._optimizer.state[holder]["step"] = steps
+                else:
+                    on_device = group.get("fused") or group.get("capturable")
+                    self._optimizer.state[holder] = {
+                        "step": torch.tensor(float(steps), device=holder.device if on_device else "cpu"),
+                        "exp_avg": torch.zeros_like(holder),
+                        "exp_avg_sq": torch.zeros_like(holder),
+                    }
+
+    def _group_holders(self, group_index: int, group: dict[str, Any]) -> list[torch.Tensor]:
+        """Stage 3 puts a sub-group's partition into its group only while it steps; the others leave it there."""
+        if self._engine.zero_optimization_stage() < 3:
+            return list(group["params"])
+        zero = self._engine.optimizer
+        to_group = zero.sub_group_to_group_id
+        return [flat for i, flat in enumerate(zero.fp32_partitioned_groups_flat) if to_group[i] == group_index]
+
+    def _refresh_working_copies(self, state: dict[str, torch.Tensor]) -> None:
+        """The weights that the forward pass reads: every rank writes the whole tensor, or its part under stage 3."""
+        import deepspeed
+
+        stage = self._engine.zero_optimization_stage()
+        for name, parameter in self._trained:
+            value = state[f"master/{name}"].to(self._engine.device, parameter.dtype)
+            if stage == 3:
+                with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                    parameter.data.copy_(value.view_as(parameter.data))
+            else:
+                parameter.data.copy_(value.view_as(parameter.data))
+
+
+def _shards(engine: Any, trained: list[Named]) -> Iterator[Shard]:
+    """Where the trained tensors lie; those of a flat adapter where their part of its buffer lies."""
+    flat = flat_adapter_of(engine.module)
+    if flat is None:
+        yield from _shards_of_parameters(engine, trained)
+        return
+    spans = flat.spans()
+    buffers = [(f"{index}", buffer) for index, buffer in enumerate(flat.buffers)]
+    of_buffers = {int(shard.name): shard for shard in _shards_of_parameters(engine, buffers)}
+    for name, (buffer, start, length) in spans.items():
+        shard = of_buffers.get(buffer)
+        if shard is None:
+            continue
+        first = max(start, shard.param_start)
+        end = min(start + length, shard.param_start + shard.length)
+        if first < end:
+            holder_start = shard.holder_start + first - shard.param_start
+            yield Shard(name, shard.holder, holder_start, first - start, end - first)
+    yield from _shards_of_parameters(engine, [(name, parameter) for name, parameter in trained if name not in spans])
+
+
+def _shards_of_parameters(engine: Any, trained: list[Named]) -> Iterator[Shard]:
+    stage = engine.zero_optimization_stage()
+    optimizer = engine.optimizer
+    if stage == 0:
+        master = _masters_of_stage_0(optimizer)
+        for name, parameter in trained:
+            yield Shard(name, master.get(id(parameter), parameter), 0, 0, parameter.numel())
+    elif stage == 3:
+        for name, parameter in trained:
+            group, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            param_start = min(length * engine.global_rank, whole_size(parameter))
+            # The last rank's partition is padded.
+            length = min(length, whole_size(parameter) - param_start)
+            yield Shard(name, optimizer.fp32_partitioned_groups_flat[group], start, param_start, length)
+    else:
+        for name, parameter in trained:
+            mapping = require(parameter, "_hp_mapping", "deepspeed")
+            if mapping is not None:  # None: no part of this tensor is in this rank's partition
+                holder = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+                part, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
+                yield Shard(name, holder, part.start, whole.start, part.numel)
+
+
+def _masters_of_stage_0(optimizer: Any) -> dict[int, torch.Tensor]:
+    """In 16 bits stage 0 wraps the optimizer and keeps 32-bit copies; in 32 bits the parameter is its own master."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return {}
+    pairs = zip(
+        require(optimizer, "fp16_groups", "deepspeed"), require(optimizer, "fp32_groups", "deepspeed"), strict=True
+    )
+    return {id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)}
+
+
+def _holders(engine: Any) -> Iterator[torch.Tensor]:
+    if engine.zero_optimization_stage() == 3:
+        yield from engine.optimizer.fp32_partitioned_groups_flat
+    else:
+        for group in engine.basic_optimizer.param_groups:
+            yield from group["params"]
+
+
+def _groups_of_size(named: list[Named], elements: int) -> Iterator[list[Named]]:
+    group: list[Named] = []
+    size = 0
+    for name, parameter in named:
+        if group and size + whole_size(parameter) > elements:
+            yield group
+            group, size = [], 0
+        group.append((name, parameter))
+        size += whole_size(parameter)
+    if group:
+        yield group

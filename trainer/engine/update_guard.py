@@ -1,0 +1,121 @@
+"""Clipping, and skipping of steps that are not finite, within the optimizer's own update: the host waits for nothing.
+
+DeepSpeed's checks wait for the device three times a step, and are switched off where this is in force. torch's fused
+AdamW takes two tensors by name, `grad_scale` and `found_inf`; the norm is measured in the place of a method of
+DeepSpeed's. Were one of these names changed, steps would be taken unclipped and with NaN, without a word. So: before
+training the update is tried on a scratch tensor, and no group is updated before its norm was measured here.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.config import TrainingSection, ZeroSection
+from trainer.contract.known_versions import changed, require
+
+NORM_METHOD = "get_grad_norm_direct"
+TRIED_WEIGHT, TRIED_GRADIENT, TRIED_SCALE, TRIED_RATE = 0.5, 3.0, 4.0, 0.25
+TRIED_ERROR = 1e-2
+"""Relative. On a GPU 1 - beta2 is rounded to fp32, 5e-5 of it for 0.999; a scale not applied is a factor of 4."""
+
+
+def guards_on_device(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> bool:
+    """Whether the optimizer itself clips and skips: bf16 and 32-bit AdamW on a GPU at stages 1 and 2."""
+    in_one_piece = zero.stage in (1, 2) and not zero.offload_optimizer
+    return on_gpu and precision == "bf16" and in_one_piece and training.optimizer == "adamw"
+
+
+class UpdateGuard:
+    """Hands the optimizer of an engine of stage 1 or 2 the gradient norm, before every update of a group."""
+
+    def __init__(self, engine: Any, max_grad_norm: float) -> None:
+        """Raises UserError, naming library and version, where torch or DeepSpeed no longer works as it was read."""
+        self._zero, self._max_grad_norm = engine.optimizer, max_grad_norm
+        require_fused_update(engine.basic_optimizer, engine.device)
+        for name in (NORM_METHOD, "_global_grad_norm"):
+            require(self._zero, name, "deepspeed")
+        self._groups = len(engine.basic_optimizer.param_groups)
+        self._measured: list[Tensor] = []
+        self._norm: Tensor | None = None
+        self._updated = 0
+        setattr(self._zero, NORM_METHOD, self._measure)
+        engine.basic_optimizer.register_step_pre_hook(self._before_update)
+
+    def _measure(self, gradients: Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
+        """In the place of DeepSpeed's (0.19.8), which writes -1 over what is not finite and waits twice for that."""
+        if len(self._measured) == self._groups:
+            raise changed("deepspeed", "the optimizer was not asked to update what was measured for the step before")
+        norm = gradient_norm(self._zero, gradients)
+        self._measured.append(norm)
+        return norm
+
+    def _before_update(self, optimizer: Any, *_: Any) -> None:
+        """DeepSpeed measures all groups, then updates one after the other."""
+        if self._updated == 0:
+            if len(self._measured) != self._groups:
+                raise changed("deepspeed", f"{len(self._measured)} of {self._groups} norms came from `{NORM_METHOD}`")
+            self._norm = torch.stack(self._measured).square().sum().sqrt()
+            self._zero._global_grad_norm = self._norm  # what the engine reports, whatever it made of ours
+            _give(optimizer, self._norm, self._max_grad_norm)
+        self._updated += 1
+        if self._updated == self._groups:
+            self._measured, self._updated = [], 0
+
+
+def _give(optimizer: Any, norm: Tensor, max_grad_norm: float) -> None:
+    """The names by which torch's fused optimizers take them: gradients are divided by the one, the other skips."""
+    optimizer.grad_scale = (norm / max_grad_norm).clamp(min=1.0).float() if max_grad_norm else None
+    optimizer.found_inf = (~torch.isfinite(norm)).float()
+
+
+def gradient_norm(optimizer: Any, gradients: Sequence[Tensor]) -> Tensor:
+    """2-norm over all ranks of a group's gradients, not finite if one is not; `optimizer` is DeepSpeed's of stage 1, 2.
+
+    A rank's part of a group may hold padding, which is zeros.
+    """
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    squared = torch.stack(norms).square().sum() if norms else torch.zeros((), device=optimizer.device)
+    dist.all_reduce(squared, group=require(optimizer, "dp_process_group", "deepspeed"))
+    return squared.sqrt()
+
+
+def require_fused_update(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """UserError unless an update of this class and these settings divides by `grad_scale` and skips on `found_inf`."""
+    group = optimizer.param_groups[0]
+    weight = torch.nn.Parameter(torch.full((3,), TRIED_WEIGHT, device=device))
+    kind: Any = type(optimizer)
+    twin = kind([{**group, "lr": TRIED_RATE, "params": [weight]}])
+    weight.grad = torch.full_like(weight, TRIED_GRADIENT)
+    _give(twin, torch.tensor(TRIED_SCALE, device=device), 1.0)
+    twin.step()
+    # The first step of AdamW (Loshchilov and Hutter, 2019) from moments of zero, with the gradient that was clipped.
+    clipped = TRIED_GRADIENT / TRIED_SCALE
+    beta1, beta2 = group["betas"]
+    expected = {
+        "weight": TRIED_WEIGHT * (1 - TRIED_RATE * group["weight_decay"])
+        - TRIED_RATE * clipped / (clipped + group["eps"]),
+        "exp_avg": (1 - beta1) * clipped,
+        "exp_avg_sq": (1 - beta2) * clipped**2,
+        "step": 1.0,
+    }
+    if not _equal(_numbers(twin, weight), expected):
+        raise changed("torch", f"{kind.__name__}(fused=True) does not divide gradients by `grad_scale`")
+    weight.grad = torch.full_like(weight, torch.nan)
+    _give(twin, torch.tensor(torch.nan, device=device), 1.0)
+    twin.step()
+    if not _equal(_numbers(twin, weight), expected):
+        raise changed("torch", f"{kind.__name__}(fused=True) does not skip an update for `found_inf`")
+
+
+def _numbers(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Tensor]:
+    return {"weight": weight.detach()} | {name: value for name, value in optimizer.state[weight].items()}
+
+
+def _equal(found: dict[str, Tensor], expected: dict[str, float]) -> bool:
+    return all(
+        name in found and bool(((found[name] - value).abs() <= TRIED_ERROR * abs(value)).all())
+        for name, value in expected.items()
+    )

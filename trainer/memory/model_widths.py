@@ -1,0 +1,204 @@
+"""What the memory estimate has to know of a model: its tensors and the widths of its layers, read off empty modules.
+
+Nothing is loaded: the modules are the real ones, with PEFT's adapter in place, on torch's meta device.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.config import LoraSection, ModelSection
+from trainer.engine.linear_layers import is_linear
+from trainer.memory.observed import experts_of, is_experts, kept_by_activation, kept_by_norm, leaves_layout
+from trainer.memory.widths import Layer, Mixer, NormBytes, Shapes, Weight
+from trainer.patches.model_facts import CAPPED, facts_of_base, why_head_apart
+
+# The projections that read what their block has computed; all others of the block read what comes into it.
+OUTPUTS = ("o_proj", "out_proj", "down_proj", "output_linear", "dense_4h_to_h", "c_proj", "fc2", "w2", "wo", "dense")
+SMALL_RANK_STEP = 8  # the operators pad the rank of each adapter to a multiple of this
+
+
+def read_shapes(
+    model_config: Any, section: ModelSection, lora: LoraSection | None, *, vocabulary_at_least: int = 0
+) -> Shapes:
+    """Build the empty model, put the adapter on, and read it; `lora` None means that all weights are trained.
+
+    `vocabulary_at_least` is the tokenizer's size, by which the embedding may grow.
+    """
+    from accelerate import init_empty_weights
+
+    from trainer.model.adapter import apply_adapter
+    from trainer.model.base import empty_model
+
+    model = empty_model(model_config, section)
+    model.tie_weights()  # accelerate replaces each Parameter by an empty one of its own
+    tied = bool(getattr(model_config.get_text_config(), "tie_word_embeddings", False))
+    head, facts = model.get_output_embeddings(), facts_of_base(model, frozen_norms=lora is not None)
+    hidden, rows = _embedding(model)
+    if lora is not None:
+        # A model can be read without the files of an adapter that it starts from: r and targets are in the settings.
+        fresh = lora.model_copy(update={"adapter_path": None, "init": "default"})
+        with init_empty_weights():
+            model = apply_adapter(model, fresh, torch.float32)
+    head_apart = why_head_apart(model)
+    blocks = decoder_layers(model)
+    inside = {id(module) for block in blocks for module in block.modules()}
+    outside = [each for each in model.modules() if id(each) not in inside and is_norm_of(each, hidden)]
+    rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
+    weights = tuple(_weights(model, blocks, head))
+    grown = max(0, vocabulary_at_least - rows)
+    if grown:
+        per_row = hidden * (1 if tied else 2)
+        weights = (*weights, Weight(grown * per_row, packable=False, trained=False, layer=-1))
+    return Shapes(
+        hidden=hidden,
+        vocabulary=rows + grown,
+        tied=tied,
+        weights=weights,
+        norm=_kept_by_norms(outside, hidden),
+        layers=tuple(_layer(block, hidden, rotary=rotary) for block in blocks),
+        facts=replace(facts, head=head_apart, caps=head_apart == CAPPED),
+        softcap=getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None,
+    )
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules of the ModuleList that holds the most parameters."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    sizes = [sum(parameter.numel() for parameter in blocks.parameters()) for blocks in lists]
+    return list(lists[sizes.index(max(sizes))]) if lists else []
+
+
+def _embedding(model: Any) -> tuple[int, int]:
+    weight = model.get_input_embeddings().weight
+    return int(weight.shape[1]), int(weight.shape[0])
+
+
+def _weights(model: nn.Module, blocks: list[nn.Module], head: nn.Module | None) -> Iterator[Weight]:
+    layer_of = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
+    packable = {id(module.weight) for module in model.modules() if is_linear(module) and module is not head}
+    for name, parameter in model.named_parameters():
+        yield Weight(
+            elements=parameter.numel(),
+            packable=id(parameter) in packable and not parameter.requires_grad,
+            trained=parameter.requires_grad,
+            layer=layer_of.get(id(parameter), -1),
+            factor="lora_" in name,
+        )
+
+
+def _layer(block: nn.Module, hidden: int, *, rotary: nn.Module | None) -> Layer:
+    mixers = []
+    for module in block.modules():
+        projections = _projections(module)
+        if projections:
+            mixers.append(_mixer(module, projections, rotary=rotary))
+        if is_experts(module):
+            mixers.append(experts_of(block, module, hidden))
+    norms = [child for child in block.children() if is_norm_of(child, hidden)]
+    return Layer(hidden, _kept_by_norms(norms, hidden), tuple(mixers))
+
+
+def _kept_by_norms(norms: list[nn.Module], hidden: int) -> NormBytes:
+    kept = [kept_by_norm(norm, hidden) for norm in norms]
+    return NormBytes(len(norms), sum(each[2] for each in kept), sum(each[4] for each in kept))
+
+
+def is_norm_of(module: nn.Module, hidden: int) -> bool:
+    """Whether a module is a norm over the residual stream."""
+    weight = getattr(module, "weight", None)
+    return "Norm" in type(module).__name__ and isinstance(weight, nn.Parameter) and weight.numel() == hidden
+
+
+def _projections(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The linear layers that a module holds directly, adapted or not."""
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
+
+    if isinstance(module, LoraLayer | nn.ModuleDict):
+        return []  # what it holds is its own base and factors
+    linear = nn.Linear | LoraLayer
+    children = [(name, child) for name, child in module.named_children() if isinstance(child, linear)]
+    return [(name, child) for name, child in children if not isinstance(child, ParamWrapper)]
+
+
+def _mixer(module: nn.Module, projections: list[tuple[str, nn.Module]], *, rotary: nn.Module | None) -> Mixer:
+    outputs = [child for name, child in projections if name in OUTPUTS] or [projections[-1][1]]
+    inputs = [child for _, child in projections if child not in outputs] or outputs
+    width_projected = sum(_shape(child)[0] for child in inputs)
+    width_inner = sum(_shape(child)[1] for child in outputs)
+    head = int(getattr(module, "head_dim", 0) or getattr(module, "head_size", 0) or 0)
+    if hasattr(module, "conv1d"):
+        kind = "recurrent"
+    elif head or "Attention" in type(module).__name__:
+        kind = "attention"
+    else:
+        kind = "gated" if width_projected >= 2 * width_inner else "plain"
+    fused = len(inputs) == 1 and rotary is not None
+    inner_norms = [each for each in module.named_children() if "Norm" in type(each[1]).__name__]
+    return Mixer(
+        kind=kind,
+        width_in=_shape(inputs[0])[1],
+        width_projected=width_projected,
+        width_inner=width_inner,
+        heads=width_inner // head if head else 0,
+        trained_in=any(_is_trained(child) for child in inputs),
+        trained_out=any(_is_trained(child) for child in outputs),
+        ranks=sum(_padded(_rank(child)) for _, child in projections),
+        norm_width=sum(_norm_width(module, *each, head) for each in inner_norms) if kind == "attention" else 0,
+        largest_weight=max(_shape(child)[0] * _shape(child)[1] for _, child in projections),
+        copied=_copied(module, (width_projected + width_inner) // 2 if fused else 0) if kind == "attention" else 0,
+        own_softmax=isinstance(getattr(module, "sinks", None), nn.Parameter),
+        relaid=kind == "attention" and (hasattr(module, "kv_b_proj") or _is_relaid(module, rotary, head)),
+        scan=_scan(module) if kind == "recurrent" else 0,
+        activated=kept_by_activation(module) if kind in ("gated", "plain") else 0.0,
+    )
+
+
+def _norm_width(module: nn.Module, name: str, norm: Any, head: int) -> int:
+    """What a norm within attention reads: its own width, or all heads of the projection whose name begins alike."""
+    weight = getattr(norm, "weight", None)
+    own = weight.numel() if isinstance(weight, nn.Parameter) else head
+    projection = getattr(module, f"{name[0]}_proj", None)
+    return own if own != head or projection is None else _shape(projection)[0]
+
+
+def _copied(module: Any, out_of_one: int) -> int:
+    """Queries and keys turned out of one projection; of latent attention (DeepSeek) the keys, put together from two."""
+    if not hasattr(module, "kv_b_proj"):
+        return out_of_one
+    return int(module.num_heads * module.qk_head_dim - module.qk_rope_head_dim)
+
+
+def _is_relaid(module: nn.Module, rotary: nn.Module | None, head: int) -> bool:
+    frequencies = list(rotary.buffers(recurse=False)) if rotary is not None else []
+    if not frequencies or not head:
+        return False
+    turned = 2 * frequencies[0].numel()  # elements of a head; the rest is put beside what was turned
+    return turned < head or not leaves_layout(module, turned, head)
+
+
+def _scan(module: Any) -> int:
+    """3 chunk x heads + 5 heads x state: what the chunked scan of Mamba-2 keeps per token in transformers' own code."""
+    heads, state = getattr(module, "num_heads", 0), getattr(module, "ssm_state_size", 0)
+    return int(3 * getattr(module, "chunk_size", 0) * heads + 5 * heads * state)
+
+
+def _shape(linear: Any) -> tuple[int, int]:
+    return int(linear.out_features), int(linear.in_features)
+
+
+def _is_trained(linear: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in linear.parameters())
+
+
+def _rank(linear: Any) -> int:
+    ranks = getattr(linear, "r", None)
+    return int(max(ranks.values(), default=0)) if isinstance(ranks, dict) else 0
+
+
+def _padded(rank: int) -> int:
+    return -(-rank // SMALL_RANK_STEP) * SMALL_RANK_STEP

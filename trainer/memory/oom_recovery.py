@@ -1,0 +1,230 @@
+"""When a GPU runs out of memory in a step: halve the micro-batch, double the accumulation, repeat the step.
+
+The global batch, its order and so the loss curve stay what they were, for a step trains on the same samples however
+they are cut. Nothing is skipped: no rank has changed a weight when a step is given up.
+
+Stages 0 and 1 do it in the process. They communicate at the end of a step only, so every rank comes to one question,
+asked over the hosts' network (gloo; the GPUs are not waited for): did any of us run out? Only then are gradients
+reduced. For that DeepSpeed is told that no micro-step is the last, and its reduction is called here (read in 0.19.8:
+engine.backward reduces where `is_gradient_accumulation_boundary`, stage 1 besides in its gradient hooks if
+`overlap_comm`, which trainer/engine/deepspeed_engine.py turns off).
+
+At stages 2 and 3 the other ranks sit in a collective of their own backward pass, which no message reaches. The rank
+leaves a note and ends; the launcher starts all of them again from the newest checkpoint (oom_restart.py).
+"""
+
+import gc
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from trainer.config import RunConfig, UserError
+from trainer.contract.known_versions import require
+from trainer.contract.restart_note import EXIT_RESTART, MOST_HALVINGS, RestartNote
+from trainer.memory.advice import smaller_batch
+from trainer.ranks.group import Ranks
+
+_ALSO_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+Result = TypeVar("Result")
+
+
+class OutOfMemory(UserError):
+    """A step did not fit, and the run cannot or shall not go on with a smaller micro-batch."""
+
+    exit_code = 1
+
+
+class RestartSmaller(UserError):
+    """A step did not fit, and the launcher is to start the run again; its note says how."""
+
+    exit_code = EXIT_RESTART
+
+
+class _OutOfMemoryElsewhere(Exception):
+    """Another rank gave this step up."""
+
+
+@dataclass(frozen=True)
+class Halving:
+    """One time that the micro-batch was made smaller."""
+
+    step: int
+    batch_size: int
+    gradient_accumulation_steps: int
+
+
+class Recovery:
+    """Guards the steps of one run as `training.on_oom` says."""
+
+    def __init__(self, config: RunConfig, ranks: Ranks, engine: Any, batches: Any, say: Callable[[str], None]) -> None:
+        """Every rank must call it. `batches` are what the loop draws from; they are recut in place."""
+        self._config, self._ranks, self._engine, self._batches, self._say = config, ranks, engine, batches, say
+        self._halves = config.training.on_oom == "halve"
+        self._in_process = self._halves and config.zero.stage < 2
+        self._agreed = False
+        self.halvings: list[Halving] = []
+        self._group: Any = None
+        if self._in_process and ranks.world_size > 1:
+            self._group = dist.new_group(backend="gloo")
+
+    def attempt(self, step: int, saved_at: int, launch: Callable[[], Result]) -> Result:
+        """`launch()`, repeated with smaller micro-batches while a rank runs out of memory.
+
+        `step` counts from 1, `saved_at` is the step of the newest checkpoint.
+        Raises OutOfMemory or RestartSmaller where it cannot be repeated here.
+        """
+        while True:
+            random_states = _random_states() if self._in_process else None
+            failure = ""
+            try:
+                return launch()
+            except _OutOfMemoryElsewhere:
+                pass
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                if not self._in_process or self._agreed:
+                    self._give_up(step, saved_at, error)
+                failure = str(error).splitlines()[0]
+            # Only here has the traceback let go of the activations.
+            if failure:
+                print(f"step {step}: {failure}", file=sys.stderr, flush=True)
+                self._any_rank(True)
+            self._discard_gradients()
+            self._recut(step)
+            _restore_random_states(random_states)
+
+    def hold_reduction(self) -> None:
+        """Before the first micro-step: gradients are accumulated, not reduced."""
+        self._agreed = False
+        if self._in_process:
+            self._engine.set_gradient_accumulation_boundary(False)
+
+    def agree_and_reduce(self) -> None:
+        """After the last backward pass: reduce if every rank came through, else leave the step."""
+        if self._in_process:
+            if self._any_rank(False):
+                raise _OutOfMemoryElsewhere
+            self._engine.set_gradient_accumulation_boundary(True)
+            self._engine.allreduce_gradients()
+        self._agreed = True
+
+    def _any_rank(self, out_of_memory: bool) -> bool:
+        """Whether any rank ran out; a question that all answer."""
+        if self._group is None:
+            return out_of_memory
+        answer = torch.tensor([int(out_of_memory)])
+        dist.all_reduce(answer, op=dist.ReduceOp.MAX, group=self._group)
+        return bool(answer.item())
+
+    def _discard_gradients(self) -> None:
+        engine, optimizer = self._engine, self._engine.optimizer
+        engine.zero_grad()
+        if engine.zero_optimization_stage() == 1:  # interrupted between its hooks
+            release = require(optimizer, "_release_ipg_buffers", "deepspeed")
+            require(optimizer, "_backward_active_depth", "deepspeed")
+            optimizer.zero_grad()
+            release()
+            optimizer._backward_active_depth = 0
+        # Siblings computed together and offloaded inputs are held for whoever asks next, and with them the whole graph
+        # of the pass that was given up. A short pass without gradients takes their place.
+        tokens = torch.full((1, 8), self._batches.pad_token_id, device=engine.device)
+        with torch.no_grad():
+            engine.module(input_ids=tokens, use_cache=False)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _recut(self, step: int) -> None:
+        """The smaller micro-batch for the batches and the engine; OutOfMemory if there is none."""
+        batches, engine = self._batches, self._engine
+        smaller = self._smaller()
+        if smaller is None or len(self.halvings) == MOST_HALVINGS:
+            raise OutOfMemory(self._ways_out(step))
+        size, accumulation = smaller
+        self._say(
+            f"[yellow]step {step}: out of memory with batch_size {batches.batch_size}[/yellow]; repeated with "
+            f"{size}, accumulation {accumulation}"
+        )
+        world_size = self._ranks.world_size
+        batches.batch_size, batches.accumulation = size, accumulation
+        engine.set_train_micro_batch_size(size)
+        engine.set_train_batch_size(size * accumulation * world_size)
+        self.halvings.append(Halving(step, size, accumulation))
+
+    def _smaller(self) -> tuple[int, int] | None:
+        size, accumulation = self._batches.batch_size, self._batches.accumulation
+        if size == 1:
+            return None
+        changes = smaller_batch(size, accumulation, size // 2)
+        return changes["training.batch_size"], changes["training.gradient_accumulation_steps"]
+
+    def _give_up(self, step: int, saved_at: int, error: RuntimeError) -> None:
+        """Leave a note for the launcher where a restart can help, and say in this rank's log what happened."""
+        smaller = self._smaller()
+        failure: UserError
+        if self._halves and not self._agreed and smaller is not None:
+            note = RestartNote(step, *smaller, self._config.zero.stage, self._newest_checkpoint(saved_at))
+            note.write(Path(self._config.output_dir) / "logs")
+            failure = RestartSmaller(
+                f"step {step}: out of memory with batch_size {self._batches.batch_size}; to go on by hand add "
+                + " ".join(note.overrides())
+            )
+        else:
+            failure = OutOfMemory(self._ways_out(step))
+        try:
+            raise failure from error
+        except UserError:
+            traceback.print_exc()  # into this rank's log, where the launcher finds it
+            raise
+
+    def _ways_out(self, step: int) -> str:
+        training, size = self._config.training, self._batches.batch_size
+        when = f"step {step}: out of memory with batch_size {size}"
+        if self.halvings:
+            when += f", which was halved {len(self.halvings)} times"
+        ways = []
+        if self._agreed:
+            when += " in the optimizer's step"
+            ways += ["training.optimizer=adamw_8bit", "zero.offload_optimizer=true"]
+        elif not self._halves and size > 1:
+            ways.append("training.on_oom=halve")
+        if training.gradient_checkpointing == "none":
+            ways.append("training.gradient_checkpointing=true")
+        ways.append(f"dataset.max_length={max(1, self._config.dataset.max_length // 2)}")
+        if self._config.adapter == "lora":
+            ways.append("adapter=qlora")
+        if self._ranks.world_size > 1 and self._config.zero.stage < 3:
+            ways.append("zero.stage=3")
+        return f"{when}; use {', or '.join(ways)}; `zerolora estimate` says what each would need"
+
+    def _newest_checkpoint(self, saved_at: int) -> str | None:
+        """The checkpoint that this run last wrote or began from; None if it began at the start and wrote none."""
+        own = Path(self._config.output_dir) / f"checkpoint-{saved_at}"
+        if saved_at == 0:
+            return None
+        return str(own) if own.exists() else self._config.training.resume_from_checkpoint
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error of torch or of CUDA's libraries says that the GPU's memory is used up."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in _ALSO_OUT_OF_MEMORY)
+
+
+def _random_states() -> tuple[torch.Tensor, torch.Tensor | None]:
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return torch.get_rng_state(), on_gpu
+
+
+def _restore_random_states(states: tuple[torch.Tensor, torch.Tensor | None] | None) -> None:
+    if states is None:
+        return
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1])

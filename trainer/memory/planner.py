@@ -1,0 +1,243 @@
+"""From a configuration to its estimate, and from an amount of memory to the stage, the micro-batch and the changes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from trainer.config import AUTO, RunConfig, UserError
+from trainer.config.checks import check_combinations
+from trainer.data.step_count import with_global_batch
+from trainer.decisions import VARLEN, Decisions, Machine, decide
+from trainer.memory.activations import Work
+from trainer.memory.bytes import GIB, Estimate, Placement, estimate
+from trainer.memory.widths import Shapes
+
+LARGEST_BATCH = 256
+"""Micro-batches beyond this are no faster on any card."""
+SPARE = 0.05
+"""Share of the peak that a micro-batch found here leaves: an estimate may be 3 % too low, and slack be more."""
+STAGES = (0, 1, 2, 3)
+# Where there is no GPU, memory is not what decides: the default.
+CPU_STAGE = 2
+Changes = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What is known of the samples: the longest in tokens, the most targets in one, how many there are."""
+
+    longest: int
+    targets: int
+    samples: int | None = None
+
+    @classmethod
+    def assumed(cls, config: RunConfig) -> "Lengths":
+        """Without data: every sequence as long as it may be."""
+        longest = config.dataset.max_length
+        return cls(longest, targets=longest)
+
+    @classmethod
+    def of(cls, config: RunConfig, samples: Any) -> "Lengths":
+        """Lengths of prepared samples; those of a stream are not known."""
+        if not hasattr(samples, "lengths"):
+            return cls.assumed(config)
+        tokens, targets = samples.lengths()
+        return cls(int(tokens.max()), int(targets.max()), len(tokens))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A configuration that could be run, what it needs, or why it cannot be."""
+
+    config: RunConfig
+    found: Estimate | None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Estimates for variations of one configuration on one machine."""
+
+    shapes: Shapes
+    lengths: Lengths
+    machine: Machine
+
+    def of(self, config: RunConfig) -> Estimate:
+        """The estimate of a configuration without `auto`."""
+        checkpoints = config.training.save_total_limit or 1
+        best = int(config.training.best_checkpoint)
+        decided = self.decisions(config)
+        work, placement = self.work(config, decided), self._placement(config, decided)
+        return estimate(self.shapes, work, placement, checkpoints=checkpoints + best)
+
+    def choice(self, config: RunConfig, changes: Mapping[str, Any]) -> Choice:
+        """The estimate after some changes, or why they cannot be combined."""
+        changed = with_changes(config, changes)
+        try:
+            check_combinations(changed)
+        except UserError as error:
+            return Choice(changed, None, str(error))
+        return Choice(changed, self.of(changed))
+
+    def table(self, config: RunConfig) -> list[Choice]:
+        """Every stage, without and with each kind of offload."""
+        config = with_changes(config, {"training.batch_size": 1}) if config.training.batch_size == AUTO else config
+        variations = [{"zero.stage": stage, **OFFLOADS[name]} for stage in STAGES for name in _offloads_of(stage)]
+        return [self.choice(config, changes) for changes in variations]
+
+    def lowest_stage(self, config: RunConfig, memory: int) -> int | None:
+        """The lowest stage whose estimate is within `memory` bytes, with the offload that is set."""
+        for stage in STAGES:
+            found = self.choice(config, {"zero.stage": stage}).found
+            if found is not None and found.needed <= memory:
+                return stage
+        return None
+
+    def most_rows(self, config: RunConfig) -> tuple[int, str]:
+        """The largest micro-batch that is of use, whatever the memory, and why no larger one is."""
+        together, ranks = config.training.global_batch_size, self.machine.world_size
+        if together not in (None, AUTO):
+            return min(LARGEST_BATCH, max(1, together // ranks)), f"global_batch_size is {together}"
+        rows = LARGEST_BATCH
+        if self.lengths.samples:
+            rows = max(1, self.lengths.samples // (ranks * config.training.gradient_accumulation_steps))
+        if rows < LARGEST_BATCH:
+            return rows, f"an epoch of {self.lengths.samples:,} sequences has no more for one step"
+        return LARGEST_BATCH, "larger ones are no faster"
+
+    def largest_batch(self, config: RunConfig, memory: int) -> int:
+        """The largest micro-batch within `memory` bytes, with some to spare if it is not one row; 0 if none is."""
+        most, _ = self.most_rows(config)
+        fits, too_large = 0, most + 1
+        while too_large - fits > 1:
+            middle = (fits + too_large) // 2
+            found = self.of(with_changes(config, {"training.batch_size": middle}))
+            if found.needed + (int(found.peak * SPARE) if middle > 1 else 0) <= memory:
+                fits = middle
+            else:
+                too_large = middle
+        return fits
+
+    def resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
+        """`auto` replaced: the lowest stage that fits (with micro-batch 1 if that is `auto`), then the largest batch.
+
+        Where nothing fits the last stage and micro-batch 1 are taken, for the check before training to refuse.
+        Without a GPU (`memory` None): stage 2, or the highest that other settings allow, and micro-batch 1.
+        """
+        samples, ranks = self.lengths.samples, self.machine.world_size
+        config = with_global_batch(config, samples, ranks)
+        stage_open, batch_open = config.zero.stage == AUTO, config.training.batch_size == AUTO
+        if batch_open:
+            config = with_changes(config, {"training.batch_size": 1})
+        if stage_open:
+            stage = self._cpu_stage(config) if memory is None else self.lowest_stage(config, memory)
+            config = with_changes(config, {"zero.stage": self._highest_allowed(config) if stage is None else stage})
+        if batch_open and memory is not None:
+            config = with_changes(config, {"training.batch_size": max(1, self.largest_batch(config, memory))})
+        config = with_global_batch(config, samples, ranks)
+        check_combinations(config)
+        return config
+
+    def _cpu_stage(self, config: RunConfig) -> int | None:
+        return CPU_STAGE if self.choice(config, {"zero.stage": CPU_STAGE}).found is not None else None
+
+    def _highest_allowed(self, config: RunConfig) -> int:
+        allowed = [stage for stage in STAGES if self.choice(config, {"zero.stage": stage}).found is not None]
+        if not allowed:
+            raise UserError(f"zero.stage=auto: {self.choice(config, {'zero.stage': CPU_STAGE}).refusal}")
+        return allowed[-1]
+
+    def decisions(self, config: RunConfig) -> Decisions:
+        """What is decided for a configuration on this machine: the record that the builder executes."""
+        return decide(config, self.machine, self.shapes.facts)
+
+    def work(self, config: RunConfig, decided: Decisions) -> Work:
+        """What one micro-step computes."""
+        training = config.training
+        length = min(self.lengths.longest, config.dataset.max_length)
+        attention = decided.attention.value
+        eager = attention == "eager"
+        masked = config.dataset.packing and attention != VARLEN and not attention.startswith("flash_attention")
+        masked |= attention == "sdpa" and self.shapes.facts.masked
+        without_flash = self.machine.on_gpu and not self.machine.flash and attention == "sdpa"
+        fused = bool(decided.fused_head.value)  # where only the device shows it, all logits count
+        return Work(
+            rows=training.batch_size,
+            length=length,
+            # Without the fused loss a position has logits in every row if it has a target in one.
+            targets=min(length, self.lengths.targets) if training.batch_size == 1 or fused else length,
+            element=self._element,
+            norms=decided.norms.value,
+            swiglu=decided.swiglu.value,
+            rotary=decided.rotary.value,
+            forgets=decided.forgets.value,
+            fused_loss=fused,
+            recompute=decided.recomputes.value,
+            offload_activations=training.offload_activations,
+            masked=masked,
+            copied_heads=masked or eager or without_flash,
+            eager=eager,
+            softcap=self.shapes.softcap,
+            capped_logits=self.shapes.facts.caps,
+            packed_weights=config.adapter == "qlora",
+        )
+
+    def _placement(self, config: RunConfig, decided: Decisions) -> Placement:
+        zero, training = config.zero, config.training
+        return Placement(
+            stage=zero.stage,
+            world_size=self.machine.world_size,
+            offload_optimizer=zero.offload_optimizer,
+            offload_parameters=zero.offload_parameters,
+            by_layer=decided.gather.value == "layer",
+            flat=decided.flat.value,
+            element=self._element,
+            master=self._element < 4,
+            eight_bit_moments=training.optimizer == "adamw_8bit",
+            packed=config.adapter == "qlora",
+            block_size=config.quantization.block_size,
+            double_quant=config.quantization.double_quant,
+            accumulation=training.gradient_accumulation_steps,
+            reduce_bucket=min(zero.reduce_bucket_size, self.shapes.trained),
+            overlap=zero.overlap_comm and self.machine.on_gpu and not decided.flat.value,
+            on_gpu=self.machine.on_gpu,
+            prefetch=zero.prefetch_bucket_size,
+            live=zero.max_live_parameters,
+        )
+
+    @cached_property
+    def _element(self) -> int:
+        return 4 if self.machine.precision == "fp32" else 2
+
+
+OFFLOADS: dict[str, Changes] = {
+    "none": {"zero.offload_optimizer": False, "zero.offload_parameters": False},
+    "optimizer": {"zero.offload_optimizer": True, "zero.offload_parameters": False},
+    "optimizer, parameters": {"zero.offload_optimizer": True, "zero.offload_parameters": True},
+}
+
+
+def _offloads_of(stage: int) -> list[str]:
+    return list(OFFLOADS)[: {0: 1, 3: 3}.get(stage, 2)]
+
+
+def with_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    """A copy of the configuration with `section.setting` or top-level settings replaced."""
+    sections: dict[str, dict[str, Any]] = {}
+    top: dict[str, Any] = {}
+    for dotted, value in changes.items():
+        section, _, name = dotted.rpartition(".")
+        if section:
+            sections.setdefault(section, {})[name] = value
+        else:
+            top[name] = value
+    top |= {name: getattr(config, name).model_copy(update=update) for name, update in sections.items()}
+    return config.model_copy(update=top)
+
+
+def gib(size: int) -> str:
+    """Bytes as GiB with enough digits to compare; as MiB below a tenth of one."""
+    if size < GIB / 10:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{size / GIB:.1f} GiB" if size >= 10 * GIB else f"{size / GIB:.2f} GiB"

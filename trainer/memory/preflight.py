@@ -1,0 +1,209 @@
+"""Before training: `auto` resolved and the estimate held against each card; after it: the estimate beside the peak."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from trainer.config import AUTO, RunConfig, UserError
+from trainer.contract.rank_variables import host_name
+from trainer.contract.whole_files import write_json
+from trainer.data.prepared import Prepared, samples_of
+from trainer.data.step_count import with_global_batch
+from trainer.decisions import Decisions, Machine, decide
+from trainer.engine.deepspeed_engine import DTYPES
+from trainer.memory.advice import does_not_fit
+from trainer.memory.bytes import CONTEXT, Estimate, as_json
+from trainer.memory.model_widths import read_shapes
+from trainer.memory.oom_recovery import Halving
+from trainer.memory.peak import peak_memory_gib
+from trainer.memory.planner import Lengths, Planner, gib
+from trainer.memory.process import host_memory_left
+from trainer.patches.liger import known_models
+from trainer.patches.packed_attention import has_flash
+from trainer.ranks.group import Ranks
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The configuration without `auto`, what it was estimated to need, and lines for the console."""
+
+    config: RunConfig
+    found: Estimate | None
+    decisions: Decisions
+    notes: tuple[str, ...] = ()
+
+
+def plan_memory(
+    config: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, precision: str
+) -> MemoryPlan:
+    """Resolve `auto` and check that the run fits, alike on all ranks, all of which must call it.
+
+    Rank 0 estimates for the card with the least free memory, and the others take over what it found. Raises UserError,
+    on every rank, with the figures and three changes, unless training.ignore_memory_check.
+    """
+    memory = _least_free(config, device)
+    neighbours = _ranks_on_this_host(ranks)
+    answer: list[Any] = [None]
+    if ranks.is_main:
+        on_gpu = device.type == "cuda"
+        flash = has_flash(device, DTYPES[precision])
+        liger = known_models(on_gpu=on_gpu)
+        try:
+            machine = Machine(ranks.world_size, on_gpu, precision, liger, _has_own_kernels(config, device), flash)
+            plan = plan_on(machine, config, prepared, memory)
+            answer[0] = plan if on_gpu else with_host_check(plan, neighbours)
+        except UserError as error:
+            answer[0] = str(error)
+    if dist.is_initialized() and ranks.world_size > 1:
+        dist.broadcast_object_list(answer, src=0, device=device)
+    if isinstance(answer[0], str):
+        raise UserError(answer[0])
+    agreed: MemoryPlan = answer[0]
+    return agreed
+
+
+def plan_on(machine: Machine, config: RunConfig, prepared: Prepared, memory: int | None) -> MemoryPlan:
+    """The plan for ranks of which each has `memory` bytes of a GPU, or None for a CPU. Raises UserError as above."""
+    config = with_global_batch(config, samples_of(prepared), machine.world_size)
+    is_open = AUTO in (config.zero.stage, config.training.batch_size)
+    try:
+        shapes = read_shapes(
+            prepared.model_config,
+            config.model,
+            None if config.adapter == "none" else config.lora,
+            vocabulary_at_least=len(prepared.tokenizer),
+        )
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        # A model built in a way that the estimate does not know still trains, if nothing depends on the estimate.
+        reason = f"{type(error).__name__}: {error}"
+        if is_open:
+            raise UserError(
+                f"zero.stage or training.batch_size=auto: this model has no estimate ({reason}); give both a number"
+            ) from None
+        unread = decide(config, machine, None)
+        return MemoryPlan(config, None, unread, (f"no memory estimate for this model ({reason})",))
+    planner = Planner(shapes, Lengths.of(config, prepared.data.train), machine)
+    resolved = planner.resolve(config, memory)
+    found = planner.of(resolved)
+    notes = []
+    if is_open:
+        chosen = f"ZeRO stage {resolved.zero.stage}, batch_size {resolved.training.batch_size}"
+        reason = f"{gib(found.peak)} estimated" if memory is not None else "the defaults, for there is no GPU to fill"
+        notes.append(f"auto: {chosen}, {reason}")
+    if memory is not None and found.needed > memory:
+        problem = does_not_fit(planner, resolved, memory, "has free")
+        if not resolved.training.ignore_memory_check:
+            raise UserError(f"{problem}; or training.ignore_memory_check=true")
+        notes.append(f"[yellow]warning:[/yellow] {problem}")
+    return MemoryPlan(resolved, found, planner.decisions(resolved), tuple(notes))
+
+
+def on_this_cpu(config: RunConfig, prepared: Prepared) -> str:
+    """What a rank takes on the CPU of this machine and what is free, for a machine that has no GPU."""
+    precision = "bf16" if config.training.precision == "bf16" else "fp32"
+    plan = plan_on(Machine.cpu(1, precision), config, prepared, None)
+    if plan.found is None:
+        return plan.notes[0]
+    free, _ = host_memory_left()
+    there = f"a rank on this machine's CPU takes {gib(plan.found.needed)}, {gib(free)} free"
+    return there if plan.found.needed <= free else f"{there}: too little"
+
+
+def _ranks_on_this_host(ranks: Ranks) -> int:
+    """This rank among them; every rank must call it."""
+    names: list[Any] = [host_name()] * ranks.world_size
+    if dist.is_initialized() and ranks.world_size > 1:
+        dist.all_gather_object(names, host_name())
+    return names.count(host_name())
+
+
+def with_host_check(plan: MemoryPlan, processes: int) -> MemoryPlan:
+    """A plan for ranks on a CPU, `processes` of them on this host, with a warning where they are too large for it.
+
+    Raises UserError where the host has not that much memory in all, unless training.ignore_memory_check.
+    """
+    if plan.found is None:
+        return plan
+    needed = processes * plan.found.needed
+    free, total = host_memory_left()
+    free += processes * psutil.Process().memory_info().rss  # what the ranks hold already
+    if needed <= free:
+        return plan
+    who = "the only rank takes" if processes == 1 else f"{processes} ranks of this host take"
+    problem = (
+        f"memory: {who} {gib(needed)} and the host has {gib(free)} free of {gib(total)}; "
+        "lower training.batch_size or dataset.max_length, or use fewer ranks"
+    )
+    if needed > total and not plan.config.training.ignore_memory_check:
+        raise UserError(f"{problem}; or training.ignore_memory_check=true")
+    return replace(plan, notes=(*plan.notes, f"[yellow]warning:[/yellow] {problem}"))
+
+
+def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
+    """Whether the CUDA operators will be used; UserError where they are asked for, or should build and do not."""
+    unused = config.adapter == "none" and config.ops.liger != "auto"
+    if unused or device.type != "cuda" or config.ops.backend not in ("auto", "cuda"):
+        return False
+    import ops
+
+    try:
+        return ops.load(config.ops.backend).name == "cuda"
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _least_free(config: RunConfig, device: torch.device) -> int | None:
+    """Bytes that the rank with the least of them can still use, its CUDA context counted in; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    usable = min(free, int(total * (config.training.memory_fraction or 1.0)))
+    least = torch.tensor(usable, dtype=torch.int64, device=device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return int(least) + CONTEXT
+
+
+def peak_over_ranks(device: torch.device) -> int:
+    """Largest memory that torch has allocated on any rank's GPU, or that a process has held on a CPU; bytes.
+
+    Every rank must call it.
+    """
+    peak = torch.tensor(peak_memory_gib(), dtype=torch.float64, device=device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return int(float(peak) * 2**30)
+
+
+def record_memory(
+    run_dir: Path, plan: MemoryPlan, measured: int, device: torch.device, halvings: Sequence[Halving]
+) -> str:
+    """Write both figures and what was decided into run.json; returns the figures as a line for the console.
+
+    On a CPU what is measured is the whole process, Python and libraries included. `halvings` are the times that the
+    micro-batch was made smaller.
+    """
+    on_gpu, found = device.type == "cuda", plan.found
+    path = run_dir / "run.json"
+    record = json.loads(path.read_text())
+    record["decisions"] = plan.decisions.as_json()
+    record["memory"] = {
+        "predicted": None if found is None else as_json(found),
+        "measured_bytes": measured,
+        "measured": "torch.cuda.max_memory_allocated" if on_gpu else "peak resident memory of the process",
+        "halvings": [asdict(halving) for halving in halvings],
+    }
+    write_json(path, record)
+    if found is None:
+        return f"{'memory':<12} peak {gib(measured)}, no estimate"
+    if not on_gpu:
+        found_peak, what = found.needed, "predicted for the process"
+    else:
+        found_peak, what = found.peak, "predicted"
+    return f"{'memory':<12} {gib(found_peak)} {what}, {gib(measured)} measured ({measured / found_peak - 1:+.1%})"

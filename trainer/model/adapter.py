@@ -1,0 +1,225 @@
+"""PEFT adapters onto the base model: which layers, how many parameters, and proof that each one learns."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.config import LoraSection, UserError
+from trainer.engine.flat_adapter import FLAT, flat_adapter_of, trained_parameters
+from trainer.engine.linear_layers import packed_state
+from trainer.engine.partitioned import whole_shape, whole_size
+from trainer.model.targets import excluded_modules
+
+ONE_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(.*)")  # its layer, and what follows its number
+
+
+@dataclass(frozen=True)
+class AdaptedLayers:
+    """One line of the table at start: layers of the same name and shape."""
+
+    name: str
+    shape: str
+    count: int
+    parameters: int
+
+
+def lora_config(
+    lora: LoraSection, *, excluded: str | None = None, added_token_ids: dict[str, list[int]] | None = None
+) -> Any:
+    """peft.LoraConfig for the section `lora`; `excluded` is the pattern of `trainer.model.targets.excluded_modules`."""
+    from peft import LoraConfig
+
+    all_linear = lora.target_modules == ("all-linear",)
+    init: bool | str = True if lora.init in ("default", "loftq") else lora.init
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules="all-linear" if all_linear else list(lora.target_modules),
+        exclude_modules=excluded,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        init_lora_weights=init,
+        modules_to_save=list(lora.modules_to_save) or None,
+        trainable_token_indices=added_token_ids,
+        bias="none",
+    )
+
+
+def changes_base_weights(lora: LoraSection) -> bool:
+    """True for initialisations that take the adapter's start out of the base weights."""
+    return lora.init.startswith(("pissa", "olora"))
+
+
+def save_initial_adapter(model: Any, folder: Path, *, is_main: bool) -> None:
+    """Keep the adapter as it began: the difference to it is what fits the unchanged base model."""
+    if is_main:
+        config = model.peft_config["default"]
+        method, config.init_lora_weights = config.init_lora_weights, True
+        model.save_pretrained(folder)
+        config.init_lora_weights = method
+
+
+def apply_adapter(
+    model: Any, lora: LoraSection, dtype: torch.dtype, added_token_ids: list[int] | None = None, *, base_model: str = ""
+) -> Any:
+    """Put a new adapter, or the one at `lora.adapter_path`, onto the model; its weights are trained in `dtype`.
+
+    Under 16-bit training DeepSpeed keeps 32-bit master weights of the adapter. `base_model` is where LoftQ (Li et al.,
+    2023) reads the full-precision weights whose quantisation error the adapter starts with.
+    """
+    from peft import PeftModel, get_peft_model
+
+    if lora.adapter_path:
+        adapted = _load_existing(PeftModel, model, lora.adapter_path)
+    else:
+        embedding = _embedding_name(model)
+        token_ids = {embedding: added_token_ids} if added_token_ids else None
+        peft_config = lora_config(lora, excluded=excluded_modules(model, lora), added_token_ids=token_ids)
+        try:
+            adapted = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+        except ValueError as error:
+            raise UserError(f"lora: PEFT refused the adapter: {error}") from None
+        if lora.init == "loftq":
+            _start_from_quantisation_error(adapted, base_model)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    return adapted
+
+
+def _start_from_quantisation_error(adapted: Any, base_model: str) -> None:
+    from peft import replace_lora_weights_loftq
+
+    file = Path(base_model) / "model.safetensors"
+    if not file.exists():
+        raise UserError(f"lora.init=loftq: reads one file {file}, which is not there; use a local model in one file")
+    replace_lora_weights_loftq(adapted, model_path=str(file))
+
+
+def _load_existing(peft_model: Any, model: Any, path: str) -> Any:
+    try:
+        return peft_model.from_pretrained(model, path, is_trainable=True, autocast_adapter_dtype=False)
+    except (ValueError, OSError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"lora.adapter_path={path}: does not fit this model ({reason}); name an adapter of this base model"
+        ) from None
+
+
+def _embedding_name(model: Any) -> str:
+    embedding = model.get_input_embeddings()
+    return next(name for name, module in model.named_modules() if module is embedding).rsplit(".", 1)[-1]
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Trainable and total parameters; a 4-bit weight counts as the weights it stands for."""
+    trainable = total = 0
+    trained = {id(parameter) for _, parameter in trained_parameters(model)}
+    for name, parameter in model.named_parameters():
+        if name.startswith(FLAT):
+            continue  # PEFT's own parameters are views of it
+        state = packed_state(parameter)
+        shape = state.shape if state is not None else whole_shape(parameter)
+        size = int(torch.Size(shape).numel())
+        total += size
+        trainable += size if id(parameter) in trained else 0
+    return trainable, total
+
+
+def adapted_layers(model: nn.Module) -> list[AdaptedLayers]:
+    """The adapted layers, grouped by name and shape, largest group first."""
+    from peft.tuners.lora import LoraLayer
+
+    groups: dict[tuple[str, str], list[int]] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            shape = f"{module.in_features} -> {module.out_features}"
+            size = sum(whole_size(parameter) for parameter in module.parameters() if parameter.requires_grad)
+            # An adapter on a parameter, such as fused experts, is named by it; PEFT nests several of one module.
+            *_, name = (part for part in path.split(".") if part != "base_layer")
+            parameter = getattr(module, "parameter_name", "weight")
+            name += f".{parameter}" if parameter != "weight" else ""
+            groups.setdefault((name, shape), []).append(size)
+    layers = [AdaptedLayers(name, shape, len(sizes), sum(sizes)) for (name, shape), sizes in groups.items()]
+    return sorted(layers, key=lambda layer: -layer.parameters)
+
+
+def rank_lines(layers: list[AdaptedLayers], lora: LoraSection) -> list[str]:
+    """A line where the adapter at `lora.adapter_path` has a rank of its own, or layers are narrower than the rank."""
+    rank, lines = lora.r, []
+    if lora.adapter_path and (own := _rank_at(lora.adapter_path)) is not None and own != lora.r:
+        lines.append(f"adapter: r={own}, as in {lora.adapter_path}; lora.r={lora.r} is for new adapters")
+        rank = own
+    narrow = [layer for layer in layers if min(map(int, layer.shape.split(" -> "))) < rank]
+    if narrow:
+        names = ", ".join(f"{layer.name} ({layer.shape})" for layer in narrow)
+        lines.append(f"adapter: r={rank} is more than the width of {names}, where a higher rank adds nothing")
+    return lines
+
+
+def _rank_at(adapter_path: str) -> int | None:
+    """The rank of an adapter on this machine; None of one that is still to be downloaded."""
+    file = Path(adapter_path) / "adapter_config.json"
+    rank = json.loads(file.read_text(encoding="utf-8")).get("r") if file.is_file() else None
+    return None if rank is None else int(rank)
+
+
+class GradientCheck:
+    """Watches the first backward pass: every trainable parameter must receive a gradient, and a finite one.
+
+    A gradient that never arrives is how gradient checkpointing and partitioning break LoRA without an error.
+    """
+
+    def __init__(self, model: nn.Module, *, finite: bool = True) -> None:
+        """`finite=False` for fp16, whose first loss scales are meant to overflow."""
+        self._check_finite = finite
+        self._finite: dict[str, torch.Tensor] = {}
+        trained = trained_parameters(model)
+        self._names = [name for name, _ in trained]
+        self._flat = flat_adapter_of(model)
+        # A factor in a flat buffer is no leaf: its gradient passes through the views of the coming forward passes.
+        self._handles = [p.register_hook(self._watch(name)) for name, p in trained if p.requires_grad]
+        if self._flat is not None:
+            self._flat.watch(lambda name, view: self._handles.append(view.register_hook(self._watch(name))))
+
+    def _watch(self, name: str) -> Any:
+        def hook(grad: torch.Tensor) -> None:
+            finite = torch.isfinite(grad).all()
+            self._finite[name] = self._finite[name] & finite if name in self._finite else finite
+
+        return hook
+
+    def _may_be_idle(self, name: str) -> bool:
+        """Whether a tensor is one expert's own, and the same one of another expert in its layer got a gradient."""
+        expert = ONE_EXPERT.match(name)
+        others = filter(None, (ONE_EXPERT.match(seen) for seen in self._finite)) if expert else ()
+        return any(expert is not None and other.group(1, 2) == expert.group(1, 2) for other in others)
+
+    def finish(self) -> None:
+        """Remove the hooks; raise RuntimeError naming the parameters that got no gradient or one that is not finite.
+
+        An expert that the router never chose gets none, and that is no fault; experts in one tensor get one together.
+        """
+        if self._flat is not None:
+            self._flat.watch(None)
+        for handle in self._handles:
+            handle.remove()
+        missing = [name for name in self._names if name not in self._finite and not self._may_be_idle(name)]
+        if missing:
+            raise RuntimeError(
+                f"{len(missing)} of {len(self._names)} trained tensors got no gradient, first {missing[0]}; "
+                "lora.exclude_modules leaves out what the model does not use"
+            )
+        broken = [name for name, finite in self._finite.items() if not bool(finite)]
+        if broken and self._check_finite:
+            raise RuntimeError(
+                f"{len(broken)} of {len(self._names)} trained tensors got a gradient that is not finite, first "
+                f"{broken[0]}; lower training.learning_rate, use precision: bf16, or look at the data"
+            )

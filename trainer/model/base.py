@@ -1,0 +1,170 @@
+"""The base model and its tokenizer: what there is, checked before weights; then the weights, whole or partitioned."""
+
+from typing import Any
+
+import torch
+
+from trainer.config import ModelSection, QuantizationSection, UserError
+from trainer.engine.layer_gather.shards import LayerShards
+from trainer.model.model_kind import auto_class, check_kind
+from trainer.model.model_source import check_config_file, check_source, no_tokenizer, unreadable
+from trainer.model.published_shapes import is_random
+from trainer.model.random_weights import byte_tokenizer, random_config
+from trainer.model.tensor_files import SafetensorsFiles, is_here
+from trainer.model.weights_fit import check_weights_fit
+
+PAD_CANDIDATES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|endoftext|>", "<unk>")
+
+
+def load_model_config(base_model: str, section: ModelSection) -> Any:
+    """The model's configuration, from a folder, the hub's cache or the hub; UserError if it is in none of them.
+
+    `random:SHAPE` is one of trainer/model/published_shapes.py, its weights drawn when they are loaded.
+    """
+    from transformers import AutoConfig
+
+    if is_random(base_model):
+        return random_config(base_model)
+    check_source("base_model", base_model)
+    check_config_file(base_model)
+    try:
+        return AutoConfig.from_pretrained(
+            base_model, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
+        )
+    except Exception as error:  # whatever a class of transformers says to the values in a file: it cannot be read
+        raise unreadable("base_model", base_model, error) from None
+
+
+def check_weights(base_model: str, section: ModelSection, model_config: Any) -> list[str]:
+    """Hold the headers of the weight files, where they are here, against the model; lines on what is left out.
+
+    Raises UserError if a file is damaged or missing, or the weights are not those of the model.
+    """
+    if is_random(base_model) or not is_here(base_model, section):
+        return []
+    stored = SafetensorsFiles(base_model, section).shapes()
+    model_class = type(empty_model(model_config, section))
+    return check_weights_fit(f"base_model={base_model}", model_class, model_config, stored)
+
+
+def load_tokenizer(base_model: str, section: ModelSection) -> Any:
+    """The tokenizer, with a padding token and the tokens of `model.added_tokens`."""
+    name = section.tokenizer or base_model
+    tokenizer = byte_tokenizer() if is_random(name) else _read_tokenizer(base_model, section)
+    if hasattr(tokenizer, "legacy"):
+        # transformers does not save it, and without it puts spaces elsewhere when it reads the tokenizer back.
+        tokenizer.init_kwargs["legacy"] = tokenizer.legacy
+    if section.added_tokens:
+        tokenizer.add_tokens(list(section.added_tokens))
+    _ensure_pad_token(tokenizer, section)
+    return tokenizer
+
+
+def _read_tokenizer(base_model: str, section: ModelSection) -> Any:
+    from transformers import AutoTokenizer
+
+    setting, name = ("model.tokenizer", section.tokenizer) if section.tokenizer else ("base_model", base_model)
+    check_source(setting, name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
+        )
+    except Exception as error:  # the tokenizers library raises nothing more special for a damaged file
+        raise unreadable(setting, name, error, tokenizer=True) from None
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise no_tokenizer(setting, name)  # which transformers makes of nothing for some models
+    return tokenizer
+
+
+def _ensure_pad_token(tokenizer: Any, section: ModelSection) -> None:
+    """Padding is masked by position, never by id, so any existing token will do; an unused one reads best."""
+    if section.pad_token:
+        if section.pad_token not in tokenizer.get_vocab():
+            raise UserError(
+                f"model.pad_token={section.pad_token}: not in the vocabulary; "
+                "add it to model.added_tokens or name another"
+            )
+        tokenizer.pad_token = section.pad_token
+    elif tokenizer.pad_token is None:
+        vocabulary = tokenizer.get_vocab()
+        tokenizer.pad_token = next((token for token in PAD_CANDIDATES if token in vocabulary), tokenizer.eos_token)
+    if tokenizer.pad_token is None:
+        raise UserError("model.pad_token: the tokenizer has neither a padding nor an end token; name one")
+
+
+def context_length(model_config: Any) -> int | None:
+    """Longest sequence the model was made for, if it says."""
+    text_config = model_config.get_text_config()
+    length = getattr(text_config, "max_position_embeddings", None)
+    return int(length) if length else None
+
+
+def load_base_model(
+    base_model: str,
+    section: ModelSection,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str | None,
+    quantization: QuantizationSection | None = None,
+    deepspeed_config: dict[str, Any] | None = None,
+    shards: LayerShards | None = None,
+) -> Any:
+    """The base model in `dtype` on `device`; 4-bit if `quantization`.
+
+    Partitioned by DeepSpeed if a stage-3 `deepspeed_config` is given, by layers if `shards` are.
+
+    Whole models in 16 or 32 bits come through transformers. Quantised, partitioned and random ones are built empty and
+    filled module by module, so that no rank ever holds more than its share and one module.
+    """
+    config = load_model_config(base_model, section)
+    check_kind(base_model, config)
+    config.use_cache = False
+    if quantization is not None or deepspeed_config is not None or shards is not None or is_random(base_model):
+        from trainer.model.streamed_weights import load_streamed  # bitsandbytes has things to say when imported
+
+        return load_streamed(
+            base_model,
+            section,
+            config,
+            dtype=dtype,
+            device=device,
+            attention=attention,
+            quantization=quantization,
+            deepspeed_config=deepspeed_config,
+            shards=shards,
+        )
+    stored = SafetensorsFiles(base_model, section)
+    model_class = type(empty_model(config, section))
+    check_weights_fit(f"base_model={base_model}", model_class, config, stored.shapes())
+    model = auto_class(config).from_pretrained(
+        base_model,
+        config=config,
+        revision=section.revision or "main",
+        dtype=dtype,
+        attn_implementation=attention,
+        trust_remote_code=section.trust_remote_code,
+        use_safetensors=True,
+    )
+    return model.to(device)
+
+
+def grows_vocabulary(base_model: str, section: ModelSection, tokenizer: Any) -> bool:
+    """True if the tokenizer has more tokens than the model has rows."""
+    rows: int = load_model_config(base_model, section).get_text_config().vocab_size
+    return len(tokenizer) > rows
+
+
+def match_vocabulary(model: Any, tokenizer: Any) -> None:
+    """Grow the embedding if the tokenizer has more tokens than the model has rows."""
+    rows = model.config.get_text_config().vocab_size  # a partitioned weight has no rows to count
+    if len(tokenizer) > rows:
+        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
+
+
+def empty_model(model_config: Any, section: ModelSection) -> Any:
+    """The model's modules without memory for their weights."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        return auto_class(model_config).from_config(model_config, trust_remote_code=section.trust_remote_code)

@@ -1,0 +1,122 @@
+"""`base_model: random:SHAPE`: a model of a published shape whose weights are drawn where they will lie.
+
+For measuring speed and memory, which do not depend on what the weights are, without a download or 16 GB on a disk. The
+same name always gives the same weights on the same kind of device.
+"""
+
+import hashlib
+from typing import Any
+
+import torch
+
+from trainer.config import UserError
+from trainer.model.published_shapes import shape_settings
+
+STANDARD_DEVIATION = 0.02
+MOST, MOST_LAYERS = 10_000_000, 1000  # what a setting of a shape may be
+END, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def random_config(base_model: str) -> Any:
+    """transformers' configuration of `random:SHAPE`. Raises UserError for a shape or a setting that there is not."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    settings = shape_settings(base_model)
+    model_type = settings.pop("model_type")
+    known = AutoConfig.for_model(model_type)
+    unknown = [key for key in settings if not hasattr(known, key) and key not in ("rope_theta", "rope_scaling")]
+    if unknown:
+        raise UserError(f"base_model={base_model}: {unknown[0]} is no setting of a {model_type} configuration")
+    published = shape_settings(base_model.split(",")[0])
+    for key, value in settings.items():
+        if key not in published or published[key] != value:
+            settings[key] = _of_its_kind(base_model, key, value, known)
+    # The tokenizer's own ids: a published model's would lie outside of its 259 tokens.
+    ids = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
+    try:
+        config = AutoConfig.for_model(model_type, **(settings | ids))
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
+        # A strict data class says in the last line what is wrong.
+        reason = str(error).splitlines()[-1].strip().removeprefix("ValueError: ").removeprefix("TypeError: ")
+        raise UserError(f"base_model={base_model}: {reason}; change that setting") from None
+    heads, groups = getattr(config, "num_attention_heads", 1), getattr(config, "num_key_value_heads", None) or 1
+    if heads % groups:
+        raise UserError(f"base_model={base_model}: num_key_value_heads={groups} does not divide {heads} heads; use 1")
+    config.name_or_path = base_model
+    return config
+
+
+def _of_its_kind(base_model: str, key: str, value: Any, known: Any) -> Any:
+    """The value of a setting, a whole float as the integer that it is. Raises UserError for one of another kind."""
+    from transformers.activations import ACT2CLS
+
+    usual = getattr(known, key, 1e4)  # those that no configuration has are of the rotary embedding
+    if isinstance(usual, bool) or not isinstance(usual, (int, float)):
+        if key == "hidden_act" and value not in ACT2CLS:
+            raise UserError(f"base_model={base_model}: {key}={value} is no activation; use {usual}")
+        return value
+    if key == "rope_scaling":
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise UserError(f"base_model={base_model}: {key}={value} must be a number, such as {usual}")
+    if isinstance(usual, int):
+        most = MOST_LAYERS if key == "num_hidden_layers" else MOST
+        if not 1 <= value <= most or value != int(value):
+            raise UserError(f"base_model={base_model}: {key}={value} must be a whole number from 1 to {most:,}")
+        return int(value)
+    return value
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer of 259 tokens, one for each byte and three marks of turns, with a ChatML template; no download."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    marks = [END, START_OF_TURN, END_OF_TURN]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*marks, *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TURN, pad_token=END)
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+class RandomTensors:
+    """Stands where the tensors of a checkpoint would: every parameter of `model` by name, drawn when it is asked for.
+
+    Matrices from N(0, 0.02^2), as the architectures' own initialisations are; the weights of norms are one, biases
+    zero. Each tensor is seeded by its name, so that the order of reading does not matter.
+    """
+
+    def __init__(self, base_model: str, model: torch.nn.Module, device: torch.device) -> None:
+        self._base_model = base_model
+        self._device = device
+        self._like = dict(model.named_parameters(remove_duplicate=False))
+
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return set(self._like)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors."""
+        return {name: tuple(like.shape) for name, like in self._like.items()}
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor, on the device."""
+        like = self._like[name]
+        if like.dim() < 2:
+            # "D" is the skip connection of a state-space layer.
+            value = 1.0 if name.endswith((".weight", ".D")) else 0.0
+            return torch.full(like.shape, value, dtype=like.dtype, device=self._device)
+        seed = int.from_bytes(hashlib.sha256(f"{self._base_model} {name}".encode()).digest()[:6], "big")
+        generator = torch.Generator(self._device).manual_seed(seed)
+        drawn = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+        return drawn.normal_(0.0, STANDARD_DEVIATION, generator=generator)

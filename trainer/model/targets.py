@@ -1,0 +1,174 @@
+"""Which layers of a model get an adapter, which do not, and why: the names of lora.target_modules, exclude_modules.
+
+PEFT takes a name for every module whose path ends in it. An excluded name here stands for what is below it as well
+(`mlp`, `vision_tower`), and what text never reaches is left out of itself.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+from trainer.config import LoraSection, UserError
+from trainer.engine.linear_layers import is_linear, packed_state
+from trainer.engine.partitioned import whole_shape
+
+ALL_LINEAR = ("all-linear",)
+
+
+def check_targets(model: Any, lora: LoraSection) -> None:
+    """Raise UserError, with the nearest name, if one matches nothing; the model may be without weights."""
+    from transformers.pytorch_utils import Conv1D
+
+    paths = {path: module for path, module in model.named_modules() if path}
+    linear = {path for path, module in paths.items() if _has_matrix(module)}
+    towers = beyond_text(model)
+    beyond = _pattern_of(towers)
+    for name in () if lora.target_modules == ALL_LINEAR else lora.target_modules:
+        found = {path for path in paths if path == name or path.endswith(f".{name}")}
+        within = {path for path in found if not (beyond and re.fullmatch(beyond, path))}
+        if found and not within:
+            raise UserError(f"lora.target_modules={name}: is beyond the language model, where text never comes")
+        if not found & linear:
+            below = _names_of(path for path in linear if any(path.startswith(f"{parent}.") for parent in within))
+            advice = f"is no layer but holds some; name those: {below}" if below else _nothing(name, linear, "layer")
+            raise UserError(f"lora.target_modules={name}: {advice}")
+    # A tower may be named, though it is left out anyway; what is only in one would leave out nothing.
+    known = {path for path in paths if path in towers or not (beyond and re.fullmatch(beyond, path))}
+    for name in lora.exclude_modules:
+        if not any(re.fullmatch(_below(name), path) for path in known):
+            raise UserError(f"lora.exclude_modules={name}: {_nothing(name, known, 'module')}")
+    for name in lora.modules_to_save:
+        if not any(path == name or path.endswith(f".{name}") for path in paths):
+            raise UserError(f"lora.modules_to_save={name}: {_nothing(name, set(paths), 'module')}")
+    excluded = excluded_modules(model, lora)
+    targets = [path for path in linear if _ends_in(path, lora.target_modules)]
+    if lora.target_modules == ALL_LINEAR:
+        head = model.get_output_embeddings()
+        targets = [
+            path for path, module in paths.items() if isinstance(module, nn.Linear | Conv1D) and module is not head
+        ]
+    kept = [path for path in targets if not (excluded and re.fullmatch(excluded, path))]
+    if targets and not kept:
+        raise UserError(f"lora.exclude_modules={list(lora.exclude_modules)}: leaves no layer to adapt; name fewer")
+    widths = [min(whole_shape(own)) for path in kept for own in paths[path].parameters(recurse=False) if own.dim() == 2]
+    if widths and lora.r > max(widths) and not lora.adapter_path:
+        raise UserError(
+            f"lora.r={lora.r}: no adapted layer of this model is wider than {max(widths)}, and a higher rank adds "
+            f"nothing; use {max(widths)} or less (8 to 64 are usual)"
+        )
+
+
+def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:
+    """PEFT's `exclude_modules`: a pattern of the whole paths that get no adapter; or None."""
+    patterns = [_below(name) for name in lora.exclude_modules]
+    patterns += filter(None, [_pattern_of(beyond_text(model))])
+    if lora.target_modules == ALL_LINEAR:
+        patterns += filter(None, [_pattern_of(_no_plain_linear(model))])
+    return "|".join(patterns) or None
+
+
+def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
+    """One line for each reason why linear layers of an adapted model have no adapter, where all were asked for."""
+    if lora.target_modules != ALL_LINEAR or lora.adapter_path:
+        return []
+    base = model.get_base_model()
+    excluded = "|".join(_below(name) for name in lora.exclude_modules)
+    towers, special = beyond_text(base), _pattern_of(_no_plain_linear(base))
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for path, module in _without_adapter(base):
+        if module is base.get_output_embeddings():
+            reasons["the output head"].append(path)
+        elif tower := next((tower for tower in towers if path.startswith(f"{tower}.")), None):
+            reasons["beyond the language model, where text never comes"].append(tower)
+        elif excluded and re.fullmatch(excluded, path):
+            reasons["lora.exclude_modules"].append(path)
+        elif special and re.fullmatch(special, path):
+            reasons["give more than a product, such as a choice of experts"].append(path)
+        elif getattr(model.peft_config["default"], "target_parameters", None):
+            reasons["PEFT keeps these names for this model's experts (peft#3711)"].append(path)
+        else:
+            reasons["PEFT knows no adapter for them"].append(path)
+    return [f"without adapter: {_names_of(paths)}: {reason}" for reason, paths in reasons.items()]
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Linear layers, embeddings, convolutions, routers and experts: PEFT says of which of them it adapts."""
+    return any(len(whole_shape(own)) > 1 for own in module.parameters(recurse=False))
+
+
+def _without_adapter(base: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The linear layers of a model that are neither adapted nor trained as a whole."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+    from transformers.pytorch_utils import Conv1D
+
+    taken: list[str] = []
+    for path, module in base.named_modules():
+        if any(path.startswith(f"{parent}.") for parent in taken):
+            continue
+        if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper):
+            # An adapter on experts wraps the module that holds them, with all else that is in it.
+            is_layer = isinstance(getattr(module, "base_layer", nn.Linear), nn.Linear | Conv1D | nn.Embedding)
+            whole = is_layer or isinstance(module, ModulesToSaveWrapper)
+            taken += [path] if whole else [f"{path}.lora_A", f"{path}.lora_B"]
+        elif isinstance(module, nn.Linear | Conv1D):
+            yield path.replace(".base_layer", ""), module
+
+
+def beyond_text(model: Any) -> list[str]:
+    """Paths of the towers and projectors for images and sound: what is not in the module that embeds the tokens."""
+    if model.config.get_text_config() is model.config:
+        return []
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    inner = next(path for path, module in model.named_modules() if module is embedding).rpartition(".")[0]
+    outer: list[str] = []
+    for path, module in model.named_modules():
+        is_text = not path or path == inner or path.startswith(f"{inner}.") or inner.startswith(f"{path}.")
+        holds_head = any(module is head for module in module.modules())
+        if not is_text and not holds_head and not any(path.startswith(f"{parent}.") for parent in outer):
+            outer.append(path)
+    return outer
+
+
+def _no_plain_linear(model: nn.Module) -> list[str]:
+    """Subclasses of nn.Linear, such as routers, that do not compute x W^T + b."""
+    linear: list[tuple[str, Any]] = [each for each in model.named_modules() if isinstance(each[1], nn.Linear)]
+    return [path for path, module in linear if not is_linear(module) and packed_state(module.weight) is None]
+
+
+def _below(name: str) -> str:
+    """Matches every path that has `name` in it, as whole words, and all that is below."""
+    return rf"(?:.*\.)?{re.escape(name)}(?:\..*)?"
+
+
+def _pattern_of(paths: list[str]) -> str | None:
+    """Matches these paths and all that is below; layers of every number alike."""
+    kinds = dict.fromkeys(re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", re.escape(path)) for path in paths)
+    return rf"(?:{'|'.join(kinds)})(?:\..*)?" if kinds else None
+
+
+def _ends_in(path: str, names: tuple[str, ...]) -> bool:
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def _nothing(name: str, paths: set[str], what: str) -> str:
+    """That a name matches nothing, and what was meant or what there is."""
+    words = {word for path in paths for word in path.split(".") if not word.isdigit()}
+    nearest = get_close_matches(name.rpartition(".")[2], sorted(words), n=1)
+    hint = f"did you mean {nearest[0]}? There" if nearest else "there"
+    return f"matches no {what} of this model; {hint} are: {_names_of(paths)}"
+
+
+def _names_of(paths: Any) -> str:
+    """`k_proj (32), q_proj (32)`: last names and how many; numbers of a list are not names."""
+    counts = Counter(_last_name(path) for path in paths)
+    names = [f"{name} ({count})" for name, count in sorted(counts.items())]
+    return ", ".join(names[:30]) + (", ..." if len(names) > 30 else "")
+
+
+def _last_name(path: str) -> str:
+    return next((part for part in reversed(path.split(".")) if not part.isdigit()), path)

@@ -1,0 +1,1 @@
+"""What is seen of a run: metrics, console, profiles, the report."""

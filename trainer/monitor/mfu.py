@@ -1,0 +1,142 @@
+"""Model FLOPs of a step over what the card could do: MFU.
+
+F = T (4 P + 6 Q) + K (4 or 6) H + 6 sum over attention layers and documents of L^2 D
+
+T tokens, P frozen and Q trained weights of the linear layers (2 each forward, 2 for the gradient of the input, 2 for
+that of the weight), K tokens with loss, H weights of the output head, L tokens of a document, D = heads x head size
+(causal: half of the square forward, twice that backward). What recomputation does again is not counted, nor are
+norms, activations, the scan of state-space layers and the optimizer; of experts those that a token visits.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.engine.partitioned import whole_shape, whole_size
+
+IGNORED = -100
+TERA = 1e12
+# Dense 16-bit tensor-core TFLOP/s of the makers' data sheets (bf16; fp16 where the card has no bf16). The first name
+# that is found in the card's name counts.
+PEAKS: tuple[tuple[str, float], ...] = (
+    ("B200", 2250.0),
+    ("GH200", 989.4),
+    ("H200", 989.4),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.4),
+    ("H800", 989.4),
+    ("H20", 148.0),
+    ("A100", 311.9),
+    ("A800", 311.9),
+    ("A40", 149.7),
+    ("A30", 165.0),
+    ("A10G", 70.0),
+    ("A10", 125.0),
+    ("L40S", 362.0),
+    ("L40", 181.0),
+    ("L4", 121.0),
+    ("RTX 6000 Ada", 364.2),
+    ("RTX A6000", 154.8),
+    ("RTX 5090", 209.5),
+    ("RTX 4090", 165.2),
+    ("RTX 3090", 71.0),
+    ("V100", 125.0),
+    ("T4", 65.0),
+)
+
+
+def peak_flops(card: str, precision: str) -> float | None:
+    """Dense FLOP/s of a card by its name in 16 bits; None for an unknown card and for 32 bits."""
+    if precision not in ("bf16", "fp16"):
+        return None
+    return next((tera * TERA for name, tera in PEAKS if name in card), None)
+
+
+class StepFlops:
+    """Counts the FLOPs of this rank's micro-batches; the model is looked at once, its weights may be anywhere."""
+
+    def __init__(self, model: nn.Module) -> None:
+        from peft import PeftModel
+
+        inner: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        head = inner.get_output_embeddings()
+        config = inner.config.get_text_config()
+        self.per_token = self.per_target = 0.0
+        self.attention: dict[int | None, int] = {}
+        """Window, or None, -> sum of heads x head size over the layers that look so far back."""
+        for name, module in inner.named_modules():
+            if is_attention(module):
+                window = _window(module, config)
+                width = int(getattr(config, "num_attention_heads", 0) * module.head_dim)
+                self.attention[window] = self.attention.get(window, 0) + width
+            flops = _linear_flops(name, module, config)
+            if module is head:
+                self.per_target += flops
+            else:
+                self.per_token += flops
+
+    def of(self, batches: list[dict[str, Any]]) -> float:
+        """FLOPs of an optimizer step's micro-batches, as trainer.data makes them."""
+        total = 0.0
+        for batch in batches:
+            mask = batch.get("attention_mask")
+            # The place of each token in its document; a token looks at all places before it and at itself.
+            positions = batch["position_ids"] if mask is None else mask.cumsum(1) - 1
+            weights = torch.ones_like(positions) if mask is None else mask
+            total += self.per_token * int(weights.sum())
+            total += self.per_target * int((batch["targets"] != IGNORED).sum())
+            for window, width in self.attention.items():
+                seen = positions if window is None else positions.clamp(max=window - 1)
+                total += 6.0 * width * int(((2 * seen + 1) * weights).sum())
+        return total
+
+
+def _linear_flops(name: str, module: nn.Module, config: Any) -> float:
+    """FLOPs a token of one module's own weights, if it is a linear layer or a bank of experts."""
+    if isinstance(module, nn.Linear):
+        size, parameters = float(module.in_features * module.out_features), list(module.parameters(recurse=False))
+    elif "Experts" in type(module).__name__:
+        parameters = [parameter for parameter in module.parameters(recurse=False) if len(whole_shape(parameter)) == 3]
+        experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+        visited = getattr(config, "num_experts_per_tok", None) or 1
+        size = float(sum(whole_size(parameter) for parameter in parameters)) * visited / experts
+    else:
+        return 0.0
+    # The factors of a flat adapter are views that are not marked as trained themselves.
+    trained = "lora_" in name or any(parameter.requires_grad for parameter in parameters)
+    return (6.0 if trained else 4.0) * size
+
+
+def is_attention(module: nn.Module) -> bool:
+    """True for the attention of a layer, whatever the architecture calls it."""
+    return type(module).__name__.endswith("Attention") and hasattr(module, "head_dim")
+
+
+def _window(module: nn.Module, config: Any) -> int | None:
+    window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+    return int(window) if window else None
+
+
+class MfuMeter:
+    """`perf/mfu` of this rank's steps; the steps may still be under way while the next ones are counted."""
+
+    def __init__(self, flops: StepFlops, peak: float) -> None:
+        self._flops = flops
+        self._peak = peak
+        self._under_way: dict[int, float] = {}
+
+    @classmethod
+    def of(cls, model: nn.Module, device: torch.device, precision: str) -> "MfuMeter | None":
+        """A meter for this card, or None if its peak is not known."""
+        peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
+        return cls(StepFlops(model), peak) if peak else None
+
+    def count(self, step: int, batches: list[dict[str, Any]]) -> None:
+        """A step begins with these micro-batches."""
+        self._under_way[step] = self._flops.of(batches)
+
+    def values(self, step: int, seconds: float) -> dict[str, float]:
+        """The metric of a step that took so long."""
+        return {"perf/mfu": self._under_way.pop(step, 0.0) / seconds / self._peak}

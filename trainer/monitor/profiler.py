@@ -1,0 +1,93 @@
+"""The last steps of a run under torch.profiler: a trace for every rank, with our own ranges on it.
+
+Traces lie in profile/rank-N.json.gz and open in Perfetto or chrome://tracing; `zerolora bench --profile` reads them.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from trainer.config import RunConfig
+
+FOLDER = "profile"
+STEP, BACKWARD, OPTIMIZER, SCU = "zerolora: step", "zerolora: backward", "zerolora: optimizer", "zerolora: scu"
+
+
+class StepProfiler:
+    """Records every step from `first_step` (counted from 1) until `finish`; does nothing before."""
+
+    def __init__(self, run_dir: Path, rank: int, first_step: int, engine: Any, steering: Any | None) -> None:
+        self._file = run_dir / FOLDER / f"rank-{rank}.json.gz"
+        self._first_step = first_step
+        self._named = [(engine, "backward", BACKWARD), (engine, "step", OPTIMIZER)]
+        if steering is not None:
+            self._named.append((steering, "term", SCU))
+        self._replaced: list[tuple[Any, str, Any]] = []
+        self._profile: Any = None
+        self._range: Any = None
+
+    @classmethod
+    def of_run(
+        cls, config: RunConfig, rank: int, total_steps: int, engine: Any, steering: Any | None
+    ) -> "StepProfiler | None":
+        """For the last `logging.profile_steps` of a run; None if there are to be none."""
+        steps = config.logging.profile_steps
+        first_step = max(1, total_steps - steps + 1)
+        return cls(Path(config.output_dir), rank, first_step, engine, steering) if steps else None
+
+    def before_step(self, step: int) -> None:
+        """A step begins, and with it a range of its own."""
+        if step < self._first_step:
+            return
+        if self._profile is None:
+            self._start()
+        self._leave_range()
+        self._range = record_function(f"{STEP} {step}")
+        self._range.__enter__()
+
+    def finish(self) -> None:
+        """Wait for the device, stop, and write the trace; nothing if the first step never came."""
+        if self._profile is None:
+            return
+        self._leave_range()
+        _wait()
+        self._profile.stop()
+        for owner, name, method in self._replaced:
+            setattr(owner, name, method)
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._profile.export_chrome_trace(str(self._file))
+        self._profile = None
+
+    def _start(self) -> None:
+        # A method may be a replacement itself (trainer/engine/deepspeed_workarounds.py): what was there is put back.
+        self._replaced = [(owner, name, getattr(owner, name)) for owner, name, _ in self._named]
+        for owner, name, label in self._named:
+            setattr(owner, name, _in_range(getattr(owner, name), label))
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        _wait()
+        # Shapes tell a frozen product from one of an adapter.
+        self._profile = profile(activities=activities, record_shapes=True)
+        self._profile.start()
+
+    def _leave_range(self) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+
+
+def _in_range(method: Callable[..., Any], label: str) -> Callable[..., Any]:
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with record_function(label):
+            return method(*args, **kwargs)
+
+    return named
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

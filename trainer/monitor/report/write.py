@@ -1,0 +1,212 @@
+"""A run at a glance: the page RUN/report.html and its plots as PNGs."""
+
+import json
+import math
+import statistics
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from trainer.config import UserError
+from trainer.contract.whole_files import write_whole
+from trainer.monitor.metrics import Record, read_metrics
+from trainer.monitor.report.page import Tile, render_page
+
+PAGE = "report.html"
+PAUSE_FACTOR, PAUSE_SLACK_S = 10.0, 600.0
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `run_dir/report.html` (plots embedded) and `run_dir/plots/*.png`; returns the page's path.
+
+    Raises UserError if the run has no metrics.
+    """
+    from trainer.monitor.report.plots import draw_plots  # matplotlib: every rank imports this module, only rank 0 draws
+
+    records = read_metrics(run_dir)
+    if not records:
+        raise UserError(f"{run_dir}: metrics.jsonl is empty, nothing was trained yet; wait for the first step")
+    config, run = _read_json(run_dir / "training_config.json"), _read_json(run_dir / "run.json")
+    scu = config.get("scu", {})
+    plots = draw_plots(
+        records, run_dir / "plots", deadband=scu.get("deadband") if scu.get("controller") == "pi" else None
+    )
+    name = config.get("logging", {}).get("run_name") or run_dir.resolve().name
+    page = run_dir / PAGE
+    write_whole(page, render_page(name, _subtitle(run), tiles(records, run), summary_rows(records, config, run), plots))
+    return page
+
+
+def values_of(records: list[Record], name: str) -> list[float]:
+    """Finite values of one metric in the order of the steps; of several records of a step the last one counts."""
+    by_step = {record["step"] or 0: record[name] for record in records if name in record}
+    return [value for _, value in sorted(by_step.items()) if value is not None]
+
+
+def training_seconds(records: list[Record]) -> float:
+    """Seconds from the first record to the last, without the pauses between an interruption and its resumption.
+
+    A gap is a pause if it is ten minutes longer than ten times what its steps take.
+    """
+    seconds = 0.0
+    for before, after in pairwise(records):
+        gap = (after["time"] or 0.0) - (before["time"] or 0.0)
+        steps = (after["step"] or 0.0) - (before["step"] or 0.0)
+        expected = steps * (after.get("perf/step_ms") or 0.0) / 1e3
+        if steps == 0 or gap <= PAUSE_FACTOR * expected + PAUSE_SLACK_S:
+            seconds += gap
+    return seconds
+
+
+def tiles(records: list[Record], run: Mapping[str, Any]) -> list[Tile]:
+    """The few numbers that one looks for first."""
+    shown = []
+    held_out, losses = values_of(records, "eval/loss"), values_of(records, "train/loss")
+    for label, values in (("held-out loss", held_out), ("training loss", losses)):
+        if len(values) > 1:
+            shown.append(Tile(label, f"{values[0]:.3f} → {values[-1]:.3f}", _change(values[0], values[-1])))
+    rate = _rate(records)
+    if rate:
+        ranks = run.get("world_size", 1)
+        shown.append(
+            Tile("tokens/s", f"{rate * ranks:,.0f}", f"{rate:,.0f} on each of {ranks}" if ranks > 1 else "median")
+        )
+    memory = values_of(records, "memory/peak_gib")
+    if memory:
+        shown.append(Tile("peak memory", f"{max(memory):.2f} GiB", "of rank 0"))
+    steps = max(record["step"] or 0 for record in records)
+    shown.append(Tile("time", _duration(training_seconds(records)), f"{steps:,.0f} steps"))
+    return shown
+
+
+def summary_rows(
+    records: list[Record], config: Mapping[str, Any], run: Mapping[str, Any]
+) -> list[tuple[str, list[tuple[str, str]]]]:
+    """The summary table: groups of (name, value); what a run did not record is left out."""
+    groups = [
+        ("Model and data", _model_rows(config)),
+        ("Training", _training_rows(records, config, run)),
+        ("Results", _result_rows(records)),
+        ("Ran on", _machine_rows(run)),
+    ]
+    return [(title, rows) for title, rows in groups if rows]
+
+
+def _model_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if not config:
+        return []
+    lora, data = config["lora"], config["dataset"]
+    rows = [("model", config["base_model"])]
+    if config["adapter"] == "none":
+        rows.append(("adapter", "none: all weights trained"))
+    else:
+        kinds = [kind for kind in ("rslora", "dora") if lora[kind]]
+        targets = ", ".join(lora["target_modules"])
+        rows.append(
+            ("adapter", " ".join([config["adapter"], *kinds, f"r={lora['r']}, alpha={lora['alpha']:g}, {targets}"]))
+        )
+    if config["adapter"] == "qlora":
+        bits = config["quantization"]
+        twice = ", double quantisation" if bits["double_quant"] else ""
+        rows.append(("4-bit base", f"{bits['quant_type']}, blocks of {bits['block_size']}{twice}"))
+    rows.append(("data", ", ".join(source["path"] for source in data["mix"]) or data["path"]))
+    if data["evaluation"]:
+        rows.append(("held out", data["evaluation"]["path"]))
+    elif data["val_split"]:
+        rows.append(("held out", f"{data['val_split']:.1%} of the records"))
+    rows.append(("sequences", f"up to {data['max_length']:,} tokens" + (", packed" if data["packing"] else "")))
+    return rows
+
+
+def _training_rows(records: list[Record], config: Mapping[str, Any], run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    epochs, steps = values_of(records, "train/epoch"), max(record["step"] or 0 for record in records)
+    rows.append(("optimizer steps", f"{steps:,.0f}" + (f" ({epochs[-1]:.2f} epochs)" if epochs else "")))
+    tokens, targets = values_of(records, "train/tokens"), values_of(records, "train/target_tokens")
+    if tokens:
+        share = f", {targets[-1]:,.0f} of them with loss" if targets else ""
+        rows.append(("tokens", f"{tokens[-1]:,.0f}{share}"))
+    if config:
+        training, ranks = config["training"], run.get("world_size", 1)
+        size, micro = training["batch_size"], training["gradient_accumulation_steps"]
+        rows.append(("batch", f"{size * micro * ranks} sequences = {size} x {micro} micro-steps x {ranks} ranks"))
+        rows.append(("learning rate", f"{training['learning_rate']:g}, {training['lr_scheduler']}"))
+        rows.append(
+            ("optimizer", f"{training['optimizer']}, {training['precision']}, ZeRO stage {config['zero']['stage']}")
+        )
+    return rows
+
+
+def _result_rows(records: list[Record]) -> list[tuple[str, str]]:
+    rows = []
+    losses, held_out = values_of(records, "train/loss"), values_of(records, "eval/loss")
+    if losses:
+        rows.append(("training loss", f"first {losses[0]:.4f}, last {losses[-1]:.4f}, lowest {min(losses):.4f}"))
+    if held_out:
+        best = min(held_out)
+        at = next(record["step"] for record in records if record.get("eval/loss") == best)
+        rows.append(
+            ("held-out loss", f"before {held_out[0]:.4f}, after {held_out[-1]:.4f}, lowest {best:.4f} at step {at}")
+        )
+        rows.append(("relative change", _change(held_out[0], held_out[-1])))
+        bits = [loss / math.log(2) for loss in (held_out[0], held_out[-1])]
+        rows.append(("bits per token", f"before {bits[0]:.4f}, after {bits[1]:.4f}"))
+    rate, memory = _rate(records), values_of(records, "memory/peak_gib")
+    if rate:
+        rows.append(("tokens/s per rank", f"{rate:,.0f} (median)"))
+    if memory:
+        rows.append(("peak memory of rank 0", f"{max(memory):.2f} GiB"))
+    rows.append(("time", _duration(training_seconds(records)) + ", evaluations and checkpoints included"))
+    share, target = values_of(records, "scu/s_ratio"), values_of(records, "scu/target")
+    if share:
+        aim = f", target {target[-1]:.3%}" if target else ""
+        rows.append(("SCU share S", f"first {share[0]:.3%}, last {share[-1]:.3%}{aim}"))
+    return rows
+
+
+def _machine_rows(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if not run:
+        return []
+    packages = {"python": run["python"], **run["packages"]}
+    return [
+        ("started", run["started"]),
+        ("devices", f"{run['world_size']} x {run['device_name']} ({run['device']})"),
+        ("versions", ", ".join(f"{name} {number}" for name, number in packages.items())),
+        ("commit", run["commit"] or "not a checkout"),
+        ("command", " ".join(run["command"])),
+    ]
+
+
+def _subtitle(run: Mapping[str, Any]) -> str:
+    return f"started {run['started'][:16].replace('T', ' ')}" if run else ""
+
+
+def _rate(records: list[Record]) -> float | None:
+    """Median tokens per second of one rank: the first step, which compiles and warms up, does not count for more."""
+    rates = values_of(records, "perf/tokens_per_second_per_gpu")
+    return statistics.median(rates) if rates else None
+
+
+def _change(before: float, after: float) -> str:
+    return f"{after / before - 1:+.1%}".replace("-", "−") if before else "from 0"  # noqa: RUF001
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours = seconds / 60, seconds / 3600
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    if hours < 1:
+        return f"{int(minutes)} min {int(seconds) % 60} s"
+    return f"{int(hours)} h {int(minutes) % 60} min"
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A file that the run wrote, or nothing if it has none: the metrics alone make a report."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); put back what the run wrote, or remove it") from None
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,322 @@
+"""Puts the fused operators in the place of PEFT's own forward, and says of each layer whether and why not.
+
+A layer is fused when its base is a plain or an NF4 linear layer with one ordinary LoRA adapter. At every call the
+swapped forward still looks whether that is so (adapters may be disabled, merged or switched later) and otherwise lets
+PEFT's own forward do the work. Siblings that read the same input are computed in one call by the first of them.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import ops
+from ops.groups import find_groups
+from ops.lora import MAX_RANK
+from trainer.contract.known_versions import require
+from trainer.engine.layer_gather.shards import LayerShards, layer_shards_of
+from trainer.engine.linear_layers import is_linear
+from trainer.engine.partitioned import is_partitioned
+from trainer.model.four_bit import FrozenLinear4bit, dequantized
+
+TEST_TOKENS = 128
+MANY_TOKENS = 4096
+"""From here on the operators take other kernels (kFewTokens of ops/csrc/operator/passes.h)."""
+Reason = tuple[str, str]  # name of a layer, why it is not fused or not grouped
+
+
+@dataclass
+class FusionReport:
+    """What was fused, what was grouped, and the reasons for the rest."""
+
+    total: int
+    backend: str
+    groups: list[tuple[str, ...]] = field(default_factory=list)
+    refused: list[Reason] = field(default_factory=list)
+    alone: list[Reason] = field(default_factory=list)
+
+    @property
+    def fused(self) -> int:
+        """Layers whose forward is ours."""
+        return self.total - len(self.refused)
+
+    def lines(self) -> list[str]:
+        """For the console: one line, and one for each reason with the number of layers it holds for."""
+        grouped = sum(len(group) for group in self.groups if len(group) > 1)
+        lines = [f"fused {self.fused} of {self.total} adapted layers ({self.backend}), {grouped} of them with siblings"]
+        for title, reasons in (("not fused", self.refused), ("not grouped", self.alone)):
+            examples: dict[str, str] = {}
+            for name, reason in reasons:
+                examples.setdefault(reason, name)
+            counts = Counter(reason for _, reason in reasons)
+            lines += [f"  {title}: {count} layers ({examples[reason]}): {reason}" for reason, count in counts.items()]
+        return lines
+
+
+def fuse(
+    model: nn.Module,
+    backend: Literal["auto", "cuda", "reference"],
+    *,
+    forward: Callable[[], object] | None,
+    no_groups: str | None = None,
+    tokens: int = 0,
+) -> FusionReport:
+    """Swap the forward of every adapted layer that the operators can compute.
+
+    `forward` runs the model once on a few tokens: siblings are found by watching it. `no_groups` says why there are to
+    be none; `tokens` of a micro-batch say which kernels the self-test has to try. Raises ValueError if `cuda` is asked
+    for and cannot be had, or if the operators fail their self-test.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    chosen = ops.load(backend)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    report = FusionReport(len(layers), f"{chosen.name}: {chosen.reason}")
+    members: dict[str, _Member] = {}
+    for name, layer in layers.items():
+        reason = why_not(layer)
+        if reason is None:
+            members[name] = _Member(layer)
+        else:
+            report.refused.append((name, reason))
+    report.groups = [(name,) for name in members]
+    if forward is None or no_groups:
+        report.alone = [(name, no_groups or "no forward to watch") for name in members]
+    else:
+        found, alone = find_groups(model, {name: layers[name] for name in members}, forward)
+        report.alone = [(single.name, single.reason) for single in alone]
+        report.groups = [(single.name,) for single in alone]
+        for siblings in found:
+            if len({members[name].kind for name in siblings.names}) == 1:
+                report.groups.append(siblings.names)
+            else:
+                report.groups += [(name,) for name in siblings.names]
+                report.alone += [(name, "siblings differ in base or dropout") for name in siblings.names]
+    groups = [_Group([members[name] for name in names]) for names in report.groups]
+    check_operators(groups, layer_shards_of(model), many=chosen.name == "cuda" and tokens >= MANY_TOKENS)
+    for group in groups:
+        group.install()
+    return report
+
+
+def why_not(layer: Any) -> str | None:
+    """Why the operators cannot compute this adapted layer, or None if they can."""
+    from peft.tuners import lora
+
+    base = layer.base_layer
+    names = layer.active_adapters
+    if type(base) is not FrozenLinear4bit and not is_linear(base):
+        return f"the base is {type(base).__name__}, not a linear layer"
+    if isinstance(base, FrozenLinear4bit) and base.quant_state.quant_type != "nf4":
+        return f"the base is quantised as {base.quant_state.quant_type}, not nf4"
+    if len(names) != 1 or names[0] not in layer.lora_A:
+        return f"{len(names)} active adapters, not one"
+    if require(layer, "lora_variant", "peft").get(names[0]) is not None:
+        return "DoRA computes norms of the whole update, which the operator does not"
+    if require(layer, "lora_bias", "peft").get(names[0]):
+        return "the adapter has a bias of its own"
+    if layer.r[names[0]] > MAX_RANK:
+        return f"r={layer.r[names[0]]} is above {MAX_RANK}"
+    if isinstance(layer, lora.Linear) and require(layer, "fan_in_fan_out", "peft"):
+        return "the weight is stored transposed"
+    if type(layer.lora_dropout[names[0]]) not in (nn.Dropout, nn.Identity):
+        return f"dropout is {type(layer.lora_dropout[names[0]]).__name__}"
+    return None
+
+
+class _Member:
+    """One adapted layer and what the operator needs of it, read anew at every call.
+
+    The look at a layer takes part in every forward pass, so the modules it goes through are fetched once, and PEFT's
+    state is read where it is stored and not through properties.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        for name in ("_disable_adapters", "_active_adapter"):
+            require(layer, name, "peft")
+        self.layer = layer
+        self.plain_forward = layer.forward
+        self.adapter: str = layer.active_adapters[0]
+        self.base: Any = layer.base_layer
+        self.packed = isinstance(self.base, FrozenLinear4bit)
+        self._active = (self.adapter, [self.adapter])  # the two ways in which PEFT names one active adapter
+        self._down_module, self._up_module = layer.lora_A[self.adapter], layer.lora_B[self.adapter]
+        self._dropout_module = layer.lora_dropout[self.adapter]
+        self._nf4: ops.Nf4Weight | None = None
+
+    def applies_to(self, x: Tensor) -> bool:
+        """False while PEFT's own forward has to do the work."""
+        layer = self.layer
+        usual = not layer._disable_adapters and not layer.merged_adapters and layer._active_adapter in self._active
+        return usual and x.dim() > 1 and x.dtype == self.down.dtype == self.compute_dtype
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What siblings must have in common."""
+        packing = self.nf4.layout() if self.packed else None
+        return type(self.base), packing, self.compute_dtype, self.down.dtype, getattr(self._dropout_module, "p", 0.0)
+
+    @property
+    def nf4(self) -> ops.Nf4Weight:
+        """The packed weight; made anew only if the Parameter or its state has been replaced or moved."""
+        weight: Any = self.base.weight
+        known, absmax = self._nf4, weight.quant_state.absmax
+        if known is None or known.packed is not weight or known.state[0] is not absmax:
+            self._nf4 = known = ops.Nf4Weight.of(weight)
+        return known
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.base.compute_dtype if self.packed else self.base.weight.dtype
+
+    @property
+    def down(self) -> Tensor:
+        return self._down_module.weight
+
+    @property
+    def up(self) -> Tensor:
+        return self._up_module.weight
+
+    @property
+    def dropout(self) -> float:
+        module = self._dropout_module
+        return float(module.p) if module.training and isinstance(module, nn.Dropout) else 0.0
+
+
+class _Group:
+    """Layers computed together; a layer without siblings is a group of one."""
+
+    def __init__(self, members: Sequence[_Member]) -> None:
+        self.members = list(members)
+        # What the first sibling computed for the others, until they fetch it in the same forward pass.
+        self._input: Tensor | None = None
+        self._waiting: dict[int, Tensor] = {}
+
+    def install(self) -> None:
+        """Replace the layers' forward."""
+        for index, member in enumerate(self.members):
+            member.layer.forward = self._forward_of(index, member)
+
+    def _forward_of(self, index: int, member: _Member) -> Callable[..., Tensor]:
+        def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if args or kwargs or not member.applies_to(x):
+                return member.plain_forward(x, *args, **kwargs)
+            return self._output(index, x)
+
+        return forward
+
+    def _output(self, index: int, x: Tensor) -> Tensor:
+        if index == 0:
+            self._input, self._waiting = None, {}
+            if len(self.members) > 1 and all(member.applies_to(x) for member in self.members[1:]):
+                first, *others = compute(self.members, x)
+                self._input, self._waiting = x, dict(enumerate(others, start=1))
+                return first
+        elif self._input is x and index in self._waiting:
+            output = self._waiting.pop(index)
+            if not self._waiting:
+                self._input = None
+            return output
+        return compute([self.members[index]], x)[0]
+
+
+def compute(
+    members: Sequence[_Member], x: Tensor, factors: tuple[list[Tensor], list[Tensor]] | None = None
+) -> list[Tensor]:
+    """y_i = x W_i^T + bias_i + s_i dropout(x) A_i^T B_i^T for all members; siblings share one dropout mask.
+
+    `factors` are used instead of the members' own A_i and B_i.
+    """
+    downs, ups = factors or ([member.down for member in members], [member.up for member in members])
+    scales = [member.layer.scaling[member.adapter] for member in members]
+    dropout = members[0].dropout if factors is None else 0.0
+    arguments = ([member.base.bias for member in members], downs, ups, scales, dropout)
+    if members[0].packed:
+        return ops.nf4_group(x, [member.nf4 for member in members], *arguments)
+    return ops.lora_group(x, [member.base.weight for member in members], *arguments)
+
+
+def check_operators(groups: Sequence[_Group], shards: LayerShards | None = None, *, many: bool = False) -> None:
+    """Compare the operators with plain torch on this model's own weights, once per shape; ValueError on a mismatch.
+
+    A few random tokens go forward and backward, and if `many`, the same again and again, MANY_TOKENS in all; the error
+    allowed is a few roundings of the compute type.
+    """
+    tested: set[tuple[Any, ...]] = set()
+    for group in groups:
+        members = group.members
+        shapes = tuple((tuple(member.down.shape), tuple(member.up.shape)) for member in members)
+        if (shapes, members[0].kind) not in tested:
+            tested.add((shapes, members[0].kind))
+            with _gathered(members, shards):
+                _check_group(members, (1, MANY_TOKENS // TEST_TOKENS) if many else (1,))
+
+
+def _gathered(members: Sequence[_Member], shards: LayerShards | None) -> AbstractContextManager[Any]:
+    """The members' weights whole, where stage 3 has partitioned them."""
+    import deepspeed
+
+    if shards is not None:
+        return shards.gathered([member.layer for member in members])
+    weights = [weight for member in members for weight in member.layer.parameters() if is_partitioned(weight)]
+    return deepspeed.zero.GatheredParameters(weights) if weights else nullcontext()
+
+
+def _check_group(members: Sequence[_Member], repeats: Sequence[int]) -> None:
+    first = members[0]
+    device, dtype = first.down.device, first.compute_dtype
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype, generator=generator).requires_grad_()
+
+    x = draw(TEST_TOKENS, first.down.shape[1])
+    downs = [draw(*member.down.shape) for member in members]
+    ups = [draw(*member.up.shape) for member in members]
+    grads = [draw(TEST_TOKENS, up.shape[0]).detach() for up in ups]
+    exact = [tensor.detach().float().requires_grad_() for tensor in (x, *downs, *ups)]
+    truth = _in_plain_torch(members, exact[0], exact[1 : 1 + len(members)], exact[1 + len(members) :])
+    grad_x, *others = torch.autograd.grad(truth, exact, [grad.float() for grad in grads])
+    allowed = 1e-3 if dtype == torch.float32 else 2e-2
+    for times in repeats:
+        tokens = x.detach().repeat(times, 1).requires_grad_()
+        ours = compute(members, tokens, (downs, ups))
+        our_grads = torch.autograd.grad(ours, [tokens, *downs, *ups], [grad.repeat(times, 1) for grad in grads])
+        pairs = [("output", *pair) for pair in zip(ours, truth, strict=True)]
+        pairs += [("gradient", got, wanted) for got, wanted in zip(our_grads, (grad_x, *others), strict=True)]
+        for what, got, wanted in pairs:
+            error = _error_of(got.detach(), wanted.detach(), times)
+            if not error <= allowed:
+                raise ValueError(
+                    f"ops.backend={ops.load().name}: self-test of layers {[tuple(up.shape) for up in ups]} in {dtype}, "
+                    f"{len(tokens)} tokens: {what} is off by {error:.2g} (allowed {allowed}); use ops.backend: peft "
+                    "and report this card"
+                )
+
+
+def _error_of(got: Tensor, wanted: Tensor, times: int) -> float:
+    """Root mean square of the difference over that of what is wanted: of each repetition, or of their sum."""
+    if got.shape == wanted.shape:  # of factors, whose gradients add up
+        differences = [got.float() - times * wanted]
+        wanted = times * wanted
+    else:
+        differences = [part.float() - wanted for part in got.split(len(wanted))]  # one after the other: less memory
+    mean = sum(float(difference.square().mean()) for difference in differences) / len(differences)
+    return float((mean / wanted.square().mean()) ** 0.5)
+
+
+def _in_plain_torch(members: Sequence[_Member], x: Tensor, downs: list[Tensor], ups: list[Tensor]) -> list[Tensor]:
+    outputs = []
+    for member, down, up in zip(members, downs, ups, strict=True):
+        base = member.base
+        weight = base.weight
+        if isinstance(base, FrozenLinear4bit):
+            weight = dequantized(weight, base.quant_state, torch.float32)
+        bias = None if base.bias is None else base.bias.float()
+        frozen = nn.functional.linear(x, weight.detach().float(), bias)
+        outputs.append(frozen + member.layer.scaling[member.adapter] * (x @ down.t()) @ up.t())
+    return outputs

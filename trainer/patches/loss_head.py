@@ -1,0 +1,166 @@
+"""The sum of token losses of a micro-batch, with logits only where there are targets, and never all of them at once."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ops.head import token_loss_sum
+from trainer.engine.partitioned import is_partitioned
+from trainer.patches.packed_attention import VARLEN
+
+MicroBatch = dict[str, Any]
+IGNORED = -100
+
+
+class TokenLoss:
+    """-log p of the targets, summed.
+
+    Where the head is one frozen linear layer and what the model makes of its output is a multiplication at most (which
+    is observed, not looked up), head and loss are computed together in chunks; else from the logits.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, fused: bool | None = None, say: Callable[[str], None] | None = None
+    ) -> None:
+        """`fused` is what was decided (trainer/decisions.py), None to observe it; `say` hears of a difference."""
+        from peft import PeftModel
+
+        self._module = module
+        self._decided, self._say = fused, say
+        base: Any = module
+        if isinstance(module, PeftModel):
+            base = module.get_base_model()
+        self._config = base.config
+        self._picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
+        self._head: Any = base.get_output_embeddings() if self._picks_logits and fused is not False else None
+        if why_not_plain(self._head):
+            self._head = None
+            self._compare(False)
+        self._factor: float | None = None
+
+    def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
+        """sum_t -log p(target_t) over the targets of the batch, nats, fp32."""
+        if self._head is not None and self._factor is None:
+            self._factor = self._observed_factor(batch, device)
+            if self._factor is None:
+                self._head = None
+            self._compare(self._head is not None)
+        if self._head is None:
+            logits, targets = self.logits(model, batch, device)
+            return F.cross_entropy(
+                logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+        inputs, targets = self._inputs(batch, device)
+        # The places of the targets are found on the host, where the batch is: on the device that would wait for it.
+        flat = batch["targets"][:, inputs.pop("kept")].flatten()
+        places = (flat != IGNORED).nonzero().squeeze(1)
+        places_on_device, chosen = to_device(places, device), to_device(flat[places], device)
+
+        def loss_of(hidden: torch.Tensor) -> torch.Tensor:
+            weight = self._head.weight
+            rows = hidden.flatten(0, 1)
+            if len(places) != len(flat):
+                rows = rows.index_select(0, places_on_device)
+            return token_loss_sum(rows.to(weight.dtype), weight, chosen, factor=self._factor or 1.0).view(1, 1, 1)
+
+        with _head_replaced(self._head, loss_of):
+            scaled: torch.Tensor = model(**inputs, use_cache=False).logits
+        return scaled.view(()) / (self._factor or 1.0)
+
+    def by_row(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
+        """The same for each row of the batch alone, nats, fp64 [B]."""
+        logits, targets = self.logits(model, batch, device)
+        # A row at a time: logits of the whole batch in 32 bits would double the peak.
+        rows = [
+            F.cross_entropy(row.float(), target, ignore_index=IGNORED, reduction="sum")
+            for row, target in zip(logits, targets, strict=True)
+        ]
+        return torch.stack(rows).double()
+
+    def logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [B, K, V] and targets [B, K] on the device."""
+        inputs, targets = self._inputs(batch, device)
+        inputs.pop("kept", None)
+        return model(**inputs, use_cache=False).logits, to_device(targets, device)
+
+    def _inputs(self, batch: MicroBatch, device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
+        """What the model takes, on the device, and the targets [B, K], on the host.
+
+        Positions without a target in any row are left out of the output head, which for small models and short answers
+        is most of its work; `kept` are the others.
+        """
+        # Padding is on the right, where causal attention never looks back from: no mask, and no slower kernel for one.
+        left_out = ["targets", "attention_mask", "tokens"]
+        # Only our own variable-length attention takes document bounds; transformers' reads them off position_ids.
+        if self._config._attn_implementation != VARLEN:
+            left_out += ["cu_seqlens", "max_seqlen"]
+        inputs = {key: to_device(value, device) for key, value in batch.items() if key not in left_out}
+        targets = batch["targets"]
+        if self._picks_logits:
+            kept = (targets != IGNORED).any(0).nonzero().squeeze(1)
+            kept = kept if kept.numel() else torch.zeros(1, dtype=torch.long)
+            targets = targets[:, kept]
+            inputs["kept"] = kept
+            inputs["logits_to_keep"] = to_device(kept, device)
+        return inputs, targets
+
+    def _observed_factor(self, batch: MicroBatch, device: torch.device) -> float | None:
+        tokens = batch["input_ids"][:1, :2].to(device)
+        return observed_factor(self._module, self._head, tokens)
+
+    def _compare(self, fused: bool) -> None:
+        """Say where the model on the device does other than its empty twin did, by which memory was estimated."""
+        if self._decided is None or self._decided == fused or self._say is None:
+            return
+        what = "from all logits, not in chunks with the head" if self._decided else "in chunks with the head"
+        self._say(f"[yellow]warning:[/yellow] the loss is computed {what}: the memory estimate is off by the logits")
+
+
+@torch.no_grad()
+def observed_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor) -> float | None:
+    """c if the model's logits are c times what the head gives (1 for most, 1 / scaling for Granite), else None."""
+    seen: list[float] = []
+    training = module.training
+    module.eval()  # no dropout, whose draws would be missing in the first step
+    for probe in (1.0, 2.0, -64.0):
+        with _head_replaced(head, lambda hidden, value=probe: hidden.new_full((1, 1, 1), value)):
+            logits = module(input_ids=tokens, use_cache=False).logits
+        seen.append(float(logits) / probe if logits.shape == (1, 1, 1) else math.nan)
+    module.train(training)
+    return seen[0] if seen[0] > 0 and seen[0] == seen[1] == seen[2] else None
+
+
+def why_not_plain(head: Any) -> str:
+    """What keeps head and loss apart; empty for a frozen, whole linear layer whose unscaled gradients do not vanish."""
+    if type(head) is not nn.Linear:
+        return "the head is adapted or no linear layer" if head is not None else "the model computes every logit"
+    if head.bias is not None:
+        return "the head has a bias"
+    if head.weight.requires_grad:
+        return "the head is trained"
+    if is_partitioned(head.weight):
+        return "DeepSpeed's stage 3 partitions the head"
+    return "in 16 bits of fp16 its gradients would vanish" if head.weight.dtype == torch.float16 else ""
+
+
+@contextmanager
+def _head_replaced(head: nn.Module, forward: Any) -> Iterator[None]:
+    """The head computes something else for one forward pass; hooks on it, which may fetch its weight, still run."""
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """A tensor on the device; from page-locked memory, where alone a copy does not hold up the host."""
+    if not isinstance(value, torch.Tensor) or value.device == device:
+        return value
+    return value.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else value.to(device)

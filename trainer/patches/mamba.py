@@ -1,0 +1,112 @@
+"""What hybrids and mixtures of experts need besides: their adapters must be called, and what has none is said."""
+
+import importlib.util
+import sys
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.config import UserError
+from trainer.engine.linear_layers import is_linear
+from trainer.engine.partitioned import whole_shape
+from trainer.model.adapter import count_parameters
+from trainer.model.targets import beyond_text
+
+# transformers' name, in its modeling files, of mamba-ssm's kernel for the whole of a Mamba-2 layer in training.
+WHOLE_LAYER_KERNEL = "mamba2_split_conv1d_scan_combined"
+
+
+def check_packable(model: Any) -> None:
+    """Raise UserError where `adapter: qlora` would find nothing to hold in 4 bits; the model may be without weights."""
+    head = model.get_output_embeddings()
+    if not any(is_linear(module) for module in model.modules() if module is not head):
+        raise UserError(
+            f"adapter=qlora: {type(model).__name__} has no linear layer that could be held in 4 bits; use adapter: lora"
+        )
+
+
+def unquantized_lines(model: nn.Module) -> list[str]:
+    """A line on the adapted layers of a 4-bit run whose base is not in 4 bits; or none."""
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
+
+    from trainer.model.four_bit import FrozenLinear4bit
+
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    kinds = [type(layer.base_layer) for layer in layers if not isinstance(layer, ParamWrapper)]
+    counts = Counter(kind.__name__ for kind in kinds if kind not in (FrozenLinear4bit, nn.Embedding))
+    if not counts:
+        return []
+    return ["adapted, but not in 4 bits: " + ", ".join(f"{name} ({count})" for name, count in counts.items())]
+
+
+def unadapted_lines(model: nn.Module, *, quantized: bool) -> list[str]:
+    """A line on the weight matrices that are no linear layers and have no adapter, such as fused experts; or none.
+
+    A model of linear layers, embeddings and norms alone has no such line.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.layer import ParamWrapper
+    from transformers.pytorch_utils import Conv1D
+
+    # PEFT's adapter on a parameter that is no linear layer's weight.
+    # Conv1D is GPT-2's linear layer, with its weight the other way round.
+    linear = (nn.Linear, nn.Embedding, LoraLayer, Conv1D)
+    towers = tuple(f"{path}." for path in beyond_text(_base_of(model)))
+    wrappers: list[Any] = [module for module in model.modules() if isinstance(module, ParamWrapper)]
+    adapted = {id(wrapper.get_param()) for wrapper in wrappers}
+    counts: dict[tuple[str, tuple[int, ...]], int] = {}
+    for path, module in _base_of(model).named_modules():
+        if isinstance(module, linear) or f"{path}.".startswith(towers):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            shape = tuple(whole_shape(parameter))
+            if len(shape) > 1 and not parameter.requires_grad and id(parameter) not in adapted:
+                where = _last_name(path) if name == "weight" else f"{_last_name(path)}.{name}"
+                counts[where, shape] = counts.get((where, shape), 0) + 1
+    if not counts:
+        return []
+    words = [f"{name} ({count} of {' x '.join(map(str, shape))})" for (name, shape), count in counts.items()]
+    elements = sum(count * torch.Size(shape).numel() for (_, shape), count in counts.items())
+    share = elements / count_parameters(model)[1]
+    bits = ", and not in 4 bits" if quantized else ""
+    return [f"without adapter, being no linear layers{bits}: {', '.join(words)}: {share:.1%} of all parameters"]
+
+
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _last_name(path: str) -> str:
+    """`experts` of mlp.experts.base_layer.base_layer, PEFT's way of nesting several adapters of one module."""
+    names = [name for name in path.split(".") if name != "base_layer"]
+    return names[-1]
+
+
+def call_projections_of_mamba(model: Any) -> list[str]:
+    """Make Mamba-2 layers call their out_proj if it has an adapter or 4-bit weights; lines on how they compute.
+
+    mamba-ssm's kernel for a whole layer takes out_proj's weight and never calls the layer: an adapter on it would get
+    no gradient. transformers asks that kernel first and goes step by step, still with mamba-ssm's kernels for the
+    convolution and the scan, where it answers None.
+    """
+    mixers = [module for module in model.modules() if hasattr(_file_of(module), WHOLE_LAYER_KERNEL)]
+    mixers = [module for module in mixers if hasattr(module, "in_proj") and hasattr(module, "out_proj")]
+    changed = [module for module in mixers if type(module.out_proj) is not nn.Linear]
+    for module in changed:
+        setattr(_file_of(module), WHOLE_LAYER_KERNEL, _no_kernel)
+    if not mixers:
+        return []
+    if importlib.util.find_spec("mamba_ssm") is None:
+        return [f"mamba: {len(mixers)} layers in plain torch; the package mamba-ssm makes them faster and smaller"]
+    return [f"mamba: out_proj of {len(changed)} layers apart from mamba-ssm's kernel, which would pass its adapter by"]
+
+
+def _file_of(module: nn.Module) -> Any:
+    return sys.modules[type(module).__module__]
+
+
+def _no_kernel(*args: Any, **kwargs: Any) -> None:
+    """What transformers takes for `there is no such kernel here`."""

@@ -1,0 +1,111 @@
+"""What an empty model shows of itself before its weights are loaded: by running its own code, not by its name."""
+
+import inspect
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from trainer.contract.known_versions import require
+from trainer.patches.liger import has_experts
+from trainer.patches.loss_head import observed_factor, why_not_plain
+from trainer.patches.norm_mlp_rope import examine_elementwise
+
+CAPPED = "the model caps its logits"
+_UNKNOWN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What decisions depend on; a reason is empty where nothing is in the way."""
+
+    model_type: str
+    sdpa: bool
+    """Whether the model takes torch's attention; it is eager else."""
+    registry: bool
+    """Whether it takes its attention from transformers' registry, where ours can be put."""
+    masked: bool
+    """Whether its attention is given a mask for a text alone, which is causal without one."""
+    experts: bool
+    head: str | None
+    """Why head and loss are not computed together in 16 or 32 bits; None where it shows on the device only."""
+    caps: bool
+    """Whether the head's output is bent by more than a factor, as by a hyperbolic tangent."""
+    elementwise: dict[str, str]
+    """Why norms (`rms_norm`), SwiGLU (`swiglu`) and rotary embedding (`rope`) are not ours in the whole model."""
+
+
+def facts_of_base(model: Any, *, frozen_norms: bool) -> ModelFacts:
+    """Of an empty base model, before adapters are added and change what its head is: all but `head`."""
+    model.float()  # a published configuration names a type, the run computes in its own
+    return ModelFacts(
+        model_type=str(model.config.model_type),
+        sdpa=bool(require(model, "_supports_sdpa", "transformers")),
+        registry=bool(require(model, "_supports_attention_backend", "transformers")),
+        masked=_is_given_a_mask(model),
+        experts=has_experts(model),
+        head=None,
+        caps=False,
+        elementwise=examine_elementwise(model, frozen_norms=frozen_norms).found.why_not(),
+    )
+
+
+class _Seen(Exception):
+    """What was looked for has been computed; the rest of the pass is of no interest."""
+
+
+class _FirstAttention(TorchFunctionMode):
+    """Ends a forward pass at its first attention, and remembers whether that was given a mask."""
+
+    masked = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            self.masked = (args[3:4] or ((kwargs or {}).get("attn_mask"),))[0] is not None
+            raise _Seen
+        return function(*args, **(kwargs or {}))
+
+
+def _is_given_a_mask(model: Any) -> bool:
+    with torch.no_grad(), suppress(_Seen, *_UNKNOWN), _FirstAttention() as attention:
+        model(input_ids=torch.zeros(1, 4, dtype=torch.long, device="meta"), use_cache=False)
+    return attention.masked
+
+
+class _States(tuple[torch.Tensor]):
+    """Hidden states as models read them off what lies below their head, by number or by name, and nothing else."""
+
+    def __getattr__(self, name: str) -> torch.Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
+def why_head_apart(model: Any) -> str | None:
+    """Why the head of an empty model, adapted or not, is not computed with the loss; None if that cannot be seen here.
+
+    Everything below the head is replaced by hidden states of zero: only what follows is run.
+    """
+    from peft import PeftModel
+
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if "logits_to_keep" not in inspect.signature(base.forward).parameters:
+        return why_not_plain(None)
+    head = base.get_output_embeddings()
+    reason = why_not_plain(head)
+    if reason:
+        return reason
+    below = [part for part in (base.base_model, base.get_decoder()) if part is not None and part is not base]
+    if not below:
+        return None
+    states = _States((torch.zeros(1, 2, head.in_features),))
+    for part in below:
+        part.forward = lambda *_, **__: states
+    try:
+        factor = observed_factor(base, head, torch.zeros(1, 2, dtype=torch.long))
+    except _UNKNOWN:
+        return None
+    finally:
+        for part in below:
+            vars(part).pop("forward", None)
+    return "" if factor is not None else CAPPED

@@ -1,0 +1,335 @@
+"""Our RMSNorm, SwiGLU and rotary embedding in the place of a loaded model's own.
+
+Which modules compute these is found by observation, not from a list of architectures: a copy of the module runs on
+random data, with random weights and with stand-ins for its projections, and must give what our operator gives, values
+and gradients, to a rounding or two. What fails keeps its own forward, and the console says why.
+
+With `recompute`, results mark themselves with their recipe, and the adapted layers that read them keep the recipe in
+place of the result (`ops.elementwise.forgetting`).
+"""
+
+import copy
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ops.elementwise import forgetting, rms_norm, rope, silu_mul
+from trainer.engine.partitioned import whole_shape
+
+ROTARY = "apply_rotary_pos_emb"
+WORTH_FORGETTING = 2**23
+"""Bytes of a result below which the hooks cost more host time than its memory is worth: 1,024 x 4,096 in 16 bits."""
+_RECIPE = "_zerolora_recipe"
+_ALLOWED = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative, root mean square
+_FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+Forward = Callable[..., Any]
+
+
+@dataclass
+class Replaced:
+    """How many modules compute by our operators, and the reasons for the rest."""
+
+    norms: int = 0
+    mlps: int = 0
+    rotary: int = 0
+    refused: list[tuple[str, str]] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """For the console."""
+        found = f"{self.norms} norms, {self.mlps} gated MLPs, {'' if self.rotary else 'no '}rotary embedding"
+        counts = Counter(self.refused)
+        return [f"element-wise operators: {found}"] + [
+            f"  the model's own: {count} x {name}: {reason}" for (name, reason), count in counts.items()
+        ]
+
+    def why_not(self) -> dict[str, str]:
+        """Why a part (Liger's names: rms_norm, swiglu, rope) is not ours in the whole model; empty where it is."""
+        parts = {"rms_norm": self.norms, "swiglu": self.mlps, "rope": self.rotary}
+        reasons = {part: "" if count else "the model has none of a known form" for part, count in parts.items()}
+        for name, reason in self.refused:
+            reasons["rms_norm" if _is_norm(name) else "rope" if name == ROTARY else "swiglu"] = f"{name}: {reason}"
+        return reasons
+
+    def whole(self) -> set[str]:
+        """Liger's names of the parts of which nothing is left to replace."""
+        return {part for part, reason in self.why_not().items() if not reason}
+
+
+@dataclass
+class Examination:
+    """What our operators would replace, without having done so: forwards of modules, functions of modeling files."""
+
+    found: Replaced = field(default_factory=Replaced)
+    forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
+    functions: list[tuple[Any, Forward]] = field(default_factory=list)
+
+    def install(self) -> Replaced:
+        """Swap them in."""
+        for module, forward in self.forwards:
+            # A bound method follows its module when PEFT copies it; a closure would keep the old weights.
+            module.forward = MethodType(forward, module)
+        for namespace, function in self.functions:
+            setattr(namespace, ROTARY, function)
+        return self.found
+
+
+def examine_elementwise(
+    model: nn.Module, *, frozen_norms: bool = True, recompute: bool = False, recompute_norms: bool = False
+) -> Examination:
+    """Find what gives what our operators give, in a loaded model or in an empty one; nothing is changed."""
+    examined = Examination()
+    replaced = examined.found
+    verdicts: dict[Any, Forward | str] = {}
+    for module in model.modules():
+        name = type(module).__name__
+        if not _is_norm(name) and _projections(module) is None:
+            continue
+        key = _kind(module)
+        if key not in verdicts:
+            is_norm = _is_norm(name)
+            verdicts[key] = _norm_forward(module, recompute_norms) if is_norm else _mlp_forward(module, recompute)
+        verdict = "its weight is trained" if _is_norm(name) and not frozen_norms else verdicts[key]
+        if isinstance(verdict, str):
+            replaced.refused.append((name, verdict))
+            continue
+        examined.forwards.append((module, verdict))
+        replaced.norms += _is_norm(name)
+        replaced.mlps += not _is_norm(name)
+    like = next(model.parameters())
+    for namespace in {sys.modules[type(module).__module__] for module in model.modules()}:
+        if callable(getattr(namespace, ROTARY, None)):
+            verdict = _rotary(getattr(namespace, ROTARY), like)
+            if isinstance(verdict, str):
+                replaced.refused.append((ROTARY, verdict))
+            else:
+                examined.functions.append((namespace, verdict))
+                replaced.rotary += 1
+    return examined
+
+
+def replace_elementwise(
+    model: nn.Module, *, frozen_norms: bool = True, recompute: bool = False, recompute_norms: bool = False
+) -> Replaced:
+    """Swap in our operators wherever they give what the model's own code gives; before adapters are added.
+
+    `frozen_norms`: norms are not trained (else they stay the model's own). `recompute` (of gated MLPs) and
+    `recompute_norms`: see the module's text.
+    """
+    examined = examine_elementwise(
+        model, frozen_norms=frozen_norms, recompute=recompute, recompute_norms=recompute_norms
+    )
+    return examined.install()
+
+
+def forget_inputs(model: nn.Module) -> int:
+    """Have adapted layers keep the recipe of an input that has one; after adapters are added; returns how many do."""
+    from peft.tuners.lora import LoraLayer
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    for layer in layers:
+        layer.forward = partial(_forward_forgetting, layer.forward)
+    return len(layers)
+
+
+def _forward_forgetting(inner: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    recipe = getattr(x, _RECIPE, None)
+    if recipe is None:
+        return inner(x, *args, **kwargs)
+    with forgetting(x, recipe):
+        return inner(x, *args, **kwargs)
+
+
+def _worth_a_recipe(result: Tensor) -> bool:
+    return result.requires_grad and result.numel() * result.element_size() >= WORTH_FORGETTING
+
+
+def _is_norm(name: str) -> bool:
+    return name.endswith("RMSNorm")
+
+
+def _projections(module: nn.Module) -> tuple[str, ...] | None:
+    """Names of the projections of a gated MLP, the one that ends it last; None for other modules."""
+    for names in (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")):
+        if all(isinstance(module._modules.get(name), nn.Module) for name in names):
+            return names
+    return None
+
+
+def _kind(module: nn.Module) -> tuple[Any, ...]:
+    """What modules have in common that differ in their weights' values alone."""
+    settings = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
+    children = tuple(type(child) for child in module.children())
+    weights = tuple((weight.dtype, weight.shape, weight.device) for weight in module.parameters(recurse=False))
+    return type(module), tuple(settings.items()), children, weights, "forward" in vars(module)
+
+
+def _norm_forward(module: nn.Module, recompute: bool) -> Forward | str:
+    """The forward of this norm by our operator, or why there is none."""
+    plain, weight = type(module).forward, getattr(module, "weight", None)
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if "forward" in vars(module):
+        return "its forward has been replaced already"
+    if list(inspect.signature(plain).parameters)[2:] or [name for name, _ in module.named_parameters()] != ["weight"]:
+        return "it takes more than its input and one weight"
+    if eps is None or weight is None:
+        return "it has no epsilon of a known name"
+    reason = ""
+    for offset in (0.0, 1.0):
+        reason = _test_norm(module, weight, float(eps), offset)
+        if not reason:
+            return _norm_method(plain, float(eps), offset, recompute)
+    return reason
+
+
+def _norm_method(plain: Forward, eps: float, offset: float, recompute: bool) -> Forward:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        weight = self.weight
+        if x.dtype != weight.dtype:
+            result: Tensor = plain(self, x)
+            return result
+        y = rms_norm(x, weight, eps, offset)
+        if recompute and _worth_a_recipe(y) and not weight.requires_grad:
+            setattr(y, _RECIPE, partial(rms_norm, x, weight, eps, offset))
+        return y
+
+    return forward
+
+
+def _test_norm(module: nn.Module, weight: Tensor, eps: float, offset: float) -> str:
+    """Why our norm is not this one; empty if it is."""
+    width = (whole_shape(weight) or [0])[0] or 64  # a partitioned weight may not say it
+    twin = copy.copy(module)
+
+    def run(draw: Draw) -> tuple[Tensor, Tensor, list[Tensor]]:
+        x = (draw(3, 4, width) * draw(3, 4, 1, scale=30.0).detach()).detach()
+        x[0] *= eps**0.5 / 30  # rows in which epsilon counts
+        x.requires_grad_()
+        vars(twin)["weight"] = factor = draw(width).detach()  # found before the module's own
+        return rms_norm(x, factor, eps, offset), type(module).forward(twin, x), [x]
+
+    return _difference(run, weight)
+
+
+def _mlp_forward(module: nn.Module, recompute: bool) -> Forward | str:
+    """The forward of this gated MLP by our operator, or why there is none."""
+    names = _projections(module)
+    assert names is not None
+    if "forward" in vars(module):
+        return "its forward has been replaced already"
+    if list(inspect.signature(type(module).forward).parameters)[2:]:
+        return "it takes more than its input"
+    reason = _test_mlp(module, names)
+    return reason or _mlp_method(names, recompute)
+
+
+def _mlp_method(names: tuple[str, ...], recompute: bool) -> Forward:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if len(names) == 3:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        else:
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        h = silu_mul(gate, up)
+        if recompute and _worth_a_recipe(h):
+            setattr(h, _RECIPE, partial(silu_mul, gate, up))
+        result: Tensor = self.down_proj(h)
+        return result
+
+    return forward
+
+
+def _test_mlp(module: nn.Module, names: tuple[str, ...]) -> str:
+    """Why what this MLP does between its projections is not silu(gate) up; empty if it is."""
+    twin = copy.copy(module)
+    seen: list[Tensor] = []
+
+    def run(draw: Draw) -> tuple[Tensor, Tensor, list[Tensor]]:
+        x, gate, up = draw(3, 4, 16), draw(3, 4, 32, scale=3.0), draw(3, 4, 32)
+        given = {"gate_proj": gate, "up_proj": up, "gate_up_proj": torch.cat([gate, up], dim=-1)}
+        seen.clear()
+
+        def project(name: str, value: Tensor) -> Tensor:
+            seen.append(value)
+            return given.get(name, value)
+
+        for name in names:
+            vars(twin)[name] = partial(project, name)  # found before the module's own
+        result = type(module).forward(twin, x)
+        *inputs, end = seen
+        if result is not end or len(seen) != len(names) or any(value is not x for value in inputs):
+            raise ValueError("it does more than project, activate and project back")
+        return silu_mul(gate, up), result, [gate, up]
+
+    return _difference(run, next(module.parameters()))
+
+
+def _rotary(plain: Forward, like: Tensor) -> Forward | str:
+    """The rotary embedding by our operator, or why there is none."""
+    if list(inspect.signature(plain).parameters) != ["q", "k", "cos", "sin", "unsqueeze_dim"]:
+        return "it takes other arguments than q, k, cos, sin, unsqueeze_dim"
+
+    def test(width: int) -> str:
+        def run(draw: Draw) -> tuple[Tensor, Tensor, list[Tensor]]:
+            q, k = draw(2, 5, 4, 32), draw(2, 5, 2, 32)
+            angle = torch.cat([draw(2, 5, width // 2, scale=3.0).detach()] * 2, dim=-1)
+            arguments = q.transpose(1, 2), k.transpose(1, 2), angle.cos(), angle.sin()
+            ours, theirs = rope(*arguments), plain(*arguments)
+            return torch.cat(ours, dim=1), torch.cat(theirs, dim=1), [q, k]
+
+        return _difference(run, like)
+
+    reason, takes_part = test(32), not test(16)
+    return reason or _rotary_function(plain, takes_part)
+
+
+def _rotary_function(plain: Forward, takes_part: bool) -> Forward:
+    def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        usual = unsqueeze_dim == 1 and q.dtype == cos.dtype and cos.dim() == 3
+        if usual and (takes_part or cos.shape[-1] == q.shape[-1]):
+            return rope(q, k, cos, sin)
+        return plain(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+    return apply_rotary_pos_emb
+
+
+Draw = Callable[..., Tensor]
+
+
+def _difference(run: Callable[[Draw], tuple[Tensor, Tensor, list[Tensor]]], like: Tensor) -> str:
+    """Run in fp32, where forms of functions differ visibly, and in the model's type; what is off, or nothing.
+
+    `run` is given a function that draws normal numbers, and returns our result, the model's, and their inputs. For an
+    empty model it runs on the CPU.
+    """
+    device = torch.device("cpu") if like.is_meta else like.device
+    for dtype in dict.fromkeys([torch.float32, like.dtype if like.dtype in _ALLOWED else torch.float32]):
+        generator = torch.Generator(device).manual_seed(0)
+        draw = partial(_draw, generator, dtype)
+        try:
+            with torch.enable_grad():
+                ours, theirs, inputs = run(draw)
+                grad = draw(*theirs.shape).detach()
+                pairs = [(ours, theirs)]
+                pairs += zip(*(torch.autograd.grad(y, inputs, grad) for y in (ours, theirs)), strict=True)
+        except _FAILURES as error:
+            return str(error).split("\n")[0]
+        for got, wanted in ((ours.detach(), theirs.detach()) for ours, theirs in pairs):
+            if got.dtype != wanted.dtype or got.shape != wanted.shape:
+                return f"it gives {tuple(wanted.shape)} in {wanted.dtype}"
+            difference = (got.double() - wanted.double()).square().mean().sqrt()
+            error_of = float(difference / wanted.double().square().mean().sqrt())
+            if not error_of <= _ALLOWED[dtype]:
+                return f"it computes something else (off by {error_of:.1g} in a test)"
+    return ""
+
+
+def _draw(generator: torch.Generator, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
+    numbers = torch.randn(*shape, generator=generator, device=generator.device) * scale
+    return numbers.to(dtype).requires_grad_()

@@ -1,0 +1,116 @@
+"""No token sees those that follow it, nor a packed document another: looked at in the model itself, before training.
+
+A model may ignore what keeps documents apart (positions that begin again, or bounds) without an error, and would be
+trained on other texts than it is given.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trainer.config import UserError
+from trainer.data.batches import collate
+from trainer.data.samples import Sample
+from trainer.patches.loss_head import IGNORED, TokenLoss, to_device
+from trainer.patches.packed_attention import FLAT_ATTENTION, VARLEN
+
+LENGTHS = (5, 4)
+SEEN, SEEN_BY_EXPERTS = 1e-4, 0.05
+"""Change of logits beyond which a token is held to be seen, of the change where it must be: root mean squares. A token
+that is not seen changes nothing, unless experts are given others with it, round differently and are chosen anew."""
+
+
+@torch.no_grad()
+def check_causal(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, base_model: str) -> None:
+    """Raise UserError if what the model says of a token changes with a later one; every rank must call it."""
+    length = sum(LENGTHS)
+    tokens = _distant_tokens(model, length)
+    other_last = tokens.clone()
+    other_last[-2] += 1  # the last one has no target, and may have no logits
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        sample = Sample(ids.tolist(), [True] * length, [length])
+        found = token_loss.logits(model, collate([sample], pad_token_id, packed=False, flat=False), device)[0][0]
+        return found[: length - 1].float()
+
+    with _evaluating(model):
+        change = logits(other_last) - logits(tokens)
+    if _size(change[:-1]) > _allowed(model) * _size(change[-1:]):
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        raise UserError(
+            f"base_model={base_model}: in {type(base).__name__} tokens see those that follow them, so that there is "
+            "nothing to predict; name a causal language model"
+        )
+
+
+def keep_documents_apart(token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device) -> bool:
+    """Whether packs are to be laid out flat; every rank must call it.
+
+    A model that ignores the bounds of our variable-length attention gets transformers' sdpa, with a mask. Raises
+    UserError if a document sees another even so, or a token those that follow it.
+    """
+    from peft import PeftModel
+
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    flat = base.config._attn_implementation in FLAT_ATTENTION
+    seen = _what_is_seen(token_loss, model, pad_token_id, device, flat=flat)
+    if seen and base.config._attn_implementation == VARLEN:
+        base.set_attn_implementation("sdpa")
+        flat = False
+        seen = _what_is_seen(token_loss, model, pad_token_id, device, flat=flat)
+    if seen:
+        raise UserError(f"dataset.packing=true: in {type(base).__name__} {seen}; set dataset.packing: false")
+    return flat
+
+
+@torch.no_grad()
+def _what_is_seen(
+    token_loss: TokenLoss, model: Any, pad_token_id: int, device: torch.device, *, flat: bool
+) -> str | None:
+    """How a pack of two documents is read as it should not be; None if it is read well."""
+    length = sum(LENGTHS)
+    tokens = _distant_tokens(model, length)
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        """Of the places that have a target, which are all but the last of each document: [length - 2, V]."""
+        sample = Sample(ids.tolist(), [True] * length, list(LENGTHS))
+        batch = collate([sample], pad_token_id, packed=True, flat=flat)
+        found = token_loss.logits(model, batch, device)[0][0].float()
+        return found if len(found) < length else found[to_device(batch["targets"][0] != IGNORED, device)]
+
+    other_first, other_last = tokens.clone(), tokens.clone()
+    other_first[: LENGTHS[0]] += 1
+    other_last[-2] += 1
+    with _evaluating(model):
+        before = logits(tokens)
+        by_first, by_last = (logits(ids) - before for ids in (other_first, other_last))
+    allowed, first = _allowed(model), LENGTHS[0] - 1
+    if _size(by_last[:-1]) > allowed * _size(by_last[-1:]):
+        return "tokens see those that follow them"
+    if _size(by_first[first:]) > allowed * _size(by_first[:first]):
+        return "documents of a pack see each other"
+    return None
+
+
+def _distant_tokens(model: Any, length: int) -> torch.Tensor:
+    return torch.arange(length) * (model.config.get_text_config().vocab_size // length)
+
+
+def _allowed(model: Any) -> float:
+    has_experts = any("experts" in name for name, _ in model.named_modules())
+    return SEEN_BY_EXPERTS if has_experts else SEEN
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    with torch.compiler.set_stance("force_eager"):
+        yield
+    model.train(training)
+
+
+def _size(change: torch.Tensor) -> float:
+    return float(change.square().mean().sqrt())

@@ -1,0 +1,175 @@
+"""Gradient checkpointing: which parts of the model are computed again in the backward pass, and what is kept instead.
+
+non_reentrant, reentrant   every decoder layer; its input is kept
+selective                  the feed-forward part of every layer, which holds most of what a layer keeps; attention stays
+offload_activations        the inputs that are kept lie in page-locked host memory; copies run beside the computation
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer.config import TrainingSection, UserError
+from trainer.contract.known_versions import changed
+
+
+def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
+    """Set the model up as `training.gradient_checkpointing` says; returns a line for the console, None if it is off.
+
+    Raises UserError if `selective` finds no feed-forward part to recompute.
+    """
+    mode = training.gradient_checkpointing
+    if mode == "none":
+        return None
+    if mode == "reentrant":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+        model.enable_input_require_grads()
+        return "recomputed in the backward pass: every layer (reentrant)"
+    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=_draws(model))
+    kept = "kept on the GPU"
+    if training.offload_activations:
+        offload = HostCopies()
+        run = partial(_with_offload, offload, run)
+        model.register_forward_pre_hook(offload.start_pass)
+        kept = "kept in host memory"
+    if mode == "selective":
+        parts = feed_forward_parts(model)
+        if not parts:
+            raise UserError(
+                "training.gradient_checkpointing=selective: no feed-forward part was found in this model's layers; "
+                "use non_reentrant"
+            )
+        for part in parts:
+            part.forward = _recomputed(part.forward, run)
+        return f"recomputed in the backward pass: {len(parts)} feed-forward parts; their inputs are {kept}"
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    layers = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
+    if not layers:
+        raise changed("transformers", "no layer holds `_gradient_checkpointing_func` with recomputation on")
+    for layer in layers:
+        layer._gradient_checkpointing_func = run
+    return f"recomputed in the backward pass: every layer; their inputs are {kept}"
+
+
+def _draws(model: Any) -> bool:
+    """True if training draws random numbers, which the recomputation has to draw again.
+
+    OPT, Seed-OSS and others drop through torch's function and not a module: only their settings tell.
+    """
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        return True
+    settings = model.config.get_text_config().to_dict()
+    return any(isinstance(settings[name], float) and settings[name] > 0 for name in settings if _is_noise(name))
+
+
+def _is_noise(setting: str) -> bool:
+    """Such as attention_dropout, resid_pdrop, layerdrop, router_jitter_noise."""
+    return "drop" in setting or "jitter" in setting
+
+
+def feed_forward_parts(model: nn.Module) -> list[nn.Module]:
+    """The children of the decoder layers that hold adapted linear layers and are not their token mixers."""
+    from peft.tuners.lora import LoraLayer
+
+    parts: list[nn.Module] = []
+    for block in _blocks(model):
+        for child in block.children():
+            adapted = any(isinstance(module, LoraLayer) for module in child.modules())
+            mixes = hasattr(child, "layer_idx")  # by which attention and state-space mixers find their cache
+            if adapted and not mixes and not isinstance(child, LoraLayer):
+                parts.append(child)
+    return parts
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers: the list of modules that holds most of the model."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    sizes = [sum(len(list(block.parameters())) for block in blocks) for blocks in lists]
+    return list(lists[sizes.index(max(sizes))]) if lists else []
+
+
+def _recomputed(forward: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return run(partial(forward, **kwargs) if kwargs else forward, *args)
+
+    return checkpointed
+
+
+def _with_offload(offload: "HostCopies", run: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    # Only what the checkpoint itself keeps passes these hooks: inside of it its own are in force.
+    with torch.autograd.graph.saved_tensors_hooks(offload.keep, offload.give_back):
+        return run(function, *args)
+
+
+class HostCopies:
+    """Activations in page-locked host memory, copied on a stream of their own; the next one is fetched ahead.
+
+    The backward pass asks for them in the opposite order. On a CPU they stay where they are.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._buffers: dict[int, Tensor] = {}
+        """Page-locked memory by position in the pass, used again in every pass."""
+        self._copies: list[_Copy] = []
+
+    def start_pass(self, *_: Any) -> None:
+        """Forward pre-hook: what an earlier pass kept and never asked for is forgotten."""
+        self._copies = []
+
+    def keep(self, tensor: Tensor) -> "Tensor | _Copy":
+        """Start to copy an activation to the host; small tensors and what is not differentiated stay."""
+        if tensor.device.type != "cuda" or not tensor.is_floating_point() or not tensor.requires_grad:
+            return tensor
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)
+        position = len(self._copies)
+        buffer = self._buffers.get(position)
+        if buffer is None or buffer.numel() < tensor.numel() or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
+            self._buffers[position] = buffer
+        host = buffer[: tensor.numel()].view(tensor.shape)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._stream)
+        copy = _Copy(position, host, tensor.device)
+        self._copies.append(copy)
+        return copy
+
+    def give_back(self, kept: "Tensor | _Copy") -> Tensor:
+        """The activation on its device again; the one before it in the pass sets out."""
+        if isinstance(kept, Tensor):
+            return kept
+        self._fetch(kept)
+        if kept.position:
+            self._fetch(self._copies[kept.position - 1])
+        assert kept.arrived is not None and kept.device_copy is not None
+        kept.arrived.wait()
+        tensor, kept.device_copy = kept.device_copy, None
+        tensor.record_stream(torch.cuda.current_stream())
+        return tensor
+
+    def _fetch(self, copy: "_Copy") -> None:
+        if copy.device_copy is not None:
+            return
+        assert self._stream is not None
+        with torch.cuda.stream(self._stream):
+            copy.device_copy = copy.host.to(copy.device, non_blocking=True)
+            copy.arrived = torch.cuda.Event()
+            copy.arrived.record()
+
+
+class _Copy:
+    """One activation on the host, and on its way back."""
+
+    def __init__(self, position: int, host: Tensor, device: torch.device) -> None:
+        self.position, self.host, self.device = position, host, device
+        self.device_copy: Tensor | None = None
+        self.arrived: torch.cuda.Event | None = None

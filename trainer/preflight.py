@@ -1,0 +1,175 @@
+"""Everything that can be known before a weight is loaded: the model's config, the tokenizer, the targets, the data.
+
+`python -m trainer.preflight CONFIG [key=value ...]` runs the checks and fills the cache of tokenised data, so that the
+ranks find both done. Every failure is a UserError: one line, exit code 2, nothing written to the output folder.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer.config import CommandParser, RunConfig, UserError, load_config
+from trainer.data import prepare_data
+from trainer.data.chat import chat_template_of
+from trainer.data.prepared import Prepared, samples_of
+from trainer.data.step_count import step_warnings, with_global_batch
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.resume_comparison import Resumption
+
+
+def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None, *, to_train: bool = True) -> Prepared:
+    """Check what can be checked without weights and tokenise the data; `tell` hears of each phase. Raises UserError.
+
+    `to_train` false: for a look at a configuration whose output folder may hold a run already.
+    """
+    from trainer.checkpoint.checkpoint_files import choose_checkpoint
+    from trainer.checkpoint.output_folder import check_free, check_place
+    from trainer.engine.deepspeed_engine import check_extra_keys, resolve_precision
+    from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
+    from trainer.model.model_kind import check_kind
+    from trainer.model.targets import check_targets
+    from trainer.monitor.metrics import check_reporters
+    from trainer.patches.mamba import check_packable
+    from trainer.patches.packed_attention import check_supported
+
+    check_reporters(config.logging)
+    check_place(config)
+    choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=False)
+    if to_train:
+        check_free(config)
+    _check_adapter_folder(config)
+    check_extra_keys(config.training, config.zero)
+    resolve_precision(config.training.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    kernels = config.model.attn_implementation
+    if kernels.startswith("flash_attention") and importlib.util.find_spec("flash_attn") is None:
+        raise UserError(f"model.attn_implementation={kernels}: the package flash-attn is not installed; use auto")
+    if config.lora.init == "loftq" and not torch.cuda.is_available():
+        raise UserError("lora.init=loftq: PEFT computes it on a GPU, and this machine has none; use lora.init: default")
+    tell(f"checking the model {config.base_model}")
+    model_config = load_model_config(config.base_model, config.model)
+    check_kind(config.base_model, model_config)
+    notes = check_weights(config.base_model, config.model, model_config)
+    longest = context_length(model_config)
+    if longest and config.dataset.max_length > longest:
+        raise UserError(
+            f"dataset.max_length={config.dataset.max_length}: the model was made for {longest} tokens; "
+            f"use {longest} or less"
+        )
+    tokenizer = load_tokenizer(config.base_model, config.model)
+    if config.dataset.chat_template:
+        # Saved with the tokenizer, so that whoever loads the adapter writes prompts as it was trained on.
+        tokenizer.chat_template = chat_template_of(tokenizer, config.dataset.chat_template)
+    empty = empty_model(model_config, config.model)
+    check_supported(config.model, type(empty))
+    if config.adapter != "none":
+        check_targets(empty, config.lora)
+    if config.adapter == "qlora":
+        check_packable(empty)
+    if config.dataset.packing:
+        check_packing(model_config)
+    paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
+    tell(f"tokenising {', '.join(map(str, paths))}, or finding that done")
+    data = prepare_data(
+        config.dataset,
+        tokenizer,
+        seed=config.seed,
+        cache_dir=Path(config.dataset.cache_dir).expanduser(),
+        max_length_of_model=longest,
+    )
+    prepared = Prepared(tokenizer, model_config, data, tuple(notes))
+    # More ranks take fewer steps: what does not go on one goes on none.
+    step_warnings(with_global_batch(config, samples_of(prepared), 1), samples_of(prepared), 1)
+    return prepared
+
+
+def prepare_to_resume(
+    config: RunConfig,
+    world_size: int | None = None,
+    tell: Callable[[str], None] = lambda phase: None,
+    *,
+    to_train: bool = True,
+) -> tuple[Prepared, "Resumption"]:
+    """`prepare`, and what comes before and after it where a checkpoint is gone on from; each byte of it is read."""
+    from trainer.checkpoint.checkpoint_files import choose_checkpoint
+    from trainer.checkpoint.output_folder import check_place
+    from trainer.checkpoint.resume_comparison import plan_resumption
+
+    check_place(config)
+    choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
+    prepared = prepare(config, tell, to_train=to_train)
+    return prepared, plan_resumption(config, prepared, world_size=world_size, choice=choice)
+
+
+def build_operators(config: RunConfig, tell: Callable[[str], None]) -> None:
+    """Compile the CUDA operators, if this run is to use them, before the ranks start: they find them built."""
+    if config.ops.backend not in ("auto", "cuda") or config.adapter == "none" or not torch.cuda.is_available():
+        return
+    import ops
+
+    tell("building the operators, or finding them built")
+    try:
+        ops.load(config.ops.backend)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def check_packing(model_config: Any) -> None:
+    """Models whose layers carry a state along the sequence let documents of a pack see each other."""
+    text_config = model_config.get_text_config()
+    layer_types = {str(kind) for kind in getattr(text_config, "layer_types", None) or ()}
+    layer_types |= {str(kind) for kind in getattr(text_config, "layers_block_type", None) or ()}
+    recurrent = sorted(kind for kind in layer_types if not kind.endswith("attention") or kind == "linear_attention")
+    state_space = [name for name in ("ssm_state_size", "mamba_d_state", "state_size") if hasattr(text_config, name)]
+    if recurrent or state_space:
+        what = ", ".join(recurrent or state_space)
+        raise UserError(
+            f"dataset.packing=true: this model has recurrent layers ({what}) that carry one document into the next; "
+            "set dataset.packing: false"
+        )
+
+
+def _check_adapter_folder(config: RunConfig) -> None:
+    path = config.lora.adapter_path
+    if (
+        path
+        and (Path(path).exists() or path.startswith(("/", ".")))
+        and not (Path(path) / "adapter_config.json").exists()
+    ):
+        raise UserError(f"lora.adapter_path={path}: no adapter_config.json there; name the folder of a PEFT adapter")
+    if path and Path(path).is_dir():
+        from trainer.checkpoint.adapter_files import damage_of_adapter
+
+        if problem := damage_of_adapter(Path(path)):
+            raise UserError(f"lora.adapter_path={path}: {problem}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m trainer.preflight CONFIG [key=value ...]`: exit code 0, or 2 after one line on stderr."""
+    parser = CommandParser(prog="zerolora prepare", description="Check a run and tokenise its data.")
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", help="key=value")
+    parser.add_argument("--world-size", type=int, help="how many ranks will train")
+    parser.add_argument("--phases", action="store_true", help="print what is being done, and not what was found")
+    arguments = parser.parse_intermixed_args(argv)
+    show = partial(print, flush=True) if arguments.phases else lambda phase: None
+    try:
+        config = load_config(arguments.config, arguments.overrides).config
+        prepared, resumption = prepare_to_resume(config, arguments.world_size, show)
+        if not arguments.phases:
+            for line in (*prepared.data.stats.lines(), *resumption.warnings, *resumption.notes):
+                print(line)
+        build_operators(config, show)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What concerns a rank among others: process group, agreement, signals, progress, watchdog."""

@@ -1,0 +1,62 @@
+"""Ctrl-C, SIGTERM and a scheduler's SIGUSR1: all ranks agree, save, then stop."""
+
+import os
+import signal
+from types import FrameType
+
+from trainer.ranks.training_process import exit_code_of
+
+# The last one wins where ranks were told different things: schedulers send SIGTERM some time after SIGUSR1.
+URGENCY = (0, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Remembers a signal until the loop can act on it.
+
+    Before training there is nothing to save, and a signal ends the process at once; so does a second Ctrl-C. SIGUSR1 is
+    what schedulers send before they take the machine away (`sbatch --signal=B:USR1@120`).
+    """
+
+    def __init__(self) -> None:
+        self.signal_number = 0
+        self._process = os.getpid()
+        self.training = False
+        self.saved = False
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._handle)
+
+    def __bool__(self) -> bool:
+        return self.signal_number != 0
+
+    @property
+    def exit_code(self) -> int:
+        """75 after SIGUSR1, else 128 + signal, as a shell reports it."""
+        return exit_code_of(self.signal_number)
+
+    def agree(self) -> None:
+        """Take on what any rank was told; every rank must call it, after the loop and its last checkpoint.
+
+        A signal reaches the ranks at different moments, or only one of them: without this some would end while others
+        wait for them in the last evaluation. One that comes later ends its rank at once: the checkpoint is whole.
+        """
+        import torch
+        import torch.distributed as dist
+
+        self.training = False
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+            urgency = torch.tensor([URGENCY.index(self.signal_number)], device=device)
+            dist.all_reduce(urgency, dist.ReduceOp.MAX)
+            self.signal_number = int(URGENCY[int(urgency)])
+        self.saved = bool(self)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            os._exit(128 + number)  # a worker that a library has forked, and now asks to end
+        if self.saved:
+            return  # the run ends by itself now; the launcher hurries the last ranks along when the first has ended
+        again = self.signal_number == number == signal.SIGINT
+        if self.signal_number != signal.SIGUSR1 or number == signal.SIGINT:
+            self.signal_number = number
+        if again or not self.training:
+            os._exit(self.exit_code)

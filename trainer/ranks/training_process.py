@@ -1,0 +1,31 @@
+"""How every process that trains begins, before torch is imported: its allocator, its signals, and whom it ends with."""
+
+import os
+import signal
+from types import FrameType
+
+import trainer.ranks.allocator  # noqa: F401
+from trainer.contract.launcher_process import LauncherWatch
+
+EXIT_PREEMPTED = 75
+"""EX_TEMPFAIL of sysexits.h: the run is saved and asks to be started again."""
+
+
+def exit_code_of(number: int) -> int:
+    """75 after SIGUSR1, else 128 + signal, as a shell reports it."""
+    return EXIT_PREEMPTED if number == signal.SIGUSR1 else 128 + number
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    # Nothing is there to save yet, and an exception in the middle of an import would be told as that module's fault.
+    os._exit(exit_code_of(number))
+
+
+LAUNCHER_WATCH = LauncherWatch(os.environ, is_rank=True)
+
+
+def begin() -> None:
+    """End at once on a signal, until trainer.ranks.signals takes over, and with what started this process."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, _end_at_once)
+    LAUNCHER_WATCH.start()

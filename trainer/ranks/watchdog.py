@@ -1,0 +1,252 @@
+"""Ends a run that gets nowhere and says which rank is behind, on which host, at which step, in what.
+
+Every rank has a thread that leaves a heartbeat (trainer/contract/heartbeat.py). A rank makes progress when its main
+thread enters or leaves a phase, or works through a long one (tokenising, loading, saving) outside of any collective.
+While one rank makes progress the run does not hang, however long the others wait for it; when none has for
+`training.hang_timeout`, the rank behind is the one that is silent, else at the lowest step, else with the fewest
+collectives begun, else outside of any collective. All ranks then write their Python stacks into their logs and end with
+exit code 1.
+"""
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed
+
+from trainer.config import FIRST_STEP_FACTOR
+from trainer.contract.heartbeat import Board, Folder, Heartbeat, Store
+from trainer.contract.rank_variables import host_name
+from trainer.ranks.group import Ranks
+from trainer.ranks.progress import LONG_PHASES, PROGRESS
+from trainer.ranks.vital_signs import (
+    BUILD_LOCK,
+    Work,
+    collective_of,
+    free_host_memory,
+    free_shared_memory,
+    main_thread_frame,
+    place_of,
+    recorded_collectives,
+)
+
+# Another process builds meanwhile, and what a killed one has left is removed by the launcher.
+BUILD_PATIENCE_S = 600.0
+STACK_MARK = "Python stack of rank"
+EXIT_HUNG = 1
+# Network file systems show other hosts' files late.
+SHARED_FOLDER_PATIENCE_S = 15.0
+
+
+class Watchdog:
+    """This rank's heartbeat, and its eye on the others'."""
+
+    def __init__(self, ranks: Ranks, logs: Path, hang_timeout_minutes: float) -> None:
+        self._ranks = ranks
+        self._timeout_s = hang_timeout_minutes * 60.0
+        self._interval_s = min(max(self._timeout_s / 20.0, 0.25), 2.0) if self._timeout_s else 2.0
+        self._folder = Folder(logs, ranks.rank, ranks.world_size)
+        self._board: Board = self._folder
+        PROGRESS.tell_step = self._folder.note_step
+        self._host = host_name()
+        self._work = Work()
+        self._worked_at = time.monotonic()
+        self._seen: dict[int, tuple[Heartbeat, float]] = {}
+        self._board_is_chosen = ranks.world_size == 1
+        self._group_seen_at: float | None = None
+        self._ended = threading.Event()
+        # What the user sees: descriptors 1 and 2 become the log soon.
+        self._screen = os.dup(2)
+        if self._timeout_s:
+            # How many collectives torch remembers; without it gloo's are not recorded at all.
+            os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    @property
+    def writes(self) -> bool:
+        """Whether heartbeats are left in the run's folder: not while another run may be in it."""
+        return self._folder.writes
+
+    @writes.setter
+    def writes(self, value: bool) -> None:
+        self._folder.writes = value
+
+    def end(self, exit_code: int) -> int:
+        """Note the rank's exit code in its last heartbeat; returns the code."""
+        self._ended.set()
+        self._thread.join(timeout=self._interval_s)
+        self._folder.publish(replace(self._look_inward(), exit_code=exit_code))
+        return exit_code
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            beat = self._look_inward()
+            self._board.publish(beat)
+            if not self._board_is_chosen and torch.distributed.is_initialized():
+                self._choose_board()
+            verdict = self._board.verdict() if self._timeout_s else None
+            if verdict is not None:
+                # Also on a rank that was halted, goes on now, and is waited for no longer.
+                self._leave(verdict, first=False)
+            if self._timeout_s and beat.idle_s > self._timeout_s / 10.0:
+                self._look_around(beat)
+
+    def _choose_board(self) -> None:
+        """The run's folder if every rank is seen there, else the store of the process group.
+
+        Without a word between the ranks: where one does not see another, that one does not see it either.
+        """
+        now = time.monotonic()
+        self._group_seen_at = self._group_seen_at or now
+        if self._folder.sees_everybody():
+            self._board_is_chosen = True
+        elif now - self._group_seen_at > SHARED_FOLDER_PATIENCE_S:
+            self._board_is_chosen = True
+            try:
+                self._board = Store(self._folder, self._ranks.rank, self._ranks.world_size)
+            except RuntimeError as error:
+                print(f"heartbeats: no connection to the process group's store: {error}", file=sys.stderr)
+
+    def _look_inward(self) -> Heartbeat:
+        """This rank's heartbeat of now."""
+        progress, now = PROGRESS, time.monotonic()
+        frame = main_thread_frame()
+        collective, begun = collective_of(frame), None
+        in_long_phase = not LONG_PHASES.isdisjoint(progress.phases)
+        if in_long_phase or now - progress.changed_at > self._interval_s:
+            if torch.distributed.is_initialized() and torch.cuda.is_initialized():
+                # A thread begins on GPU 0: asked from there, NCCL's events would open this rank's context on that card.
+                torch.cuda.set_device(self._ranks.device())
+            recorded, begun = recorded_collectives()
+            collective = collective or recorded
+        # A rank that waits for the GPU spins, which looks like work: only outside of collectives is it any.
+        if in_long_phase and collective is None and self._work.has_moved():
+            self._worked_at = now
+        idle_s = now - max(progress.changed_at, self._worked_at)
+        place = (place_of(frame) or "")[:160] if idle_s > self._interval_s else None
+        allowed_s = self._timeout_s * (FIRST_STEP_FACTOR if progress.step == progress.first_step else 1.0)
+        if place == BUILD_LOCK:
+            allowed_s = max(allowed_s, BUILD_PATIENCE_S)
+        return Heartbeat(
+            rank=self._ranks.rank,
+            host=self._host,
+            pid=os.getpid(),
+            step=progress.step,
+            phase="/".join(progress.phases)[:80],
+            collective=collective,
+            place=place,
+            collectives_begun=begun,
+            idle_s=idle_s,
+            stuck=bool(self._timeout_s) and idle_s > allowed_s,
+            free_memory_gib=round(free_host_memory(), 2),
+            free_shm_gib=round(free_shared_memory(), 2),
+            time=time.time(),
+        )
+
+    def _look_around(self, own: Heartbeat) -> None:
+        """Read the others' heartbeats; end this rank if the run hangs."""
+        now = time.monotonic()
+        for rank, beat in (self._board.read() | {own.rank: own}).items():
+            before = self._seen.get(rank)
+            if before is None or before[0] != beat:
+                self._seen[rank] = (beat, now)
+        if not own.stuck or len(self._seen) < self._ranks.world_size:
+            return
+        silent = {rank for rank, (_, seen_at) in self._seen.items() if now - seen_at > self._timeout_s}
+        beats = {rank: beat for rank, (beat, _) in self._seen.items() if beat.exit_code is None}
+        if all(beat.stuck or rank in silent for rank, beat in beats.items()):
+            verdict = describe_hang(beats, silent)
+            self._leave(verdict, first=self._board.decide(verdict))
+
+    def _leave(self, verdict: str, *, first: bool) -> None:
+        """Write this rank's stacks into its log and end it."""
+        print(f"{STACK_MARK} {self._ranks.rank}:", file=sys.stderr)
+        traceback.print_stack(main_thread_frame(), file=sys.stderr)
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        print(f"hang: {json.loads(verdict)['text']}", file=sys.stderr, flush=True)
+        if first:
+            os.write(self._screen, f"error: {json.loads(verdict)['text']}\n".encode())
+            # A launcher ends all ranks when the first has ended: the others need a moment to write their stacks.
+            time.sleep(2 * self._interval_s + 1.0)
+        self._folder.publish(replace(self._look_inward(), exit_code=EXIT_HUNG))
+        os._exit(EXIT_HUNG)
+
+
+def ranks_behind(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> list[int]:
+    """The ranks that the others wait for, of a run in which nobody gets anywhere; all of them if none is behind."""
+    missing = sorted(rank for rank in silent if rank in beats)
+    if missing:
+        return missing
+    lowest = min(beat.step for beat in beats.values())
+    behind = {rank: beat for rank, beat in beats.items() if beat.step == lowest}
+    if len(behind) == len(beats):
+        begun = [beat.collectives_begun for beat in behind.values()]
+        counts = [count for count in begun if count is not None]
+        if len(counts) == len(begun):
+            behind = {rank: beat for rank, beat in behind.items() if beat.collectives_begun == min(counts)}
+    outside = [rank for rank, beat in behind.items() if not _waits_for_others(beat)]
+    return sorted(outside or behind)
+
+
+def _waits_for_others(beat: Heartbeat) -> bool:
+    """In a collective, or where the ranks meet."""
+    return beat.collective is not None or (beat.phase == "join" and beat.place != BUILD_LOCK)
+
+
+def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> str:
+    """JSON with the ranks behind, `ranks`, and one sentence on them, `text`."""
+    quiet = set(silent)
+    behind = ranks_behind(beats, quiet)
+    waiting = [beat for rank, beat in beats.items() if rank not in behind]
+    if not waiting and len(behind) > 1:
+        text = f"all {len(behind)} ranks are stuck, {_doing(beats[behind[0]])}"
+        if all(_waits_for_others(beats[rank]) for rank in behind):
+            text += (
+                ": the network between them does not carry it; `zerolora doctor` tests it, NCCL_DEBUG=INFO in the "
+                "environment shows more"
+            )
+    else:
+        text = "; ".join(_sentence(beats[rank], silent=rank in quiet) for rank in behind)
+    if waiting:
+        where = waiting[0].collective or waiting[0].phase or "nothing"
+        others = f"rank {waiting[0].rank} waits" if len(waiting) == 1 else f"{len(waiting)} other ranks wait"
+        text += f"; {others} for it in {where}"
+    return json.dumps({"ranks": behind, "text": f"the run hangs: {text}"})
+
+
+def _sentence(beat: Heartbeat, *, silent: bool) -> str:
+    who = f"rank {beat.rank} on {beat.host} (process {beat.pid})"
+    if silent:
+        return f"{who} gives no sign of life any more, {_doing(beat)}: {_why_silent(beat)}"
+    return f"{who} has got nowhere for {beat.idle_s / 60.0:.1f} minutes, {_doing(beat)}"
+
+
+def _doing(beat: Heartbeat) -> str:
+    step = f"step {beat.step}" if beat.step else "before the first step"
+    words = [step, f"phase {beat.phase or 'between phases'}"]
+    words += [f"in {beat.collective}"] if beat.collective else []
+    words += [f"at {beat.place}"] if beat.place else []
+    return ", ".join(words)
+
+
+def _why_silent(beat: Heartbeat) -> str:
+    """What the kernel says of the process, where it is on this host."""
+    if beat.host == host_name():
+        try:
+            state = Path(f"/proc/{beat.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return "the process has ended"
+        if state in "Tt":
+            return "the process is stopped (SIGSTOP, or a debugger)"
+        if state == "D":
+            return "the process waits for a file system or a driver that does not answer"
+    return "it is stopped, or its host is gone"

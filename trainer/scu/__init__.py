@@ -1,0 +1,1 @@
+"""The Shannon Control Unit: its law, the information of an adapter, the controller in training."""

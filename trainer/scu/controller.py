@@ -1,0 +1,304 @@
+"""What the training loop holds of the Shannon Control Unit: the loss term, the measurement, lambda and its records.
+
+An optimizer step t of the loop, seen from here:
+
+    last micro-step:  forward; term(t) takes in S of step t-1, which moves lambda; backward of loss + term
+    reduction:        the loop sums (loss, tokens, squares_local()) over the ranks, as it had to for the loss anyway
+    observe(t, ...):  starts a copy of the three sums to the host and returns at once; S of step t steers step t+1
+
+Nothing waits for the device but the check, every `scu.check_every` steps, that lambda has the same bits on all ranks.
+Evaluation never comes here. A fault raises ScuFault on every rank; nothing falls back to the plain loss.
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.config import ScuSection, UserError
+from trainer.contract.whole_files import write_json
+from trainer.engine.flat_adapter import flat_adapter_of
+from trainer.ranks.group import sum_over_ranks
+from trainer.scu import law as scu
+from trainer.scu.information import AdapterInformation, data_bpt, find_pairs
+
+MIB = 2**20
+
+
+class ScuFault(RuntimeError):
+    """The controller cannot go on: a measurement that is no number, or ranks that disagree about lambda."""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A measurement on its way to the host: (loss sum in nats, target tokens, Q, whether the step counts) in fp64."""
+
+    step: int
+    sums: Tensor
+    arrived: torch.cuda.Event | None
+    memory_mb: float
+
+    def wait(self) -> list[float]:
+        """The numbers; the copy was started a step ago, so that this seldom waits."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return [float(number) for number in self.sums.tolist()]
+
+
+class Steering:
+    """The Shannon Control Unit of one run.
+
+    `target_tokens` is N, the target tokens of one epoch (`scu.tokens` overrides it), `total_steps` the optimizer steps
+    planned, `base_parameters` the size of the base model, which `scu.target: auto` looks at.
+    Raises UserError for settings that cannot work.
+    """
+
+    def __init__(
+        self,
+        section: ScuSection,
+        model: nn.Module,
+        *,
+        target_tokens: int | None,
+        total_steps: int,
+        base_parameters: int,
+    ) -> None:
+        tokens = section.tokens or target_tokens
+        if not tokens:
+            raise UserError("scu.tokens: the target tokens of one epoch are not known; give their number")
+        if section.target == "auto" and section.measure == "delta" and section.controller == "pi":
+            raise UserError("scu.target=auto: published targets are for measure: factors; give a number, such as 0.01")
+        self.section = section
+        self.information = AdapterInformation(
+            find_pairs(model), section.measure, sigma=section.sigma, tokens=tokens, flat=flat_adapter_of(model)
+        )
+        try:
+            self.law = _law(section, total_steps, base_parameters)
+        except ValueError as error:
+            raise UserError(f"scu.{error}") from None
+        self.tokens = tokens
+        self.state = scu.initial(self.law)
+        self.records: list[dict[str, Any]] = []
+        self._pending: _Pending | None = None
+        self._squares: Tensor | None = None
+
+    @property
+    def strength(self) -> float:
+        """lambda as it stands."""
+        return self.state.lambda_
+
+    def check_target(
+        self, data_bpt_now: float, planned_learning_rates: Iterable[float], *, b_ratio: float = 1.0
+    ) -> list[str]:
+        """Refuse a target that S cannot reach; every rank must call it, before training.
+
+        `data_bpt_now`: bits per target token of the untrained model, the same number on every rank.
+        `planned_learning_rates`: of A at every optimizer step; `b_ratio`: that of B over it (LoRA+). AdamW moves an
+        element by about the learning rate at most. Returns warnings for the console; raises UserError with the range.
+        """
+        if self.law.controller != "pi":
+            return []
+        reach = math.fsum(planned_learning_rates)
+        squares = self.information.reachable_squares(reach, reach * b_ratio)
+        bits_low, bits_high = (self.information.bits(bound) for bound in squares)
+        low, high = scu.reachable_shares(bits_low, bits_high, data_bpt_now)
+        now_global = sum_over_ranks(self._mean_share(self.information.squares().detach()))
+        now = scu.share_of(data_bpt_now, self.information.bits(now_global.item()))
+        target = self.law.target
+        if not low <= target <= high:
+            raise UserError(
+                f"scu.target={target:g}: out of reach; S starts at {now:.3g} and these learning rates keep it within "
+                f"[{low:.3g}, {high:.3g}]; choose a target inside, or change scu.sigma={self.section.sigma:g}"
+            )
+        warnings = [warning] if (warning := scu.gain_warning(self.law)) else []
+        if now > target + self.law.deadband and self.section.measure == "factors":
+            warnings.append(
+                f"scu.target={target:g}: S starts at {now:.3g}, mostly the random start of A; delta would start at 0"
+            )
+        return warnings
+
+    def term(self, step: int) -> Tensor:
+        """lambda ln 2 ParamBPT in nats per token, differentiable, for the loss of optimizer step `step` (from 1).
+
+        Call it once per step, on every rank, between the last micro-step's forward and its backward. Its mean over the
+        ranks is the term, which is what the engine's averaging makes of it.
+        """
+        self.settle()
+        squares = self.information.squares()
+        self._squares = squares.detach()
+        if self.law.controller == "none":
+            return torch.zeros_like(self._squares)
+        return squares * (self.strength * self.information.nats_per_square)
+
+    def squares_local(self) -> Tensor:
+        """This rank's addend to Q, fp64 on the device, to be summed over the ranks with the losses of the step."""
+        if self._squares is None:
+            raise ScuFault("scu: squares_local() without term() in this step")
+        return self._mean_share(self._squares)
+
+    def observe(
+        self,
+        step: int,
+        loss_sum_global: Tensor,
+        target_tokens_global: Tensor | int,
+        squares_global: Tensor,
+        applied: Tensor | bool = True,
+    ) -> None:
+        """Take in the sums of step `step` over all ranks and micro-steps, without waiting for the device.
+
+        Call it on every rank. A step that was not `applied` leaves the controller as it is.
+        """
+        if step % self.section.check_every == 0:
+            self._check_ranks_agree(step)
+        if step % self.section.every:
+            return  # no control step
+        device = squares_global.device
+        squares = squares_global.detach().double()
+        tokens = target_tokens_global
+        # A number becomes a tensor by a fill on the device; a copy from the host would wait for it.
+        count, done = (
+            value.to(device, torch.float64) if isinstance(value, Tensor) else squares.new_full((), float(value))
+            for value in (tokens, applied)
+        )
+        sums = torch.stack([loss_sum_global.detach().to(device, torch.float64), count, squares, done])
+        arrived = None
+        if device.type == "cuda":
+            host = torch.empty(4, dtype=torch.float64, pin_memory=True)
+            sums = host.copy_(sums, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        memory = torch.cuda.memory_allocated(device) / MIB if device.type == "cuda" else 0.0
+        self._pending = _Pending(step, sums, arrived, memory)
+
+    def settle(self) -> None:
+        """Let the measurement under way, if any, move lambda. `term` does it; sooner gives the same lambda."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        loss_sum, tokens, squares, counts = pending.wait()
+        if not counts or tokens == 0:
+            return  # a step that was skipped, or one without a token to measure on
+        if not math.isfinite(loss_sum) or not math.isfinite(squares) or loss_sum < 0:
+            raise ScuFault(
+                f"scu: step {pending.step} measured a loss sum of {loss_sum} nats over {tokens:g} target tokens and "
+                f"{squares} for the adapter; look at the loss of that step, or lower training.learning_rate"
+            )
+        strength = self.strength
+        data, param = data_bpt(loss_sum, tokens), self.information.bits(squares)
+        self.state = scu.advance(self.law, self.state, scu.share_of(data, param))
+        ce_loss, reg_loss = loss_sum / tokens, strength * math.log(2.0) * param
+        self.records.append(
+            {
+                "step": pending.step,
+                "ce_loss": ce_loss,
+                "reg_loss": reg_loss,
+                "total_loss": ce_loss + reg_loss,
+                "data_bpt": data,
+                "param_bpt": param,
+                "s_ratio": self.state.share,
+                "s_smoothed": self.state.smoothed,
+                "lambda": strength,
+                "integral_term": self.state.integral,
+                "error": self.state.error,
+                "cuda_memory_mb": pending.memory_mb,
+            }
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """`scu/*` of the last measurement that has arrived, which is of the step before unless `settle` was called."""
+        values = {"scu/lambda": self.strength}
+        if self.law.controller == "pi":
+            values["scu/target"] = self.law.target
+        if self.records:
+            last = self.records[-1]
+            values |= {
+                f"scu/{name}": last[name] for name in ("s_ratio", "s_smoothed", "data_bpt", "param_bpt", "error")
+            }
+            values["scu/integral"] = last["integral_term"]
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers: the controller, and the measurement that is to steer the next step."""
+        pending = None
+        if self._pending is not None:
+            pending = {
+                "step": self._pending.step,
+                "sums": self._pending.wait(),
+                "memory_mb": self._pending.memory_mb,
+            }
+        return {"controller": self.state.to_dict(), "pending": pending}
+
+    def load_state_dict(self, values: dict[str, Any], *, step: int, run_dir: Path | None = None) -> None:
+        """Continue after optimizer step `step`, with the records that the run wrote into `run_dir` so far."""
+        self.state = scu.State.from_dict(values["controller"])
+        pending = values["pending"]
+        self._pending = pending and _Pending(
+            pending["step"], torch.tensor(pending["sums"], dtype=torch.float64), None, pending["memory_mb"]
+        )
+        settled_until = self._pending.step - 1 if self._pending else step
+        path = run_dir / "scu_metrics.json" if run_dir else None
+        if path is not None and path.exists():
+            written = json.loads(path.read_text(encoding="utf-8"))
+            self.records = [record for record in written if record["step"] <= settled_until]
+
+    def write_files(self, run_dir: Path) -> None:
+        """Write scu_config, scu_metrics and scu_history.json, on rank 0: at checkpoints, after `settle` at the end."""
+        config = self.section.model_dump(mode="json") | {
+            "target": self.law.target,
+            "tokens": self.tokens,
+            "total_updates": self.law.total_updates,
+            "gain_bound": scu.gain_bound(self.law.target),
+        }
+        on_gpu = torch.cuda.is_available()
+        history = {
+            "s_ratio_history": [record["s_ratio"] for record in self.records],
+            "lambda_history": [record["lambda"] for record in self.records],
+            "target_s_ratio": self.law.target,
+            "peak_cuda_memory_mb": torch.cuda.max_memory_allocated() / MIB if on_gpu else 0.0,
+            "cuda_memory_stats": dict(torch.cuda.memory_stats()) if on_gpu else {},
+        }
+        for name, content in (("config", config), ("metrics", self.records), ("history", history)):
+            write_json(run_dir / f"scu_{name}.json", content)
+
+    def _mean_share(self, squares: Tensor) -> Tensor:
+        """Q of this rank over the number of ranks: what sums to the adapter's Q, with the same bits on every rank."""
+        return squares.double() / (dist.get_world_size() if dist.is_initialized() else 1)
+
+    def _check_ranks_agree(self, step: int) -> None:
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        assert self._squares is not None, "observe() before term()"
+        smoothed = math.nan if self.state.smoothed is None else self.state.smoothed
+        mine = torch.tensor([self.strength, self.state.integral, smoothed], dtype=torch.float64).view(torch.int64)
+        mine = mine.to(self._squares.device)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine)
+        bits = torch.stack(everyone).cpu()
+        different = [rank for rank, row in enumerate(bits) if not torch.equal(row, bits[0])]
+        if different:
+            strengths = bits.view(torch.float64)[:, 0].tolist()
+            listed = ", ".join(f"rank {rank} {strengths[rank]!r}" for rank in [0, *different])
+            raise ScuFault(f"scu: step {step}: lambda, integral or smoothed S differ between ranks: lambda is {listed}")
+
+
+def _law(section: ScuSection, total_steps: int, base_parameters: int) -> scu.Law:
+    target = scu.published_target(base_parameters) if section.target == "auto" else section.target
+    return scu.Law(
+        target=target,
+        controller=section.controller,
+        kp=section.kp,
+        ki=section.ki,
+        deadband=section.deadband,
+        ema=section.ema,
+        leak=section.leak,
+        integral_bound=section.integral_bound,
+        lambda_start=section.lambda_start,
+        lambda_min=section.lambda_min,
+        lambda_max=section.lambda_max,
+        total_updates=max(1, total_steps // section.every),
+    )

@@ -1,0 +1,298 @@
+"""How many bits a token costs and how many the adapter holds: DataBPT, and ParamBPT with a gradient, at any ZeRO stage.
+
+    DataBPT  = sum of token losses (nats) / target tokens / ln 2
+    ParamBPT = Q / (2 sigma^2 N ln 2),   Q = sum of w^2
+    measure delta:    w = s B A, so Q = s^2 trace((B^T B)(A A^T)), dB = 2 s^2 B (A A^T), dA = 2 s^2 (B^T B) A
+    measure factors:  w = all of A and B, dw = 2 w
+
+Legend: N adapted layers of one shape, R rank, I in, O out. s is PEFT's scale: alpha / r, rsLoRA alpha / sqrt(r).
+DoRA: w is the update s B A of the direction, before it is normalised; the trained magnitudes (one number per output)
+are not counted, since they start at the norms of the base weight, which is no information of the adapter.
+QLoRA: the same; the 4-bit base never enters.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer.config import UserError
+from trainer.engine.flat_adapter import FlatAdapter
+from trainer.engine.partitioned import is_partitioned, is_whole_here, own_share, sharing_group, whole_shape
+
+Measure = Literal["delta", "factors"]
+# An nn.Parameter that ZeRO-3 may have partitioned (trainer/engine/partitioned.py).
+Partitionable = Any
+# Layers are batched up to this many elements: few launches, and 64 MiB of working memory in fp32.
+CHUNK_ELEMENTS = 2**24
+GRAM_PIECES = 16
+
+
+@dataclass(frozen=True)
+class AdapterPair:
+    """One adapted layer: A [R, I], B [O, R] and the scale s of its update s B A."""
+
+    name: str
+    a: nn.Parameter
+    b: nn.Parameter
+    scale: float
+
+
+def find_pairs(model: nn.Module) -> list[AdapterPair]:
+    """Every active LoRA pair of a PEFT model, in module order; UserError if there is none or one is not a matrix."""
+    from peft.tuners.lora import LoraLayer
+
+    pairs: list[AdapterPair] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        for adapter in module.active_adapters:
+            if adapter in module.lora_A:
+                a, b = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+            elif adapter in module.lora_embedding_A:
+                a, b = module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]
+            else:
+                continue
+            if len(whole_shape(a)) != 2:
+                raise UserError(
+                    f"scu.enabled=true: {path} has an adapter of shape {tuple(whole_shape(a))}; exclude that layer"
+                )
+            pairs.append(AdapterPair(path, a, b, float(module.scaling[adapter])))
+    if not pairs:
+        raise UserError("scu.enabled=true: the model has no LoRA layer to measure; use adapter: lora or qlora")
+    return pairs
+
+
+def data_bpt(loss_sum_global: float, target_tokens_global: float) -> float:
+    """DataBPT in bits per token, from sums (nats, tokens) over all ranks and micro-steps."""
+    return loss_sum_global / target_tokens_global / math.log(2.0)
+
+
+class AdapterInformation:
+    """Q = sum of w^2 over the adapter, with its analytic gradient, and its conversion to nats and bits per token.
+
+    `sigma` is the standard deviation of the prior N(0, sigma^2), `tokens` the target tokens N of one epoch.
+    """
+
+    def __init__(
+        self,
+        pairs: list[AdapterPair],
+        measure: Measure,
+        *,
+        sigma: float,
+        tokens: int,
+        flat: FlatAdapter | None = None,
+    ) -> None:
+        """`flat` holds the pairs in one buffer, whose blocks are then read and differentiated without a copy."""
+        if sigma <= 0.0:
+            raise UserError(f"scu.sigma={sigma}: the prior needs a positive standard deviation, such as 0.01")
+        if tokens < 1:
+            raise UserError(f"scu.tokens={tokens}: information is spread over at least one target token")
+        self.measure = measure
+        self.nats_per_square = 1.0 / (2.0 * sigma**2 * tokens)
+        self.chunks = list(_chunks(pairs, flat))
+
+    def squares(self) -> Tensor:
+        """Q of this rank, a differentiable scalar: its mean over the ranks, and its gradient's, are the adapter's.
+
+        Under ZeRO-3 `factors` is this rank's shards times the ranks; all else is the whole adapter, on every rank.
+        Every rank must call it, `delta` gathers what ZeRO-3 has partitioned; and between a forward and its backward:
+        there the graph knows each parameter by its whole shape, not by the (0,) it has while partitioned.
+        """
+        compute = _delta if self.measure == "delta" else _factors
+        with torch.no_grad():
+            results = [compute(chunk) for chunk in self.chunks]
+            value = torch.stack([value for value, *_ in results]).sum()
+        gradients = [gradient for _, *pair in results for gradient in pair]
+        leaves = [chunk.leaves() for chunk in self.chunks]
+        flat = [chunk.flat is not None for chunk in self.chunks]
+        counts = [(whole, len(side)) for whole, sides in zip(flat, leaves, strict=True) for side in sides]
+        tensors = [tensor for sides in leaves for side in sides for tensor in side]
+        return cast(Tensor, _WithGradient.apply(value, gradients, counts, *tensors))
+
+    def bits(self, squares: float) -> float:
+        """ParamBPT in bits per token for a value of Q."""
+        return squares * self.nats_per_square / math.log(2.0)
+
+    @torch.no_grad()
+    def reachable_squares(self, reach_a: float, reach_b: float) -> tuple[float, float]:
+        """Bounds of Q if no element of A (of B) moves further than reach_a (reach_b), the sum of its learning rates.
+
+        factors: (|w| - reach)_+^2 to (|w| + reach)^2. delta: |s B A| moves elementwise by at most
+        s ((|B| + reach_b)(|A| + reach_a) - |B||A|), whose norm is added to, and taken from, the norm there is.
+        """
+        low = high = 0.0
+        for chunk in self.chunks:
+            a_NRI, b_NOR = chunk.stacked(_whole)
+            if self.measure == "factors":
+                for weights, reach in ((a_NRI, reach_a), (b_NOR, reach_b)):
+                    low += float((weights.abs() - reach).clamp(min=0).square().sum())
+                    high += float((weights.abs() + reach).square().sum())
+                continue
+            a_abs, b_abs = a_NRI.abs(), b_NOR.abs()
+            a_far, b_far = a_abs + reach_a, b_abs + reach_b
+            present_N = _inner(a_NRI, b_NOR, a_NRI, b_NOR).clamp(min=0).sqrt()
+            squared_N = _inner(a_far, b_far, a_far, b_far) + _inner(a_abs, b_abs, a_abs, b_abs)
+            moved_N = (squared_N - 2 * _inner(a_far, b_far, a_abs, b_abs)).clamp(min=0).sqrt()
+            scale_N = chunk.scale_N11.flatten()
+            low += float((scale_N * (present_N - moved_N).clamp(min=0)).square().sum())
+            high += float((scale_N * (present_N + moved_N)).square().sum())
+        return low, high
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Pairs of one shape, computed as one batched product."""
+
+    a: list[nn.Parameter]
+    b: list[nn.Parameter]
+    scale_N11: Tensor
+    flat: FlatAdapter | None = None
+    rows: slice | None = None
+    """Of the two blocks of `flat` that hold A and B."""
+    blocks: tuple[int, int] = (0, 0)
+
+    def leaves(self) -> list[list[Tensor]]:
+        """What the gradient goes to, A's side and B's: the parameters, or the stacks of the forward pass under way."""
+        if self.flat is None:
+            return [list[Tensor](self.a), list[Tensor](self.b)]
+        stacks = self.flat.stacks
+        return [[stacks[number][self.rows or slice(None)]] if number in stacks else [] for number in self.blocks]
+
+    def stacked(self, read: Any) -> tuple[Tensor, Tensor]:
+        """A [N, R, I] and B [N, O, R] in at least fp32; bf16 would lose an update of 1 part in 256 of the sum."""
+        dtype = torch.promote_types(self.a[0].dtype, torch.float32)
+        if self.flat is not None:
+            down, up = (self.flat.block(number)[self.rows or slice(None)] for number in self.blocks)
+            return down.to(dtype), up.to(dtype)
+        tensors: list[Tensor] = read(self.a + self.b)
+        split = len(self.a)
+        # cat and view: stack would make a view of each tensor first, which is dear for hundreds of small ones.
+        a_NRI = torch.cat(tensors[:split]).view(split, *whole_shape(self.a[0]))
+        b_NOR = torch.cat(tensors[split:]).view(split, *whole_shape(self.b[0]))
+        return a_NRI.to(dtype), b_NOR.to(dtype)
+
+
+def _chunks(pairs: list[AdapterPair], flat: FlatAdapter | None) -> Iterator[_Chunk]:
+    groups: dict[tuple[Any, ...], list[AdapterPair]] = {}
+    for pair in pairs:
+        kind = (whole_shape(pair.a), whole_shape(pair.b), pair.a.dtype, pair.b.dtype, pair.a.device)
+        groups.setdefault(kind, []).append(pair)
+    for (a_shape, b_shape, dtype, _, device), group in groups.items():
+        size = max(1, CHUNK_ELEMENTS // (a_shape.numel() + b_shape.numel()))
+        wide = torch.promote_types(dtype, torch.float32)
+        for start in range(0, len(group), size):
+            part = group[start : start + size]
+            scale_N11 = torch.tensor([pair.scale for pair in part], dtype=wide, device=device).view(-1, 1, 1)
+            place = _place(flat, part) if flat is not None else {}
+            yield _Chunk([pair.a for pair in part], [pair.b for pair in part], scale_N11, **place)
+
+
+def _place(flat: FlatAdapter, part: list[AdapterPair]) -> dict[str, Any]:
+    """Where consecutive pairs lie in a flat adapter; nothing if they do not lie together there."""
+    numbers = [flat.rows_of([getattr(pair, side) for pair in part]) for side in ("a", "b")]
+    if None in numbers:
+        return {}
+    (block_a, rows_a), (block_b, rows_b) = cast(list[tuple[int, slice]], numbers)
+    return {"flat": flat, "rows": rows_a, "blocks": (block_a, block_b)} if rows_a == rows_b else {}
+
+
+class _WithGradient(torch.autograd.Function):
+    """A value whose gradients are known already: after it, ZeRO-3 may partition A and B again at any time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, gradients: list[Tensor], counts: list[tuple[bool, int]], *tensors: Tensor
+    ) -> Tensor:
+        """`counts`: for every gradient the tensors it belongs to: one that is all of it, or one for each row."""
+        ctx.save_for_backward(*gradients)
+        ctx.counts = counts
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        return value.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        outputs: list[Tensor | None] = [None, None, None]
+        for stacked, (whole, count) in zip(ctx.saved_tensors, ctx.counts, strict=True):
+            if count:
+                # A loss scale of fp16 is inside grad_output: multiply before narrowing, or small gradients vanish.
+                gradient = (stacked * grad_output).to(ctx.dtypes[len(outputs) - 3])
+                outputs.extend([gradient] if whole else gradient.unbind())
+        return tuple(outputs)
+
+
+def _delta(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
+    a_NRI, b_NOR = chunk.stacked(_whole)
+    gram_a_NRR, gram_b_NRR = a_NRI @ a_NRI.mT, _gram(b_NOR)
+    square_N11 = chunk.scale_N11.square()
+    value = (square_N11 * gram_a_NRR * gram_b_NRR).sum()
+    return value, (2 * square_N11 * gram_b_NRR) @ a_NRI, b_NOR @ (2 * square_N11 * gram_a_NRR)
+
+
+def _gram(b_NOR: Tensor) -> Tensor:
+    """B^T B per layer: one block of a card computes a small product, however long its sums, so these are cut up."""
+    layers, rows, rank = b_NOR.shape
+    pieces = math.gcd(rows, GRAM_PIECES)
+    parts = b_NOR.reshape(layers * pieces, rows // pieces, rank)
+    return (parts.mT @ parts).view(layers, pieces, rank, rank).sum(dim=1)
+
+
+def _factors(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
+    a_NRI, b_NOR = chunk.stacked(_owned)
+    # The engine averages gradients over the ranks; a shard that one rank alone contributes must weigh as all of them.
+    weight = _partitions(chunk.a[0])
+    value = weight * (a_NRI.square().sum() + b_NOR.square().sum())
+    return value, 2 * weight * a_NRI, 2 * weight * b_NOR
+
+
+def _inner(a1: Tensor, b1: Tensor, a2: Tensor, b2: Tensor) -> Tensor:
+    """<B1 A1, B2 A2> per layer, [N], without forming an O x I matrix."""
+    return ((b1.mT @ b2) * (a1 @ a2.mT)).sum(dim=(1, 2))
+
+
+def _partitions(parameter: Partitionable) -> int:
+    """Into how many shards ZeRO-3 has cut a parameter; 1 where it is whole."""
+    return dist.get_world_size(sharing_group(parameter)) if is_partitioned(parameter) else 1
+
+
+def _whole(parameters: list[Partitionable]) -> list[Tensor]:
+    """The parameters with all their elements; what is partitioned comes by one all-gather of the shards.
+
+    deepspeed.zero.GatheredParameters would do it too, but it frees parameters on leaving, which confuses the
+    prefetching of a step under way. Reading the shards leaves the state of every parameter as it is.
+    """
+    partitioned = [parameter for parameter in parameters if not is_whole_here(parameter)]
+    gathered: dict[int, Tensor] = {}
+    if partitioned:
+        shards = torch.cat([own_share(p).to(p.device) for p in partitioned])
+        ranks = _partitions(partitioned[0])
+        buffer = shards.new_empty(ranks * shards.numel())
+        dist.all_gather_into_tensor(buffer, shards, group=sharing_group(partitioned[0]))
+        columns = buffer.view(ranks, -1).split([own_share(p).numel() for p in partitioned], dim=1)
+        for parameter, column in zip(partitioned, columns, strict=True):
+            shape = whole_shape(parameter)
+            # The last shards are padded to equal length; the padding follows the elements.
+            gathered[id(parameter)] = column.reshape(-1)[: shape.numel()].view(shape)
+    return [gathered[id(p)] if id(p) in gathered else p for p in parameters]
+
+
+def _owned(parameters: list[Partitionable]) -> list[Tensor]:
+    """The parameters with the elements this rank owns, and zeros elsewhere; whole where nothing is partitioned."""
+    tensors: list[Tensor] = []
+    for parameter in parameters:
+        if not is_partitioned(parameter):
+            tensors.append(parameter)
+            continue
+        shard, shape = own_share(parameter), whole_shape(parameter)
+        start = dist.get_rank(sharing_group(parameter)) * shard.numel()
+        length = max(0, min(shard.numel(), shape.numel() - start))
+        owned = torch.zeros(shape.numel(), dtype=shard.dtype, device=parameter.device)
+        if length:
+            owned[start : start + length] = shard[:length]
+        tensors.append(owned.view(shape))
+    return tensors
