@@ -32,14 +32,16 @@ def one_rank(folder: Path) -> Iterator[None]:
     backend = "nccl" if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu" else "gloo"
     dist.init_process_group(backend, store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
     comm.init_distributed(backend, verbose=False)
-    yield
-    dist.destroy_process_group()
-    vars(groups).update(known_groups)  # DeepSpeed would hand the groups that are gone to the next engine
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name)
-        else:
-            os.environ[name] = value
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        vars(groups).update(known_groups)  # DeepSpeed would hand the groups that are gone to the next engine
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
 
 
 def tiny_model(dtype: torch.dtype, device: torch.device) -> torch.nn.Module:

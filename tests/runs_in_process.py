@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
 from rich.console import Console
 
+from tests.engine import one_rank
 from tests.tiny import make_model, write_chats
 from trainer.config import load_config
 from trainer.preflight import prepare
@@ -38,7 +40,7 @@ def train(ground: Path, **overrides: Any) -> str:
     settings = [f"{name.replace('__', '.')}={json.dumps(value)}" for name, value in overrides.items()]
     loaded = load_config(ground / "base.yaml", settings)
     shown = ground / "console.txt"
-    with shown.open("w") as file:
+    with shown.open("w") as file, TemporaryDirectory() as store, one_rank(Path(store)):
         run = Run(loaded, prepare(loaded.config), Ranks(0, 1, 0), Console(file=file, width=200), StopRequest())
         try:
             run.train()

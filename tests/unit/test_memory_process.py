@@ -50,7 +50,7 @@ def plan() -> MemoryPlan:
 def test_a_host_with_less_is_refused_and_one_that_is_full_warned_of(
     plan: MemoryPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check, "host_memory_left", lambda: (0, GIB // 8))
+    monkeypatch.setattr(check, "host_memory_left", lambda: (-(2**50), GIB // 8))
     with pytest.raises(UserError, match=r"^memory: 64 ranks of this host take .*ignore_memory_check=true$"):
         with_host_check(plan, 64)
     ignoring = replace(plan, config=with_changes(plan.config, {"training.ignore_memory_check": True}))

@@ -13,6 +13,7 @@ from tests.tiny import write_chats
 from trainer.build import build_model, make_batches
 from trainer.config import LoraSection, ModelSection, RunConfig, UserError, load_config
 from trainer.engine.optimizer import build_optimizer, build_schedule
+from trainer.memory.preflight import plan_memory
 from trainer.model.adapter import GradientCheck, adapted_layers
 from trainer.model.base import empty_model, load_model_config
 from trainer.model.targets import check_targets
@@ -67,8 +68,9 @@ def train(config: RunConfig) -> tuple[Any, list[str], list[float]]:
     """The model that trainer.build makes, its lines, and its losses in a loop without DeepSpeed."""
     prepared, ranks, training = prepare(config), Ranks(0, 1, 0), config.training
     stage = {"zero_optimization": {"stage": 0}}
-    model, lines = build_model(config, prepared.tokenizer, ranks, CPU, "fp32", stage)
-    token_loss, pad = TokenLoss(model), prepared.tokenizer.pad_token_id
+    decided = plan_memory(config, prepared, ranks, CPU, "fp32").decisions
+    model, lines = build_model(config, decided, prepared.tokenizer, ranks, CPU, "fp32", stage)
+    token_loss, pad = TokenLoss(model, fused=decided.fused_head.value), prepared.tokenizer.pad_token_id
     check_causal(token_loss, model, pad, CPU, config.base_model)
     flat = config.dataset.packing and keep_documents_apart(token_loss, model, pad, CPU)
     batches = make_batches(config, prepared, ranks, flat=flat)

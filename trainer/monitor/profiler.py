@@ -56,14 +56,17 @@ class StepProfiler:
         _wait()
         self._profile.stop()
         for owner, name, method in self._replaced:
-            setattr(owner, name, method)
+            if method is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, method)
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(self._file))
         self._profile = None
 
     def _start(self) -> None:
         # A method may be a replacement itself (trainer/engine/deepspeed_workarounds.py): what was there is put back.
-        self._replaced = [(owner, name, getattr(owner, name)) for owner, name, _ in self._named]
+        self._replaced = [(owner, name, vars(owner).get(name)) for owner, name, _ in self._named]
         for owner, name, label in self._named:
             setattr(owner, name, _in_range(getattr(owner, name), label))
         activities = [ProfilerActivity.CPU]
