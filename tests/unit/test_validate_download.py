@@ -77,10 +77,7 @@ def test_it_works_beside_a_run_and_says_what_training_would_need(
         ("training.batch_size=auto", "steps: 2 epochs of 18 sequences; batch_size is chosen at the start"),
         ("training.global_batch_size=12", "steps: 4 (2 an epoch), 12 sequences in each: batch_size 3 x accumulation 4"),
         ("adapter=none", "adapter: none, all weights are trained"),
-        (
-            "lora.r=40",
-            "adapter: r=40 is more than the width of k_proj (64 -> 32), v_proj (64 -> 32), where a higher rank adds nothing",
-        ),
+        ("lora.r=40", "adapter: r=40 is more than the width of k_proj (64 -> 32), v_proj (64 -> 32), where"),
         ("training.learning_rate=0.1", "note: training.learning_rate=0.1: far above what AdamW trains with"),
         ("lora.alpha=1000", "note: lora.alpha=1000: scales the update by 250 at lora.r=4"),
         ("training.global_batch_size=18", "warning: 2 optimizer steps in all, the first of them at"),
