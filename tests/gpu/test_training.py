@@ -108,7 +108,7 @@ def test_16_bits_train_as_32_do(runs: Matrix, name: str) -> None:
 
 
 def test_loftq_learns(runs: Matrix) -> None:
-    """It begins with another adapter, so no other run is its reference: what 4 bits lose moves the first loss by 8e-3."""
+    """It begins with another adapter, so no run is its reference: what 4 bits lose moves the first loss by 8e-3."""
     assert runs["loftq"].losses[0] == pytest.approx(runs["untrained"].losses[0], abs=2 * ROUNDING)
     assert runs["loftq"].losses[-1] < runs["untrained"].losses[-1] - LEARNED
 
