@@ -1,6 +1,6 @@
 # Everything people type here. Each target first makes or refreshes .venv; nothing happens when it is up to date.
 .DEFAULT_GOAL := help
-.PHONY: help setup system demo lint test test-slow test-gpu canary bench clean
+.PHONY: help setup system nvcc demo lint test test-slow test-gpu canary bench clean
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
@@ -24,13 +24,20 @@ setup:  ## make or refresh .venv with the pinned dependencies
 system:  ## Debian's packages that tests need: Chromium, SLURM, MPI, ssh
 	@scripts/system.sh $(SYSTEM)
 
+nvcc: setup  ## CUDA's compiler for the test that compiles ops/csrc, where the machine has none
+	@scripts/nvcc.sh
+
 demo: setup  ## fine-tune SmolLM2-135M with LoRA: about 5 minutes on 2 CPU cores, less on GPUs
 	@overrides=$$(python -m trainer.demo) && eval "zerolora train configs/demo.yaml $$overrides"
 
-lint: setup  ## ruff, mypy (strict), import-linter
+lint: setup  ## ruff, clang-format, typos, mypy (strict), import-linter, deptry
 	ruff check .
+	ruff format --check .
+	clang-format --dry-run --Werror ops/csrc/*/*
+	typos
 	mypy
 	lint-imports --no-logo
+	deptry .
 
 test: lint  ## lint and the fast tests: at most 15 minutes on 2 cores
 	@command -v chromium >/dev/null || scripts/system.sh chromium

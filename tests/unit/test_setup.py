@@ -83,7 +83,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     loop = re.search(r"^for target in (.+); do$", script, re.MULTILINE)
     assert loop and loop[1].split() == ["test", "test-slow"]
-    assert 'make "$target"' in script and "\nmake system\n" in script
+    assert 'make "$target"' in script and "\nmake system nvcc\n" in script
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {"demo", "test", "test-slow", "lint", "bench", "clean"} <= set(targets)
     assert "make test" in (ROOT / "README.md").read_text()
@@ -102,7 +102,7 @@ def test_no_file_names_a_package_registry() -> None:
     """Machines behind a mirror configure pip; a host written down here would go past it."""
     hosts = [f"{host}.org" for host in ("pypi", "pythonhosted", "download.pytorch")]
     files = ["pyproject.toml", "constraints.txt", "Makefile", "Dockerfile", ".pre-commit-config.yaml", ".ci/run"]
-    texts = {path: (ROOT / path).read_text() for path in [*files, "scripts/setup.sh", "scripts/system.sh"]}
+    texts = {path: (ROOT / path).read_text() for path in [*files, "scripts/nvcc.sh", "scripts/setup.sh", "scripts/system.sh"]}
     assert [(path, host) for path, text in texts.items() for host in hosts if host in text] == []
 
 
