@@ -1,6 +1,6 @@
-"""Every CUDA source compiles, for Ampere and for Hopper, where there is nvcc; no GPU and no CUDA build of torch is needed.
+"""Every CUDA source compiles, for Ampere and for Hopper, given nvcc; no GPU, no CUDA build of torch is needed.
 
-What has compiled once, with the same headers, flags and compiler, is not compiled again: ZEROLORA_CI_CACHE remembers it.
+What has once compiled with the same headers, flags and compiler, is not compiled again: its hash is kept.
 """
 
 import hashlib
