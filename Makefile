@@ -1,6 +1,6 @@
 # Everything people type here. Each target first makes or refreshes .venv; nothing happens when it is up to date.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo lint test test-slow test-gpu canary bench clean
+.PHONY: help setup system nvcc demo lint test test-slow test-gpu canary bench clean
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
@@ -12,6 +12,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 LAUNCHING := $(wildcard tests/distributed tests/integration tests/cluster)
 # What tests/cluster makes hosts and clusters of; it skips with a reason what is missing.
 CLUSTER := slurm-wlm munge openmpi-bin openssh-server openssh-client pdsh iproute2
+SYSTEM := chromium $(CLUSTER)
 OTHERS := $(wildcard tests/unit tests/numerics tests/gpu)
 
 help:  ## this list
@@ -20,13 +21,23 @@ help:  ## this list
 setup:  ## make or refresh .venv with the pinned dependencies
 	@scripts/setup.sh
 
+system:  ## Debian's packages that tests need: Chromium, SLURM, MPI, ssh
+	@scripts/system.sh $(SYSTEM)
+
+nvcc: setup  ## CUDA's compiler for the test that compiles ops/csrc, where the machine has none
+	@scripts/nvcc.sh
+
 demo: setup  ## fine-tune SmolLM2-135M with LoRA: about 5 minutes on 2 CPU cores, less on GPUs
 	@overrides=$$(python -m trainer.demo) && eval "zerolora train configs/demo.yaml $$overrides"
 
-lint: setup  ## ruff, mypy (strict), import-linter
+lint: setup  ## ruff, clang-format, typos, mypy (strict), import-linter, deptry
 	ruff check .
+	ruff format --check .
+	clang-format --dry-run --Werror ops/csrc/*/*
+	typos
 	mypy
 	lint-imports --no-logo
+	deptry .
 
 test: lint  ## lint and the fast tests: at most 15 minutes on 2 cores
 	@command -v chromium >/dev/null || scripts/system.sh chromium

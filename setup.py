@@ -4,6 +4,7 @@ Everything else about the package is in pyproject.toml.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,10 @@ from setuptools.command.build_py import build_py
 
 
 class BuildWithOperators(build_py):
-    """build_py, preceded by the operators' build where that is asked for; a failed build fails the installation."""
+    """build_py, preceded by the operators' build where that is asked for; a failed build fails the installation.
+
+    A wheel carries what a checkout has beside the packages and commands read: trainer/contract/home.py finds it.
+    """
 
     def run(self) -> None:
         if os.environ.get("ZEROLORA_BUILD_OPS") == "1":
@@ -21,6 +25,12 @@ class BuildWithOperators(build_py):
             if code:
                 sys.exit(code)  # an exception would be swallowed by setuptools in an editable installation
         super().run()
+        if not self.editable_mode:
+            home = Path(self.build_lib, "trainer", "contract", "home")
+            shutil.rmtree(home, ignore_errors=True)
+            for folder in ("configs", "slurm"):
+                shutil.copytree(folder, home / folder)
+            shutil.copy("pyproject.toml", home)
 
 
 setup(cmdclass={"build_py": BuildWithOperators})

@@ -14,8 +14,9 @@ from pydantic import BaseModel
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import nearest
 from trainer.config.yaml_core import plain
+from trainer.contract.home import HOME
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = HOME / "configs"
 # What people type -> the file in configs/.
 PRESETS = {
     "llama2-7b": "llama2-7b",

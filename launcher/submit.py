@@ -14,9 +14,9 @@ import typer
 from launcher.status import COMMENT
 from launcher.supervision.terminal import say
 from trainer.config import UserError, load_config
+from trainer.contract.home import HOME
 
-CHECKOUT = Path(__file__).parent.parent
-TEMPLATE = CHECKOUT / "slurm" / "train.sbatch"
+TEMPLATE = HOME / "slurm" / "train.sbatch"
 SWEEP_FILE = "sweep.txt"
 
 
@@ -147,7 +147,7 @@ def render(job: Job, arguments: Sequence[str], logs: Path) -> str:
     head = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options)]
     template = TEMPLATE.read_text(encoding="utf-8").splitlines()
     body = template[template.index("set -uo pipefail") :]
-    given = [f"ZEROLORA_HOME={shlex.quote(str(CHECKOUT))}", f"set -- {shlex.join(arguments)}"]
+    given = [f"ZEROLORA_HOME={shlex.quote(str(HOME))}", f"set -- {shlex.join(arguments)}"]
     return "\n".join([*head, body[0], *given, *body[1:]]) + "\n"
 
 

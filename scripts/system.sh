@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Usage: scripts/system.sh PACKAGE...
 # Installs Debian packages if this user may (root, or sudo that asks no password). What may not or cannot be installed is
-# named and skipped: nothing here is fatal, and ZEROLORA_APT=0 forbids it altogether.
+# named and skipped: nothing here is fatal, and ZEROLORA_APT=0 forbids it altogether. In CI (CI=true) what is missing is fatal.
 set -uo pipefail
 
 missing=()
@@ -10,7 +10,11 @@ for package in "$@"; do
 done
 [ ${#missing[@]} -eq 0 ] && exit 0
 
-skip() { echo "system packages: ${missing[*]} missing, skipped: $1" >&2; exit 0; }
+skip() {
+    echo "system packages: ${missing[*]} missing, skipped: $1" >&2
+    [ "${CI:-}" != true ] || exit 1
+    exit 0
+}
 
 command -v apt-get >/dev/null || skip "no apt-get on this machine"
 [ "${ZEROLORA_APT:-1}" = 0 ] && skip "ZEROLORA_APT=0"

@@ -1,11 +1,17 @@
-"""What holds for every test: no network, one thread, the CPU where there is no GPU; markers that skip with a reason."""
+"""What holds for every test: no network, one thread, no clock, the CPU where there is no GPU; skips with a reason.
+
+In CI (CI=true) a test that is skipped for a reason outside SKIPS_IN_CI fails: what is missing there is to be installed.
+"""
 
 import os
+import re
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TypeVar
 
+import hypothesis
 import pytest
 
 # Set before torch, transformers or deepspeed is imported: they read these once. Child processes inherit them.
@@ -14,6 +20,47 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 if not (Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi")):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
+# No package can mend these: what the machine has or has not, what its user may do, cases that the product refuses.
+SKIPS_IN_CI = (
+    "needs an NVIDIA GPU",
+    "liger-kernel needs a GPU's triton",
+    r"with an? (NVIDIA driver|GPU)",
+    "there is a GPU here",
+    "tests/gpu/.* looks at the real card",
+    "checks what a torch without CUDA says",
+    "needs the right to make memory cgroups",
+    ".*, which is refused",
+)
+# Examples have no deadline, for a busy machine is no fault; CI tries the same ones every time.
+hypothesis.settings.register_profile("zerolora", deadline=None, derandomize=IN_CI)
+hypothesis.settings.load_profile("zerolora")
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+
+def _refuse_skip(report: Report) -> Report:
+    """The report, failed where its skip has no place in CI."""
+    if IN_CI and report.skipped and not hasattr(report, "wasxfail") and isinstance(report.longrepr, tuple):
+        path, line, reason = report.longrepr
+        reason = reason.removeprefix("Skipped: ")
+        on_a_gpu = report.nodeid.startswith("tests/gpu/")  # what these need, cards and how many, CI has not
+        if not on_a_gpu and not any(re.match(allowed, reason) for allowed in SKIPS_IN_CI):
+            report.outcome = "failed"
+            report.longrepr = f"{path}:{line}: skipped, which CI does not allow for this reason: {reason}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail a test that is skipped in CI for no good reason."""
+    return _refuse_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """The same for a file that is skipped as a whole."""
+    return _refuse_skip((yield))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

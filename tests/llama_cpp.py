@@ -29,7 +29,7 @@ class LlamaCpp:
         request = urllib.request.Request(
             self.server.listening_address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=300) as answer:
             return json.load(answer)
 
     def tokens(self, text: str, *, begin: bool = True) -> list[int]:

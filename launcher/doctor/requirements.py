@@ -7,7 +7,9 @@ import tomllib
 from importlib import metadata
 from pathlib import Path
 
-PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+from trainer.contract.home import HOME
+
+PROJECT = HOME / "pyproject.toml"
 GIB = 2**30
 FREE_GIB = 10.0
 SMI_TIMEOUT_S = 60.0

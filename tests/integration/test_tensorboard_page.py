@@ -36,7 +36,7 @@ def address(tmp_path: Path) -> Iterator[str]:
         yield wait_for_address(server, log)
     finally:
         server.terminate()
-        server.wait(timeout=30)
+        server.wait(timeout=300)
 
 
 def wait_for_address(server: "subprocess.Popen[bytes]", log: Path) -> str:

@@ -155,7 +155,7 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_end(workplace: Path) -> N
         _wait_for_step(cut / "metrics.jsonl", process)
         _a_second_run_is_refused(command, workplace, cut)
         os.kill(process.pid, signal.SIGTERM)
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=300)
     assert process.returncode == 143, out
     assert "stopped at step" in out and "saved" in out
     stopped_at = int(whole_checkpoints(cut)[-1].name.split("-")[1])

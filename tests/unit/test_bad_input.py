@@ -303,7 +303,7 @@ def test_train_ends_with_what_the_checks_say(ground: Path, monkeypatch: pytest.M
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     before = everything_in(ground)
     command = [sys.executable, "-m", "launcher.cli", "train", "config.yaml", "dataset.path=broken.jsonl"]
-    result = subprocess.run(command, cwd=ground, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=ground, capture_output=True, text=True, timeout=300)
     assert result.returncode == 2
     assert result.stderr.startswith("error: dataset.path=broken.jsonl") and result.stderr.count("\n") == 1
     assert result.stdout.splitlines()[1] == "checking the model model" and everything_in(ground) == before

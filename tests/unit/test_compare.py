@@ -138,7 +138,9 @@ import os, sys, time
 from pathlib import Path
 folder = Path(next(a for a in sys.argv if a.startswith("output_dir=")).partition("=")[2])
 started = time.time()
-time.sleep(0.5)
+(folder / "begun").touch()
+while len(list(folder.parent.glob("*/begun"))) < 2 and time.time() < started + 300:
+    time.sleep(0.01)  # the first waits for the second, which comes meanwhile or not at all
 print("gpu", os.environ["CUDA_VISIBLE_DEVICES"])
 (folder / "times").write_text(f"{started} {time.time()}")
 sys.exit(7 if "none" in folder.name else 0)

@@ -34,7 +34,7 @@ def script(run_dir: Path, body: str, *, rank: int = 0, path: str | None = None, 
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
 def log_of(run_dir: Path, rank: int = 0) -> str:
@@ -94,7 +94,7 @@ def test_a_pipe_counts_as_a_terminal_of_the_width_given(tmp_path: Path) -> None:
     reader.start()
     body = "console.print('[red]x[/red] ' + str(console.width) + str(console.is_terminal))\nconsole.rule()"
     finished = run(script(tmp_path, body, path=str(fifo), options=", width=57, terminal=True"))
-    reader.join(timeout=30)
+    reader.join(timeout=300)
     assert finished.stdout == ""
     assert "\x1b[31mx\x1b[0m 57True" in received[0]
     assert "─" * 57 in received[0] and "─" * 58 not in received[0]
@@ -120,7 +120,7 @@ def test_a_reader_that_leaves_does_not_end_the_run(tmp_path: Path) -> None:
             received += os.read(reader, 100)
         time.sleep(0.01)
     os.close(reader)
-    process.communicate(b"\n", timeout=30)
+    process.communicate(b"\n", timeout=300)
     assert process.returncode == 0
     assert log_of(tmp_path).endswith("two\nthree\n")
 
@@ -139,7 +139,7 @@ def test_a_real_terminal_keeps_its_width_and_colours(tmp_path: Path) -> None:
     body = "console.print('[red]x[/red]', console.width, console.is_terminal)"
     environment = os.environ | {"TERM": "xterm-256color"}
     subprocess.run(
-        script(tmp_path, CHATTER + body), cwd=ROOT, stdout=secondary, timeout=60, check=True, env=environment
+        script(tmp_path, CHATTER + body), cwd=ROOT, stdout=secondary, timeout=300, check=True, env=environment
     )
     os.close(secondary)
     assert os.read(primary, 4096).decode() == "\x1b[31mx\x1b[0m 91 True\r\n"

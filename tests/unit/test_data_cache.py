@@ -98,7 +98,7 @@ def test_several_processes_find_the_damage_and_one_mends_it(tokenizer: PreTraine
     processes = [context.Process(target=_prepare_at_once, args=arguments) for _ in range(3)]
     for process in processes:
         process.start()
-    found = [results.get(timeout=120) for _ in processes]
+    found = [results.get(timeout=300) for _ in processes]
     for process in processes:
         process.join()
     assert sorted(built for built, _ in found) == [0, 0, 1]
@@ -132,7 +132,7 @@ def test_no_room_for_it_is_one_line_that_names_the_disk(tokenizer: PreTrainedTok
     results = context.Queue()
     process = context.Process(target=_prepare_with_little_room, args=(tokenizer.name_or_path, results))
     process.start()
-    kind, said = results.get(timeout=120)
+    kind, said = results.get(timeout=300)
     process.join()
     assert (kind, "\n" in said) == (UserError.__name__, False), said
     assert said.startswith("dataset.cache_dir=cache: tokenised data cannot be written there (File too large: ")

@@ -224,7 +224,7 @@ def test_of_several_processes_one_builds(tokenizer: PreTrainedTokenizerBase, tmp
     processes = [context.Process(target=_count_builds, args=arguments) for _ in range(3)]
     for process in processes:
         process.start()
-    found = [results.get(timeout=60) for _ in processes]
+    found = [results.get(timeout=300) for _ in processes]
     for process in processes:
         process.join()
     assert sorted(built for built, _ in found) == [0, 0, 1]

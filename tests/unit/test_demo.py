@@ -46,7 +46,7 @@ def test_the_same_python_gives_the_same_bytes(splits: tuple[Path, Path], tmp_pat
     code = "import sys; from pathlib import Path; from trainer.demo import demo_data; demo_data(Path(sys.argv[1]))"
     root = Path(__file__).parent.parent.parent
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
-    subprocess.run([sys.executable, "-c", code, tmp_path], cwd=root, env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code, tmp_path], cwd=root, env=environment, check=True, timeout=300)
     for path in splits:
         assert (tmp_path / path.parent.name / path.name).read_bytes() == path.read_bytes()
 

@@ -32,7 +32,7 @@ except SystemExit as error:
 
 
 def test_threads_are_joined_and_exit_functions_run() -> None:
-    ran = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 7, ran.stderr
     for expected in ("submitted", "joined", "finished", "at exit", "last words"):
         assert expected in ran.stdout
@@ -40,5 +40,5 @@ def test_threads_are_joined_and_exit_functions_run() -> None:
 
 def test_mpi_is_left_to_python() -> None:
     """mpi4py finalises MPI when the interpreter ends; mpirun takes a rank that does not for a failure."""
-    ran = subprocess.run([sys.executable, "-c", UNDER_MPI], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", UNDER_MPI], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ran.stdout.splitlines()[-1] == "left 3", ran.stderr

@@ -18,7 +18,7 @@ def zerolora(*arguments: str, cwd: Path, variables: dict[str, str] | None = None
     environment = {"PYTHONPATH": str(CHECKOUT), "PATH": "/usr/bin:/bin", "DS_ACCELERATOR": "cpu"} | (variables or {})
     return subprocess.run(
         [sys.executable, "-m", "launcher.cli", *arguments],
-        cwd=cwd, env=environment, capture_output=True, text=True, timeout=120,
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def test_a_subcommand_of_its_own_module_gets_its_arguments_and_returns_its_code(
     (folder / "probe.py").write_text("import sys\nprint(sys.argv[1:])\nsys.exit(7)\n")
     result = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=folder, env={"PYTHONPATH": f"{CHECKOUT}:{folder}"}, capture_output=True, text=True, timeout=60,
+        cwd=folder, env={"PYTHONPATH": f"{CHECKOUT}:{folder}"}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert result.stdout == "['RUN', '--help', '-x', '--', '--flag=1']\n"
     assert result.returncode == 7

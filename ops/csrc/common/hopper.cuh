@@ -72,9 +72,7 @@ __device__ __forceinline__ void store_remote(uint32_t target, float4 v, uint32_t
 // 16 bytes of this CTA's shared memory, or (remote) of another's.
 __device__ __forceinline__ float4 load_shared(uint32_t address) {
   float4 v;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address));
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
   return v;
 }
 __device__ __forceinline__ void store_shared(uint32_t address, float4 v) {
@@ -149,10 +147,9 @@ __device__ __forceinline__ void copy_box_once(uint32_t target, const CUtensorMap
 
 // A run of bytes, a multiple of 16, both ends aligned to 16.
 __device__ __forceinline__ void copy_bytes(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
-      "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier)
-      : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+               "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier)
+               : "memory");
 }
 
 // Shared-memory matrix descriptor (PTX ISA, "Matrix-descriptor"): address, stride between groups of 8, swizzle width.
@@ -224,20 +221,22 @@ __device__ __forceinline__ void wgmma(float (&c)[32], uint64_t a, uint64_t b) {
 }
 
 #define ZL_C64(i) ZL_C16(i), ZL_C16(i + 16), ZL_C16(i + 32), ZL_C16(i + 48)
-#define ZL_R128                                                                                                     \
-  ZL_R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57" \
-         ",%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83" \
-         ",%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107" \
-         ",%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define ZL_R128                                                                                              \
+  ZL_R32                                                                                                     \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57" \
+  ",%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83" \
+  ",%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107" \
+  ",%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 // 256 columns; whether it adds to what c holds is seen at run time.
 template <typename T, int kTransA, int kTransB>
 __device__ __forceinline__ void wgmma(float (&c)[128], uint64_t a, uint64_t b, bool add) {
-#define ZL_WGMMA(type)                                                                                     \
-  asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %130, 0;\n"                                          \
-               "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" ZL_R128                   \
-               "}, %128, %129, add, 1, 1, %131, %132;\n}"                                                  \
-               : ZL_C64(0), ZL_C64(64)                                                                     \
-               : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransA), "n"(kTransB))
+#define ZL_WGMMA(type)                                                          \
+  asm volatile(                                                                 \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %130, 0;\n"                         \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" ZL_R128 \
+      "}, %128, %129, add, 1, 1, %131, %132;\n}"                                \
+      : ZL_C64(0), ZL_C64(64)                                                   \
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(kTransA), "n"(kTransB))
   if constexpr (std::is_same<T, __half>::value) ZL_WGMMA("f16");
   else ZL_WGMMA("bf16");
 #undef ZL_WGMMA

@@ -21,13 +21,13 @@ inline bool aligned(const void* pointer, int64_t ld) {
 }
 
 constexpr int kMaxSiblings = 16;
-constexpr int kRankChunk = 64;                     // ranks one launch of the tensor-core path handles
-constexpr int kMmaRows = 64, kMmaCols = 128;       // tile of Z on mma.sync
-constexpr int kWgmmaCols = 128;                    // and on wgmma
+constexpr int kRankChunk = 64;                // ranks one launch of the tensor-core path handles
+constexpr int kMmaRows = 64, kMmaCols = 128;  // tile of Z on mma.sync
+constexpr int kWgmmaCols = 128;               // and on wgmma
 // Rows there. Where both results are wanted, U leaves the accumulators with every row of tiles. Above rank 16 that
 // takes so long that the two warpgroups take U of smaller tiles in turn: one sends while the other multiplies.
 constexpr int wgmma_rows(bool both, int rank_pad) { return both && rank_pad > 16 ? 64 : 128; }
-constexpr int kMaxCluster = 8;                     // CTAs that add their sums in shared memory
+constexpr int kMaxCluster = 8;  // CTAs that add their sums in shared memory
 // wgmma's partial sums of U, and of G in a pass for both, lie as [unit of 8 rows][pair of 8 ranks][lane], 16 bytes
 // each: in the order of the accumulators, whose warps so store 512 bytes in a row. Row by row, with 64 ranks, a warp's
 // store has runs of 64 bytes, and all take twice as long.

@@ -60,8 +60,7 @@ Pair rms_norm_forward(const Tensor& x, const Tensor& weight, double eps, double 
   return {std::move(y), std::move(rstd)};
 }
 
-Tensor rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& weight, const Tensor& rstd,
-                         double offset) {
+Tensor rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& weight, const Tensor& rstd, double offset) {
   const c10::cuda::CUDAGuard guard(x.device());
   TORCH_CHECK_VALUE(grad.sizes() == x.sizes(), "grad ", text(grad), " for x ", text(x));
   check_like("grad", grad, "x", x);
@@ -118,8 +117,8 @@ Tensor heads_like(const Tensor& x) {
 }
 
 Heads heads_of(const Tensor& x, const Tensor& out) {
-  return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2), static_cast<int>(x.size(1)),
-          out.mutable_data_ptr()};
+  return {x.const_data_ptr(),          x.stride(0),           x.stride(1), x.stride(2),
+          static_cast<int>(x.size(1)), out.mutable_data_ptr()};
 }
 
 Pair rotate(const Tensor& q_given, const Tensor& k_given, const Tensor& cos_given, const Tensor& sin_given,
@@ -131,8 +130,8 @@ Pair rotate(const Tensor& q_given, const Tensor& k_given, const Tensor& cos_give
   const int64_t B = q_given.size(0), T = q_given.size(2), D = q_given.size(3);
   TORCH_CHECK_VALUE(cos_given.dim() == 3 && cos_given.sizes() == sin_given.sizes() && cos_given.size(1) == T &&
                         (cos_given.size(0) == B || cos_given.size(0) == 1),
-                    "cos ", text(cos_given), " and sin ", text(sin_given), ": expected [", text(B), " or 1, ",
-                    text(T), ", R]");
+                    "cos ", text(cos_given), " and sin ", text(sin_given), ": expected [", text(B), " or 1, ", text(T),
+                    ", R]");
   const int64_t R = cos_given.size(2);
   TORCH_CHECK_VALUE(R % 2 == 0 && D % 2 == 0 && R <= D, "rotary width ", text(R), " of ", text(D),
                     ": both even, the first not above");

@@ -84,8 +84,8 @@ template <typename T, int W> void start_silu(const SiluMul& job, bool backward, 
 
 cudaError_t launch_silu(SiluMul job, bool backward, cudaStream_t stream) {
   if (job.T == 0 || job.D == 0) return cudaSuccess;
-  const bool dense = job.gate.ld == job.D && job.up.ld == job.D &&
-                     (!backward || (job.grad.ld == job.D && job.ld_grads == job.D));
+  const bool dense =
+      job.gate.ld == job.D && job.up.ld == job.D && (!backward || (job.grad.ld == job.D && job.ld_grads == job.D));
   if (dense) {  // one long row: no chunk is cut short at the end of a token
     job.D *= job.T, job.T = 1;
     job.gate.ld = job.up.ld = job.grad.ld = job.ld_grads = job.D;

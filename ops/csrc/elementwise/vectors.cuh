@@ -7,9 +7,15 @@ namespace zerolora {
 
 // W neighbours, loaded and stored in one instruction.
 template <int kBytes> struct WordOf;
-template <> struct WordOf<2> { using type = unsigned short; };
-template <> struct WordOf<4> { using type = unsigned int; };
-template <> struct WordOf<16> { using type = uint4; };
+template <> struct WordOf<2> {
+  using type = unsigned short;
+};
+template <> struct WordOf<4> {
+  using type = unsigned int;
+};
+template <> struct WordOf<16> {
+  using type = uint4;
+};
 template <typename T, int W> struct alignas(sizeof(T) * W) Pack {
   using Word = typename WordOf<sizeof(T) * W>::type;
   T values[W];

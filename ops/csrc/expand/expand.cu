@@ -161,8 +161,7 @@ __global__ void __launch_bounds__(kThreads, (kSteps > 1 ? 3 : 4) - kBlocksFewer)
         else if (!kAdd || e.dropout.seed != nullptr)
           keep = mask.draw(counter + 8 * half * mask.groups + group * (kGroup / 8));
         if (group * kGroup < cols && row + 8 * half < e.T)
-          finish<T, kAdd>(y + 8 * half * e.ldy + group * kGroup, e, keep, c, half,
-                          col0 + group * kGroup + piece * 8);
+          finish<T, kAdd>(y + 8 * half * e.ldy + group * kGroup, e, keep, c, half, col0 + group * kGroup + piece * 8);
       }
     }
   }

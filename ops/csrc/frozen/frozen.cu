@@ -184,8 +184,7 @@ cudaError_t describe(Args& args, const Frozen& job) {
     const FrozenPart& part = job.part[i];
     args.depth_tiles[i] = static_cast<int>((part.K + kDepth - 1) / kDepth);
     args.all_depth_tiles += args.depth_tiles[i];
-    if (status == cudaSuccess)
-      status = make_map(&args.x[i], job.dtype, part.x, part.ldx, job.T, part.K, kRows, kDepth);
+    if (status == cudaSuccess) status = make_map(&args.x[i], job.dtype, part.x, part.ldx, job.T, part.K, kRows, kDepth);
     if (status == cudaSuccess) status = map_w(&args.w[i], part.w, part.ldw, part.K);
   }
   return status;

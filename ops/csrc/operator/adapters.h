@@ -32,8 +32,8 @@ inline void check_downs(const Tensor& x, at::TensorList downs, at::ArrayRef<doub
                       ": the operator takes ranks from 1 to ", text(kMaxRank));
     TORCH_CHECK_VALUE(down.device() == x.device(), "x on ", x.device().str(), ", lora_down on ", down.device().str(),
                       ": move them together");
-    TORCH_CHECK_VALUE(down.scalar_type() == x.scalar_type() || down.scalar_type() == at::kFloat, "x is ",
-                      type_name(x), ", lora_down ", type_name(down), ": adapters need the type of x or float32");
+    TORCH_CHECK_VALUE(down.scalar_type() == x.scalar_type() || down.scalar_type() == at::kFloat, "x is ", type_name(x),
+                      ", lora_down ", type_name(down), ": adapters need the type of x or float32");
   }
 }
 
@@ -105,8 +105,16 @@ inline bool downs_adjacent(at::TensorList downs, const Layout& layout, DType typ
 }
 
 inline PackJob pack_job(const Tensor& source, DType type, void* target, int64_t rows, int64_t cols) {
-  return {source.const_data_ptr(), type_of(source), type,   source.stride(0), source.stride(1),
-          source.size(0),          source.size(1),  target, rows,             cols};
+  return {source.const_data_ptr(),
+          type_of(source),
+          type,
+          source.stride(0),
+          source.stride(1),
+          source.size(0),
+          source.size(1),
+          target,
+          rows,
+          cols};
 }
 
 // The adapters in x's type and padded; whatever has that form already is used where it lies, the rest is copied in one
@@ -139,8 +147,7 @@ inline Adapters pack_adapters(at::TensorList downs, at::TensorList ups, const La
   if (copy_downs) {
     char* const all = take(layout.total * width);
     for (size_t i = 0; i < downs.size(); ++i)
-      jobs[count++] =
-          pack_job(downs[i], type, all + layout.begin[i] * width * bytes_of(type), layout.padded[i], width);
+      jobs[count++] = pack_job(downs[i], type, all + layout.begin[i] * width * bytes_of(type), layout.padded[i], width);
     packed.downs.data = all;
   }
   for (size_t i = 0; i < ups.size(); ++i) {

@@ -27,7 +27,7 @@ using MaybeTensor = std::optional<Tensor>;
 using Scales = at::ArrayRef<double>;
 using torch::autograd::AutogradContext;
 
-using Outputs = std::tuple<Tensors, Tensor>;            // ys, h
+using Outputs = std::tuple<Tensors, Tensor>;             // ys, h
 using Gradients = std::tuple<Tensor, Tensors, Tensors>;  // of x, of A, of B
 using Project = Tensor(const Tensor&, at::TensorList, Scales, double, const MaybeTensor&);
 using LoraForward = Outputs(const Tensor&, at::TensorList, at::TensorList, at::TensorList, at::TensorList, Scales,
@@ -58,14 +58,14 @@ Tensor call_project(const Tensor& x, at::TensorList downs, Scales scales, double
   return project.call(x, downs, scales, p, seed);
 }
 
-Outputs call_forward(const Tensor& x, const Base& base, at::TensorList biases, at::TensorList downs,
-                     at::TensorList ups, Scales scales, double p, const MaybeTensor& seed, const MaybeTensor& h) {
+Outputs call_forward(const Tensor& x, const Base& base, at::TensorList biases, at::TensorList downs, at::TensorList ups,
+                     Scales scales, double p, const MaybeTensor& seed, const MaybeTensor& h) {
   static const auto lora = find<LoraForward>("zerolora::lora_forward");
   static const auto nf4 = find<Nf4Forward>("zerolora::nf4_forward");
   const at::AutoDispatchBelowADInplaceOrView guard;
   if (base.states.empty()) return lora.call(x, base.weights, biases, downs, ups, scales, p, seed, h);
-  return nf4.call(x, base.weights, base.states, base.rows, base.block, base.nested_block, biases, downs, ups, scales,
-                  p, seed, h);
+  return nf4.call(x, base.weights, base.states, base.rows, base.block, base.nested_block, biases, downs, ups, scales, p,
+                  seed, h);
 }
 
 Gradients call_backward(at::TensorList grads, const Tensor& x, const Base& base, at::TensorList downs,
@@ -102,9 +102,9 @@ struct Group : torch::autograd::Function<Group> {
       for (const Tensor& tensor : list) kept->variables.emplace_back(tensor, false);
     ctx->saved_data["kept"] = c10::IValue::make_capsule(kept);
     Tensors outputs = std::get<0>(call_forward(x, base, biases, downs, ups, scales, p, seed, h));
-    ctx->saved_data["counts"] = std::vector<int64_t>{static_cast<int64_t>(weights.size()),
-                                                     static_cast<int64_t>(states.size()),
-                                                     static_cast<int64_t>(biases.size()), block, nested_block};
+    ctx->saved_data["counts"] =
+        std::vector<int64_t>{static_cast<int64_t>(weights.size()), static_cast<int64_t>(states.size()),
+                             static_cast<int64_t>(biases.size()), block, nested_block};
     ctx->saved_data["rows"] = rows.vec();
     ctx->saved_data["scales"] = scales.vec();
     ctx->saved_data["p"] = p;
@@ -127,8 +127,9 @@ struct Group : torch::autograd::Function<Group> {
       for (size_t i = first; i < first + n; ++i) any = any || ctx->needs_input_grad(i);
       return any;
     };
-    TORCH_CHECK_VALUE(!any_needed(1), "weight.requires_grad=True: the fused operator has no gradient of the base"
-                                      " weight; freeze it");
+    TORCH_CHECK_VALUE(!any_needed(1),
+                      "weight.requires_grad=True: the fused operator has no gradient of the base"
+                      " weight; freeze it");
     grads.pop_back();  // h's
     for (size_t i = 0; i < n; ++i) {
       if (grads[i].defined()) continue;  // a sibling whose output was not used
@@ -170,8 +171,8 @@ struct Group : torch::autograd::Function<Group> {
 };
 
 // Whether a derivative will be asked for; without one nothing is kept.
-bool differentiated(const Tensor& x, const Base& base, at::TensorList biases, at::TensorList downs,
-                    at::TensorList ups, const MaybeTensor& h) {
+bool differentiated(const Tensor& x, const Base& base, at::TensorList biases, at::TensorList downs, at::TensorList ups,
+                    const MaybeTensor& h) {
   const bool wanted = torch::autograd::compute_requires_grad(x, base.weights, biases, downs, ups);
   TORCH_CHECK_VALUE(!wanted || !h.has_value(), "h was given: the derivative is known for the whole forward alone");
   return wanted;
@@ -188,8 +189,8 @@ Outputs lora_forward(const Tensor& x, at::TensorList weights, at::TensorList bia
   const Base base{weights, {}, {}};
   if (!differentiated(x, base, biases, downs, ups, h))
     return call_forward(x, base, biases, downs, ups, scales, p, seed, h);
-  return split(Group::apply(x, weights, at::TensorList(), biases, downs, ups, at::IntArrayRef(), int64_t{0},
-                            int64_t{0}, scales, p, seed));
+  return split(Group::apply(x, weights, at::TensorList(), biases, downs, ups, at::IntArrayRef(), int64_t{0}, int64_t{0},
+                            scales, p, seed));
 }
 
 Outputs nf4_forward(const Tensor& x, at::TensorList packed, at::TensorList states, at::IntArrayRef rows, int64_t block,
@@ -198,8 +199,7 @@ Outputs nf4_forward(const Tensor& x, at::TensorList packed, at::TensorList state
   const Base base{packed, states, rows, block, nested_block};
   if (!differentiated(x, base, biases, downs, ups, h))
     return call_forward(x, base, biases, downs, ups, scales, p, seed, h);
-  return split(
-      Group::apply(x, packed, states, biases, downs, ups, rows, block, nested_block, scales, p, seed));
+  return split(Group::apply(x, packed, states, biases, downs, ups, rows, block, nested_block, scales, p, seed));
 }
 
 }  // namespace

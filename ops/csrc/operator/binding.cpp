@@ -81,8 +81,8 @@ std::tuple<Tensor, Tensors, Tensors> backward(at::TensorList grads, const Tensor
     backward_inner(rows, dh, layout, grad_downs, dropout, false, x, stream);
     dropout.stored = bits.defined();
   }
-  Tensor grad_x = need_x ? gradient_of_x(x, siblings, weights, dh, adapters.downs, dropout, stream)
-                         : at::empty({0}, x.options());
+  Tensor grad_x =
+      need_x ? gradient_of_x(x, siblings, weights, dh, adapters.downs, dropout, stream) : at::empty({0}, x.options());
   return {std::move(grad_x), std::move(grad_downs), std::move(grad_ups)};
 }
 
@@ -93,8 +93,8 @@ Matrix stored_weight(const Tensor& weight, const Tensor& x) {
   TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(1) == x.size(-1), "weight ", text(weight), " for x ", text(x),
                     ": expected [O, ", text(x.size(-1)), "]");
   TORCH_CHECK_VALUE(weight.scalar_type() == x.scalar_type() && weight.device() == x.device(), "weight is ",
-                    type_name(weight), " on ", weight.device().str(), ", x is ", type_name(x), " on ",
-                    x.device().str(), ": convert one of them");
+                    type_name(weight), " on ", weight.device().str(), ", x is ", type_name(x), " on ", x.device().str(),
+                    ": convert one of them");
   return rows_of(weight);
 }
 
@@ -106,8 +106,7 @@ std::vector<int64_t> rows_of_each(at::TensorList weights) {
 
 std::tuple<Tensors, Tensor> lora_forward(const Tensor& x, at::TensorList weights, at::TensorList biases,
                                          at::TensorList downs, at::TensorList ups, at::ArrayRef<double> scales,
-                                         double p, const std::optional<Tensor>& seed,
-                                         const std::optional<Tensor>& h) {
+                                         double p, const std::optional<Tensor>& seed, const std::optional<Tensor>& h) {
   const auto weight = [&](size_t i) { return stored_weight(weights[i], x); };
   return forward(x, rows_of_each(weights), {weight, kMaxParts}, biases, downs, ups, scales, p, seed, h);
 }

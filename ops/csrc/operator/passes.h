@@ -99,9 +99,9 @@ inline void run_passes(const std::vector<Job>& jobs, const Tensor& like, cudaStr
     }
   const RankWork& first = works[0];
   const cudaError_t status = launch_rank_works(works.data(), static_cast<int>(works.size()), device, stream);
-  TORCH_CHECK(status == cudaSuccess, "zerolora: launching the rank pass of T=", text(first.pass.T), ", D=",
-              text(first.pass.D), ", R=", text(first.pass.R), " on path ", text(static_cast<int>(first.plan.path)),
-              ": ", cudaGetErrorString(status));
+  TORCH_CHECK(status == cudaSuccess, "zerolora: launching the rank pass of T=", text(first.pass.T),
+              ", D=", text(first.pass.D), ", R=", text(first.pass.R), " on path ",
+              text(static_cast<int>(first.plan.path)), ": ", cudaGetErrorString(status));
   check(launch_reduce(reductions.data(), static_cast<int>(reductions.size()), device, stream),
         "launching the reduction");
 }
@@ -134,9 +134,7 @@ inline void expand(const Matrix& h, const Matrix& q, bool by_rank, const Tensor&
   product(target, 1.f, h, false, q, !by_rank, 0.f, stream);
   if (dropout.seed != nullptr)
     check(launch_mask(y.type, target.data, target.ld, y.rows, y.cols, dropout, stream), "launching the mask");
-  const auto view = [&](const Matrix& m) {
-    return at::from_blob(m.data, {m.rows, m.cols}, {m.ld, 1}, like.options());
-  };
+  const auto view = [&](const Matrix& m) { return at::from_blob(m.data, {m.rows, m.cols}, {m.ld, 1}, like.options()); };
   if (accumulate) view(y).add_(view(target));
   if (bias.defined()) view(y).add_(bias);
 }
@@ -198,8 +196,7 @@ inline void backward_outer(const std::vector<Outer>& siblings, bool accumulate, 
     const bool fits = o.grad_up.type == o.grad.type && o.grad_up.cols == o.h.cols;
     if (o.grad_up.data == nullptr || (fits && products_win(o.grad, o.h.cols, siblings.size()))) {
       product(o.dh, o.scale, o.grad, false, o.up, false, 0.f, stream);
-      if (o.grad_up.data != nullptr)
-        product(o.grad_up, 1.f, o.grad, true, o.h, false, accumulate ? 1.f : 0.f, stream);
+      if (o.grad_up.data != nullptr) product(o.grad_up, 1.f, o.grad, true, o.h, false, accumulate ? 1.f : 0.f, stream);
       continue;
     }
     Job& job = jobs.emplace_back();

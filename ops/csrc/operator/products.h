@@ -34,8 +34,7 @@ inline Frozen frozen_job(const Matrix& y, const std::vector<Operand>& operands, 
   TORCH_INTERNAL_ASSERT(operands.size() <= kMaxParts);
   Frozen job;
   job.dtype = y.type, job.forward = forward;
-  for (const auto& [x, weight] : operands)
-    job.part[job.parts++] = {x.data, x.ld, weight.data, weight.ld, x.cols};
+  for (const auto& [x, weight] : operands) job.part[job.parts++] = {x.data, x.ld, weight.data, weight.ld, x.cols};
   job.h = h.data, job.ldh = h.ld, job.q = q.data, job.ldq = q.ld, job.R = static_cast<int>(h.cols);
   job.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
   job.y = y.data, job.ldy = y.ld, job.T = y.rows, job.D = y.cols;

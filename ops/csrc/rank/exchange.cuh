@@ -95,8 +95,7 @@ __device__ __forceinline__ void add_pieces(int piece, int last, int cluster, Add
       float4 sum = value[i][0];
 #pragma unroll
       for (int s = 1; s < kMost; ++s)
-        if (s < cluster)
-          sum.x += value[i][s].x, sum.y += value[i][s].y, sum.z += value[i][s].z, sum.w += value[i][s].w;
+        if (s < cluster) sum.x += value[i][s].x, sum.y += value[i][s].y, sum.z += value[i][s].z, sum.w += value[i][s].w;
       store_shared(address(piece + i * kThreads), sum);
     }
   }

@@ -140,7 +140,7 @@ struct Cost {
   double of_both() const {
     const Plan& plan = first.plan;
     const bool clustered = plan.cluster > 1, high = tile_rows(first.pass) == 64;
-    const TimesOfBoth& times = hot() ? (high ? kHotHigh : kHotLow)
+    const TimesOfBoth& times = hot()                 ? (high ? kHotHigh : kHotLow)
                                : plan.rank_pad == 16 ? kCoolLow
                                : plan.rank_pad == 32 ? kCoolRank32
                                                      : kCoolRank64;
@@ -209,7 +209,7 @@ int64_t cut(RankWork* works, int count, const Cut& how) {
 
 // Cuts the works in every way that the kernel takes, and gives visit(how, its cost) each.
 template <typename Visit> void try_cuts(RankWork* works, int count, const Device& device, Visit visit) {
-  constexpr int64_t kLongestSum = 16384;  // rows: the tensor cores' sums lose bits with their length
+  constexpr int64_t kLongestSum = 16384;                     // rows: the tensor cores' sums lose bits with their length
   constexpr int kClusters[] = {1, 2, 3, 4, 6, kMaxCluster};  // 5 and 7 lie badly in a GPC
   const RankPass& first = works[0].pass;
   const bool g = first.v != nullptr, both = g && first.p != nullptr;

@@ -174,8 +174,7 @@ __global__ void __launch_bounds__(Layout<RP, kBlocks, kU, kG>::kThreads, 1)
   } else if constexpr (L::kMaskers > 0) {
     // Of 512 each keeps what the launch gave.
     if constexpr (L::kMaskers == 256) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(L::kMaskerRegisters));
-    if (args.dropout.seed != nullptr)
-      mask_tiles<RP, kBlocks, kU, kG>(args.dropout, a, shared, tiles, place);
+    if (args.dropout.seed != nullptr) mask_tiles<RP, kBlocks, kU, kG>(args.dropout, a, shared, tiles, place);
     if (shares_sums(args, a)) named_arrive(kConsumers + L::kMaskers);
   }
   if (!L::kBoth && args.cluster == 1) return;

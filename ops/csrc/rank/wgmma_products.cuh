@@ -86,8 +86,7 @@ __device__ __forceinline__ void consume_both(const Args& args, const Problem& a,
       barrier_wait(barriers.full(at.stage), at.parity);
       wgmma_fence();
       const uint32_t z = ring + at.stage * L::kStageBytes;
-      if constexpr (kTakesU)
-        tile_u<T, RP, L::kHalf, false>(u, z + first_row * kBox, base + block * kCols * RP * 2);
+      if constexpr (kTakesU) tile_u<T, RP, L::kHalf, false>(u, z + first_row * kBox, base + block * kCols * RP * 2);
       tile_g<T, RP, L::kTileRows>(g[block], z + group * L::kHalf, v + row % L::kVSlots * L::kVBytes);
       wgmma_commit();
       wgmma_wait();

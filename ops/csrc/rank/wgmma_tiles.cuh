@@ -241,8 +241,8 @@ __device__ __forceinline__ void add_g(const float (&g)[kBlocks][RP / 2], const A
   const auto address = [=](int piece) { return base + (piece / kPieces * kRow + piece % kPieces * 4) * 4; };
   const Share share = add_over_cluster<kConsumers>(RP * kPieces, args.cluster, address);
   for (int i = 0; i < max(a.targets, 1); ++i) {
-    const Sink sink = a.targets == 0 ? Sink{a.g + place.g_split * a.D * RP, a.D, 1.f, 0, RP, DType::f32, false}
-                                     : sink_of(args, a, i);
+    const Sink sink =
+        a.targets == 0 ? Sink{a.g + place.g_split * a.D * RP, a.D, 1.f, 0, RP, DType::f32, false} : sink_of(args, a, i);
 #pragma unroll 4
     for (int piece = share.first; piece < share.last; piece += kConsumers) {
       const int64_t col = place.col0 + piece % kPieces * 4;

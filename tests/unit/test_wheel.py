@@ -1,0 +1,48 @@
+"""A wheel that is installed elsewhere has all that its commands read."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("launcher", "trainer", "ops", "configs", "slurm")
+FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that pip has unpacked the wheel in."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
+    for folder in SOURCES:
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "built"))
+    for file in FILES:
+        shutil.copy(ROOT / file, source)
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run([*command, "--target", str(target), str(source)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(source)
+    return target
+
+
+def zerolora(installed: Path, *arguments: str) -> str:
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    command = [sys.executable, "-m", "launcher.cli", *arguments]
+    done = subprocess.run(command, cwd=installed.parent, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_its_commands_find_presets_and_the_job_script(installed: Path, tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    assert zerolora(installed, "--version").strip()
+    assert str(config) in zerolora(installed, "init", "--preset", "tinyllama", "--output", str(config))
+    output = f"output_dir={tmp_path}/run"
+    script = zerolora(installed, "submit", str(config), "dataset.path=data.jsonl", output, "--dry-run")
+    home = installed / "trainer" / "contract" / "home"
+    assert script.startswith("#!") and f"ZEROLORA_HOME={home}" in script
+    assert (home / "slurm" / "env.sh").is_file() and (home / "pyproject.toml").is_file()
+    assert list((installed / "ops" / "csrc").rglob("*.cu"))
