@@ -22,6 +22,7 @@ from trainer.engine.layer_gather.shards import LayerShards, layer_shards_of
 from trainer.engine.linear_layers import is_linear
 from trainer.engine.partitioned import is_partitioned
 from trainer.model.four_bit import FrozenLinear4bit, dequantized
+from trainer.patches.replace import replace
 
 TEST_TOKENS = 128
 MANY_TOKENS = 4096
@@ -199,7 +200,7 @@ class _Group:
     def install(self) -> None:
         """Replace the layers' forward."""
         for index, member in enumerate(self.members):
-            member.layer.forward = self._forward_of(index, member)
+            replace(member.layer, "forward", self._forward_of(index, member))
 
     def _forward_of(self, index: int, member: _Member) -> Callable[..., Tensor]:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
