@@ -65,7 +65,7 @@ def build_model(
         if shards is not None:
             shards.attach(model)
         fusion += _fuse(model, config, decided, tokenizer.pad_token_id, device)
-        if decided.forgets.value != "none":
+        if decided.recomputed_results.value != "none":
             from trainer.patches.norm_mlp_rope import forget_inputs
 
             forget_inputs(model)
@@ -83,12 +83,12 @@ def _replace_elementwise(model: Any, config: RunConfig, decided: Decisions) -> l
     done: set[str] = set()
     if decided.own_elementwise.value:
         _load_operators(config)
-        forgets = decided.forgets.value
+        recomputed = decided.recomputed_results.value
         replaced = replace_elementwise(
             model,
             frozen_norms=config.adapter != "none",
-            recompute=forgets != "none",
-            recompute_norms=forgets == "norms",
+            recompute=recomputed != "none",
+            recompute_norms=recomputed == "norms",
         )
         lines, done = replaced.lines(), replaced.whole()
         for part in sorted(done ^ {part for part, choice in parts.items() if choice.value == "ours"}):
@@ -96,8 +96,8 @@ def _replace_elementwise(model: Any, config: RunConfig, decided: Decisions) -> l
             lines.append(f"[yellow]warning:[/yellow] {PARTS[part]}: {now} on this device; the memory estimate is off")
     if decided.liger.value and len(done) < len(PARTS):
         apply_liger(model, done)
-    elif config.ops.liger == "on":
-        raise UserError(f"ops.liger=on: {decided.liger.reason}; use ops.liger: auto")
+    elif config.ops.elementwise == "liger":
+        raise UserError(f"ops.elementwise=liger: {decided.liger.reason}; use ops.elementwise: auto")
     return [*lines, line_of(done, decided.liger.reason)]
 
 

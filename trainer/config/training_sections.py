@@ -174,9 +174,10 @@ class OpsSection(Section):
     """`cuda` fused operators, `reference` the same in plain torch, `peft` PEFT's own; `auto` says what it chose."""
     flat: bool = True
     """Keep all adapter parameters of one learning rate in one buffer, so that the engine sees one tensor."""
-    forget: Literal["activations", "norms", "none"] = "activations"
+    recompute: Literal["activations", "norms", "none"] = "activations"
     """Cheap results that the backward pass computes again instead of keeping, where there is no gradient checkpointing:
     the activation of SwiGLU (7 of 50 GiB for 1 % of time at 8B and 8,192 tokens), with `norms` those of norms too."""
-    liger: Literal["auto", "on", "off"] = "auto"
-    """Norms, SwiGLU and rotary embedding on a GPU. `auto`: our kernels where they give what the model's own code
-    gives, Liger's where they do not and it knows the architecture. `on`: Liger's. `off`: the model's own code."""
+    elementwise: Literal["auto", "liger", "off"] = "auto"
+    """Who computes norms, SwiGLU and rotary embedding on a GPU. `auto`: our kernels where they give what the model's
+    own code gives, Liger's where they do not and it knows the architecture. `liger`: Liger's. `off`: the model's own
+    code."""
