@@ -113,7 +113,7 @@ def _load_operators(config: RunConfig) -> None:
 def _layer_shards(
     config: RunConfig, decided: Decisions, tokenizer: Any, ranks: Ranks, device: torch.device
 ) -> LayerShards | None:
-    """What cuts the base by layers while it is loaded; None where DeepSpeed does it or there is nothing to cut."""
+    """What cuts the base per layer while it is loaded; None where DeepSpeed does it or there is nothing to cut."""
     if decided.gather.value != "layer" or (ranks.world_size == 1 and not config.zero.offload_parameters):
         return None
     return LayerShards(

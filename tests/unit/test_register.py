@@ -239,12 +239,13 @@ def test_a_patched_model_is_as_it_came_when_all_is_undone() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama import modeling_llama
 
-    rotary = modeling_llama.apply_rotary_pos_emb
     config = LlamaConfig(
         vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
     )
     torch.manual_seed(0)
     base = LlamaForCausalLM(config)
+    undo(base)  # what an earlier test of this process has left in the modeling file
+    rotary = modeling_llama.apply_rotary_pos_emb
     assert replace_elementwise(base, recompute=True).rotary == 1
     assert modeling_llama.apply_rotary_pos_emb is not rotary
     model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))

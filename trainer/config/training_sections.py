@@ -94,7 +94,7 @@ class TrainingSection(Section):
     save_steps: StepsOrNever = 500
     """Steps between checkpoints; 0 saves only at the end."""
     save_total_limit: PositiveInt | None = 3
-    """Newest checkpoints that are kept (the best one besides)."""
+    """Newest checkpoints that are kept (and the best one)."""
     eval_steps: StepsOrNever = 0
     """Steps between evaluations; 0 evaluates before and after training only."""
     logging_steps: PositiveInt = 1

@@ -1,4 +1,4 @@
-"""What hybrids and mixtures of experts need besides: their adapters must be called, and what has none is said."""
+"""Hybrids and mixtures of experts: adapters that a fused kernel would pass by, and weights that get no adapter."""
 
 import importlib.util
 import sys

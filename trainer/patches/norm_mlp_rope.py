@@ -1,4 +1,4 @@
-"""Our RMSNorm, SwiGLU and rotary embedding in the place of a loaded model's own.
+"""Our RMSNorm, SwiGLU and rotary embedding instead of a loaded model's own.
 
 Which modules compute these is found by observation, not from a list of architectures: a copy of the module runs on
 random data, with random weights and with stand-ins for its projections, and must give what our operator gives, values

@@ -15,7 +15,7 @@ from trainer.contract.known_versions import require
 
 VARLEN = "zerolora_varlen"
 FLAT_ATTENTION = (VARLEN, "flash_attention_2", "flash_attention_3")
-_ALONE = torch.nn.Module()  # in the place of an attention module: has no shared heads to speak of
+_ALONE = torch.nn.Module()  # passed instead of an attention module: it has no shared heads
 
 SUPPORT_FLAGS = {
     "sdpa": "_supports_sdpa",
