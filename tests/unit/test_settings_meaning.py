@@ -1,5 +1,6 @@
 """Settings mean what they say: YAML 1.2, text on the command line, other trainers' values, paths, bounds."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -357,3 +358,11 @@ def test_settings_of_the_operators_are_known_by_their_former_names(file: Path, o
     both = file.with_name("both.yaml")
     both.write_text(f"{BASE}ops:\n  {name.removeprefix('ops.')}: {given}\n  {new}: something else\n")
     assert "the same setting; keep one" in refusal(both)
+
+
+@pytest.mark.parametrize(("liger", "elementwise"), [("auto", "auto"), ("on", "liger"), ("off", "off")])
+def test_what_a_run_of_an_earlier_version_recorded_is_still_read(file: Path, liger: str, elementwise: str) -> None:
+    record = load_config(file).config.model_dump(mode="json")
+    record["ops"] = {"backend": "peft", "flat": False, "forget": "norms", "liger": liger}
+    ops = RunConfig.model_validate_json(json.dumps(record)).ops
+    assert (ops.backend, ops.flat, ops.recompute, ops.elementwise) == ("peft", False, "norms", elementwise)

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from trainer.config.paths import CheckpointText
 from trainer.config.types import (
@@ -181,3 +181,16 @@ class OpsSection(Section):
     """Who computes norms, SwiGLU and rotary embedding on a GPU. `auto`: our kernels where they give what the model's
     own code gives, Liger's where they do not and it knows the architecture. `liger`: Liger's. `off`: the model's own
     code."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_records_of_earlier_versions(cls, settings: Any) -> Any:
+        """Runs recorded `forget` and `liger`; in files of users trainer/config/load.py has renamed them by now."""
+        if isinstance(settings, dict) and settings.keys() & {"forget", "liger"}:
+            settings = dict(settings)
+            if "forget" in settings:
+                settings.setdefault("recompute", settings.pop("forget"))
+            if "liger" in settings:
+                former = settings.pop("liger")
+                settings.setdefault("elementwise", "liger" if former == "on" else former)
+        return settings
