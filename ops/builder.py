@@ -171,7 +171,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return True
 
     def check(self) -> tuple[int, int]:
-        """The toolkit's version; BuildError with the way out where the operators cannot be built or run."""
+        """The toolkit's version; BuildError with the fix where the operators cannot be built or run."""
         if torch.version.cuda is None:
             raise BuildError(
                 f"torch {torch.__version__} is built without CUDA: install a CUDA build of torch, or set"

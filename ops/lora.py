@@ -47,7 +47,7 @@ def padded(rank: int) -> int:
 
 
 def check_downs(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: float) -> None:
-    """ValueError, with the values and the way out, unless every A fits x."""
+    """ValueError, with the values and the fix, unless every A fits x."""
     if not 1 <= len(downs) == len(scales) <= MAX_SIBLINGS:
         raise ValueError(f"group of {len(downs)} lora_down, {len(scales)} scales: as many of each, 1 to {MAX_SIBLINGS}")
     if x.dim() < 2:
@@ -70,7 +70,7 @@ def check_downs(x: Tensor, downs: Sequence[Tensor], scales: Sequence[float], p: 
 def check_adapters(
     x: Tensor, outs: Sequence[int], downs: Sequence[Tensor], ups: Sequence[Tensor], scales: Sequence[float], p: float
 ) -> None:
-    """ValueError, with the values and the way out, unless the adapters fit x and one another."""
+    """ValueError, with the values and the fix, unless the adapters fit x and one another."""
     if not len(outs) == len(downs) == len(ups):
         raise ValueError(
             f"group of {len(outs)} weights, {len(downs)} lora_down, {len(ups)} lora_up: as many of each, 1 to"

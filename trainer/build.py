@@ -15,7 +15,7 @@ from trainer.model.base import grows_vocabulary, load_base_model, match_vocabula
 from trainer.model.targets import unadapted_layers
 from trainer.patches.liger import PARTS, apply_liger, line_of
 from trainer.patches.mamba import call_projections_of_mamba, unadapted_lines, unquantized_lines
-from trainer.patches.norm_mlp_rope import replace_elementwise
+from trainer.patches.norm_mlp_rope import forget_inputs, replace_elementwise
 from trainer.patches.packed_attention import choose_attention, use_varlen
 from trainer.patches.recompute import enable_recomputation
 from trainer.ranks.group import Ranks, set_seed
@@ -48,32 +48,50 @@ def build_model(
         shards=shards,
     )
     match_vocabulary(model, tokenizer)
-    if decided.attention.value == VARLEN:
-        use_varlen(model, device, dtype)
-    fusion = [decided.line(), *_replace_elementwise(model, config, decided)]
+    lines = [decided.line(), *_patch_base(model, config, decided, device, dtype)]
     # The adapter's first values depend on the seed alone, not on what loading drew before.
     set_seed(config.seed)
     if config.adapter != "none":
         added = tokenizer.convert_tokens_to_ids(list(config.model.added_tokens))
         with partitioning_announced(engine_config):
             model = apply_adapter(model, config.lora, dtype, added, base_model=config.base_model)
-        fusion += rank_lines(adapted_layers(model), config.lora) + unadapted_layers(model, config.lora)
-        fusion += unadapted_lines(model, quantized=config.adapter == "qlora")
+        lines += rank_lines(adapted_layers(model), config.lora) + unadapted_layers(model, config.lora)
+        lines += unadapted_lines(model, quantized=config.adapter == "qlora")
         if config.adapter == "qlora":
-            fusion += unquantized_lines(model)
-        fusion += call_projections_of_mamba(model)
-        if shards is not None:
-            shards.attach(model)
-        fusion += _fuse(model, config, decided, tokenizer.pad_token_id, device)
-        if decided.forgets.value != "none":
-            from trainer.patches.norm_mlp_rope import forget_inputs
-
-            forget_inputs(model)
+            lines += unquantized_lines(model)
+        lines += _patch_adapted(model, config, decided, shards, tokenizer.pad_token_id, device)
     if config.zero.stage == 3:
-        fusion.append(_gathering(decided, shards))
+        lines.append(_gathering(decided, shards))
     set_seed(config.seed + ranks.rank)
     recomputation = enable_recomputation(model, config.training)
-    return model, fusion + ([recomputation] if recomputation else [])
+    return model, lines + ([recomputation] if recomputation else [])
+
+
+def _patch_base(
+    model: Any, config: RunConfig, decided: Decisions, device: torch.device, dtype: torch.dtype
+) -> list[str]:
+    """What is replaced in the base, in the order of trainer/patches/entries.py: before adapters are added."""
+    if decided.attention.value == VARLEN:
+        use_varlen(model, device, dtype)
+    return _replace_elementwise(model, config, decided)
+
+
+def _patch_adapted(
+    model: Any,
+    config: RunConfig,
+    decided: Decisions,
+    shards: LayerShards | None,
+    any_token: int,
+    device: torch.device,
+) -> list[str]:
+    """What is replaced in the adapted model, in the same order; each forward holds the one that was there before."""
+    lines = call_projections_of_mamba(model)
+    if shards is not None:
+        shards.attach(model)
+    lines += _fuse(model, config, decided, any_token, device)
+    if decided.recomputed_results.value != "none":
+        forget_inputs(model)
+    return lines
 
 
 def _replace_elementwise(model: Any, config: RunConfig, decided: Decisions) -> list[str]:
@@ -83,12 +101,12 @@ def _replace_elementwise(model: Any, config: RunConfig, decided: Decisions) -> l
     done: set[str] = set()
     if decided.own_elementwise.value:
         _load_operators(config)
-        forgets = decided.forgets.value
+        recomputed = decided.recomputed_results.value
         replaced = replace_elementwise(
             model,
             frozen_norms=config.adapter != "none",
-            recompute=forgets != "none",
-            recompute_norms=forgets == "norms",
+            recompute=recomputed != "none",
+            recompute_norms=recomputed == "norms",
         )
         lines, done = replaced.lines(), replaced.whole()
         for part in sorted(done ^ {part for part, choice in parts.items() if choice.value == "ours"}):
@@ -96,8 +114,8 @@ def _replace_elementwise(model: Any, config: RunConfig, decided: Decisions) -> l
             lines.append(f"[yellow]warning:[/yellow] {PARTS[part]}: {now} on this device; the memory estimate is off")
     if decided.liger.value and len(done) < len(PARTS):
         apply_liger(model, done)
-    elif config.ops.liger == "on":
-        raise UserError(f"ops.liger=on: {decided.liger.reason}; use ops.liger: auto")
+    elif config.ops.elementwise == "liger":
+        raise UserError(f"ops.elementwise=liger: {decided.liger.reason}; use ops.elementwise: auto")
     return [*lines, line_of(done, decided.liger.reason)]
 
 
@@ -113,7 +131,7 @@ def _load_operators(config: RunConfig) -> None:
 def _layer_shards(
     config: RunConfig, decided: Decisions, tokenizer: Any, ranks: Ranks, device: torch.device
 ) -> LayerShards | None:
-    """What cuts the base by layers while it is loaded; None where DeepSpeed does it or there is nothing to cut."""
+    """What cuts the base per layer while it is loaded; None where DeepSpeed does it or there is nothing to cut."""
     if decided.gather.value != "layer" or (ranks.world_size == 1 and not config.zero.offload_parameters):
         return None
     return LayerShards(

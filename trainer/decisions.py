@@ -74,7 +74,7 @@ class Decisions:
     """Whose forward: `cuda`, `reference`, `peft`, or `none`."""
     siblings: Decided[bool]
     """Whether layers that read one input are computed in one call."""
-    forgets: Decided[str]
+    recomputed_results: Decided[str]
     """What is computed again in the backward pass: `none`, `activations` of SwiGLU, or outputs of `norms` as well."""
     recomputes: Decided[str]
     """training.gradient_checkpointing."""
@@ -123,7 +123,7 @@ def decide(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Dec
         liger=liger,
         adapters=_adapters(config, machine),
         siblings=_siblings(config, machine),
-        forgets=_forgets(config, machine),
+        recomputed_results=_recomputed_results(config, machine),
         recomputes=Decided(config.training.gradient_checkpointing),
         fused_head=_fused_head(config, machine, model),
         gather=_gather(config),
@@ -149,8 +149,8 @@ def _attention(config: RunConfig, machine: Machine, model: ModelFacts | None) ->
 
 
 def _liger(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Decided[bool]:
-    if config.ops.liger == "off":
-        return Decided(False, "ops.liger: off")
+    if config.ops.elementwise == "off":
+        return Decided(False, "ops.elementwise: off")
     compiled = config.training.torch_compile
     model_type = model.model_type if model is not None else "this model"
     refusal = why_not_liger(model_type, machine.liger, on_gpu=machine.on_gpu, compiled=compiled)
@@ -158,9 +158,9 @@ def _liger(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Dec
 
 
 def _own_elementwise(config: RunConfig, machine: Machine) -> Decided[bool]:
-    setting = config.ops.liger
+    setting = config.ops.elementwise
     if setting != "auto":
-        return Decided(False, f"ops.liger: {setting}")
+        return Decided(False, f"ops.elementwise: {setting}")
     if not machine.on_gpu:
         return Decided(False, "there is no GPU")
     if config.training.torch_compile:
@@ -203,17 +203,17 @@ def _siblings(config: RunConfig, machine: Machine) -> Decided[bool]:
     return Decided(True)
 
 
-def _forgets(config: RunConfig, machine: Machine) -> Decided[str]:
+def _recomputed_results(config: RunConfig, machine: Machine) -> Decided[str]:
     """Gradient checkpointing keeps none of it; DeepSpeed's own stage 3 has taken the norm's weight away by then."""
-    if config.ops.forget == "none" or config.adapter == "none":
-        return Decided("none", "ops.forget: none" if config.adapter != "none" else "all weights are trained")
+    if config.ops.recompute == "none" or config.adapter == "none":
+        return Decided("none", "ops.recompute: none" if config.adapter != "none" else "all weights are trained")
     if config.training.gradient_checkpointing != "none":
         return Decided("none", "training.gradient_checkpointing")
     if engine_stage(config) == 3:
         return Decided("none", "zero.gather: module")
     if not _own_elementwise(config, machine).value:
         return Decided("none", "not our kernels")
-    return Decided(config.ops.forget)
+    return Decided(config.ops.recompute)
 
 
 def _fused_head(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Decided[bool | None]:

@@ -8,7 +8,7 @@ Data: Python's own standard library, which is on every machine. One function is 
 signature, the assistant answers with a JSON record (module, name, arguments, first line of the docstring). The
 pretrained model writes prose there, so the held-out loss has far to fall.
 
-The last line on standard output is what `zerolora train configs/demo.yaml` needs besides, quoted for a shell:
+The last line on standard output is what `zerolora train configs/demo.yaml` needs as well, quoted for a shell:
     base_model=... dataset.path=... dataset.evaluation.path=...
 """
 

@@ -82,12 +82,12 @@ class Run:
         position, total_steps = self._restore(engine)
         self.steering = self._steer(engine, position, total_steps)
         self._open_records(model, position, total_steps)
-        before = self._look(engine, position, "before training") if position.step == 0 else None
+        before = self._evaluate_and_sample(engine, position, "before training") if position.step == 0 else None
         Loop(self._parts(engine, total_steps), self.config.training, position, total_steps).run()
         after = None
         if not self.stop:
             self.course.return_to_best(engine, position)
-            after = self._look(engine, position, "after training")
+            after = self._evaluate_and_sample(engine, position, "after training")
             self._save_result(engine)
         self.stop.saved = True
         if self.steering is not None and self.ranks.is_main:
@@ -275,7 +275,7 @@ class Run:
         )
         return evaluate_loss(engine, self.token_loss, batches)
 
-    def _look(self, engine: Any, position: Position, when: str) -> float | None:
+    def _evaluate_and_sample(self, engine: Any, position: Position, when: str) -> float | None:
         """Held-out loss, and answers to the sample prompts."""
         loss = position.last_evaluation if position.evaluated_at == position.step else None
         if self.prepared.data.evaluation is not None and loss is None:

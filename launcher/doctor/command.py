@@ -57,9 +57,13 @@ def doctor(
     master_addr: Annotated[str | None, typer.Option(help="Address at which the ranks are to meet.")] = None,
     master_port: Annotated[int | None, typer.Option(help="Port at which the ranks are to meet.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    patches: Annotated[bool, typer.Option(help="Only list what is replaced in the libraries, and why.")] = False,
     only_here: Annotated[bool, typer.Option(hidden=True, help="This machine alone, as a line of JSON.")] = False,
 ) -> None:
     """Check everything that a run needs: exit code 1 if something will fail, with its fix."""
+    if patches:
+        words = ["-m", "launcher.module", "trainer.patches.register", *(["--json"] if as_json else [])]
+        os.execv(sys.executable, [sys.executable, *words])
     loaded = load_config(config, overrides or []) if config is not None else None
     arguments = [] if config is None else [str(config), *(overrides or [])]
     if only_here:

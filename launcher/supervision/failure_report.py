@@ -196,7 +196,7 @@ def _killed(oom_struck: bool | None, beat: Beat | None) -> list[str]:
     left = "" if beat is None else f" (at its last sign of life {beat.free_memory_gib:.1f} GiB were free)"
     if oom_struck:
         lines = [f"  the kernel's out-of-memory killer struck on this host: host memory ran out{left}"]
-        lines.append("  the way out: fewer dataset.workers, zero.offload_* off, fewer ranks on a host, or more memory")
+        lines.append("  the fix: fewer dataset.workers, zero.offload_* off, fewer ranks on a host, or more memory")
     elif oom_struck is None:
         lines = [f"  usually host memory ran out{left}: `dmesg | tail` on its host says so, or `sacct -j JOB`"]
     else:

@@ -93,7 +93,7 @@ def check_reachable(hosts: Sequence[str], folder: Path) -> None:
 
 
 def run_on(host: str, command: str) -> None:
-    """Run a shell command on a host, come of it what may; it is not waited for longer than a login may take."""
+    """Run a shell command on a host and ignore how it ends; wait no longer than a login may take."""
     try:
         subprocess.run([*SSH, host, command], stdin=subprocess.DEVNULL, capture_output=True, timeout=2 * SSH_TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -26,7 +26,7 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL
 
 @dataclass(frozen=True)
 class Command:
-    """A command line, what it changes in the environment, and how many ranks come of it."""
+    """A command line, what it changes in the environment, and how many ranks it starts."""
 
     argv: tuple[str, ...]
     ranks: int

@@ -1,4 +1,4 @@
-"""How much memory a rank needs at most to load a base by layers and to train on it; see test_layer_shards.py."""
+"""How much memory a rank needs at most to load a base per layer and to train on it; see test_layer_shards.py."""
 
 import gc
 import json

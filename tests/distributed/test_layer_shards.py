@@ -1,4 +1,4 @@
-"""ZeRO-3 by layers: what stage 2 trains, to the last bit that sums in another order leave, with less on each rank."""
+"""ZeRO-3 per layer: what stage 2 trains, to the last bit that sums in another order leave, with less on each rank."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 STEPS = 10
 CHECKPOINTING = ("none", "non_reentrant", "reentrant", "selective")
-# Settings under which stage 3 by layers must train what stage 2 trains.
+# Settings under which stage 3 per layer must train what stage 2 trains.
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {"base_model": "tied"},
     "bf16": {"training__precision": "bf16"},

@@ -213,7 +213,7 @@ def test_the_best_checkpoint_is_the_result(matrix: Matrix) -> None:
     for name, value in expected.items():
         assert torch.equal(case.adapter()[name], value)
     kept = {path.name for path in case.folder.glob("checkpoint-*")}
-    assert kept == {f"checkpoint-{best}", "checkpoint-5"}  # save_total_limit=1, and the best besides
+    assert kept == {f"checkpoint-{best}", "checkpoint-5"}  # save_total_limit=1, and the best
 
 
 def test_a_stream_trains_as_the_same_data_in_memory(matrix: Matrix) -> None:

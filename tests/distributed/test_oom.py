@@ -139,7 +139,7 @@ def test_it_is_halved_until_it_fits(runs: Matrix) -> None:
     assert case.losses == pytest.approx(runs["whole"].losses, abs=1e-5)
 
 
-def test_what_cannot_be_halved_ends_with_the_ways_out(folder: Path) -> None:
+def test_what_cannot_be_halved_ends_with_the_fixes(folder: Path) -> None:
     """A micro-batch of one row, and one that four halvings would be needed for; on both ranks."""
     run_plan(folder, TOO_LITTLE, rank=0, above=0, after=1)
     for rank in (0, 1):

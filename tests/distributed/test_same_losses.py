@@ -25,7 +25,7 @@ def plan() -> list[dict[str, Any]]:
     # Weight decay: DeepSpeed's stage 0 begins with an update by gradients of zero, which would decay and count.
     bf16 = {"training__precision": "bf16", "training__weight_decay": DECAY, **common}
     cases += [case(f"bf16-{stage}", zero__stage=stage, **bf16) for stage in STAGES]
-    # Stage 3 by layers is DeepSpeed's stage 2 underneath; by modules it is DeepSpeed's own.
+    # Stage 3 per layer is DeepSpeed's stage 2 underneath; per module it is DeepSpeed's own.
     module = {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0}
     return [*cases, case("fp32-module", **module, **common), case("bf16-module", **module, **bf16)]
 

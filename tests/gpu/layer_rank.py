@@ -1,4 +1,4 @@
-"""One rank of test_layer_shards.py: forward and backward of a few layers of Llama-3.1-8B, whole and gathered by layers.
+"""One rank of test_layer_shards.py: forward and backward of a few layers of Llama-3.1-8B, whole and gathered per layer.
 
 deepspeed --module tests.gpu.layer_rank OUT.json      prints a line for each base; no engine and no optimizer take part
 """

@@ -1,4 +1,4 @@
-"""ZeRO-3 by layers on real GPUs: the losses of stage 2, memory of a share and two layers, hidden gathers.
+"""ZeRO-3 per layer on real GPUs: the losses of stage 2, memory of a share and two layers, hidden gathers.
 
 On one GPU the shares lie in host memory, which is the only way in which anything is cut there.
 """
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
 BF16 = {"training__precision": "bf16"}
 OFFLOAD = {"zero__offload_parameters": True}
-# Settings under which stage 3 by layers must train what stage 2 trains.
+# Settings under which stage 3 per layer must train what stage 2 trains.
 VARIANTS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": BF16,

@@ -1,4 +1,4 @@
-"""Mistakes of the user: one line with the setting, its value and the way out, exit code 2, and nothing written.
+"""Mistakes of the user: one line with the setting, its value and the fix, exit code 2, and nothing written.
 
 The first table goes through `zerolora train`, which reads the configuration before it starts any process; the second
 through `trainer.preflight`, which looks at model, tokenizer, data and folders before a weight is loaded.

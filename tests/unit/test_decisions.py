@@ -59,10 +59,14 @@ def test_the_batch_that_is_found_has_room_for_capped_logits() -> None:
     [
         ("llama", {}, {"attention": "varlen", "norms": "ours", "swiglu": "ours", "fused_head": True, "flat": True}),
         ("llama", {"dataset.packing": False}, {"attention": "sdpa"}),
-        ("llama", {"ops.liger": "on"}, {"norms": "liger", "swiglu": "liger", "forgets": "none"}),
-        ("llama", {"ops.liger": "off"}, {"norms": "model", "rotary": "model", "forgets": "none"}),
+        ("llama", {"ops.elementwise": "liger"}, {"norms": "liger", "swiglu": "liger", "recomputed_results": "none"}),
+        ("llama", {"ops.elementwise": "off"}, {"norms": "model", "rotary": "model", "recomputed_results": "none"}),
         ("llama", {"training.torch_compile": True}, {"norms": "model", "flat": False, "siblings": False}),
-        ("llama", {"training.gradient_checkpointing": "non_reentrant"}, {"forgets": "none", "norms": "ours"}),
+        (
+            "llama",
+            {"training.gradient_checkpointing": "non_reentrant"},
+            {"recomputed_results": "none", "norms": "ours"},
+        ),
         ("llama", {"zero.stage": 3}, {"gather": "layer", "fused_head": True, "clips_on_device": True}),
         ("llama", {"zero.stage": 3, "zero.gather": "module"}, {"gather": "module", "fused_head": False, "flat": False}),
         ("llama", {"adapter": "none"}, {"adapters": "none", "fused_head": False, "flat": False}),
@@ -104,7 +108,7 @@ def test_a_head_that_turns_out_otherwise_is_said() -> None:
 def test_nobody_else_decides() -> None:
     """The rules are called where the record is made, and where settings are checked against one another."""
     rules = {"why_not_flat", "why_not_liger", "gathers_by_layer", "why_not_by_layer", "guards_on_device"}
-    may = {"decisions.py", "gather.py", "checks.py", "zero.py", "shapes.py"}
+    may = {"decisions.py", "gather.py", "checks.py", "deepspeed_engine.py"}
     callers = {
         path.name
         for path in TRAINER.rglob("*.py")

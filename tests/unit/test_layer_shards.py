@@ -1,4 +1,4 @@
-"""ZeRO-3 by layers in one rank: what is gathered when, under every kind of recomputation, and what is free."""
+"""ZeRO-3 per layer in one rank: what is gathered when, under every kind of recomputation, and what is free."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -170,7 +170,7 @@ def test_a_higher_stage_stays_when_changes_are_put_together(planner: Planner, co
     assert [advice.changes for advice in _together(planner, whole, memory, singles)] == [together]
 
 
-def test_the_table_and_the_advice_know_the_same_ways_out(planner: Planner, config: RunConfig) -> None:
+def test_the_table_and_the_advice_know_the_same_fixes(planner: Planner, config: RunConfig) -> None:
     """What `zerolora estimate` calls fitting the check before a run does not call impossible."""
     for changes in ({}, {"zero.stage": 3, "zero.gather": "module"}):
         start = with_changes(config, changes)

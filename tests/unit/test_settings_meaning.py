@@ -1,5 +1,6 @@
 """Settings mean what they say: YAML 1.2, text on the command line, other trainers' values, paths, bounds."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -334,3 +335,34 @@ def test_every_name_of_another_trainer_is_understood_or_advised_on(file: Path) -
         load_config(file, [f"{name}="])
         with pytest.raises(UserError, match=f"^{name}=no such value: "):
             load_config(file, [f"{name}=no such value"])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "value"),
+    [
+        ("ops.liger=auto", "elementwise", "auto"),
+        ("ops.liger=on", "elementwise", "liger"),
+        ("ops.liger=off", "elementwise", "off"),
+        ("ops.forget=norms", "recompute", "norms"),
+        ("ops.forget=none", "recompute", "none"),
+    ],
+)
+def test_settings_of_the_operators_are_known_by_their_former_names(file: Path, old: str, new: str, value: str) -> None:
+    name, _, given = old.partition("=")
+    in_file = file.with_name("former.yaml")
+    in_file.write_text(f"{file.read_text()}\nops:\n  {name.removeprefix('ops.')}: {given}\n")
+    for loaded in (load_config(file, [old]), load_config(in_file)):
+        assert getattr(loaded.config.ops, new) == value
+        (note,) = [note for note in loaded.notes if name in note]
+        assert f"is read as ops.{new}" in note
+    both = file.with_name("both.yaml")
+    both.write_text(f"{BASE}ops:\n  {name.removeprefix('ops.')}: {given}\n  {new}: something else\n")
+    assert "the same setting; keep one" in refusal(both)
+
+
+@pytest.mark.parametrize(("liger", "elementwise"), [("auto", "auto"), ("on", "liger"), ("off", "off")])
+def test_what_a_run_of_an_earlier_version_recorded_is_still_read(file: Path, liger: str, elementwise: str) -> None:
+    record = load_config(file).config.model_dump(mode="json")
+    record["ops"] = {"backend": "peft", "flat": False, "forget": "norms", "liger": liger}
+    ops = RunConfig.model_validate_json(json.dumps(record)).ops
+    assert (ops.backend, ops.flat, ops.recompute, ops.elementwise) == ("peft", False, "norms", elementwise)

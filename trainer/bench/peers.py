@@ -133,7 +133,7 @@ def peft_model(case: Case, device: Any, *, with_liger: bool) -> Any:
 
 
 def _quantize(model: Any, dtype: Any) -> None:
-    """bitsandbytes' own NF4 layers, double-quantised, in the place of every linear layer but the head."""
+    """bitsandbytes' own NF4 layers, double-quantised, instead of every linear layer but the head."""
     import bitsandbytes
     import torch
 

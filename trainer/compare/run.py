@@ -1,6 +1,6 @@
 """One run of a comparison, a single rank without a launcher; trainer/compare/trial.py starts it.
 
-It trains as any other run does. Besides, every evaluation keeps the loss of each held-out document, which intervals and
+It trains as any other run does. Also, every evaluation keeps the loss of each held-out document, which intervals and
 paired differences need; they are written at the end, to heldout_documents.json, which marks the run as finished. What a
 comparison has no use for is left out: checkpoints (an interrupted run starts again) and the report of the run.
 """

@@ -96,6 +96,7 @@ ALIASES: dict[str, str] = {
     "run_name": "logging.run_name",
     "wandb_project": "logging.project",
     "overwrite_output_dir": "output.overwrite",
+    "ops.forget": "ops.recompute",  # as it was called here before
 }
 
 # Names inside one entry of `datasets` or `test_datasets`.
@@ -131,6 +132,7 @@ ELSEWHERE = {
     "tokenizer_type": "remove it; the kind of tokenizer is read from its files",
     "kernel_config": "remove it; `ops` has the settings of the kernels",
     "dataset_dir": "write the path in `dataset.path`",
+    "ops.liger": "write `ops.elementwise`: auto, liger or off",
     "dataset_prepared_path": "remove it; tokenised data is kept in `dataset.cache_dir`",
 }
 

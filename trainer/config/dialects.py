@@ -33,6 +33,12 @@ MEANINGS: dict[str, dict[Any, dict[str, Any]]] = {
     "pad_to_sequence_len": {True: NOTHING, False: NOTHING},
     "eval_sample_packing": {True: NOTHING, False: NOTHING},
     "rl": {False: NOTHING},
+    # As it was called here before.
+    "ops.liger": {
+        "auto": {"ops.elementwise": "auto"},
+        "on": {"ops.elementwise": "liger"},
+        "off": {"ops.elementwise": "off"},
+    },
 }
 
 REFUSED = {

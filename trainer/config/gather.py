@@ -1,4 +1,4 @@
-"""How stage 3 gathers the frozen base: by layers of ours, or parameter by parameter by DeepSpeed."""
+"""How stage 3 gathers the frozen base: per layer by our code, or parameter by parameter by DeepSpeed."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from trainer.config.training_sections import ZeroSection
 
 
 def gathers_by_layer(config: RunConfig) -> bool:
-    """True if the base is cut and gathered by layers, and DeepSpeed's engine runs at stage 2 on the adapter."""
+    """True if the base is cut and gathered per layer, and DeepSpeed's engine runs at stage 2 on the adapter."""
     return config.zero.stage == 3 and config.zero.gather != "module" and why_not_by_layer(config) is None
 
 
@@ -26,7 +26,7 @@ def engine_stage(config: RunConfig) -> int:
 
 
 def why_not_by_layer(config: RunConfig) -> str | None:
-    """Why the base of this run cannot be gathered by layers, or None if it can."""
+    """Why the base of this run cannot be gathered per layer, or None if it can."""
     if config.adapter == "none":
         return "all weights are trained, and layers are gathered of frozen ones"
     if config.lora.dora or adapter_to_continue(config).get("use_dora"):

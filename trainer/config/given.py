@@ -34,7 +34,7 @@ class Given:
             self._add(name, value)
 
     def override(self, name: str, value: Any) -> None:
-        """Put a setting in the place of the file's."""
+        """Use this value instead of the file's."""
         self._add(name, value, replace=True)
 
     def check_bits(self) -> None:

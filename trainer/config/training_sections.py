@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from trainer.config.paths import CheckpointText
 from trainer.config.types import (
@@ -94,7 +94,7 @@ class TrainingSection(Section):
     save_steps: StepsOrNever = 500
     """Steps between checkpoints; 0 saves only at the end."""
     save_total_limit: PositiveInt | None = 3
-    """Newest checkpoints that are kept (the best one besides)."""
+    """Newest checkpoints that are kept (and the best one)."""
     eval_steps: StepsOrNever = 0
     """Steps between evaluations; 0 evaluates before and after training only."""
     logging_steps: PositiveInt = 1
@@ -174,9 +174,23 @@ class OpsSection(Section):
     """`cuda` fused operators, `reference` the same in plain torch, `peft` PEFT's own; `auto` says what it chose."""
     flat: bool = True
     """Keep all adapter parameters of one learning rate in one buffer, so that the engine sees one tensor."""
-    forget: Literal["activations", "norms", "none"] = "activations"
+    recompute: Literal["activations", "norms", "none"] = "activations"
     """Cheap results that the backward pass computes again instead of keeping, where there is no gradient checkpointing:
     the activation of SwiGLU (7 of 50 GiB for 1 % of time at 8B and 8,192 tokens), with `norms` those of norms too."""
-    liger: Literal["auto", "on", "off"] = "auto"
-    """Norms, SwiGLU and rotary embedding on a GPU. `auto`: our kernels where they give what the model's own code
-    gives, Liger's where they do not and it knows the architecture. `on`: Liger's. `off`: the model's own code."""
+    elementwise: Literal["auto", "liger", "off"] = "auto"
+    """Who computes norms, SwiGLU and rotary embedding on a GPU. `auto`: our kernels where they give what the model's
+    own code gives, Liger's where they do not and it knows the architecture. `liger`: Liger's. `off`: the model's own
+    code."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_records_of_earlier_versions(cls, settings: Any) -> Any:
+        """Runs recorded `forget` and `liger`; in files of users trainer/config/load.py has renamed them by now."""
+        if isinstance(settings, dict) and settings.keys() & {"forget", "liger"}:
+            settings = dict(settings)
+            if "forget" in settings:
+                settings.setdefault("recompute", settings.pop("forget"))
+            if "liger" in settings:
+                former = settings.pop("liger")
+                settings.setdefault("elementwise", "liger" if former == "on" else former)
+        return settings

@@ -124,7 +124,7 @@ def encode_source(
             desc=f"tokenising {source.path}",
         )
     finally:
-        # With several workers datasets puts a copy in the place of os.environ: others would keep reading the old one.
+        # With several workers datasets replaces os.environ by a copy: others would keep reading the old one.
         os.environ = environment  # noqa: B003 (the very object, not its contents)
         shutil.rmtree(scratch, ignore_errors=True)
     return documents, shape.note

@@ -91,7 +91,7 @@ def _refuse_compressed(file: Path, where: str, line: int, error: Exception) -> N
 
 
 def _refuse_what_is_no_data(line: bytes, file: Path, where: str) -> None:
-    """By the first line: text in another encoding, or what Git LFS leaves in the place of a file."""
+    """By the first line: text in another encoding, or what Git LFS leaves instead of a file."""
     if line.startswith(b"version https://git-lfs"):
         raise UserError(f"{where}: {file.name} is a pointer of Git LFS, not the data; fetch it with git lfs pull")
     name = next((name for mark, name in _OTHER_ENCODINGS.items() if line.startswith(mark)), None)

@@ -1,7 +1,7 @@
 """Clipping, and skipping of steps that are not finite, within the optimizer's own update: the host waits for nothing.
 
 DeepSpeed's checks wait for the device three times a step, and are switched off where this is in force. torch's fused
-AdamW takes two tensors by name, `grad_scale` and `found_inf`; the norm is measured in the place of a method of
+AdamW takes two tensors by name, `grad_scale` and `found_inf`; the norm is measured instead of by a method of
 DeepSpeed's. Were one of these names changed, steps would be taken unclipped and with NaN, without a word. So: before
 training the update is tried on a scratch tensor, and no group is updated before its norm was measured here.
 """
@@ -45,7 +45,7 @@ class UpdateGuard:
         engine.basic_optimizer.register_step_pre_hook(self._before_update)
 
     def _measure(self, gradients: Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
-        """In the place of DeepSpeed's (0.19.8), which writes -1 over what is not finite and waits twice for that."""
+        """Replaces DeepSpeed's (0.19.8), which writes -1 over what is not finite and waits twice for that."""
         if len(self._measured) == self._groups:
             raise changed("deepspeed", "the optimizer was not asked to update what was measured for the step before")
         norm = gradient_norm(self._zero, gradients)

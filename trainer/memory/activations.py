@@ -1,4 +1,4 @@
-"""What a micro-batch keeps between forward and backward, and what the loss and one layer's backward need besides.
+"""What a micro-batch keeps between forward and backward, and what the loss and one layer's backward need as well.
 
 Legend: T tokens of a micro-batch, H hidden width, e bytes of an activation, V vocabulary, K positions with a target.
 Every formula says what the product saves: the fused operators x and h = x A^T; attention q, k, v, its output and one
@@ -50,11 +50,11 @@ class Work:
     copied_heads: bool
     """Keys and values are copied for every head: under a mask, in eager attention, without flash attention."""
     eager: bool
-    """Attention in plain torch, which keeps its probabilities."""
+    """Attention runs in plain torch, which keeps the probabilities (heads x L x L)."""
     softcap: bool
-    """And what its scores' hyperbolic tangent gives."""
+    """Attention caps its scores by a hyperbolic tangent, whose results are kept too."""
     capped_logits: bool
-    """What the cap's hyperbolic tangent gives is kept beside the logits."""
+    """The model caps its logits by a hyperbolic tangent, whose results are kept too."""
     packed_weights: bool
     """4-bit weights, dequantised where they are used."""
 

@@ -138,7 +138,7 @@ def bytes_of(weight: Weight, placement: Placement) -> int:
 
 
 def scales_of(weight: Weight, placement: Placement) -> int:
-    """What a 4-bit weight needs besides its numbers.
+    """What a 4-bit weight needs in addition to its numbers.
 
     Scales: 4 bytes per block, or 1 byte per block and 4 bytes per 256 blocks (double quantisation); code books 16 and
     256 numbers of 32 bits per matrix.

@@ -6,7 +6,7 @@ they are cut. Nothing is skipped: no rank has changed a weight when a step is gi
 Stages 0 and 1 do it in the process. They communicate at the end of a step only, so every rank comes to one question,
 asked over the hosts' network (gloo; the GPUs are not waited for): did any of us run out? Only then are gradients
 reduced. For that DeepSpeed is told that no micro-step is the last, and its reduction is called here (read in 0.19.8:
-engine.backward reduces where `is_gradient_accumulation_boundary`, stage 1 besides in its gradient hooks if
+engine.backward reduces where `is_gradient_accumulation_boundary`, stage 1 also in its gradient hooks if
 `overlap_comm`, which trainer/engine/deepspeed_engine.py turns off).
 
 At stages 2 and 3 the other ranks sit in a collective of their own backward pass, which no message reaches. The rank
@@ -146,7 +146,7 @@ class Recovery:
         batches, engine = self._batches, self._engine
         smaller = self._smaller()
         if smaller is None or len(self.halvings) == MOST_HALVINGS:
-            raise OutOfMemory(self._ways_out(step))
+            raise OutOfMemory(self._with_fixes(step))
         size, accumulation = smaller
         self._say(
             f"[yellow]step {step}: out of memory with batch_size {batches.batch_size}[/yellow]; repeated with "
@@ -177,14 +177,14 @@ class Recovery:
                 + " ".join(note.overrides())
             )
         else:
-            failure = OutOfMemory(self._ways_out(step))
+            failure = OutOfMemory(self._with_fixes(step))
         try:
             raise failure from error
         except UserError:
             traceback.print_exc()  # into this rank's log, where the launcher finds it
             raise
 
-    def _ways_out(self, step: int) -> str:
+    def _with_fixes(self, step: int) -> str:
         training, size = self._config.training, self._batches.batch_size
         when = f"step {step}: out of memory with batch_size {size}"
         if self.halvings:

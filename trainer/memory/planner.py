@@ -171,7 +171,7 @@ class Planner:
             norms=decided.norms.value,
             swiglu=decided.swiglu.value,
             rotary=decided.rotary.value,
-            forgets=decided.forgets.value,
+            forgets=decided.recomputed_results.value,
             fused_loss=fused,
             recompute=decided.recomputes.value,
             offload_activations=training.offload_activations,

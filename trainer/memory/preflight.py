@@ -147,7 +147,7 @@ def with_host_check(plan: MemoryPlan, processes: int) -> MemoryPlan:
 
 def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
     """Whether the CUDA operators will be used; UserError where they are asked for, or should build and do not."""
-    unused = config.adapter == "none" and config.ops.liger != "auto"
+    unused = config.adapter == "none" and config.ops.elementwise != "auto"
     if unused or device.type != "cuda" or config.ops.backend not in ("auto", "cuda"):
         return False
     import ops

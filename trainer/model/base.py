@@ -112,7 +112,7 @@ def load_base_model(
 ) -> Any:
     """The base model in `dtype` on `device`; 4-bit if `quantization`.
 
-    Partitioned by DeepSpeed if a stage-3 `deepspeed_config` is given, by layers if `shards` are.
+    Partitioned by DeepSpeed if a stage-3 `deepspeed_config` is given, per layer if `shards` are.
 
     Whole models in 16 or 32 bits come through transformers. Quantised, partitioned and random ones are built empty and
     filled module by module, so that no rank ever holds more than its share and one module.

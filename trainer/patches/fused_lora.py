@@ -1,4 +1,4 @@
-"""Puts the fused operators in the place of PEFT's own forward, and says of each layer whether and why not.
+"""Replaces PEFT's own forward by the fused operators, and reports for each layer whether and why not.
 
 A layer is fused when its base is a plain or an NF4 linear layer with one ordinary LoRA adapter. At every call the
 swapped forward still looks whether that is so (adapters may be disabled, merged or switched later) and otherwise lets
@@ -22,6 +22,7 @@ from trainer.engine.layer_gather.shards import LayerShards, layer_shards_of
 from trainer.engine.linear_layers import is_linear
 from trainer.engine.partitioned import is_partitioned
 from trainer.model.four_bit import FrozenLinear4bit, dequantized
+from trainer.patches.replace import replace
 
 TEST_TOKENS = 128
 MANY_TOKENS = 4096
@@ -69,7 +70,7 @@ def fuse(
 
     `forward` runs the model once on a few tokens: siblings are found by watching it. `no_groups` says why there are to
     be none; `tokens` of a micro-batch say which kernels the self-test has to try. Raises ValueError if `cuda` is asked
-    for and cannot be had, or if the operators fail their self-test.
+    for and is not available, or if the operators fail their self-test.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -199,7 +200,7 @@ class _Group:
     def install(self) -> None:
         """Replace the layers' forward."""
         for index, member in enumerate(self.members):
-            member.layer.forward = self._forward_of(index, member)
+            replace(member.layer, "forward", self._forward_of(index, member))
 
     def _forward_of(self, index: int, member: _Member) -> Callable[..., Tensor]:
         def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

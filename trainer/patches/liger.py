@@ -1,4 +1,4 @@
-"""Liger's kernels in the place of the model's own norms, SwiGLU and rotary embedding, for every architecture it knows.
+"""Liger's kernels instead of the model's own norms, SwiGLU and rotary embedding, for every architecture it knows.
 
 Of Liger's loss nothing is used: ops/head.py computes head and loss together without waiting for the device.
 """

@@ -1,4 +1,4 @@
-"""What hybrids and mixtures of experts need besides: their adapters must be called, and what has none is said."""
+"""Hybrids and mixtures of experts: adapters that a fused kernel would pass by, and weights that get no adapter."""
 
 import importlib.util
 import sys
@@ -13,6 +13,7 @@ from trainer.engine.linear_layers import is_linear
 from trainer.engine.partitioned import whole_shape
 from trainer.model.adapter import count_parameters
 from trainer.model.targets import beyond_text
+from trainer.patches.replace import replace
 
 # transformers' name, in its modeling files, of mamba-ssm's kernel for the whole of a Mamba-2 layer in training.
 WHOLE_LAYER_KERNEL = "mamba2_split_conv1d_scan_combined"
@@ -96,7 +97,8 @@ def call_projections_of_mamba(model: Any) -> list[str]:
     mixers = [module for module in mixers if hasattr(module, "in_proj") and hasattr(module, "out_proj")]
     changed = [module for module in mixers if type(module.out_proj) is not nn.Linear]
     for module in changed:
-        setattr(_file_of(module), WHOLE_LAYER_KERNEL, _no_kernel)
+        if getattr(_file_of(module), WHOLE_LAYER_KERNEL) is not _no_kernel:
+            replace(_file_of(module), WHOLE_LAYER_KERNEL, _no_kernel)
     if not mixers:
         return []
     if importlib.util.find_spec("mamba_ssm") is None:

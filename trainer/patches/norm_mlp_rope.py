@@ -1,4 +1,4 @@
-"""Our RMSNorm, SwiGLU and rotary embedding in the place of a loaded model's own.
+"""Our RMSNorm, SwiGLU and rotary embedding instead of a loaded model's own.
 
 Which modules compute these is found by observation, not from a list of architectures: a copy of the module runs on
 random data, with random weights and with stand-ins for its projections, and must give what our operator gives, values
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ops.elementwise import forgetting, rms_norm, rope, silu_mul
 from trainer.engine.partitioned import whole_shape
+from trainer.patches.replace import replace
 
 ROTARY = "apply_rotary_pos_emb"
 WORTH_FORGETTING = 2**23
@@ -75,9 +76,9 @@ class Examination:
         """Swap them in."""
         for module, forward in self.forwards:
             # A bound method follows its module when PEFT copies it; a closure would keep the old weights.
-            module.forward = MethodType(forward, module)
+            replace(module, "forward", MethodType(forward, module))
         for namespace, function in self.functions:
-            setattr(namespace, ROTARY, function)
+            replace(namespace, ROTARY, function)
         return self.found
 
 
@@ -135,7 +136,7 @@ def forget_inputs(model: nn.Module) -> int:
 
     layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
     for layer in layers:
-        layer.forward = partial(_forward_forgetting, layer.forward)
+        replace(layer, "forward", partial(_forward_forgetting, layer.forward))
     return len(layers)
 
 

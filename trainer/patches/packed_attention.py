@@ -15,7 +15,7 @@ from trainer.contract.known_versions import require
 
 VARLEN = "zerolora_varlen"
 FLAT_ATTENTION = (VARLEN, "flash_attention_2", "flash_attention_3")
-_ALONE = torch.nn.Module()  # in the place of an attention module: has no shared heads to speak of
+_ALONE = torch.nn.Module()  # passed instead of an attention module: it has no shared heads
 
 SUPPORT_FLAGS = {
     "sdpa": "_supports_sdpa",
@@ -62,6 +62,14 @@ def copy_shared_heads() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register("sdpa", sdpa_with_own_heads)
+
+
+def share_heads_again() -> None:
+    """The opposite: transformers' own `sdpa`."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("sdpa", sdpa_attention_forward)
 
 
 def sdpa_with_own_heads(

@@ -18,8 +18,9 @@ from trainer.patches.packed_attention import FLAT_ATTENTION, VARLEN
 
 LENGTHS = (5, 4)
 SEEN, SEEN_BY_EXPERTS = 1e-4, 0.05
-"""Change of logits beyond which a token is held to be seen, of the change where it must be: root mean squares. A token
-that is not seen changes nothing, unless experts are given others with it, round differently and are chosen anew."""
+"""A token is changed. It is seen at another position if the logits there change by more than this fraction of their
+change at a position that must see it (root mean squares). Without experts an unseen token changes nothing at all. With
+experts it may: they get other batches of tokens, round sums differently, and the choice of experts can flip."""
 
 
 @torch.no_grad()

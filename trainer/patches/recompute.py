@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.config import TrainingSection, UserError
 from trainer.contract.known_versions import changed
+from trainer.patches.replace import replace
 
 
 def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
@@ -44,14 +45,14 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
                 "use non_reentrant"
             )
         for part in parts:
-            part.forward = _recomputed(part.forward, run)
+            replace(part, "forward", _recomputed(part.forward, run))
         return f"recomputed in the backward pass: {len(parts)} feed-forward parts; their inputs are {kept}"
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     layers = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
     if not layers:
         raise changed("transformers", "no layer holds `_gradient_checkpointing_func` with recomputation on")
     for layer in layers:
-        layer._gradient_checkpointing_func = run
+        replace(layer, "_gradient_checkpointing_func", run)
     return f"recomputed in the backward pass: every layer; their inputs are {kept}"
 
 

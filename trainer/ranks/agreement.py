@@ -28,7 +28,7 @@ from trainer.contract.versions import package_versions
 from trainer.ranks.group import Ranks, find_meeting_point, told_if_taken
 
 PACKAGES = ("trainer", "ops")
-WAYS_OUT = {
+FIXES = {
     "code": "use one checkout on a shared file system, or bring all hosts to the same commit",
     "configuration": "give every rank the same file and settings",
     "device": "`zerolora doctor` on the host that differs",
@@ -164,8 +164,8 @@ def differences(reports: Sequence[Report]) -> list[str]:
         if len(hosts) > 1:
             ordered = sorted(hosts.items(), key=lambda item: -len(item[1]))
             told = "; ".join(f"{value} on {_listed(dict.fromkeys(where))}" for value, where in ordered)
-            way_out = WAYS_OUT.get(name, f"install one version of {name} on all hosts")
-            lines.append(f"{name} differs: {told}; {way_out}")
+            fix = FIXES.get(name, f"install one version of {name} on all hosts")
+            lines.append(f"{name} differs: {told}; {fix}")
     return lines + _shared_devices(reports)
 
 

@@ -55,7 +55,7 @@ class Law:
 
 @dataclass(frozen=True)
 class State:
-    """What the controller remembers: everything a checkpoint has to hold besides a measurement under way."""
+    """What the controller remembers: everything a checkpoint has to hold apart from a measurement under way."""
 
     lambda_: float
     integral: float = 0.0

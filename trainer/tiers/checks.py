@@ -16,7 +16,7 @@ SMOOTHED = 50
 
 @dataclass(frozen=True)
 class TierRun:
-    """A finished run and what is known of it besides."""
+    """A finished run and what else is known of it."""
 
     folder: Path
     records: Sequence[Record]

@@ -40,9 +40,11 @@ struct Dropout {
   const int64_t* seed = nullptr;  // null: no dropout
   uint32_t threshold = 0;         // an element is dropped when its number is below this: round(p * 32768)
   float keep_scale = 1.f;         // 1 / (1 - p)
-  // keep of a matrix [T,D] in bits, [ceil(D / 128), T, 4] words: word c of a row of 128 columns holds those from 8c,
-  // 8c + 32, 8c + 64 and 8c + 96 on, 8 each (common.cuh). Where this is not null a rank pass for G on wgmma leaves them
-  // here; once they are `stored` it reads them instead of drawing, as `launch_expand` does. The other paths draw.
+  // keep of a matrix [T,D] in bits, [ceil(D / 128), T, 4] words of 32; in a row of 128 columns (common.cuh):
+  //   columns  0-7  8-15  16-23  24-31  32-39  40-47  48-55  56-63  64-71  ...  120-127
+  //   word       0     1      2      3      0      1      2      3      0  ...        3
+  // If this is not null, a rank pass for G on wgmma writes the bits here. Once they are `stored`, that pass and
+  // `launch_expand` read them instead of drawing; the other paths always draw.
   uint32_t* bits = nullptr;
   bool stored = false;
 };

@@ -36,7 +36,7 @@ inline Target part_of(const Target& target, int base, int R, bool by_rank, DType
   return part;
 }
 
-// What adds the partial sums that a launch leaves of a target.
+// The reduction that adds up the partial sums which a launch has written for a target.
 inline Reduction reduction_of(const Target& target, const RankWork& work, bool is_g, DType type, bool accumulate) {
   const RankPass& pass = work.pass;
   Reduction r;

@@ -94,8 +94,9 @@ int64_t tile_rows(const RankPass& pass) {
   return wgmma_rows(pass.p != nullptr && pass.v != nullptr, tensor_core_plan(pass, Path::wgmma).rank_pad);
 }
 
-// Microseconds, and bytes a microsecond; fitted on an H200 (docs/ops.md): from kHot tokens on right after whole
-// products, whose heat lowers the clock, as in training, below it on a cool card.
+// All times below are in microseconds, all rates in bytes per microsecond; fitted on an H200 (docs/ops.md). There are
+// two sets: "hot" for kHot tokens and more, measured right after large products, which heat the card and lower its clock
+// as training does; "cool" for fewer tokens.
 constexpr int64_t kHot = 2048;
 
 // A pass for both results. A CTA takes so long for a tile however few others run, and for each row of tiles, more if it
@@ -113,7 +114,7 @@ constexpr double kKept = 60e6;  // bytes of partial sums that the L2 keeps; othe
 
 // A pass for one result. A cluster costs `cluster`, and `each` for each CTA after the first; a CTA whose sums go
 // through shared memory adds 128 columns or rows of 64 ranks in `sum`; `reduction` is what another launch takes,
-// besides reading.
+// apart from reading.
 struct TimesOfOne {
   double start, cluster, each, wave, tile, row, sum, memory, reduction;
 };

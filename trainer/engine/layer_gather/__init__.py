@@ -1,1 +1,1 @@
-"""ZeRO-3 by layers: the frozen base in one shard per layer and rank, gathered one layer ahead."""
+"""ZeRO-3 per layer: the frozen base in one shard per layer and rank, gathered one layer ahead."""

@@ -94,7 +94,10 @@ class LayerShards:
         model.layer_shards = self
 
     def _readers(self, model: nn.Module) -> Iterator[_Step]:
-        """The outermost that may read a unit past their children's forwards: blocks, adapted linears, leaves."""
+        """The modules to hook: the outermost ones whose own forward may read a unit's weights without calling a child.
+
+        These are decoder layers, adapted linear layers, and modules that hold weights themselves.
+        """
         from peft.tuners.lora import LoraLayer
 
         below: tuple[str, ...] = ()
@@ -195,7 +198,7 @@ class LayerShards:
 
 
 def layer_shards_of(model: Any) -> LayerShards | None:
-    """The model's shards, if its base is gathered by layers."""
+    """The model's shards, if its base is gathered per layer."""
     return getattr(model, "layer_shards", None)
 
 

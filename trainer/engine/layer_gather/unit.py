@@ -1,4 +1,4 @@
-"""One unit of ZeRO-3 by layers: tensors whose bytes are cut over the ranks, gathered by one collective, and freed.
+"""One unit of ZeRO-3 per layer: tensors whose bytes are cut over the ranks, gathered by one collective, and freed.
 
 All tensors of a unit, whatever their types, lie in one buffer of bytes and are views of it for good. Gathering gives
 the buffer's storage memory and one all-gather fills it; freeing takes the memory away. No Parameter is touched, and
