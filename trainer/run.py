@@ -2,6 +2,8 @@
 
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,12 @@ from rich.markup import escape
 from trainer.build import build_model, make_batches
 from trainer.checkpoint.adapter_files import record_checksums
 from trainer.checkpoint.checkpoint import SaveFailed
-from trainer.checkpoint.full_disk import disk_errors_into
 from trainer.checkpoint.run_record import RESULT, make_way, note_written, place_result, write_run_record
 from trainer.checkpoint.weights import save_adapter, save_full_model
 from trainer.config import LoadedConfig, collective_timeout, engine_zero
 from trainer.contract import known_versions
 from trainer.contract.folder_lock import FolderLock
+from trainer.contract.full_disk import disk_errors_into
 from trainer.course import Course
 from trainer.data import Batches, StreamBatches, evaluation_batches
 from trainer.data.prepared import Prepared, samples_of
@@ -93,7 +95,8 @@ class Run:
         if self.steering is not None and self.ranks.is_main:
             self.steering.settle()
             self._check_folder()
-            self.steering.write_files(self.run_dir)
+            with self._while_there_is_room("what the SCU found"):
+                self.steering.write_files(self.run_dir)
         self.peak = peak_over_ranks(self.device)
         engine.destroy()
         self._end(position, before, after)
@@ -237,7 +240,7 @@ class Run:
         if self.ranks.is_main:
             self.metrics = Metrics(
                 self.run_dir, self.config.logging, self.console, first_step=position.step, total_steps=total_steps,
-                before_writing=self._check_folder,
+                before_writing=self._check_folder, settings=config.model_dump(mode="json"),
             )  # fmt: skip
 
     def _parts(self, engine: Any, total_steps: int) -> Parts:
@@ -299,7 +302,8 @@ class Run:
         if self.steering is not None:
             state["scu"] = self.steering.state_dict()
             if self.ranks.is_main:
-                self.steering.write_files(self.run_dir)
+                with self._while_there_is_room("what the SCU found"):
+                    self.steering.write_files(self.run_dir)
         self.course.save(engine, position, state, lambda folder: self._save_weights(engine, folder), self._check_folder)
 
     @phase("save")
@@ -337,14 +341,27 @@ class Run:
             return
         self.metrics.close()
         self._check_folder()
-        self.say(record_memory(self.run_dir, self.memory, self.peak, self.device, self.recovery.halvings))
+        with self._while_there_is_room("the measured memory"):
+            self.say(record_memory(self.run_dir, self.memory, self.peak, self.device, self.recovery.halvings))
         if self.stop:
             self.say(f"stopped at step {position.step}, saved; go on with training.resume_from_checkpoint=latest")
             return
         from trainer.monitor.report.write import write_report  # matplotlib, which the other ranks never need
 
-        for line in end_summary(self.run_dir, self.config, write_report(self.run_dir), before, after):
+        page = None
+        with self._while_there_is_room("report.html and plots"):
+            page = write_report(self.run_dir)
+        for line in end_summary(self.run_dir, self.config, page, before, after):
             self.say(line)
+
+    @contextmanager
+    def _while_there_is_room(self, what: str) -> Iterator[None]:
+        """What is written beside the result: a full disk is told of, and the run goes on without."""
+        failures: list[str] = []
+        with disk_errors_into(failures, self.run_dir):
+            yield
+        if failures:
+            self.say(f"[yellow]warning:[/yellow] {what}: not written: {escape(failures[0])}")
 
     def _check_folder(self) -> None:
         """Raise FolderLost if another run has the folder by now: called before anything is written there."""
