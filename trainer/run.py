@@ -40,7 +40,7 @@ from trainer.model.adapter import (
     save_initial_adapter,
 )
 from trainer.model.answers import answer_prompt
-from trainer.monitor.metrics import Metrics
+from trainer.monitor.metrics import Metrics, read_metrics
 from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.profiler import StepProfiler
 from trainer.monitor.summary import end_summary, start_summary
@@ -330,10 +330,20 @@ class Run:
             self._save_weights(engine, result)
             if self.ranks.is_main:
                 self._check_folder()
+                self._write_card(result)
                 place_result(self.run_dir)
                 record_checksums(self.run_dir)
         if failures:
             raise SaveFailed(f"{self.run_dir}: the result was not written: {failures[0]}; the newest checkpoint has it")
+
+    def _write_card(self, result: Path) -> None:
+        """The model card, unless the run's folder has one that a person wrote."""
+        from trainer.monitor.report.model_card import CARD, is_own_card, model_card
+
+        if self.config.adapter != "none" and not is_own_card(self.run_dir / CARD):
+            name = self.run_dir.resolve().name
+            card = model_card(self.config, self.run_dir, read_metrics(self.run_dir), name=name)
+            (result / CARD).write_text(card, encoding="utf-8")
 
     @phase("report")
     def _end(self, position: Position, before: float | None, after: float | None) -> None:

@@ -25,9 +25,9 @@ from trainer.commands.export.gguf import FORMATS, check_architecture, convert, l
 from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.commands.export.ollama import modelfile
 from trainer.commands.merge import check_output, merge
-from trainer.commands.push import is_on_hub, public_name
 from trainer.config import CommandParser, UserError
 from trainer.model.base import load_model_config
+from trainer.monitor.report.model_card import is_on_hub, public_name
 
 GGUF_NAME = "model.gguf"
 
