@@ -27,6 +27,7 @@ from trainer.checkpoint.finished_run import (
     saved_tokenizer,
 )
 from trainer.config import CommandParser, UserError
+from trainer.contract.output_file import check_output_file
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.model_card import CARD, is_on_hub, is_own_card, model_card, public_name
 
@@ -125,6 +126,7 @@ def _run(arguments: argparse.Namespace) -> None:
             f"{repo}: not a name for the hub; use owner/name with letters, digits, '-', '_' and '.', 96 at most"
         ) from None
     run = find_run(arguments.run, arguments.base_model, needs_base=False)
+    check_output_file(run.folder / CARD, str(run.folder / CARD))
     with tempfile.TemporaryDirectory(prefix="zerolora-push-") as temporary:
         folder = Path(temporary)
         files = stage(run, repo, folder)

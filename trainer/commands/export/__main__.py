@@ -90,6 +90,8 @@ def export(
     run: FinishedRun, form: str, output: Path, *, dtype: str = "auto", converter: Path | None = None
 ) -> list[str]:
     """Write the run's adapter in that form to `output`; returns what to say of it. Raises UserError, RuntimeError."""
+    if form == "gguf" and output.is_dir():
+        raise UserError(f"{output}: is a folder, and --format gguf writes a file; --output {output / 'model.gguf'}")
     check_output(output)
     note_written(output.parent, [output.name, f".writing-{output.name}"])
     if form == "peft":

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
+from trainer.contract.output_file import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.page import Tile, render_page
@@ -27,6 +28,7 @@ def write_report(run_dir: Path) -> Path:
     records = read_metrics(run_dir)
     if not records:
         raise UserError(f"{run_dir}: metrics.jsonl is empty, nothing was trained yet; wait for the first step")
+    check_output_file(run_dir / PAGE, str(run_dir / PAGE))
     config, run = _read_json(run_dir / "training_config.json"), _read_json(run_dir / "run.json")
     scu = config.get("scu", {})
     plots = draw_plots(
