@@ -43,6 +43,7 @@ from trainer.model.answers import answer_prompt
 from trainer.monitor.metrics import Metrics, read_metrics
 from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.profiler import StepProfiler
+from trainer.monitor.report.write import ANSWERS, keep_answer
 from trainer.monitor.summary import end_summary, start_summary
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packing_probe import check_causal, keep_documents_apart
@@ -84,12 +85,12 @@ class Run:
         position, total_steps = self._restore(engine)
         self.steering = self._steer(engine, position, total_steps)
         self._open_records(model, position, total_steps)
-        before = self._look(engine, position, "before training") if position.step == 0 else None
+        before = self._look(engine, position, "before") if position.step == 0 else None
         Loop(self._parts(engine, total_steps), self.config.training, position, total_steps).run()
         after = None
         if not self.stop:
             self.course.return_to_best(engine, position)
-            after = self._look(engine, position, "after training")
+            after = self._look(engine, position, "after")
             self._save_result(engine)
         self.stop.saved = True
         if self.steering is not None and self.ranks.is_main:
@@ -287,7 +288,11 @@ class Run:
         tokenizer, logging, system = self.prepared.tokenizer, self.config.logging, self.config.dataset.system_prompt
         for prompt in logging.sample_prompts:
             answer = answer_prompt(engine, tokenizer, prompt, logging.sample_tokens, system)
-            self.say(f"[bold]{when}[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}")
+            self.say(f"[bold]{when} training[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}")
+            if self.ranks.is_main:
+                self._check_folder()
+                with self._while_there_is_room(ANSWERS):
+                    keep_answer(self.run_dir, prompt, when, answer.strip())
         return loss
 
     @phase("save")

@@ -1,6 +1,5 @@
 """What a run says of itself on the console at its start and its end."""
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import nn
 
 from trainer.config import RunConfig
 from trainer.model.adapter import adapted_layers, count_parameters
+from trainer.monitor.report.write import next_commands
 
 
 def start_summary(model: nn.Module, config: RunConfig, precision: str, devices: str) -> list[Any]:
@@ -34,19 +34,10 @@ def end_summary(
     lines = []
     if before is not None and after is not None:
         lines.append(f"held-out loss [bold]{before:.4f} -> {after:.4f}[/bold] ({after / before - 1:+.1%})")
-    full = config.adapter == "none"
-    lines.append(_row("model" if full else "adapter", str(run_dir)))
+    lines.append(_row("model" if config.adapter == "none" else "adapter", str(run_dir)))
     if report is not None:
         lines.append(_row("plots", f"{report} and {run_dir / 'plots'}"))
-    folder = shlex.quote(str(run_dir))
-    commands = []
-    if not full:
-        if config.dataset.evaluation or config.dataset.val_split:
-            commands.append(("measure", f"zerolora eval {folder}"))
-        commands.append(("try it", f"zerolora generate {folder} --base 'your question'"))
-        commands.append(("merge", f"zerolora merge {folder}"))
-    if "tensorboard" in config.logging.report_to:
-        commands.append(("curves", f"tensorboard --logdir {shlex.quote(str(run_dir / 'tensorboard'))}"))
+    commands = next_commands(str(run_dir), config.model_dump(mode="json"))
     return lines + [_row(name, command) for name, command in commands]
 
 
