@@ -142,6 +142,7 @@ class Run:
             on_gpu=self.device.type == "cuda",
             one_gradient=self.decided.flat.value,
         )
+        self.say(f"loading the model {escape(config.base_model)}")
         model, fusion = build_model(
             config,
             self.decided,
