@@ -23,6 +23,7 @@ from launcher.targets.local import CPU_RANKS, Command, hostfile_command, local_c
 from launcher.targets.mpi import mpirun_command
 from launcher.targets.slurm import in_allocation, lost_nodes, read_allocation, srun_command
 from trainer.config import LoadedConfig, UserError
+from trainer.contract.command_typed import as_argument
 from trainer.contract.folder_lock import FolderLock, refuse_if_held
 from trainer.contract.launcher_process import tie_children_to_this_process
 from trainer.contract.ports import check_free, free_port, random_port
@@ -137,7 +138,7 @@ def start(arguments: Sequence[str], loaded: LoadedConfig, request: Request, *, d
     if code:
         return code
     with FolderLock.take(run_dir, resumes=resumes, say=say) as lock:
-        return _run([*arguments, "--lock", lock.token], loaded, build, reach)
+        return _run([*arguments, "--lock", lock.token, as_argument(sys.argv)], loaded, build, reach)
 
 
 def _run(arguments: Sequence[str], loaded: LoadedConfig, build: Build, reach: Reach | None) -> int:

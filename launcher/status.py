@@ -1,14 +1,16 @@
 """`zerolora status`: where a job or a run stands, from SLURM, the run's heartbeats and its metrics."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Annotated, Any
 
 import typer
@@ -24,6 +26,7 @@ COMMENT = "zerolora "
 # Heartbeats come every second or two; a network file system may show them late.
 RECENT_S = 60.0
 SPEED_STEPS = 20
+PAUSE_S = 600.0
 
 
 def status(
@@ -114,30 +117,60 @@ def run_lines(run: Path) -> list[tuple[str, str]]:
             slowest = min(beats.values(), key=lambda beat: beat.step)
             lines.append(("state", f"running on {', '.join(sorted({beat.host for beat in beats.values()}))}, rank "
                                    f"{slowest.rank} at {slowest.place()}"))  # fmt: skip
-    records = [record for record in _records(run / "metrics.jsonl") if "train/loss" in record]
+    everything = _records(run / "metrics.jsonl")
+    records = [record for record in everything if "train/loss" in record]
     if not records:
         return [*lines, ("step", "none yet")]
     last = records[-1]
     total = _total_steps(run, last)
     lines.append(("step", f"{last['step']:,} of {total:,}" if total else f"{last['step']:,}"))
     lines.append(("loss", f"{last['train/loss']:.4f}" if last["train/loss"] is not None else "not finite"))
-    lines.append(("speed", f"{last['perf/tokens_per_second']:,.0f} tok/s"))
-    if total and None in ended:
-        step_s = median(record["perf/step_ms"] for record in records[-SPEED_STEPS:]) / 1e3
-        lines.append(("left", f"{timedelta(seconds=int((total - last['step']) * step_s))} of training"))
+    lines += _held_out_line(everything)
+    speeds = [record["perf/tokens_per_second"] for record in records if record.get("perf/tokens_per_second")]
+    if speeds:
+        # The first step builds and warms up.
+        lines.append(("speed", f"{mean((speeds[1:] or speeds)[-SPEED_STEPS:]):,.0f} tok/s"))
+    lines.append(("elapsed", f"{timedelta(seconds=int(_seconds(everything)))} of training"))
+    times = [record["perf/step_ms"] for record in records[-SPEED_STEPS:] if record.get("perf/step_ms") is not None]
+    if total and None in ended and times:
+        lines.append(("left", f"{timedelta(seconds=int((total - last['step']) * median(times) / 1e3))} of training"))
     return lines
 
 
+def _held_out_line(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """The newest held-out loss, and the best."""
+    held_out = [(record["eval/loss"], record["step"]) for record in records if record.get("eval/loss") is not None]
+    if not held_out:
+        return []
+    best, at = min(held_out)
+    return [("held out", f"{held_out[-1][0]:.4f} at step {held_out[-1][1]:,}, best {best:.4f} at step {at:,}")]
+
+
+def _seconds(records: list[dict[str, Any]]) -> float:
+    """From the first record to the last, without the time between an interruption and what resumed it."""
+    timed = [record for record in records if "time" in record]
+    gaps = [(after["time"] - before["time"], after) for before, after in pairwise(timed)]
+    return sum(float(gap) for gap, after in gaps if gap <= PAUSE_S + 10 * (after.get("perf/step_ms") or 0.0) / 1e3)
+
+
 def _records(path: Path) -> list[dict[str, Any]]:
+    """The records of the file; what is none, such as the line being written, is left out."""
     if not path.is_file():
         return []
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue  # the line being written
+            record = json.loads(line)
+        except (json.JSONDecodeError, RecursionError):
+            continue
+        if isinstance(record, dict) and _is_number(record.get("step")):
+            if all(value is None or _is_number(value) for value in record.values()):
+                records.append(record)
     return records
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _total_steps(run: Path, last: Mapping[str, Any]) -> int | None:

@@ -82,6 +82,8 @@ def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None,
         cache_dir=Path(config.dataset.cache_dir).expanduser(),
         max_length_of_model=longest,
     )
+    if data.stats.records:
+        tell(f"{data.stats.records:,} records, {data.stats.documents:,} documents to train on")
     prepared = Prepared(tokenizer, model_config, data, tuple(notes))
     # More ranks take fewer steps: what does not go on one goes on none.
     step_warnings(with_global_batch(config, samples_of(prepared), 1), samples_of(prepared), 1)

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, load_config
+from trainer.contract import command_typed
 from trainer.contract.folder_lock import FolderLock, refuse_if_held
 from trainer.contract.rank_variables import host_name
 from trainer.data.prepared import Prepared
@@ -132,6 +133,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed command")
     parser.add_argument("--world-size", type=int, help="how many ranks there must be")
     parser.add_argument("--lock", help="the lock of the output folder that the launcher holds")
+    parser.add_argument(command_typed.OPTION, help="what the user typed, for the run's record")
     parser.add_argument("--console", help="where rank 0 writes what the user sees, if not its stdout")
     parser.add_argument("--console-width", type=int)
     parser.add_argument("--console-tty", action="store_true")

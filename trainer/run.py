@@ -2,6 +2,8 @@
 
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,12 @@ from rich.markup import escape
 from trainer.build import build_model, make_batches
 from trainer.checkpoint.adapter_files import record_checksums
 from trainer.checkpoint.checkpoint import SaveFailed
-from trainer.checkpoint.full_disk import disk_errors_into
 from trainer.checkpoint.run_record import RESULT, make_way, note_written, place_result, write_run_record
 from trainer.checkpoint.weights import save_adapter, save_full_model
 from trainer.config import LoadedConfig, collective_timeout, engine_zero
 from trainer.contract import known_versions
 from trainer.contract.folder_lock import FolderLock
+from trainer.contract.full_disk import disk_errors_into
 from trainer.course import Course
 from trainer.data import Batches, StreamBatches, evaluation_batches
 from trainer.data.prepared import Prepared, samples_of
@@ -38,9 +40,10 @@ from trainer.model.adapter import (
     save_initial_adapter,
 )
 from trainer.model.answers import answer_prompt
-from trainer.monitor.metrics import Metrics
+from trainer.monitor.metrics import Metrics, read_metrics
 from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.profiler import StepProfiler
+from trainer.monitor.report.write import ANSWERS, keep_answer
 from trainer.monitor.summary import end_summary, start_summary
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packing_probe import check_causal, keep_documents_apart
@@ -82,18 +85,19 @@ class Run:
         position, total_steps = self._restore(engine)
         self.steering = self._steer(engine, position, total_steps)
         self._open_records(model, position, total_steps)
-        before = self._evaluate_and_sample(engine, position, "before training") if position.step == 0 else None
+        before = self._evaluate_and_sample(engine, position, "before") if position.step == 0 else None
         Loop(self._parts(engine, total_steps), self.config.training, position, total_steps).run()
         after = None
         if not self.stop:
             self.course.return_to_best(engine, position)
-            after = self._evaluate_and_sample(engine, position, "after training")
+            after = self._evaluate_and_sample(engine, position, "after")
             self._save_result(engine)
         self.stop.saved = True
         if self.steering is not None and self.ranks.is_main:
             self.steering.settle()
             self._check_folder()
-            self.steering.write_files(self.run_dir)
+            with self._while_there_is_room("what the SCU found"):
+                self.steering.write_files(self.run_dir)
         self.peak = peak_over_ranks(self.device)
         engine.destroy()
         self._end(position, before, after)
@@ -138,6 +142,7 @@ class Run:
             on_gpu=self.device.type == "cuda",
             one_gradient=self.decided.flat.value,
         )
+        self.say(f"loading the model {escape(config.base_model)}")
         model, fusion = build_model(
             config,
             self.decided,
@@ -237,7 +242,7 @@ class Run:
         if self.ranks.is_main:
             self.metrics = Metrics(
                 self.run_dir, self.config.logging, self.console, first_step=position.step, total_steps=total_steps,
-                before_writing=self._check_folder,
+                before_writing=self._check_folder, settings=config.model_dump(mode="json"),
             )  # fmt: skip
 
     def _parts(self, engine: Any, total_steps: int) -> Parts:
@@ -284,7 +289,11 @@ class Run:
         tokenizer, logging, system = self.prepared.tokenizer, self.config.logging, self.config.dataset.system_prompt
         for prompt in logging.sample_prompts:
             answer = answer_prompt(engine, tokenizer, prompt, logging.sample_tokens, system)
-            self.say(f"[bold]{when}[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}")
+            self.say(f"[bold]{when} training[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}")
+            if self.ranks.is_main:
+                self._check_folder()
+                with self._while_there_is_room(ANSWERS):
+                    keep_answer(self.run_dir, prompt, when, answer.strip())
         return loss
 
     @phase("save")
@@ -299,7 +308,8 @@ class Run:
         if self.steering is not None:
             state["scu"] = self.steering.state_dict()
             if self.ranks.is_main:
-                self.steering.write_files(self.run_dir)
+                with self._while_there_is_room("what the SCU found"):
+                    self.steering.write_files(self.run_dir)
         self.course.save(engine, position, state, lambda folder: self._save_weights(engine, folder), self._check_folder)
 
     @phase("save")
@@ -326,10 +336,20 @@ class Run:
             self._save_weights(engine, result)
             if self.ranks.is_main:
                 self._check_folder()
+                self._write_card(result)
                 place_result(self.run_dir)
                 record_checksums(self.run_dir)
         if failures:
             raise SaveFailed(f"{self.run_dir}: the result was not written: {failures[0]}; the newest checkpoint has it")
+
+    def _write_card(self, result: Path) -> None:
+        """The model card, unless the run's folder has one that a person wrote."""
+        from trainer.monitor.report.model_card import CARD, is_own_card, model_card
+
+        if self.config.adapter != "none" and not is_own_card(self.run_dir / CARD):
+            name = self.run_dir.resolve().name
+            card = model_card(self.config, self.run_dir, read_metrics(self.run_dir), name=name)
+            (result / CARD).write_text(card, encoding="utf-8")
 
     @phase("report")
     def _end(self, position: Position, before: float | None, after: float | None) -> None:
@@ -337,14 +357,27 @@ class Run:
             return
         self.metrics.close()
         self._check_folder()
-        self.say(record_memory(self.run_dir, self.memory, self.peak, self.device, self.recovery.halvings))
+        with self._while_there_is_room("the measured memory"):
+            self.say(record_memory(self.run_dir, self.memory, self.peak, self.device, self.recovery.halvings))
         if self.stop:
             self.say(f"stopped at step {position.step}, saved; go on with training.resume_from_checkpoint=latest")
             return
         from trainer.monitor.report.write import write_report  # matplotlib, which the other ranks never need
 
-        for line in end_summary(self.run_dir, self.config, write_report(self.run_dir), before, after):
+        page = None
+        with self._while_there_is_room("report.html and plots"):
+            page = write_report(self.run_dir)
+        for line in end_summary(self.run_dir, self.config, page, before, after):
             self.say(line)
+
+    @contextmanager
+    def _while_there_is_room(self, what: str) -> Iterator[None]:
+        """What is written beside the result: a full disk is told of, and the run goes on without."""
+        failures: list[str] = []
+        with disk_errors_into(failures, self.run_dir):
+            yield
+        if failures:
+            self.say(f"[yellow]warning:[/yellow] {what}: not written: {escape(failures[0])}")
 
     def _check_folder(self) -> None:
         """Raise FolderLost if another run has the folder by now: called before anything is written there."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -41,7 +42,7 @@ PROBE_PATIENCE_S = 300.0
 RANKS_PATIENCE_S = 300.0
 LAST_WORDS_S = 10.0
 POLL_S = 0.1
-LINE_WIDTH = 200
+LINE_WIDTH = 100
 COLOURS = {"OK": "green", "WARN": "yellow", "FAIL": "red"}
 
 
@@ -188,7 +189,7 @@ def show(checks: Iterable[Check], *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"checks": [asdict(check) for check in listed], "counts": counts}, indent=1))
         return
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else LINE_WIDTH)
+    console = Console(highlight=False, width=min(shutil.get_terminal_size((LINE_WIDTH, 25)).columns, LINE_WIDTH))
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -200,7 +201,8 @@ def show(checks: Iterable[Check], *, as_json: bool) -> None:
             good[check.host] += 1
             continue
         name = f"{check.host}: {check.name}" if check.host else check.name
-        fix = f"\n[bold]fix:[/bold] {escape(check.fix)}" if check.fix else ""
+        word = "better" if check.state == "OK" else "fix"
+        fix = f"\n[bold]{word}:[/bold] {escape(check.fix)}" if check.fix else ""
         table.add_row(f"[{COLOURS[check.state]}]{check.state}[/]", escape(name), escape(check.found) + fix)
     for host, count in good.items():
         table.add_row("[green]OK[/]", escape(host), f"{count} checks are good")

@@ -81,7 +81,7 @@ def check_driver() -> Iterator[Check]:
         if reason == found:
             yield Check(name, "OK", found)
         elif shutil.which("nvidia-smi") is None:
-            yield Check("driver", "WARN", "no nvidia-smi: ranks run on the CPU", "install the NVIDIA driver")
+            yield Check("driver", "WARN", "no nvidia-smi: ranks run on the CPU", "for a GPU: install its driver")
         else:
             fix = "the driver and its kernel module must be of one version: reinstall it, restart the host"
             yield Check("driver", "FAIL", reason, fix)

@@ -14,9 +14,10 @@ import pytest
 import yaml
 
 from tests.unit.test_after_run import make_run
-from trainer.checkpoint.finished_run import find_run
+from trainer.checkpoint.finished_run import FinishedRun, find_run
 from trainer.commands import push
-from trainer.commands.push import model_card, public_name, stage
+from trainer.commands.push import records_of, stage
+from trainer.monitor.report.model_card import OF_PEFT, OURS, model_card, public_name
 
 ROOT = Path(__file__).parent.parent.parent
 TOKEN = "hf_ThisIsNobodysToken1234567890abcd"
@@ -33,6 +34,10 @@ def run_dir(tmp_path: Path) -> Path:
     record |= {"device_name": "x86_64", "python": "3.11.7", "packages": {"torch": "2.13.0"}, "commit": None}
     (folder / "run.json").write_text(json.dumps(record))
     return folder
+
+
+def card_of(run: FinishedRun) -> str:
+    return model_card(run.config, run.run_dir, records_of(run), name="me/tiny")
 
 
 def test_only_the_named_files_are_staged_and_none_names_a_folder_of_this_machine(run_dir: Path, tmp_path: Path) -> None:
@@ -52,7 +57,7 @@ def test_only_the_named_files_are_staged_and_none_names_a_folder_of_this_machine
 
 
 def test_the_card_says_what_it_was_made_of_and_how_it_is_used(run_dir: Path) -> None:
-    card = model_card(find_run(run_dir, "org/Base-1B", needs_base=False), "me/tiny")
+    card = card_of(find_run(run_dir, "org/Base-1B", needs_base=False))
     _, front, body = card.split("---\n", 2)
     assert yaml.safe_load(front)["base_model"] == "org/Base-1B"
     assert "qlora" in yaml.safe_load(front)["tags"]
@@ -78,15 +83,15 @@ def test_the_card_of_a_checkpoint_tells_of_no_later_step(run_dir: Path) -> None:
     checkpoint.mkdir()
     for path in run_dir.glob("adapter_*"):
         (checkpoint / path.name).write_bytes(path.read_bytes())
-    card = model_card(find_run(checkpoint), "me/tiny")
+    card = card_of(find_run(checkpoint))
     assert "**2.5000 → 1.5000**" in card and "1.25" not in card
 
 
 def test_a_card_that_a_person_wrote_is_kept_and_others_are_written_anew(run_dir: Path, tmp_path: Path) -> None:
     card = run_dir / "README.md"
-    assert push.OF_PEFT in card.read_text()
+    assert OF_PEFT in card.read_text()
     for number, (before, kept) in enumerate(
-        ((None, False), (f"old\n{push.OURS}\n", False), ("# My own\n\n50 % better!\n", True))
+        ((None, False), (f"old\n{OURS}\n", False), ("# My own\n\n50 % better!\n", True))
     ):
         if before is not None:
             card.write_text(before)
@@ -119,7 +124,7 @@ def test_a_dry_run_writes_the_card_lists_the_files_and_needs_no_login(
     captured = capsys.readouterr()
     size = (run_dir / "adapter_model.safetensors").stat().st_size
     assert f"{size:>14,}  adapter_model.safetensors" in captured.out
-    assert push.OURS in (run_dir / "README.md").read_text()
+    assert OURS in (run_dir / "README.md").read_text()
     assert "model is a local model; --base-model" in captured.err
 
 

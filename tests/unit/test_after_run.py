@@ -1,6 +1,7 @@
 """A run's folder found again: what is read from it, and one line for every folder that is not one. Makes runs, too."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from tests.tiny import make_model, write_chats
 from trainer.checkpoint.adapter_files import record_checksums
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
 from trainer.commands import evaluate, generate, merge, push
+from trainer.commands.export import __main__ as export
 from trainer.config import RunConfig, UserError
 from trainer.model.base import load_tokenizer
+from trainer.monitor.report import __main__ as report
 
 
 def make_run(folder: Path, *, llama: dict[str, Any] | None = None, base: Path | None = None, **settings: Any) -> Path:
@@ -161,6 +164,14 @@ def test_a_wrong_folder_is_one_line_and_exit_code_2(
 BAD_ARGUMENTS = [
     (evaluate, ["RUN", "--split", "test"], "--split=test: chooses among the splits of --data"),
     (evaluate, ["RUN", "--json", "TMP/none/x.json"], "--json=.*folder does not exist"),
+    (evaluate, ["RUN", "--json", "TMP"], "--json=.*: is a folder; name a file in it"),
+    (evaluate, ["RUN", "--json", "TMP/" + "x" * 300], "--json=.*: File name too long"),
+    (export, ["RUN", "--format", "gguf", "--output", "TMP/empty"], "empty: is a folder, and --format gguf"),
+    (export, ["RUN", "--format", "hf", "--output", "TMP/dangling"], "dangling: exists and would be overwritten"),
+    (merge, ["RUN", "--output", "TMP/dangling"], "dangling: exists and would be overwritten"),
+    (merge, ["RUN", "--output", "TMP/" + "x" * 300], "File name too long"),
+    (push, ["FOLDER_CARD", "me/tiny", "--dry-run"], "README.md: is a folder"),
+    (report, ["FOLDER_CARD"], "report.html: is a folder"),
     (evaluate, ["RUN", "--data", "TMP/none.jsonl"], "none.jsonl"),
     (generate, ["RUN", "x", "--temperature", "-1"], "--temperature=-1.0: must be 0 or more"),
     (generate, ["RUN", "x", "--top-p", "0"], "--top-p=0.0: must be above 0"),
@@ -187,7 +198,15 @@ def test_a_wrong_argument_is_one_line_and_exit_code_2(
 ) -> None:
     monkeypatch.setattr(push, "get_token", lambda: None)
     (tmp_path / "file").write_text("mine")
-    filled = [text.replace("RUN", str(run_dir)).replace("TMP", str(tmp_path)) for text in arguments]
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    if "FOLDER_CARD" in arguments:
+        shutil.copytree(run_dir, tmp_path / "odd", ignore=shutil.ignore_patterns("README.md"))
+        (tmp_path / "odd" / "README.md").mkdir()
+        (tmp_path / "odd" / "report.html").mkdir()
+        (tmp_path / "odd" / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "train/loss": 2.0}\n')
+    places = {"RUN": str(run_dir), "TMP": str(tmp_path), "FOLDER_CARD": str(tmp_path / "odd")}
+    filled = [re.sub("|".join(places), lambda found: places[found[0]], text) for text in arguments]
     _is_one_line(module.main(filled), capsys, message)
 
 

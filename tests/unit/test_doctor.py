@@ -271,6 +271,15 @@ def test_the_table_has_a_fix_below_each_line_and_counts_the_good_ones_of_other_h
     assert told["counts"] == {"OK": 3, "WARN": 1, "FAIL": 1} and told["checks"][1]["fix"] == "rm /x/[1]/lock"
 
 
+def test_the_table_fits_100_columns_and_no_good_line_has_a_fix(capsys: pytest.CaptureFixture[str]) -> None:
+    long = "word " * 40
+    checks = [Check("torch", "OK", long, "install a CUDA build"), Check("disk", "FAIL", "x" * 300, long)]
+    show(checks, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert sum("fix:" in line for line in lines) == 1
+
+
 def test_a_slow_answer_is_not_waited_for(tmp_path: Path) -> None:
     found, words = _run(Command(("sh", "-c", "sleep 3600"), 1, {}, ()), 1.0)
     assert found is None and "no answer within 1 s" in words

@@ -191,7 +191,7 @@ def test_a_converter_of_the_users_is_run(run_dir: Path, tmp_path: Path, capsys: 
         (["--format", "hf", "--converter", "none.py"], "makes GGUF files, and --format is hf"),
         (["--format", "hf", "--dtype", "q8_0"], "--dtype q8_0: a format of GGUF files"),
         (["--format", "peft", "--dtype", "f16"], "--dtype f16: --format peft keeps the adapter's own numbers"),
-        (["--format", "gguf", "--output", "."], "exists and would be overwritten"),
+        (["--format", "gguf", "--output", "."], "is a folder, and --format gguf writes a file"),
     ],
 )
 def test_mistakes_are_one_line(

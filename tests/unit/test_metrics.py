@@ -3,7 +3,10 @@
 import json
 import math
 import re
+import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,10 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from trainer.config import LoggingSection, UserError
+from trainer.config import LoggingSection, RunConfig, UserError
+from trainer.contract.command_typed import as_argument, command_typed
 from trainer.monitor.metrics import Metrics, check_reporters, read_metrics
+from trainer.monitor.summary import end_summary
 
 STEP = {
     "train/loss": 2.3456,
@@ -156,7 +161,7 @@ def test_off_shows_nothing(tmp_path: Path) -> None:
 
 def test_time_left_follows_the_speed_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
-    monkeypatch.setattr("trainer.monitor.metrics.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("trainer.monitor.display.time.monotonic", lambda: clock[0])
     writer, shown = metrics(tmp_path, first=100, total=2000)
     for step in range(101, 201):
         clock[0] += 2.0
@@ -174,3 +179,88 @@ def test_close_may_be_called_twice(tmp_path: Path) -> None:
     before = shown.getvalue()
     writer.close()
     assert shown.getvalue() == before
+
+
+@contextmanager
+def full_disk(bytes_more: int, *files: Path) -> Iterator[None]:
+    """No file may grow to more than `bytes_more` above the smallest of `files`: the kernel's own refusal."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit = min(file.stat().st_size for file in files) + bytes_more
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_pauses_the_metrics_and_loses_none(tmp_path: Path) -> None:
+    writer, shown = metrics(tmp_path, total=6, report_to=("tensorboard",), progress="off")
+    writer.log(1, {"train/loss": 1.0})
+    (events,) = (tmp_path / "tensorboard").rglob("events*")
+    with full_disk(30, tmp_path / "metrics.jsonl", events):
+        for step in (2, 3, 4):
+            writer.log(step, {"train/loss": float(step)})
+        assert [record["step"] for record in read_metrics(tmp_path)] == [1]
+    writer.log(5, {"train/loss": 5.0})
+    with full_disk(0, tmp_path / "metrics.jsonl", events):
+        writer.log(6, {"train/loss": 6.0})
+        writer.close()
+    said = shown.getvalue().splitlines()
+    again = "metrics are written again, with those that waited"
+    assert [line.partition(":")[0] for line in said] == ["warning", again, "warning", "warning"]
+    assert "training goes on: File too large (the disk at /" in said[0] and "GiB free" in said[0]
+    assert "the last metrics of this run are not written" in said[3]
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    reader = EventAccumulator(str(events.parent))
+    reader.Reload()
+    assert [event.step for event in reader.Scalars("train/loss")] == [1, 2, 3, 4, 5]
+
+
+def test_tensorboard_opens_on_the_loss_and_has_the_configuration(tmp_path: Path) -> None:
+    section = LoggingSection(report_to=("tensorboard",), progress="off")
+    settings = {"base_model": "org/model", "training": {"learning_rate": 2e-4}, "dataset": {"path": "a.jsonl"}}
+    writer = Metrics(tmp_path, section, Console(quiet=True), first_step=0, total_steps=2, settings=settings)
+    writer.log(1, {"train/loss": 2.0, "perf/step_ms": 1.0, "eval/loss": 1.5, "eval/bpt": 2.0})
+    writer.close()
+    reader = EventAccumulator(str(next((tmp_path / "tensorboard").iterdir())))
+    reader.Reload()
+    tags = reader.Tags()
+    assert sorted(tags["scalars"])[:2] == ["Loss/held out", "Loss/training"]
+    assert "configuration/text_summary" in tags["tensors"]
+    (text,) = reader.Tensors("configuration/text_summary")
+    assert b"learning_rate: 0.0002" in text.tensor_proto.string_val[0]
+    content = reader.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    assert b"training.learning_rate" in content and b"org/model" in content
+    assert b"eval/loss" in reader.SummaryMetadata("_hparams_/experiment").plugin_data.content
+
+
+def test_the_first_step_is_left_out_of_the_time_remaining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr("trainer.monitor.display.time.monotonic", lambda: clock[0])
+    writer, shown = metrics(tmp_path, total=11)
+    for step, seconds in ((1, 600.0), (2, 2.0), (3, 2.0)):
+        clock[0] += seconds
+        writer.log(step, STEP)
+    writer.close()
+    lines = shown.getvalue().splitlines()
+    assert "-:--:-- left" in lines[0] and "0:00:16 left" in lines[2]
+
+
+def test_the_command_typed_survives_the_way_to_the_ranks() -> None:
+    typed = ["/usr/bin/zerolora", "train", "it's.yaml", "dataset.system_prompt=You; `are` $1 \u00e9", "--num-gpus", "2"]
+    argument = as_argument(typed)
+    assert re.fullmatch(r"--typed=[\w-]+", argument)
+    inner = ["/x/trainer/train.py", "it's.yaml", "--lock", "0123", argument, "--console", "/tmp/x"]
+    assert command_typed(inner) == ["zerolora", *typed[1:]]
+    assert command_typed(["/x/train.py", "c.yaml"]) == ["train.py", "c.yaml"]
+
+
+def test_the_end_names_the_next_commands(tmp_path: Path) -> None:
+    folder = tmp_path / "my run"
+    dataset = {"path": "a.jsonl", "val_split": 0.1}
+    config = RunConfig.model_validate({"base_model": "m", "output_dir": str(folder), "dataset": dataset})
+    lines = end_summary(folder, config, folder / "report.html", 2.0, 1.0)
+    for command in ("eval", "generate", "merge"):
+        assert sum(f"zerolora {command} '{folder}'" in line for line in lines) == 1
+    assert lines[0].startswith("held-out loss") and f"tensorboard --logdir '{folder}/tensorboard'" in lines[-1]
+    assert not any("report.html" in line for line in end_summary(folder, config, None, None, None))

@@ -1,6 +1,5 @@
 """The report: numbers against a hand count, plots that show what they say, a page that needs no other file."""
 
-import base64
 import json
 import re
 from io import BytesIO
@@ -15,10 +14,13 @@ from rich.console import Console
 
 from trainer.checkpoint.run_record import write_run_record
 from trainer.config import LoggingSection, RunConfig, UserError
+from trainer.contract.command_typed import as_argument
 from trainer.monitor.metrics import Metrics, read_metrics
 from trainer.monitor.report.__main__ import main
-from trainer.monitor.report.plots import _draw_loss, _draw_s, running_mean, series
-from trainer.monitor.report.write import training_seconds, write_report
+from trainer.monitor.report.charts import charts, draw
+from trainer.monitor.report.curves import running_mean, series
+from trainer.monitor.report.plots import _draw_loss, _draw_s
+from trainer.monitor.report.write import keep_answer, training_seconds, write_report
 
 STEPS = 80
 
@@ -84,19 +86,70 @@ def test_the_summary_says_what_was_measured(tmp_path: Path) -> None:
     assert "<b>202</b><span>101 on each of 2</span>" in page
 
 
-def test_the_page_stands_alone_and_its_plots_are_the_png_files(tmp_path: Path) -> None:
+def test_the_page_stands_alone_and_the_plots_lie_beside_it(tmp_path: Path) -> None:
     make_run(tmp_path)
     page = write_report(tmp_path).read_text()
-    assert "http" not in page
-    sources = re.findall(r'src="(.*?)"', page)
-    assert {source.split(",")[0] for source in sources} == {"data:image/png;base64"}
-    embedded = {base64.b64decode(source.split(",")[1]) for source in sources}
+    assert "http" not in page and "src=" not in page and "url(" not in page and "<script" not in page
+    assert all(not link.startswith("/") for link in re.findall(r'href="(.*?)"', page))
     files = {path.name: path.read_bytes() for path in (tmp_path / "plots").iterdir()}
     assert set(files) == {"loss.png", "learning_rate.png", "gradient_norm.png", "throughput.png", "memory.png"}
-    assert embedded == set(files.values())
-    for content in embedded:
+    for content in files.values():
         pixels = imread(BytesIO(content))
         assert pixels.shape[1] > 1000 and pixels[..., :3].std() > 0.01
+    assert page.count("<svg") == len(files)
+
+
+def test_the_charts_of_the_page_are_at_the_places_of_their_values(tmp_path: Path) -> None:
+    """Held-out losses are points at their steps; training losses are there raw and as a mean; a gap stays one."""
+    make_run(tmp_path)
+    records = read_metrics(tmp_path)
+    (loss,) = [chart for chart in charts(records) if chart.title == "Loss"]
+    assert [(curve.kind, curve.label) for curve in loss.curves] == [
+        ("pale", "training, each record"),
+        ("line", "mean of 5"),
+        ("dashed", ""),
+        ("dots", "held out, 4.000 → 2.000"),
+    ]
+    drawn = draw(loss)
+    dots = re.findall(r'class="orange dots" d="M([\d.]+) ([\d.]+)h0"><title>step ([\d,]+): ([\d.]+)', drawn)
+    marks = [float(mark) for mark in re.findall(r'class="y" style="top:[\d.]+%">([\d.]+)<', drawn)]
+    low, high = marks[0], marks[-1]
+    for (x, y, step, value), (true_step, true_value) in zip(dots, [(1, 4.0), (40, 1.5), (80, 2.0)], strict=True):
+        assert (int(step), float(value)) == (true_step, true_value)
+        assert float(x) == pytest.approx(1000 * (true_step - 1) / 79, abs=0.1)
+        assert float(y) == pytest.approx(1000 * (high - true_value) / (high - low), abs=0.1)
+    records[10]["train/grad_norm"] = None
+    (norm,) = [chart for chart in charts(records) if chart.title == "Gradient norm"]
+    raw = re.search(r'class="blue pale" d="(.*?)"', draw(norm))
+    assert raw is not None and raw[1].count("M") == 2
+
+
+def test_the_page_of_a_long_run_stays_small_and_keeps_its_peaks(tmp_path: Path) -> None:
+    records = [{"step": step, "time": float(step), "train/loss": 2.0 + step % 7, "perf/tokens_per_second_per_gpu": 9.0,
+                "train/grad_norm": 100.0 if step == 33_333 else 1.0} for step in range(1, 60_001)]  # fmt: skip
+    page = "".join(map(draw, charts(list(map(dict, records)))))
+    assert len(page) < 300_000
+    (norm,) = [chart for chart in charts(list(map(dict, records))) if chart.title == "Gradient norm"]
+    assert re.search(r'pale" d="[^"]*L555\.\d 0\.0', draw(norm))
+
+
+def test_model_data_command_answers_and_next_steps_are_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = ["/usr/bin/zerolora", "train", "c.yaml", "logging.run_name=a run"]
+    monkeypatch.setattr("sys.argv", ["train.py", "c.yaml", "--lock", "01", as_argument(typed), "--console", "/tmp/x"])
+    make_run(tmp_path)
+    keep_answer(tmp_path, "Who <are> you?", "before", "I am lost")
+    keep_answer(tmp_path, "Who <are> you?", "after", "A <b>tiny</b> model")
+    keep_answer(tmp_path, "never answered again", "before", "x")
+    page = write_report(tmp_path).read_text()
+    assert rows_of(page)["command"] == "zerolora train c.yaml &#x27;logging.run_name=a run&#x27;"
+    assert "<title>a run: models/tiny on data/train.jsonl" in page
+    assert "<h3>Who &lt;are&gt; you?</h3>" in page
+    assert "<td>I am lost</td><td>A &lt;b&gt;tiny&lt;/b&gt; model</td>" in page
+    assert "never answered" not in page
+    assert f"zerolora eval {tmp_path}" in page and '<a href="metrics.jsonl">' in page
+    assert "prefers-color-scheme: dark" in page
 
 
 def test_scu_plots_come_with_scu_metrics(tmp_path: Path) -> None:
@@ -123,9 +176,10 @@ def test_evaluations_are_marked_on_the_loss(tmp_path: Path) -> None:
     make_run(tmp_path)
     axes = Figure().add_subplot()
     _draw_loss(axes, read_metrics(tmp_path))
-    (held_out,) = [line for line in axes.get_lines() if line.get_label() == "held out"]
+    (held_out,) = [line for line in axes.get_lines() if line.get_label() == "held out, 4.000 → 2.000"]
+    assert held_out.get_linestyle() == "None" and held_out.get_marker() == "o"
     assert list(zip(held_out.get_xdata(), held_out.get_ydata(), strict=True)) == [(1, 4.0), (40, 1.5), (80, 2.0)]
-    assert [text.get_text() for text in axes.texts] == ["4.000", "2.000"]
+    assert not axes.texts, "numbers stand in the legend, where no curve is"
 
 
 def test_metrics_alone_make_a_report(tmp_path: Path) -> None:

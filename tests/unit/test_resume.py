@@ -269,6 +269,10 @@ def test_a_full_disk_ends_no_training_and_costs_no_checkpoint(
     assert "warning: checkpoint-2 was not saved: File too large (the disk at /" in shown and "GiB free)" in shown
     assert [path.name for path in whole_checkpoints(run_dir)] == ["checkpoint-1", "checkpoint-3"]
     assert not list(run_dir.glob(".writing-*"))
+    card = (run_dir / "README.md").read_text()
+    assert "A LoRA adapter for" in card and "| seed |" in card and "More Information Needed" not in card
+    assert str(tmp_path) not in card and str(ground) not in card
+    assert not (run_dir / "checkpoint-3" / "README.md").exists()
     with pytest.raises(UserError, match="checkpoint-2 was not saved") as failed:
         train(ground, output_dir=str(tmp_path / "end"), training__save_steps=1, training__max_steps=2)
     assert failed.value.exit_code == 1

@@ -157,6 +157,21 @@ def test_the_folder_of_a_run_tells_where_it_stands(tmp_path: Path) -> None:
     assert dict(run_lines(tmp_path))["state"].startswith("silent for 1:0")
 
 
+def test_status_has_held_out_losses_time_and_mean_speed_and_leaves_odd_lines_out(tmp_path: Path) -> None:
+    lines: list[object] = [{"step": 0, "time": 100.0, "eval/loss": 3.0}]
+    for step, speed in ((1, 10.0), (2, 100.0), (3, 200.0)):
+        values = {"train/loss": 2.0, "perf/tokens_per_second": speed, "perf/step_ms": 1000.0}
+        lines.append({"step": step, "time": 100.0 + 10 * step, **values})
+    lines += [{"step": 3, "time": 135.0, "eval/loss": 1.5}, {"step": 3, "time": 90_000.0, "eval/loss": 1.75}]
+    lines += [[1], "text", {"step": "4"}, {"step": 4, "train/loss": "low"}, {"train/loss": 1.0}, 7, None]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_bytes(text.encode() + b"\xff\xfe\n" + b"[" * 100_000 + b"\n")
+    shown = dict(run_lines(tmp_path))
+    assert shown["held out"] == "1.7500 at step 3, best 1.5000 at step 3"
+    assert (shown["speed"], shown["elapsed"]) == ("150 tok/s", "0:00:35 of training")
+    assert shown["step"] == "3"
+
+
 def test_what_slurm_says_of_a_job() -> None:
     job = {"JobId": "12", "ArrayJobId": "10", "ArrayTaskId": "2", "JobState": "PENDING", "Reason": "Resources"}
     job |= {"NodeList": "(null)", "RunTime": "00:00:00", "TimeLimit": "01:00:00", "Restarts": "1", "StdOut": "/x"}

@@ -141,3 +141,33 @@ def test_the_patterns_take_what_training_reads_and_nothing_else() -> None:
 def test_names_that_cannot_be(name: str, complaint: str, config: Path) -> None:
     with pytest.raises(UserError, match=complaint):
         download.download(name)
+
+
+NO_NETWORK = """
+import sys, time
+from trainer.config import ModelSection, UserError
+from trainer.model.base import load_model_config
+import transformers, datasets
+begun = time.monotonic()
+try:
+    load_model_config("nobody/no-such-model", ModelSection())
+except UserError as error:
+    print(time.monotonic() - begun, error)
+"""
+
+
+def test_without_a_network_the_one_line_comes_within_seconds() -> None:
+    """The hub's library would wait 23 s between six tries."""
+    environment = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
+    environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", NO_NETWORK],
+        env=environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    seconds, said = done.stdout.split(" ", 1)
+    assert float(seconds) < 15.0, done.stdout
+    assert said.startswith("base_model=nobody/no-such-model: not a local folder") and done.stdout.count("\n") == 1

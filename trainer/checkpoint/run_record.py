@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 
 from trainer.config import RunConfig, UserError
+from trainer.contract.command_typed import command_typed
 from trainer.contract.folder_lock import LOCK_FILE
 from trainer.contract.versions import package_versions
 from trainer.contract.whole_files import sync_folder, write_json, write_whole
@@ -27,7 +28,7 @@ RESULT = ".writing-result"
 OF_EVERY_RUN = (
     *(CONFIG, RUN, WRITTEN, RESULT, "initial_adapter", "metrics.jsonl", "tensorboard", "wandb", "wandb-id.txt"),
     *("metrics.later.jsonl", "abandoned-metrics.jsonl"),
-    *("plots", "report.html", "profile", "scu_config.json", "scu_metrics.json", "scu_history.json"),
+    *("answers.json", "plots", "report.html", "profile", "scu_config.json", "scu_metrics.json", "scu_history.json"),
 )
 # A checkpoint that was set aside has the name that is listed after this.
 ABANDONED = re.compile(r"^abandoned-(?:\d+-)?(?=checkpoint-)")
@@ -45,7 +46,7 @@ def write_run_record(run_dir: Path, config: RunConfig, world_size: int, device: 
     write_whole(run_dir / CONFIG, resolved)
     record = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": command_typed(sys.argv),
         "world_size": world_size,
         "device": device,
         "device_name": _device_name(device),

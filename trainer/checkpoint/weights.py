@@ -30,6 +30,7 @@ def save_adapter(
     if must_have_moved and factors_b and not any(value.any() for value in factors_b):
         raise RuntimeError(f"{folder}: every lora_B is still zero after training; nothing was learned")
     model.save_pretrained(folder, state_dict=trained)
+    (folder / "README.md").unlink()  # PEFT's blank form
     _compare_with_memory(model, trained, folder)
     if initial is not None:
         _rewrite_as_difference(folder, initial)

@@ -32,6 +32,7 @@ from trainer.checkpoint.finished_run import (
     saved_tokenizer,
 )
 from trainer.config import CommandParser, DatasetSection, SourceSection, UserError
+from trainer.contract.output_file import check_output_file
 from trainer.data import Sample, Samples, prepare_data
 from trainer.data.batches import collate
 from trainer.engine.deepspeed_engine import resolve_precision
@@ -258,8 +259,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        raise UserError(f"--json={arguments.json}: its folder does not exist; make it first")
+    if arguments.json is not None:
+        check_output_file(arguments.json, f"--json={arguments.json}")
     run = find_run(arguments.run, arguments.base_model)
     config = run.config
     tokenizer = saved_tokenizer(run)

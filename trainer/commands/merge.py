@@ -60,7 +60,14 @@ def merge(run: FinishedRun, output: Path, *, dtype: str = "auto") -> Path:
 
 def check_output(output: Path) -> None:
     """Raise UserError unless `output` is free: not there, or an empty folder."""
-    if output.is_file() or (output.is_dir() and any(output.iterdir())):
+    try:
+        occupied = os.path.lexists(output) and (not output.is_dir() or any(output.iterdir()))
+        os.lstat(output.with_name(f".writing-{output.name}"))
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written ({error.strerror}); name another folder with --output") from None
+    if occupied:
         raise UserError(f"{output}: exists and would be overwritten; remove it, or name another folder with --output")
     existing = next(parent for parent in output.absolute().parents if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):

@@ -6,7 +6,6 @@ logs of the run are uploaded, and of local models and data the card has the last
 
 import argparse
 import json
-import re
 import shutil
 import sys
 import tempfile
@@ -14,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
@@ -29,16 +27,12 @@ from trainer.checkpoint.finished_run import (
     saved_tokenizer,
 )
 from trainer.config import CommandParser, UserError
+from trainer.contract.output_file import check_output_file
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.write import summary_rows, values_of
+from trainer.monitor.report.model_card import CARD, is_on_hub, is_own_card, model_card, public_name
 
-CARD = "README.md"
-OURS = "<!-- `zerolora push` writes this card anew; delete this line to keep your own words. -->"
-OF_PEFT = "[More Information Needed]"
 # What transformers notes of where it loaded a tokenizer from is of no use to others.
 OF_THIS_MACHINE = ("is_local", "local_files_only", "name_or_path")
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", ".arrow")
 LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that may write"
 
 
@@ -51,8 +45,8 @@ def stage(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
     _edit_json(folder / "adapter_config.json", {"base_model_name_or_path": base})
     _edit_json(folder / "tokenizer_config.json", dict.fromkeys(OF_THIS_MACHINE))
     card = run.folder / CARD
-    if not _is_own_card(card):
-        card.write_text(model_card(run, repo), encoding="utf-8")
+    if not is_own_card(card):
+        card.write_text(model_card(run.config, run.run_dir, records_of(run), name=repo), encoding="utf-8")
         reseal(run.folder, CARD)
     shutil.copyfile(card, folder / CARD)
     return sorted(path for path in folder.rglob("*") if path.is_file())
@@ -66,60 +60,7 @@ def _edit_json(path: Path, changes: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _is_own_card(card: Path) -> bool:
-    """Whether a person wrote it: neither this command nor PEFT, which leaves a form to fill in."""
-    if not card.is_file():
-        return False
-    text = card.read_text(encoding="utf-8")
-    return OURS not in text and OF_PEFT not in text
-
-
-def public_name(name: str) -> str:
-    """The hub's name of a model or data set, also from a folder of the hub's cache; of other paths the last part."""
-    cached = re.search(r"(?:models|datasets)--([^/]+?)--([^/]+)", name)
-    if cached:
-        return f"{cached[1]}/{cached[2]}"
-    return name if is_on_hub(name) else Path(name).expanduser().resolve().name
-
-
-def is_on_hub(name: str) -> bool:
-    """Whether a name can only be one of the hub: owner/name, and nothing of the kind on this machine."""
-    is_file_name = name.lower().endswith(DATA_FILES)
-    return bool(HUB_NAME.fullmatch(name)) and name[0] != "." and not is_file_name and not Path(name).exists()
-
-
-def model_card(run: FinishedRun, repo: str) -> str:
-    """The model card: what it was made of and how, what it measured, how to load it."""
-    config = run.config
-    base = public_name(config.base_model)
-    records = _records(run)
-    run_json = run.run_dir / "run.json"
-    machine = json.loads(run_json.read_text(encoding="utf-8")) if run_json.is_file() else {}
-    groups = dict(summary_rows(records, config.model_dump(mode="json"), machine)) if records else {}
-    sources = [source.path for source in config.dataset.mix or (config.dataset,) if source.path]
-    held_out = config.dataset.evaluation.path if config.dataset.evaluation else None
-    # Rows with a path, or a command line, are written here or not at all.
-    about = [row for row in groups.get("Model and data", []) if row[0] not in ("model", "data", "held out")]
-    about += [("data", ", ".join(map(public_name, sources)))]
-    about += [("held out", public_name(held_out))] if held_out else []
-    ran_on = [row for row in groups.get("Ran on", []) if row[0] in ("devices", "versions")]
-    parts = [
-        _front_matter(config.base_model, base, config.adapter, sources),
-        OURS,
-        f"# {repo.rpartition('/')[2]}",
-        f"A {'QLoRA' if config.adapter == 'qlora' else 'LoRA'} adapter for {_link(base)}, trained with zerolora.",
-        *_headline(records, best=config.training.best_checkpoint),
-        "## Use",
-        _usage(run, repo, base),
-        "## Training",
-        _table([*about, *groups.get("Training", []), ("seed", str(config.seed))]),
-        *(["## Results", _table(groups["Results"])] if "Results" in groups else []),
-        *(["## Made with", _table(ran_on)] if ran_on else []),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def _records(run: FinishedRun) -> list[Record]:
+def records_of(run: FinishedRun) -> list[Record]:
     """The run's metrics, up to the checkpoint if it is one that is pushed."""
     try:
         records = read_metrics(run.run_dir)
@@ -127,56 +68,6 @@ def _records(run: FinishedRun) -> list[Record]:
         return []  # a run without its metrics is pushed without results
     last = step_of(run.folder.resolve()) if run.folder != run.run_dir else None
     return [record for record in records if last is None or (record["step"] or 0) <= last]
-
-
-def _front_matter(base_model: str, base: str, adapter: str, sources: list[str]) -> str:
-    data: dict[str, Any] = {"library_name": "peft", "pipeline_tag": "text-generation"}
-    # The hub refuses a card that names a model which cannot be one of its own.
-    if is_on_hub(base):
-        data["base_model"] = base
-    datasets = [public_name(source) for source in sources if is_on_hub(source)]
-    if datasets:
-        data["datasets"] = datasets
-    data["tags"] = ["lora", *(["qlora"] if adapter == "qlora" else []), "transformers", "zerolora"]
-    return f"---\n{yaml.safe_dump(data, sort_keys=False)}---"
-
-
-def _headline(records: list[Record], *, best: bool) -> list[str]:
-    losses = values_of(records, "eval/loss")
-    if len(losses) < 2:
-        return []
-    before, after = losses[0], min(losses) if best else losses[-1]
-    return [f"Held-out loss **{before:.4f} → {after:.4f}** nats per token ({after / before - 1:+.1%})."]
-
-
-def _usage(run: FinishedRun, repo: str, base: str) -> str:
-    grow = (
-        "base.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)  # for the tokens that were added\n"
-        if run.config.model.added_tokens
-        else ""
-    )
-    code = (
-        "```python\n"
-        "from peft import PeftModel\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'tokenizer = AutoTokenizer.from_pretrained("{repo}")\n'
-        f'base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto")\n'
-        f"{grow}"
-        f'model = PeftModel.from_pretrained(base, "{repo}")\n'
-        "```"
-    )
-    if run.config.adapter == "qlora":
-        code += "\n\nIt was trained on a 4-bit base (below) and fits the full-precision one as well."
-    return code
-
-
-def _link(base: str) -> str:
-    return f"[{base}](https://huggingface.co/{base})" if is_on_hub(base) else base
-
-
-def _table(rows: list[tuple[str, str]]) -> str:
-    lines = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows]
-    return "\n".join(["| | |", "|---|---|", *lines])
 
 
 def upload(folder: Path, repo: str, *, private: bool) -> str:
@@ -235,6 +126,7 @@ def _run(arguments: argparse.Namespace) -> None:
             f"{repo}: not a name for the hub; use owner/name with letters, digits, '-', '_' and '.', 96 at most"
         ) from None
     run = find_run(arguments.run, arguments.base_model, needs_base=False)
+    check_output_file(run.folder / CARD, str(run.folder / CARD))
     with tempfile.TemporaryDirectory(prefix="zerolora-push-") as temporary:
         folder = Path(temporary)
         files = stage(run, repo, folder)

@@ -15,6 +15,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import shown
+from trainer.contract.hub_patience import ask_once_without_network
 from trainer.contract.known_versions import require
 from trainer.data.built_folder import FULL
 from trainer.data.splits import no_such_split, read_split, split_names
@@ -323,6 +324,7 @@ def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> D
 def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) -> Dataset | IterableDataset:
     """A data set on the hub, or its cached copy where the hub cannot be reached."""
     where = where_from(source, label)
+    ask_once_without_network(str(source.path))
     try:
         return datasets.load_dataset(source.path, source.name, split=split, streaming=streaming)
     except ConnectionError as error:

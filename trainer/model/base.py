@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from trainer.config import ModelSection, QuantizationSection, UserError
+from trainer.contract.hub_patience import ask_once_without_network
 from trainer.engine.layer_gather.shards import LayerShards
 from trainer.model.model_kind import auto_class, check_kind
 from trainer.model.model_source import check_config_file, check_source, no_tokenizer, unreadable
@@ -27,6 +28,7 @@ def load_model_config(base_model: str, section: ModelSection) -> Any:
         return random_config(base_model)
     check_source("base_model", base_model)
     check_config_file(base_model)
+    ask_once_without_network(base_model)
     try:
         return AutoConfig.from_pretrained(
             base_model, revision=section.revision or "main", trust_remote_code=section.trust_remote_code

@@ -7,6 +7,7 @@ warnings, log records and the messages of C++ and NCCL end there without asking 
 
 import errno
 import faulthandler
+import io
 import os
 import stat
 import sys
@@ -15,7 +16,7 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -43,7 +44,7 @@ class _Screen:
                 unsent = unsent[os.write(self._fd, unsent) :]
             except OSError:
                 if self._fd == 1:
-                    raise
+                    break  # the log's disk is full as well
                 os.close(self._fd)
                 self._fd, self._terminal = 1, False
         return len(text)
@@ -139,9 +140,24 @@ def _redirect_output(log_path: Path) -> None:
     os.dup2(log_fd, 2)
     os.close(log_fd)
     # Streams of their own on 1 and 2, line by line: the old ones buffer blocks when they were opened on a pipe.
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stdout = _stream(1, "replace")
+    sys.stderr = _stream(2, "backslashreplace")
     faulthandler.enable(file=sys.stderr)
+
+
+class _Log(io.FileIO):
+    """A log whose disk may be full: what does not fit is lost, and no library's print ends a run."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _stream(descriptor: int, errors: str) -> TextIO:
+    raw = io.BufferedWriter(_Log(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=True)
 
 
 def _log_uncaught(rank: int) -> None:

@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
 from trainer.config import RunConfig
 from trainer.model.adapter import adapted_layers, count_parameters
+from trainer.monitor.report.write import next_commands
 
 
 def start_summary(model: nn.Module, config: RunConfig, precision: str, devices: str) -> list[Any]:
@@ -25,14 +27,19 @@ def start_summary(model: nn.Module, config: RunConfig, precision: str, devices: 
     return [*lines, f"{share} in {precision}, ZeRO stage {config.zero.stage}, {devices}"]
 
 
-def end_summary(run_dir: Path, config: RunConfig, report: Path, before: float | None, after: float | None) -> list[str]:
-    """What training changed, and where its results lie."""
+def end_summary(
+    run_dir: Path, config: RunConfig, report: Path | None, before: float | None, after: float | None
+) -> list[str]:
+    """What training changed, where its results lie, and the commands that come next."""
     lines = []
     if before is not None and after is not None:
         lines.append(f"held-out loss [bold]{before:.4f} -> {after:.4f}[/bold] ({after / before - 1:+.1%})")
-    lines.append(f"{'model' if config.adapter == 'none' else 'adapter':<12} {run_dir}")
-    lines.append(f"{'plots':<12} {report} and {run_dir / 'plots'}")
-    if "tensorboard" in config.logging.report_to:
-        lines.append(f"{'events':<12} {run_dir / 'tensorboard'}")
-        lines.append(f"{'to look':<12} tensorboard --logdir {run_dir / 'tensorboard'}")
-    return lines
+    lines.append(_row("model" if config.adapter == "none" else "adapter", str(run_dir)))
+    if report is not None:
+        lines.append(_row("plots", f"{report} and {run_dir / 'plots'}"))
+    commands = next_commands(str(run_dir), config.model_dump(mode="json"))
+    return lines + [_row(name, command) for name, command in commands]
+
+
+def _row(name: str, value: str) -> str:
+    return f"{name:<12} {escape(value)}"

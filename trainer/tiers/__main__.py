@@ -25,7 +25,8 @@ from rich.markup import escape
 from trainer.config import CommandParser, UserError, load_config
 from trainer.contract.home import HOME
 from trainer.contract.launcher_process import tie_children_to_this_process
-from trainer.monitor.metrics import METRICS_FILE, read_metrics
+from trainer.monitor.metric_files import METRICS_FILE
+from trainer.monitor.metrics import read_metrics
 from trainer.tiers import checks
 from trainer.tiers.checks import Check, TierRun
 from trainer.tiers.machine import CPU, Machine, Weights, cpu_time, find_data, find_weights, this_machine

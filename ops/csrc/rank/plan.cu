@@ -95,8 +95,8 @@ int64_t tile_rows(const RankPass& pass) {
 }
 
 // All times below are in microseconds, all rates in bytes per microsecond; fitted on an H200 (docs/ops.md). There are
-// two sets: "hot" for kHot tokens and more, measured right after large products, which heat the card and lower its clock
-// as training does; "cool" for fewer tokens.
+// two sets: "hot" for kHot tokens and more, measured right after large products, which heat the card and lower its
+// clock as training does; "cool" for fewer tokens.
 constexpr int64_t kHot = 2048;
 
 // A pass for both results. A CTA takes so long for a tile however few others run, and for each row of tiles, more if it

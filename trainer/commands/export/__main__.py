@@ -25,9 +25,9 @@ from trainer.commands.export.gguf import FORMATS, check_architecture, convert, l
 from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.commands.export.ollama import modelfile
 from trainer.commands.merge import check_output, merge
-from trainer.commands.push import is_on_hub, public_name
 from trainer.config import CommandParser, UserError
 from trainer.model.base import load_model_config
+from trainer.monitor.report.model_card import is_on_hub, public_name
 
 GGUF_NAME = "model.gguf"
 
@@ -90,6 +90,8 @@ def export(
     run: FinishedRun, form: str, output: Path, *, dtype: str = "auto", converter: Path | None = None
 ) -> list[str]:
     """Write the run's adapter in that form to `output`; returns what to say of it. Raises UserError, RuntimeError."""
+    if form == "gguf" and output.is_dir():
+        raise UserError(f"{output}: is a folder, and --format gguf writes a file; --output {output / 'model.gguf'}")
     check_output(output)
     note_written(output.parent, [output.name, f".writing-{output.name}"])
     if form == "peft":

@@ -1,19 +1,16 @@
 """The plots of a run, drawn with matplotlib in one style: raw values pale, their running mean strong."""
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator
-from numpy.typing import NDArray
 
 from trainer.monitor.metrics import Record
+from trainer.monitor.report.curves import SPREAD_FOR_LOG_SCALE, Series, held_out_words, running_mean, series, window_for
 
 BLUE, ORANGE, GREEN, GREY, INK = "#2f6db3", "#d9822b", "#3b8f6b", "#8a94a3", "#27303d"
 STYLE = {
@@ -39,43 +36,6 @@ STYLE = {
 }
 SIZE_INCHES, WIDE_INCHES = (7.0, 3.5), (13.0, 4.4)
 DOTS_PER_INCH = 150
-MEANS_PER_RUN = 40
-SPREAD_FOR_LOG_SCALE = 50.0
-Values = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Series:
-    """One metric over the run: optimizer steps and values, NaN where the value was not finite."""
-
-    steps: Values
-    values: Values
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def finite(self) -> "Series":
-        """The same without the steps whose value is NaN."""
-        kept = np.isfinite(self.values)
-        return Series(self.steps[kept], self.values[kept])
-
-
-def series(records: list[Record], name: str) -> Series:
-    """Values of one metric by step; of several records of a step the last one counts."""
-    by_step = {record["step"]: record[name] for record in records if name in record}
-    ordered = sorted((float(step or 0), math.nan if value is None else value) for step, value in by_step.items())
-    pairs = np.array(ordered, dtype=np.float64).reshape(-1, 2)
-    return Series(pairs[:, 0], pairs[:, 1])
-
-
-def running_mean(values: Values, window: int) -> Values:
-    """Mean over `window` neighbours, fewer at both ends, NaN left out; centred, so that it does not lag."""
-    known = np.isfinite(values)
-    kernel = np.ones(min(window, len(values)) | 1)
-    half = len(kernel) // 2
-    total = np.convolve(np.where(known, values, 0.0), kernel)[half : half + len(values)]
-    count = np.convolve(known.astype(np.float64), kernel)[half : half + len(values)]
-    return np.divide(total, count, out=np.full(len(values), math.nan), where=count > 0)
 
 
 def draw_plots(records: list[Record], folder: Path, *, deadband: float | None = None) -> dict[str, Path]:
@@ -119,18 +79,10 @@ def _draw_loss(axes: Any, records: list[Record]) -> None:
     training, held_out = series(records, "train/loss"), series(records, "eval/loss").finite()
     _draw_with_mean(axes, training, BLUE, "training")
     if len(held_out):
-        axes.plot(held_out.steps, held_out.values, "o-", color=ORANGE, markersize=6, linewidth=1.6, label="held out")
-        for index in sorted({0, len(held_out) - 1}):
-            axes.annotate(
-                f"{held_out.values[index]:.3f}",
-                (held_out.steps[index], held_out.values[index]),
-                xytext=(0, 9),
-                textcoords="offset points",
-                color=ORANGE,
-                fontweight="bold",
-                path_effects=[withStroke(linewidth=3, foreground="white")],
-                ha="left" if index == 0 else "right",
-            )
+        # Nothing was measured between the points.
+        axes.plot(held_out.steps, held_out.values, ":", color=ORANGE, linewidth=1.0, alpha=0.6)
+        label = held_out_words(held_out)
+        axes.plot(held_out.steps, held_out.values, "o", color=ORANGE, markersize=7, label=label, zorder=5)
     axes.set_ylabel("loss (nats/token)")
     _legend(axes)
 
@@ -206,14 +158,13 @@ def _draw_parameter_bits(axes: Any, records: list[Record]) -> None:
 
 def _draw_with_mean(axes: Any, line: Series, color: str, label: str) -> None:
     """The values; where there are enough of them, pale, under their running mean."""
-    window = len(line) // MEANS_PER_RUN
-    if window < 2:
+    window = window_for(len(line))
+    if window is None:
         axes.plot(line.steps, line.values, color=color, linewidth=2, label=label)
         return
     axes.plot(line.steps, line.values, color=color, alpha=0.25, linewidth=0.9)
-    # The window is made odd, so that it is centred on its step.
     mean = running_mean(line.values, window)
-    axes.plot(line.steps, mean, color=color, linewidth=2, label=f"{label}, mean of {window | 1} records")
+    axes.plot(line.steps, mean, color=color, linewidth=2, label=f"{label}, mean of {window} records")
 
 
 def _legend(axes: Any) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import statistics
 from collections.abc import Mapping
 from itertools import pairwise
@@ -9,16 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import UserError
-from trainer.contract.whole_files import write_whole
+from trainer.contract.output_file import check_output_file
+from trainer.contract.whole_files import write_json, write_whole
 from trainer.monitor.metrics import Record, read_metrics
-from trainer.monitor.report.page import Tile, render_page
+from trainer.monitor.report.charts import charts, draw
+from trainer.monitor.report.page import Answer, Tile, render_page
 
 PAGE = "report.html"
+ANSWERS = "answers.json"
+"""Prompt -> before, after -> answer."""
+FILES = ("README.md", "adapter_model.safetensors", "training_config.json", "run.json", "metrics.jsonl", "plots", "logs")
+SHOWN_MEAN = 10
 PAUSE_FACTOR, PAUSE_SLACK_S = 10.0, 600.0
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write `run_dir/report.html` (plots embedded) and `run_dir/plots/*.png`; returns the page's path.
+    """Write `run_dir/report.html` (its charts drawn in it) and `run_dir/plots/*.png`; returns the page's path.
 
     Raises UserError if the run has no metrics.
     """
@@ -27,15 +34,51 @@ def write_report(run_dir: Path) -> Path:
     records = read_metrics(run_dir)
     if not records:
         raise UserError(f"{run_dir}: metrics.jsonl is empty, nothing was trained yet; wait for the first step")
+    check_output_file(run_dir / PAGE, str(run_dir / PAGE))
     config, run = _read_json(run_dir / "training_config.json"), _read_json(run_dir / "run.json")
     scu = config.get("scu", {})
-    plots = draw_plots(
-        records, run_dir / "plots", deadband=scu.get("deadband") if scu.get("controller") == "pi" else None
-    )
+    deadband = scu.get("deadband") if scu.get("controller") == "pi" else None
+    draw_plots(records, run_dir / "plots", deadband=deadband)
     name = config.get("logging", {}).get("run_name") or run_dir.resolve().name
     page = run_dir / PAGE
-    write_whole(page, render_page(name, _subtitle(run), tiles(records, run), summary_rows(records, config, run), plots))
+    text = render_page(
+        name,
+        _subtitle(config, run),
+        tiles(records, run),
+        summary_rows(records, config, run),
+        [draw(chart) for chart in charts(records, deadband=deadband)],
+        answers=_answers(run_dir),
+        commands=next_commands(str(run_dir), config) if config else (),
+        files=[name for name in FILES if (run_dir / name).exists()],
+    )
+    write_whole(page, text)
     return page
+
+
+def next_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What one does with a run that has ended, as commands."""
+    folder, commands = shlex.quote(run_dir), []
+    if config["adapter"] != "none":
+        if config["dataset"]["evaluation"] or config["dataset"]["val_split"]:
+            commands.append(("measure", f"zerolora eval {folder}"))
+        commands.append(("try it", f"zerolora generate {folder} --base 'your question'"))
+        commands.append(("merge", f"zerolora merge {folder}"))
+    if "tensorboard" in config["logging"]["report_to"]:
+        commands.append(("curves", f"tensorboard --logdir {shlex.quote(f'{run_dir}/tensorboard')}"))
+    return commands
+
+
+def keep_answer(run_dir: Path, prompt: str, when: str, answer: str) -> None:
+    """Note an answer to a sample prompt for the page; `when` is before or after."""
+    path = run_dir / ANSWERS
+    said = _read_json(path)
+    write_json(path, said | {prompt: said.get(prompt, {}) | {when: answer}})
+
+
+def _answers(run_dir: Path) -> list[Answer]:
+    """Answers to the sample prompts that were given both before and after training."""
+    said = _read_json(run_dir / ANSWERS)
+    return [Answer(prompt, at["before"], at["after"]) for prompt, at in said.items() if {"before", "after"} <= set(at)]
 
 
 def values_of(records: list[Record], name: str) -> list[float]:
@@ -63,9 +106,13 @@ def tiles(records: list[Record], run: Mapping[str, Any]) -> list[Tile]:
     """The few numbers that one looks for first."""
     shown = []
     held_out, losses = values_of(records, "eval/loss"), values_of(records, "train/loss")
-    for label, values in (("held-out loss", held_out), ("training loss", losses)):
+    # Two single batches would tell more of their texts than of the training.
+    count = min(SHOWN_MEAN, len(losses) // 3) or 1
+    means = [statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])] if len(losses) > 1 else []
+    of = f", means of {count} records" if count > 1 else ""
+    for label, values, note in (("held-out loss", held_out, ""), ("training loss", means, of)):
         if len(values) > 1:
-            shown.append(Tile(label, f"{values[0]:.3f} → {values[-1]:.3f}", _change(values[0], values[-1])))
+            shown.append(Tile(label, f"{values[0]:.3f} → {values[-1]:.3f}", _change(values[0], values[-1]) + note))
     rate = _rate(records)
     if rate:
         ranks = run.get("world_size", 1)
@@ -132,9 +179,8 @@ def _training_rows(records: list[Record], config: Mapping[str, Any], run: Mappin
         size, micro = training["batch_size"], training["gradient_accumulation_steps"]
         rows.append(("batch", f"{size * micro * ranks} sequences = {size} x {micro} micro-steps x {ranks} ranks"))
         rows.append(("learning rate", f"{training['learning_rate']:g}, {training['lr_scheduler']}"))
-        rows.append(
-            ("optimizer", f"{training['optimizer']}, {training['precision']}, ZeRO stage {config['zero']['stage']}")
-        )
+        stage = config["zero"]["stage"]
+        rows.append(("optimizer", f"{training['optimizer']}, precision {training['precision']}, ZeRO stage {stage}"))
     return rows
 
 
@@ -174,12 +220,18 @@ def _machine_rows(run: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("devices", f"{run['world_size']} x {run['device_name']} ({run['device']})"),
         ("versions", ", ".join(f"{name} {number}" for name, number in packages.items())),
         ("commit", run["commit"] or "not a checkout"),
-        ("command", " ".join(run["command"])),
+        ("command", shlex.join(run["command"])),
     ]
 
 
-def _subtitle(run: Mapping[str, Any]) -> str:
-    return f"started {run['started'][:16].replace('T', ' ')}" if run else ""
+def _subtitle(config: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+    words = []
+    if config:
+        data = [source["path"] for source in config["dataset"]["mix"]] or [config["dataset"]["path"]]
+        words.append(f"{config['base_model']} on {', '.join(map(str, data))}")
+    if run:
+        words.append(f"started {run['started'][:16].replace('T', ' ')}")
+    return " · ".join(words)
 
 
 def _rate(records: list[Record]) -> float | None:

@@ -1,0 +1,21 @@
+"""Whether a file can be written where a command is to leave one, asked before its work."""
+
+import os
+from pathlib import Path
+
+from trainer.config import UserError
+
+
+def check_output_file(path: Path, named: str) -> None:
+    """Raise UserError, `named` being what the user calls it, if no file can be written at `path`."""
+    folder = path.absolute().parent
+    try:
+        if path.is_dir():
+            raise UserError(f"{named}: is a folder; name a file in it, such as {path / 'result'}{path.suffix}")
+        if not folder.is_dir():
+            raise UserError(f"{named}: its folder does not exist; make it first")
+        allowed = os.access(path, os.W_OK) if path.exists() else os.access(folder, os.W_OK | os.X_OK)
+    except OSError as error:  # a name that is too long
+        raise UserError(f"{named}: {error.strerror}; name another file") from None
+    if not allowed:
+        raise UserError(f"{named}: may not be written; name a file in another folder")

@@ -1,0 +1,138 @@
+"""Where a run stands, on the console: a bar on a terminal, aligned lines elsewhere."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+REFRESH_S = 0.1
+SPEED_WINDOW = 50
+SHORTEST_BAR, LONGEST_BAR = 4, 40
+BAR_WORDS = {
+    "train/loss": "loss {:.3f}",
+    "perf/tokens_per_second": "{:,.0f} tok/s",
+    "perf/tokens_per_second_per_gpu": "{:,.0f} tok/s/GPU",
+}
+LINE_WORDS = {
+    "train/loss": "loss {:7.4f}",
+    "train/learning_rate": "lr {:.2e}",
+    "train/grad_norm": "grad {:8.3g}",
+    "perf/tokens_per_second": "{:>9,.0f} tok/s",
+    "perf/tokens_per_second_per_gpu": "{:>7,.0f} tok/s/GPU",
+    "memory/peak_gib": "{:6.2f} GiB",
+}
+
+
+class Display:
+    """The bar, or lines where there is no terminal; `off` shows nothing."""
+
+    def __init__(self, console: Console, mode: str, *, total_steps: int) -> None:
+        if mode == "auto":
+            mode = "bar" if console.is_terminal and not console.is_dumb_terminal else "lines"
+        self._console = console
+        self._mode = mode
+        self._total = total_steps
+        # Counted from the end of the first step, which builds and warms up.
+        self._seen: deque[tuple[float, int]] = deque(maxlen=SPEED_WINDOW)
+        self._progress: Progress | None = None
+        self._bar = BarColumn(complete_style="cyan", finished_style="green")
+        self._refreshed = -math.inf
+
+    def line(self, step: int, values: Mapping[str, float]) -> None:
+        if self._mode == "off":
+            return
+        head = f"step {step:>{len(str(self._total))}}/{self._total}"
+        if "eval/loss" in values:
+            self._print(f"{head}  held-out {evaluation_text(values)}")
+        elif self._mode == "lines" and "train/loss" in values:
+            self._observe(step)
+            self._print("  ".join([head, f"{self._time_left():>8} left", *step_words(values, detailed=True)]))
+
+    def move(self, step: int, values: Mapping[str, float]) -> None:
+        self._observe(step)
+        if self._mode != "bar" or (time.monotonic() - self._refreshed < REFRESH_S and step < self._total):
+            return
+        self._refreshed = time.monotonic()
+        if self._progress is None:
+            self._progress = self._start_bar()
+        head, left = f"{step}/{self._total}", f"{self._time_left()} left"
+        # What does not fit beside the shortest bar is left out, the last words first; the bar takes what remains.
+        room = self._console.width - len(head) - len(left) - SHORTEST_BAR - 4
+        text = ""
+        for word in step_words(values, detailed=False):
+            if len(text) + len(word) + 2 > room:
+                break
+            text += f"  {word}"
+        self._bar.bar_width = min(LONGEST_BAR, SHORTEST_BAR + room - len(text))
+        task = self._progress.task_ids[0]
+        self._progress.update(task, completed=step, head=head, text=f"{text}  {left}".strip())
+        self._progress.refresh()
+
+    def stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        self._mode = "off"
+
+    def _start_bar(self) -> Progress:
+        # No refresh thread: the loop refreshes, and a process that forks workers is better off without threads.
+        # Redirection is off because sys.stdout is the log: prints of libraries must stay there.
+        progress = Progress(
+            TextColumn("{task.fields[head]}"),
+            self._bar,
+            TextColumn("{task.fields[text]}", markup=False),
+            console=self._console,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        progress.add_task("", total=self._total, head="", text="")
+        progress.start()
+        # rich hides the cursor until `stop`, which a killed process never reaches.
+        self._console.show_cursor(True)
+        return progress
+
+    def _observe(self, step: int) -> None:
+        if not self._seen or step != self._seen[-1][1]:
+            self._seen.append((time.monotonic(), step))
+
+    def _time_left(self) -> str:
+        """Steps to go x mean time of the last steps, pauses for evaluation included."""
+        if not self._seen or self._seen[-1][1] <= self._seen[0][1]:
+            return "-:--:--"
+        (time_then, step_then), (time_now, step_now) = self._seen[0], self._seen[-1]
+        seconds = round((self._total - step_now) * (time_now - time_then) / (step_now - step_then))
+        return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True, markup=False)
+
+
+def step_words(values: Mapping[str, float], *, detailed: bool) -> list[str]:
+    """One step in words, the most telling first: `detailed` in fixed widths for a line, else short for the bar."""
+    # The rate of the whole job is what a user plans with; that of one GPU stands in where only it is known.
+    rate_of_gpu = "perf/tokens_per_second" not in values
+    words = [
+        text.format(values[name])
+        for name, text in (LINE_WORDS if detailed else BAR_WORDS).items()
+        if name in values and (rate_of_gpu or name != "perf/tokens_per_second_per_gpu")
+    ]
+    if "scu/s_ratio" in values:
+        target = f"/{values['scu/target']:.2%}" if "scu/target" in values else " %"
+        words.append(f"S {100 * values['scu/s_ratio']:.2f}{target}")
+    if "scu/lambda" in values:
+        words.append(f"λ {values['scu/lambda']:.3g}")
+    return words
+
+
+def evaluation_text(values: Mapping[str, float]) -> str:
+    """A held-out evaluation in words: loss in nats per token, bits per token, perplexity."""
+    parts = [f"loss {values['eval/loss']:7.4f}"]
+    if "eval/bpt" in values:
+        parts.append(f"{values['eval/bpt']:.4f} bits/token")
+    if "eval/perplexity" in values:
+        parts.append(f"perplexity {values['eval/perplexity']:.2f}")
+    return "  ".join(parts)

@@ -1,0 +1,215 @@
+"""The charts of the report page, as SVG and text that a browser lays out: sharp and readable at every width.
+
+Lines are drawn in a square of 1000 x 1000 that is stretched to the chart, in strokes that are not; labels are text of
+the page beside it. Colours are the page's, light or dark.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from html import escape
+
+import numpy as np
+
+from trainer.monitor.metrics import Record
+from trainer.monitor.report.curves import (
+    SPREAD_FOR_LOG_SCALE,
+    Series,
+    held_out_words,
+    running_mean,
+    series,
+    window_for,
+)
+
+SIDE = 1000.0
+MOST_POINTS = 1200
+TICKS = 5
+
+
+@dataclass(frozen=True)
+class Curve:
+    """`kind` is line, pale, dashed or dots; `colour` a name of the style sheet; without a label not in the legend."""
+
+    line: Series
+    kind: str
+    colour: str
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves over the steps; `low` and `high` are bounds that the axis must take in."""
+
+    title: str
+    unit: str
+    curves: tuple[Curve, ...]
+    low: float | None = None
+    high: float | None = None
+    band: tuple[float, float] | None = None
+    wide: bool = False
+
+
+def charts(records: list[Record], *, deadband: float | None = None) -> list[Chart]:
+    """A chart for every metric that the records have values for, in reading order."""
+    training, held_out = series(records, "train/loss"), series(records, "eval/loss").finite()
+    loss = with_mean(training, "blue", "training")
+    if len(held_out):
+        loss += (Curve(held_out, "dashed", "orange"), Curve(held_out, "dots", "orange", held_out_words(held_out)))
+    memory, rate = series(records, "memory/peak_gib"), series(records, "perf/tokens_per_second_per_gpu")
+    found = [
+        Chart("Loss", "nats per token, by optimizer step", loss, wide=True),
+        Chart("Learning rate", "", (Curve(series(records, "train/learning_rate"), "line", "blue"),), low=0.0),
+        Chart("Gradient norm", "L2", with_mean(series(records, "train/grad_norm"), "blue", "before clipping"), low=0.0),
+        Chart("Throughput", "tokens/s per rank", with_mean(rate, "green", "per rank"), low=0.0),
+        Chart("Peak memory", "GiB of rank 0", (Curve(memory, "line", "green"),), low=0.0),
+        *_scu_charts(records, deadband),
+    ]
+    kept = [replace(chart, curves=tuple(curve for curve in chart.curves if len(curve.line))) for chart in found]
+    return [chart for chart in kept if any(len(curve.line.finite()) for curve in chart.curves)]
+
+
+def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:
+    share, target, error = (series(records, f"scu/{name}") for name in ("s_ratio", "target", "error"))
+    curves = [Curve(_times(share, 100), "pale", "blue", "S of the step")]
+    if len(error) and len(error) == len(target):
+        smoothed = Series(error.steps, 100 * (target.values + error.values))
+        curves.append(Curve(smoothed, "line", "blue", "S smoothed"))
+    curves.append(Curve(_times(target, 100), "dashed", "orange", "target"))
+    goal = 100 * target.values[-1] if len(target) else None
+    band = (goal - 100 * deadband, goal + 100 * deadband) if goal is not None and deadband else None
+    return [
+        Chart("SCU: share S", "%", tuple(curves), low=0.0, band=band),
+        Chart("SCU: strength λ", "", (Curve(series(records, "scu/lambda"), "line", "blue"),), low=0.0),
+        Chart("SCU: DataBPT", "bits per token", with_mean(series(records, "scu/data_bpt"), "blue", "per step")),
+        Chart("SCU: ParamBPT", "bits per token", (Curve(series(records, "scu/param_bpt"), "line", "blue"),), low=0.0),
+    ]
+
+
+def with_mean(line: Series, colour: str, label: str) -> tuple[Curve, ...]:
+    """The values as they are, pale, and their running mean; alone where they are few."""
+    window = window_for(len(line))
+    if window is None:
+        return (Curve(line, "line", colour, label),)
+    mean = Series(line.steps, running_mean(line.values, window))
+    raw = Curve(line, "pale", colour, f"{label}, each record")
+    return raw, Curve(mean, "line", colour, f"mean of {window}")
+
+
+def draw(chart: Chart) -> str:
+    """The chart as HTML."""
+    steps = np.concatenate([curve.line.steps for curve in chart.curves])
+    values = np.concatenate([curve.line.finite().values for curve in chart.curves])
+    low, high = float(values.min()), float(values.max())
+    logarithmic = chart.low == 0.0 and low > 0 and high / low > SPREAD_FOR_LOG_SCALE
+    if not logarithmic:
+        bounds = (chart.low, chart.high, *(chart.band or ()))
+        low, high = min(low, *_known(bounds, low)), max(high, *_known(bounds, high))
+    marks = _powers(low, high) if logarithmic else _round_marks(low, high)
+    bottom, top = min(low, marks[0]), max(high, marks[-1])
+    first, last = float(steps.min()), float(steps.max())
+
+    def across(step: float) -> float:
+        return 0.5 if last == first else (step - first) / (last - first)
+
+    def down(value: float) -> float:
+        if logarithmic:
+            return 1 - math.log(value / bottom) / math.log(top / bottom) if top > bottom else 0.5
+        return 1 - (value - bottom) / (top - bottom)
+
+    parts = [f'<line class="grid" x1="0" x2="{SIDE:g}" y1="{y:.1f}" y2="{y:.1f}"/>' for y in
+             (SIDE * down(mark) for mark in marks)]  # fmt: skip
+    if chart.band:
+        upper, lower = (SIDE * down(value) for value in reversed(chart.band))
+        parts.append(f'<rect class="band" x="0" width="{SIDE:g}" y="{upper:.1f}" height="{lower - upper:.1f}"/>')
+    for curve in chart.curves:
+        points = [
+            (SIDE * across(step), SIDE * down(value), step, value) if math.isfinite(value) else None
+            for step, value in zip(*_thinned(curve.line), strict=True)
+        ]
+        parts += _dots(points, curve) if curve.kind == "dots" else _lines(points, curve)
+    step_marks = [mark for mark in _round_marks(first, last, whole=True) if first <= mark <= last]
+    labels = [f'<span class="y" style="top:{100 * down(mark):.2f}%">{number(mark)}</span>' for mark in marks]
+    labels += [f'<span class="x" style="left:{100 * across(mark):.2f}%">{mark:,.0f}</span>' for mark in step_marks]
+    told = [curve for curve in chart.curves if curve.label]
+    legend = "".join(f'<span class="{curve.colour} {curve.kind}">{escape(curve.label)}</span>' for curve in told)
+    unit = f" <small>{escape(chart.unit)}</small>" if chart.unit else ""
+    return (
+        f"<figure{' class=wide' if chart.wide else ''}><figcaption><h2>{escape(chart.title)}{unit}</h2>"
+        f'<p class="legend">{legend}</p></figcaption><div class="chart">'
+        f'<svg viewBox="0 0 {SIDE:g} {SIDE:g}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(chart.title)}">{"".join(parts)}</svg>{"".join(labels)}</div></figure>'
+    )
+
+
+Point = tuple[float, float, float, float] | None
+
+
+def _lines(points: Sequence[Point], curve: Curve) -> list[str]:
+    """A path that is broken where a value is not finite; a point alone is a dot."""
+    words, pen_down = [], False
+    for point in points:
+        if point is not None:
+            words.append(f"{'L' if pen_down else 'M'}{point[0]:.1f} {point[1]:.1f}")
+            words += [] if pen_down else ["h0"]
+        pen_down = point is not None
+    return [f'<path class="{curve.colour} {curve.kind}" d="{"".join(words)}"/>']
+
+
+def _dots(points: Sequence[Point], curve: Curve) -> list[str]:
+    return [
+        f'<path class="{curve.colour} dots" d="M{point[0]:.1f} {point[1]:.1f}h0">'
+        f"<title>step {point[2]:,.0f}: {point[3]:.4f}</title></path>"
+        for point in points
+        if point is not None
+    ]
+
+
+def _thinned(line: Series) -> tuple[list[float], list[float]]:
+    """The curve in so many points that a screen can show; of each stretch the lowest and the highest stay."""
+    if len(line) <= MOST_POINTS:
+        return line.steps.tolist(), line.values.tolist()
+    kept: set[int] = {0, len(line) - 1}
+    for part in np.array_split(np.arange(len(line)), MOST_POINTS // 2):
+        known = part[np.isfinite(line.values[part])]
+        if len(known):
+            kept |= {int(known[np.argmin(line.values[known])]), int(known[np.argmax(line.values[known])])}
+        else:
+            kept.add(int(part[0]))
+    order = sorted(kept)
+    return line.steps[order].tolist(), line.values[order].tolist()
+
+
+def _round_marks(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """Round numbers, one at or below `low`, one at or above `high`."""
+    span = (high - low) or abs(high) or 1.0
+    rough = span / TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    size = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    size = max(size, 1.0) if whole else size
+    begin, end = math.floor(low / size + 1e-9), math.ceil(high / size - 1e-9)
+    return [mark * size for mark in range(begin, max(end, begin + 1) + 1)]
+
+
+def _powers(low: float, high: float) -> list[float]:
+    exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    return [10.0**exponent for exponent in exponents[:: max(1, len(exponents) // TICKS)]]
+
+
+def number(value: float) -> str:
+    """Short, for an axis: 1,500, 0.25, 2e-4."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if abs(value) >= 0.01:
+        return f"{value:.4g}"
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def _times(line: Series, factor: float) -> Series:
+    return Series(line.steps, factor * line.values)
+
+
+def _known(bounds: Sequence[float | None], other: float) -> list[float]:
+    return [other, *(bound for bound in bounds if bound is not None)]

@@ -1,0 +1,59 @@
+"""What a plot is made of: a metric over the steps, and its running mean."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.monitor.metrics import Record
+
+MEANS_PER_RUN = 40
+FEWEST_FOR_MEAN, SHORTEST_MEAN = 12, 5
+SPREAD_FOR_LOG_SCALE = 50.0
+Values = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric over the run: optimizer steps and values, NaN where the value was not finite."""
+
+    steps: Values
+    values: Values
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def finite(self) -> "Series":
+        """The same without the steps whose value is NaN."""
+        kept = np.isfinite(self.values)
+        return Series(self.steps[kept], self.values[kept])
+
+
+def series(records: list[Record], name: str) -> Series:
+    """Values of one metric by step; of several records of a step the last one counts."""
+    by_step = {record["step"]: record[name] for record in records if name in record}
+    ordered = sorted((float(step or 0), math.nan if value is None else value) for step, value in by_step.items())
+    pairs = np.array(ordered, dtype=np.float64).reshape(-1, 2)
+    return Series(pairs[:, 0], pairs[:, 1])
+
+
+def running_mean(values: Values, window: int) -> Values:
+    """Mean over `window` neighbours, fewer at both ends, NaN left out; centred, so that it does not lag."""
+    known = np.isfinite(values)
+    kernel = np.ones(min(window, len(values)) | 1)
+    half = len(kernel) // 2
+    total = np.convolve(np.where(known, values, 0.0), kernel)[half : half + len(values)]
+    count = np.convolve(known.astype(np.float64), kernel)[half : half + len(values)]
+    return np.divide(total, count, out=np.full(len(values), math.nan), where=count > 0)
+
+
+def window_for(count: int) -> int | None:
+    """Records that a mean is taken over, odd, so that it is centred on its step; None for too few records."""
+    return max(count // MEANS_PER_RUN, SHORTEST_MEAN) | 1 if count >= FEWEST_FOR_MEAN else None
+
+
+def held_out_words(line: Series) -> str:
+    """For the legend, where the numbers lie on no curve."""
+    first, last = line.values[0], line.values[-1]
+    return f"held out, {first:.3f}" + (f" → {last:.3f}" if len(line) > 1 else "")

@@ -1,0 +1,125 @@
+"""The model card of an adapter, written at the end of training and by `zerolora push`.
+
+Of local models and data it has the last part of the path.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.config import RunConfig
+from trainer.monitor.metrics import Record
+from trainer.monitor.report.write import summary_rows, values_of
+
+CARD = "README.md"
+OURS = "<!-- zerolora writes this card anew; delete this line to keep your own words. -->"
+OF_PEFT = "[More Information Needed]"
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".gz", ".zst", ".arrow")
+
+
+def is_own_card(card: Path) -> bool:
+    """Whether a person wrote it: neither zerolora nor PEFT, which leaves a form to fill in."""
+    if not card.is_file():
+        return False
+    text = card.read_text(encoding="utf-8", errors="replace")
+    return OURS not in text and OF_PEFT not in text
+
+
+def public_name(name: str) -> str:
+    """The hub's name of a model or data set, also from a folder of the hub's cache; of other paths the last part."""
+    cached = re.search(r"(?:models|datasets)--([^/]+?)--([^/]+)", name)
+    if cached:
+        return f"{cached[1]}/{cached[2]}"
+    return name if is_on_hub(name) else Path(name).expanduser().resolve().name
+
+
+def is_on_hub(name: str) -> bool:
+    """Whether a name can only be one of the hub: owner/name, and nothing of the kind on this machine."""
+    is_file_name = name.lower().endswith(DATA_FILES)
+    return bool(HUB_NAME.fullmatch(name)) and name[0] != "." and not is_file_name and not Path(name).exists()
+
+
+def model_card(config: RunConfig, run_dir: Path, records: list[Record], *, name: str) -> str:
+    """The model card: what it was made of and how, what it measured, how to load it from `name`, owner/name or folder.
+
+    None of it names a folder of this machine.
+    """
+    base = public_name(config.base_model)
+    run_json = run_dir / "run.json"
+    machine = json.loads(run_json.read_text(encoding="utf-8")) if run_json.is_file() else {}
+    groups = dict(summary_rows(records, config.model_dump(mode="json"), machine)) if records else {}
+    sources = [source.path for source in config.dataset.mix or (config.dataset,) if source.path]
+    held_out = config.dataset.evaluation.path if config.dataset.evaluation else None
+    # Rows with a path, or a command line, are written here or not at all.
+    about = [row for row in groups.get("Model and data", []) if row[0] not in ("model", "data", "held out")]
+    about += [("data", ", ".join(map(public_name, sources)))]
+    about += [("held out", public_name(held_out))] if held_out else []
+    ran_on = [row for row in groups.get("Ran on", []) if row[0] in ("devices", "versions")]
+    parts = [
+        _front_matter(config.base_model, base, config.adapter, sources),
+        OURS,
+        f"# {name.rpartition('/')[2]}",
+        f"A {'QLoRA' if config.adapter == 'qlora' else 'LoRA'} adapter for {_link(base)}, trained with zerolora.",
+        *_headline(records, best=config.training.best_checkpoint),
+        "## Use",
+        _usage(config, name, base),
+        "## Training",
+        _table([*about, *groups.get("Training", []), ("seed", str(config.seed))]),
+        *(["## Results", _table(groups["Results"])] if "Results" in groups else []),
+        *(["## Made with", _table(ran_on)] if ran_on else []),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _front_matter(base_model: str, base: str, adapter: str, sources: list[str]) -> str:
+    data: dict[str, Any] = {"library_name": "peft", "pipeline_tag": "text-generation"}
+    # The hub refuses a card that names a model which cannot be one of its own.
+    if is_on_hub(base):
+        data["base_model"] = base
+    datasets = [public_name(source) for source in sources if is_on_hub(source)]
+    if datasets:
+        data["datasets"] = datasets
+    data["tags"] = ["lora", *(["qlora"] if adapter == "qlora" else []), "transformers", "zerolora"]
+    return f"---\n{yaml.safe_dump(data, sort_keys=False)}---"
+
+
+def _headline(records: list[Record], *, best: bool) -> list[str]:
+    losses = values_of(records, "eval/loss")
+    if len(losses) < 2:
+        return []
+    before, after = losses[0], min(losses) if best else losses[-1]
+    return [f"Held-out loss **{before:.4f} → {after:.4f}** nats per token ({after / before - 1:+.1%})."]
+
+
+def _usage(config: RunConfig, name: str, base: str) -> str:
+    grow = (
+        "base.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)  # for the tokens that were added\n"
+        if config.model.added_tokens
+        else ""
+    )
+    code = (
+        "```python\n"
+        "from peft import PeftModel\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n'
+        f'base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto")\n'
+        f"{grow}"
+        f'model = PeftModel.from_pretrained(base, "{name}")\n'
+        "```"
+    )
+    if config.adapter == "qlora":
+        code += "\n\nIt was trained on a 4-bit base (below) and fits the full-precision one as well."
+    return code
+
+
+def _link(base: str) -> str:
+    return f"[{base}](https://huggingface.co/{base})" if is_on_hub(base) else base
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    lines = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in rows]
+    return "\n".join(["| | |", "|---|---|", *lines])
