@@ -150,3 +150,11 @@ def test_warnings_of_zerolora_stay_on_one_line_with_their_brackets(tmp_path: Pat
     message = "dataset.path=[x]: " + "long " * 60
     finished = run(script(tmp_path, f"module.warn(console, {message!r})"))
     assert finished.stdout.rstrip() == f"warning: {message}".rstrip()
+
+
+def test_a_log_on_a_full_disk_ends_no_run(tmp_path: Path) -> None:
+    body = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+    body += "for _ in range(50): print('a library prints')\nconsole.print('goes on')"
+    finished = run(script(tmp_path, body))
+    assert (finished.returncode, finished.stdout) == (0, "goes on\n")
+    assert len(log_of(tmp_path)) <= 100
