@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from trainer.config import UserError
@@ -29,6 +29,9 @@ def tries(examples: int) -> settings:
         deadline=None,
         database=None,
         print_blob=False,
+        # A failing example is made simpler only on request: that takes minutes where examples take seconds.
+        phases=tuple(Phase) if TIMES > 1 else (Phase.explicit, Phase.generate),
+        report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )
 
