@@ -18,7 +18,6 @@ from launcher.commands import main as zerolora
 from tests.any_input import HARM, assert_a_line, damage, or_refused, tries
 from tests.runs_in_process import make_ground, train
 from trainer.checkpoint.checkpoint_files import choose_checkpoint
-from trainer.commands.export.__main__ import main as export
 from trainer.monitor.report.__main__ import main as report
 
 CODES = {0, 1, 2}
@@ -117,25 +116,6 @@ odd_json = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-
-
-@given(
-    st.sampled_from(["run.json", "training_config.json", "adapter_config.json", "tokenizer_config.json"]),
-    st.integers(0, 60),
-    odd_json,
-    st.booleans(),
-)
-@tries(6)
-def test_commands_on_records_with_an_odd_value(ground: Path, name: str, at: int, value: Any, whole: bool) -> None:
-    """Well-formed JSON whose values nobody wrote: the whole file, or one of its entries."""
-    with damaged(ground, []):
-        file = ground / "run" / name
-        record = json.loads(file.read_text())
-        record[sorted(record)[at % len(record)]] = value
-        file.write_text(json.dumps(value if whole else record))
-        for command in (as_typed("status", str(ground / "run")), lambda: report([str(ground / "run")])):
-            ends(command)
-        ends(lambda: export([str(ground / "run"), "--format", "peft"]))
 
 
 @given(
