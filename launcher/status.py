@@ -177,12 +177,12 @@ def _total_steps(run: Path, last: Mapping[str, Any]) -> int | None:
     """Steps of the whole run: given, or from how far the epochs are."""
     try:
         training = json.loads((run / "training_config.json").read_text(encoding="utf-8"))["training"]
-    except (OSError, ValueError, KeyError):
-        return None
-    if training.get("max_steps"):
-        return int(training["max_steps"])
-    done = last.get("train/epoch")
-    return max(round(last["step"] * training["epochs"] / done), last["step"]) if done else None
+        if training.get("max_steps"):
+            return int(training["max_steps"])
+        done = last.get("train/epoch")
+        return max(round(last["step"] * training["epochs"] / done), int(last["step"])) if done else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None  # not there, or not what a run writes
 
 
 def _print(lines: list[tuple[str, str]]) -> None:

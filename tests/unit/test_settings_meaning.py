@@ -242,6 +242,14 @@ REFUSED: dict[str, tuple[str, ...]] = {
     f"output_dir={'x' * 300}": ("a name of 300 bytes, and file systems take 255",),
     f"dataset.path=a/{'é' * 200}.jsonl": ("a name of 406 bytes",),
     f"base_model={'m' * 5000}": ("a name of 5000 bytes",),
+    f"output_dir={'a/' * 3000}": ("a path of 6000 bytes, and file systems take 4095",),
+    # what looks like a number or text and is none
+    "training.learning_rate=._1": ("training.learning_rate=._1: must be a number, written as in 1000 or 1e3",),
+    "adapter=[\x1b": ("adapter=[\x1b: brackets that are no YAML",),
+    "logging.run_name=caf\udce9": ("'\\udce9' in it is no character; write it in UTF-8",),
+    "dataset.system_prompt=caf\udce9": ("'\\udce9' in it is no character; write it in UTF-8",),
+    "output_dir=caf\udce9": ("'\\udce9' in it is no character; write it in UTF-8",),
+    "caf\udce9=1": ("'caf\\udce9': unknown setting",),
     f"training.max_steps={'9' * 5000}": ("must be a whole number",),
 }
 

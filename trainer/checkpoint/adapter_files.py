@@ -40,7 +40,7 @@ def damage_of_adapter(folder: Path) -> str | None:
 def _recorded(run_dir: Path) -> dict[str, str]:
     """What `record_checksums` has kept; nothing for a checkpoint, or a run from before there were any."""
     try:
-        sums: dict[str, str] = json.loads((run_dir / RECORD).read_text(encoding="utf-8")).get("checksums", {})
-    except (OSError, ValueError):
+        sums = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))["checksums"]
+    except (OSError, ValueError, KeyError, TypeError):  # not there, from before there were any, or damaged itself
         return {}
-    return sums
+    return sums if isinstance(sums, dict) else {}

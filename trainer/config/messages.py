@@ -54,6 +54,8 @@ def all_mistakes(error: ValidationError, written_as: Mapping[str, str]) -> list[
 
 
 def _line(found: ErrorDetails, path: list[str], section: type[BaseModel] | None, name: str) -> str:
+    if not path:
+        return f"{shown(found['input'])!a}: unknown setting; `zerolora config --schema` lists all of them"
     if found["type"] == "missing":
         inner = f" with `{next(iter(section.model_fields))}: ...` below it" if section else ""
         return f"{name}: missing; write `{path[-1]}: ...`{inner}, for it has no default"

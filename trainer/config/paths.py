@@ -30,8 +30,10 @@ def expanded(text: str) -> str:
     if "\0" in path:
         raise ValueError("a path with a NUL character; write it anew")
     longest = max(len(name.encode(errors="surrogateescape")) for name in path.split("/"))
-    if longest > LONGEST_NAME or len(path.encode(errors="surrogateescape")) > LONGEST_PATH:
+    if longest > LONGEST_NAME:
         raise ValueError(f"a name of {longest} bytes, and file systems take {LONGEST_NAME}; use a shorter one")
+    if (length := len(path.encode(errors="surrogateescape"))) > LONGEST_PATH:
+        raise ValueError(f"a path of {length} bytes, and file systems take {LONGEST_PATH}; use a shorter one")
     return path
 
 

@@ -50,6 +50,8 @@ def as_meant(annotation: Any, value: Any) -> Any:
     """The value for a setting of this type. Raises ValueError for one that only looks like it."""
     wanted = kinds(annotation)
     is_number = bool(wanted & {int, float})
+    if not isinstance(value, dict) or dict in wanted:  # a section's own settings say it themselves
+        _refuse_half_characters(value)
     if isinstance(value, bool):
         if is_number and bool not in wanted:
             raise ValueError(f"must be a {'whole ' * (float not in wanted)}number")
@@ -77,10 +79,24 @@ def as_meant(annotation: Any, value: Any) -> Any:
     return value
 
 
+def _refuse_half_characters(value: Any) -> None:
+    """ValueError for text with bytes that are not UTF-8, or with half of a character, which no file can hold later."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{value[error.start]!r} in it is no character; write it in UTF-8") from None
+    elif isinstance(value, (list, tuple)):
+        _refuse_half_characters("".join(inner for inner in value if isinstance(inner, str)))
+    elif isinstance(value, dict):
+        for inner in (*value, *value.values()):
+            _refuse_half_characters(inner)
+
+
 def _python_reads_a_number(text: str) -> bool:
-    """True for `1_00`, `infinity` and digits of other scripts, which pydantic would take."""
+    """True for `1_00`, `._1`, `infinity` and digits of other scripts, which pydantic would take."""
     try:
-        float(text)
+        float(text.replace("_", ""))
     except ValueError:
         return False
     return True

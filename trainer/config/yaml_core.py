@@ -83,16 +83,17 @@ def dump(tree: Any) -> str:
 
 def parse(text: str) -> Any:
     """The value of a piece of YAML, all of which must belong to it. Raises ValueError or UserError."""
-    loader = _CoreLoader(text)
     try:
-        node = loader.get_single_node()
-        if node is None or node.end_mark.index != len(text):
-            raise ValueError("a comment, which on a command line is text")
-        return loader.construct_document(node)
+        loader = _CoreLoader(text)  # which refuses control characters
+        try:
+            node = loader.get_single_node()
+            if node is None or node.end_mark.index != len(text):
+                raise ValueError("a comment, which on a command line is text")
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
     except (yaml.YAMLError, RecursionError, *OF_TAGS) as error:
         raise ValueError(str(error)) from None
-    finally:
-        loader.dispose()
 
 
 def plain(text: str) -> Any:

@@ -36,23 +36,35 @@ def check_reporters(logging: LoggingSection) -> None:
 def read_metrics(run_dir: Path, name: str = METRICS_FILE) -> list[Record]:
     """Records of `run_dir/metrics.jsonl` in the order written; a last line cut short by a kill is left out.
 
-    Raises UserError if there is no such file or a line in its middle is not JSON.
+    Raises UserError if there is no such file or a line in its middle is no record of numbers.
     """
     path = run_dir / name
     if not path.is_file():
         raise UserError(f"{path}: no such file; name the output folder of a run that has trained")
     records: list[Record] = []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
-            raise UserError(f"{path}: line {number} is not JSON ({error.msg}); repair or remove that line") from error
+            problem = getattr(error, "msg", None) or error
+            raise UserError(f"{path}: line {number} is not JSON ({problem}); repair or remove that line") from error
+        if not _is_record(record):
+            raise UserError(f"{path}: line {number} is no record of a step and its numbers; repair or remove that line")
+        records.append(record)
     return records
+
+
+def _is_record(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and all(number is None or (type(number) in (int, float) and abs(number) < 1e300) for number in value.values())
+        and value.get("step") is not None
+    )
 
 
 class Metrics:
