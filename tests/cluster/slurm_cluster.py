@@ -32,10 +32,18 @@ JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 ReturnToService=2
 SlurmdParameters=config_overrides
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 SlurmdTimeout=15
 KillWait=15
 MinJobAge=600
 """
+PARTITIONS = {
+    "all": "Default=YES PreemptMode=OFF",
+    "low": "PriorityTier=1 PreemptMode=REQUEUE GraceTime=90",
+    "low-cancel": "PriorityTier=1 PreemptMode=CANCEL GraceTime=90",
+    "high": "PriorityTier=10 PreemptMode=OFF",
+}
 PATIENCE_S = 60.0
 SETTLING_S = 15.0
 ROOT = Path(__file__).parents[2]
@@ -55,7 +63,10 @@ class SlurmCluster:
             f"NodeName={node} NodeHostname={node} NodeAddr={hosts.address[node]} CPUs={cpus} Gres=gpu:{cpus}\n"
             for node in self.nodes
         ]
-        lines.append(f"PartitionName=all Nodes={','.join(self.nodes)} Default=YES MaxTime=INFINITE State=UP\n")
+        lines += [
+            f"PartitionName={name} Nodes={','.join(self.nodes)} MaxTime=INFINITE State=UP {options}\n"
+            for name, options in PARTITIONS.items()
+        ]
         self._config.write_text("".join(lines))
         # GPUs to ask for: SLURM wants device files, and numbers them by their names.
         for number in range(cpus):
@@ -106,7 +117,7 @@ class SlurmCluster:
         deadline = time.monotonic() + PATIENCE_S
         states: list[str] = []
         while time.monotonic() < deadline:
-            states = self.run("sinfo", "-h", "-N", "-o", "%T", check=False).split()
+            states = self.run("sinfo", "-h", "-N", "-p", "all", "-o", "%T", check=False).split()
             if states == ["idle"] * len(self.nodes):
                 return
             time.sleep(0.5)
