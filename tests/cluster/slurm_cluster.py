@@ -137,13 +137,20 @@ class SlurmCluster:
         """How often the job was queued again."""
         return int(self.field(job, "Restarts"))
 
-    def start_now(self, job: str) -> None:
+    def start_now(self, *jobs: str) -> None:
         """SLURM lets a job that was queued again wait for two minutes, the life of a credential; a test does not."""
         deadline = time.monotonic() + PATIENCE_S
-        while self.state(job) != "PENDING":
-            assert time.monotonic() < deadline, self.run("scontrol", "show", "job", job)
+        while any(self.state(job) != "PENDING" for job in jobs):
+            assert time.monotonic() < deadline, self.run("scontrol", "show", "job")
             time.sleep(0.5)
         self.wait_for_nodes()
         # What is left of the first start is ended by the job's number, which the second has too.
         time.sleep(SETTLING_S)
-        self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        for job in jobs:
+            self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+    def reconfigure(self, line: str) -> None:
+        """Add a line to the configuration; the daemons read it."""
+        with self._config.open("a") as file:
+            file.write(line + "\n")
+        self.run("scontrol", "reconfigure")

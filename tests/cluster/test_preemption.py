@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import ROOT, STEPS, end_of, log_of, losses, wait_for
+from tests.cluster.conftest import ROOT, STEPS, ZEROLORA, end_of, log_of, losses, wait_for
 from tests.cluster.slurm_cluster import SlurmCluster
 from trainer.checkpoint.checkpoint_files import whole_checkpoints
 
@@ -27,15 +27,14 @@ def preempt(slurm: SlurmCluster) -> str:
     return slurm.run("sbatch", "--parsable", *options).strip()
 
 
-def ends_where_the_whole_run_did(slurm: SlurmCluster, workplace: Path, name: str, job: str, expected: object) -> None:
+def was_queued_again(slurm: SlurmCluster, workplace: Path, name: str, job: str) -> int:
+    """Wait until a preempted job waits for its next start; the step it has saved."""
+    wait_for(lambda: slurm.state(job) not in ("RUNNING", "COMPLETING"), lambda: log_of(workplace, name))
+    shown = slurm.run("scontrol", "show", "job", job) + log_of(workplace, name)
+    assert slurm.state(job) == "PENDING" and slurm.restarts(job) == 1, shown
     stopped_at = int(whole_checkpoints(workplace / name)[-1].name.rpartition("-")[2])
-    assert 0 < stopped_at < STEPS
-    slurm.start_now(job)
-    assert end_of(slurm, job) == "COMPLETED", log_of(workplace, name)
-    log = (workplace / f"{name}.log").read_text()
-    assert "start 2, on" in log and f"at step {stopped_at}" in log, log
-    assert slurm.restarts(job) == 1
-    assert losses(workplace / name) == pytest.approx(expected, rel=1e-4)
+    assert 0 < stopped_at < STEPS and len(losses(workplace / name)) == stopped_at, shown
+    return stopped_at
 
 
 def test_a_preempted_job_saves_and_goes_on(slurm: SlurmCluster, workplace: Path, reference: list[float]) -> None:
@@ -47,14 +46,42 @@ def test_a_preempted_job_saves_and_goes_on(slurm: SlurmCluster, workplace: Path,
     for name in jobs:
         wait_for(lambda name=name: losses(workplace / name), lambda name=name: log_of(workplace, name))
     high = preempt(slurm)
-    for name, job in jobs.items():
-        wait_for(
-            lambda job=job: slurm.state(job) not in ("RUNNING", "COMPLETING"),
-            lambda name=name: log_of(workplace, name),
-        )
-        shown = slurm.run("scontrol", "show", "job", job) + log_of(workplace, name)
-        assert slurm.state(job) == "PENDING" and slurm.restarts(job) == 1, shown
-        assert "== preempted, queued again" in (workplace / f"{name}.log").read_text()
+    stopped_at = {name: was_queued_again(slurm, workplace, name, job) for name, job in jobs.items()}
     assert end_of(slurm, high) == "COMPLETED"
+    slurm.start_now(*jobs.values())
     for name, job in jobs.items():
-        ends_where_the_whole_run_did(slurm, workplace, name, job, reference)
+        assert end_of(slurm, job) == "COMPLETED" and slurm.restarts(job) == 1, log_of(workplace, name)
+        log = (workplace / f"{name}.log").read_text()
+        assert "== preempted, queued again" in log and "start 2, on" in log, log
+        assert f"at step {stopped_at[name]}" in log, log
+        assert losses(workplace / name) == pytest.approx(reference, rel=1e-4)
+
+
+def test_preemption_by_the_jobs_own_signal(slurm: SlurmCluster, workplace: Path) -> None:
+    """`PreemptParameters=send_user_signal`: SIGUSR1 to the script, as before the end of the time."""
+    slurm.reconfigure("PreemptParameters=send_user_signal")
+    try:
+        job = submit(slurm, workplace, "user-signal", "--partition=low", "--nodelist=n1")
+        wait_for(lambda: losses(workplace / "user-signal"), lambda: log_of(workplace, "user-signal"))
+        high = preempt(slurm)
+        was_queued_again(slurm, workplace, "user-signal", job)
+        assert "== queued again" in (workplace / "user-signal.log").read_text()
+        slurm.run("scancel", job)
+        assert end_of(slurm, high) == "COMPLETED"
+        shown = slurm.run(*ZEROLORA, "status", job)
+        assert f"job      {job} CANCELLED" in shown and "running" not in shown, shown
+    finally:
+        slurm.reconfigure("PreemptParameters=")
+
+
+def test_the_time_is_up_while_the_environment_is_set_up(slurm: SlurmCluster, workplace: Path, tmp_path: Path) -> None:
+    """A slow `module load`: the script hears SIGUSR1 all the same."""
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm" / "env.sh").write_text(f"touch {tmp_path}/begun\nsleep 600\n")
+    options = [*TWO_RANKS, f"--output={workplace}/slow-env.log", "slurm/train.sbatch", str(workplace / "config.yaml")]
+    job = slurm.run("env", f"ZEROLORA_HOME={tmp_path}", "sbatch", "--parsable", *options).strip()
+    wait_for((tmp_path / "begun").exists, lambda: log_of(workplace, "slow-env"))
+    slurm.run("scancel", "--batch", "--signal=USR1", job)
+    wait_for(lambda: slurm.restarts(job) == 1, lambda: log_of(workplace, "slow-env"))
+    slurm.run("scancel", job)
+    assert "== queued again" in (workplace / "slow-env.log").read_text()
