@@ -73,7 +73,7 @@ class SlurmCluster:
             (folder / f"gpu{number}").touch()
         (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-{cpus - 1}]\n")
         self._start_munge()
-        self._daemon(LOGIN, ["slurmctld", "-D", "-f", str(self._config)])
+        self._controller = self._daemon(LOGIN, ["slurmctld", "-D", "-f", str(self._config)])
         for node in self.nodes:
             self.switch_on(node)
         self.wait_for_nodes()
@@ -90,9 +90,11 @@ class SlurmCluster:
             assert time.monotonic() < deadline, (self.folder / "munged.out").read_text()
             time.sleep(0.1)
 
-    def _daemon(self, host: str, command: Sequence[str]) -> None:
+    def _daemon(self, host: str, command: Sequence[str]) -> subprocess.Popen[str]:
         with open(self.folder / f"{Path(command[0]).name}.out", "a") as log:
-            self.hosts.start(host, command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            return self.hosts.start(
+                host, command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
 
     def switch_on(self, node: str) -> None:
         """Start a node's slurmd."""
@@ -149,8 +151,12 @@ class SlurmCluster:
         for job in jobs:
             self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
-    def reconfigure(self, line: str) -> None:
-        """Add a line to the configuration; the daemons read it."""
-        with self._config.open("a") as file:
-            file.write(line + "\n")
-        self.run("scontrol", "reconfigure")
+    def reconfigure(self, old: str, new: str) -> None:
+        """Change the configuration and start slurmctld anew: some of it is read then only. Jobs go on meanwhile."""
+        text = self._config.read_text()
+        assert old in text
+        self._config.write_text(text.replace(old, new))
+        self.run("scontrol", "shutdown", "slurmctld")
+        self._controller.wait(timeout=PATIENCE_S)
+        self._controller = self._daemon(LOGIN, ["slurmctld", "-D", "-f", str(self._config)])
+        self.wait_for_nodes()

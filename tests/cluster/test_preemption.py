@@ -58,8 +58,9 @@ def test_a_preempted_job_saves_and_goes_on(slurm: SlurmCluster, workplace: Path,
 
 
 def test_preemption_by_the_jobs_own_signal(slurm: SlurmCluster, workplace: Path) -> None:
-    """`PreemptParameters=send_user_signal`: SIGUSR1 to the script, as before the end of the time."""
-    slurm.reconfigure("PreemptParameters=send_user_signal")
+    """SIGUSR1 to the script, as before the end of the time."""
+    setting = ",preempt_send_user_signal"  # since 23.02 PreemptParameters=send_user_signal
+    slurm.reconfigure("bf_interval=2", f"bf_interval=2{setting}")
     try:
         job = submit(slurm, workplace, "user-signal", "--partition=low", "--nodelist=n1")
         wait_for(lambda: losses(workplace / "user-signal"), lambda: log_of(workplace, "user-signal"))
@@ -71,7 +72,7 @@ def test_preemption_by_the_jobs_own_signal(slurm: SlurmCluster, workplace: Path)
         shown = slurm.run(*ZEROLORA, "status", job)
         assert f"job      {job} CANCELLED" in shown and "running" not in shown, shown
     finally:
-        slurm.reconfigure("PreemptParameters=")
+        slurm.reconfigure(setting, "")
 
 
 def test_the_time_is_up_while_the_environment_is_set_up(slurm: SlurmCluster, workplace: Path, tmp_path: Path) -> None:
