@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from launcher.doctor.command import doctor
+from launcher.job_starts import settings_to_go_on
 from launcher.presets import init
 from launcher.scu_train import run as run_scu_train
 from launcher.start import Request, own_version, start
@@ -86,13 +87,18 @@ def train(
     master_addr: Annotated[str | None, typer.Option(help="Where the ranks meet; default: the first host.")] = None,
     master_port: Annotated[int | None, typer.Option(help="Port for the ranks to meet at; default: a free one.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the launcher's command and stop.")] = False,
+    go_on: Annotated[bool, typer.Option("--go-on", hidden=True, help="As a start of a SLURM job.")] = False,
 ) -> None:
     """Train an adapter with the GPUs of this machine, of the hosts of a file, or of a SLURM job."""
     if config.exists() and not config.is_file() and not config.is_dir():
         raise UserError(f"{config}: a pipe can be read once, and every rank reads the file; write it to a file")
-    loaded = load_config(config, overrides or [])
+    given = list(overrides or [])
+    loaded = load_config(config, given)
+    if go_on and (more := settings_to_go_on(loaded.config, os.environ)):
+        given += more
+        loaded = load_config(config, given)
     request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
-    raise typer.Exit(start([str(config), *(overrides or [])], loaded, request, dry_run=dry_run))
+    raise typer.Exit(start([str(config), *given], loaded, request, dry_run=dry_run, goes_on=go_on))
 
 
 @app.command("config")

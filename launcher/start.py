@@ -10,6 +10,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from launcher.job_starts import note_end, note_start
 from launcher.status import note_job
 from launcher.supervision.child import run_child
 from launcher.supervision.oom_restart import run_with_halvings
@@ -118,8 +119,13 @@ def plan(request: Request, logs: Path) -> tuple[Build, Reach | None]:
     return build, ThroughSsh(slots)
 
 
-def start(arguments: Sequence[str], loaded: LoadedConfig, request: Request, *, dry_run: bool) -> int:
-    """Check, tokenise, start the ranks and stay with them; returns the exit code."""
+def start(
+    arguments: Sequence[str], loaded: LoadedConfig, request: Request, *, dry_run: bool, goes_on: bool = False
+) -> int:
+    """Check, tokenise, start the ranks and stay with them; returns the exit code.
+
+    `goes_on`: as one of the starts of a SLURM job, which are noted.
+    """
     run_dir = Path(loaded.config.output_dir)
     logs = run_dir / "logs"
     if not dry_run:
@@ -138,7 +144,12 @@ def start(arguments: Sequence[str], loaded: LoadedConfig, request: Request, *, d
     if code:
         return code
     with FolderLock.take(run_dir, resumes=resumes, say=say) as lock:
-        return _run([*arguments, "--lock", lock.token, as_argument(sys.argv)], loaded, build, reach)
+        if goes_on:
+            note_start(run_dir, os.environ)
+        code = _run([*arguments, "--lock", lock.token, as_argument(sys.argv)], loaded, build, reach)
+        if goes_on and lock.is_held:
+            note_end(run_dir, os.environ, code)
+        return code
 
 
 def _run(arguments: Sequence[str], loaded: LoadedConfig, build: Build, reach: Reach | None) -> int:

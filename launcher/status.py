@@ -27,6 +27,9 @@ COMMENT = "zerolora "
 RECENT_S = 60.0
 SPEED_STEPS = 20
 PAUSE_S = 600.0
+ACTIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
+NO_TASK = str(2**32 - 2)
+"""SLURM's NO_VAL."""
 
 
 def status(
@@ -40,7 +43,7 @@ def status(
         for job in jobs:
             _print(job_lines(job))
             run = run_of_job(job)
-            _print(run_lines(run) if run else [("run", "none yet")])
+            _print(run_lines(run, over=_over(job, run)) if run else [("run", "none yet")])
         return
     run = Path(target)
     if not run.is_dir():
@@ -48,9 +51,13 @@ def status(
     if not any((run / name).exists() for name in OF_A_RUN) and not read_beats(run / "logs"):
         raise UserError(f"{target}: no run has written into this folder; name the output_dir of one, or a job's number")
     noted = run / "logs" / JOB_FILE
-    for job in read_job(noted.read_text().strip()) if noted.is_file() else []:
+    # Where SLURM cannot be asked the folder has to do.
+    known = noted.is_file() and shutil.which("scontrol") is not None
+    over = None
+    for job in read_job(noted.read_text().strip()) if known else []:
         _print(job_lines(job))
-    _print(run_lines(run))
+        over = _over(job, run)
+    _print(run_lines(run, over=over))
 
 
 def note_job(job_id: int, run: Path) -> None:
@@ -84,6 +91,19 @@ def run_of_job(job: Mapping[str, str]) -> Path | None:
     return Path(comment.removeprefix(COMMENT)) if comment.startswith(COMMENT) else None
 
 
+def _over(job: Mapping[str, str], run: Path) -> str | None:
+    """The state of a job that trains nothing now; None while it runs, or where the folder is another job's by now."""
+    noted = run / "logs" / JOB_FILE
+    is_its = noted.is_file() and noted.read_text().strip() == job["JobId"]
+    return job["JobState"] if is_its and job["JobState"] not in ACTIVE else None
+
+
+def _log_of(job: Mapping[str, str]) -> str:
+    """Tasks of an array that wait are one to SLURM, without a number that their log could have."""
+    tasks = job.get("ArrayTaskId", "").partition("%")[0]
+    return job.get("StdOut", "unknown").replace(NO_TASK, tasks if tasks.isdigit() else f"[{tasks}]")
+
+
 def job_lines(job: Mapping[str, str]) -> list[tuple[str, str]]:
     """What SLURM knows."""
     number = job["JobId"]
@@ -96,12 +116,12 @@ def job_lines(job: Mapping[str, str]) -> list[tuple[str, str]]:
     if job.get("NodeList", "(null)") != "(null)":
         lines.append(("nodes", job["NodeList"]))
     lines.append(("time", f"{job.get('RunTime')} of {job.get('TimeLimit')}, start {int(job.get('Restarts', 0)) + 1}"))
-    lines.append(("log", job.get("StdOut", "unknown")))
+    lines.append(("log", _log_of(job)))
     return lines
 
 
-def run_lines(run: Path) -> list[tuple[str, str]]:
-    """What the run has written."""
+def run_lines(run: Path, *, over: str | None = None) -> list[tuple[str, str]]:
+    """What the run has written; `over` is the state of its job if that runs no more."""
     lines = [("run", str(run))]
     beats = read_beats(run / "logs")
     ended = {beat.exit_code for beat in beats.values()}
@@ -111,6 +131,8 @@ def run_lines(run: Path) -> list[tuple[str, str]]:
             lines.append(("state", "done"))
         elif None not in ended:
             lines.append(("state", f"ended with {max(code for code in ended if code is not None)}"))
+        elif over is not None:
+            lines.append(("state", f"ended with its job ({over})"))
         elif silent > RECENT_S:
             lines.append(("state", f"silent for {timedelta(seconds=int(silent))}"))
         else:
@@ -132,7 +154,7 @@ def run_lines(run: Path) -> list[tuple[str, str]]:
         lines.append(("speed", f"{mean((speeds[1:] or speeds)[-SPEED_STEPS:]):,.0f} tok/s"))
     lines.append(("elapsed", f"{timedelta(seconds=int(_seconds(everything)))} of training"))
     times = [record["perf/step_ms"] for record in records[-SPEED_STEPS:] if record.get("perf/step_ms") is not None]
-    if total and None in ended and times:
+    if total and None in ended and over is None and times:
         lines.append(("left", f"{timedelta(seconds=int((total - last['step']) * median(times) / 1e3))} of training"))
     return lines
 

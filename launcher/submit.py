@@ -1,10 +1,12 @@
 """`zerolora submit`: slurm/train.sbatch with the job's own options and command in it, handed to sbatch."""
 
 import itertools
+import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,9 +17,15 @@ from launcher.status import COMMENT
 from launcher.supervision.terminal import say
 from trainer.config import UserError, load_config
 from trainer.contract.home import HOME
+from trainer.contract.whole_files import write_whole
 
 TEMPLATE = HOME / "slurm" / "train.sbatch"
-SWEEP_FILE = "sweep.txt"
+JOB_SCRIPT, SWEEP_FILE = "job.sbatch", "sweep.txt"
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
+MOST_GRACE_S = 65535
+# SLURM looks at limits every half minute, and sends the signal up to a minute sooner than asked for.
+EARLIER_S = 60
+SHORTEST_S = 30
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,7 @@ class Job:
     name: str | None = None
     array: str | None = None
     dependency: str | None = None
+    max_requeues: int = 20
     more: Sequence[str] = ()
     """Any other options of sbatch, `--mem=0`."""
 
@@ -46,8 +55,10 @@ class Job:
         for option, value in (("--nodes", self.nodes), ("--ranks-per-node", self.ranks_per_node or 1)):
             if value < 1:
                 raise UserError(f"{option} {value}: must be 1 or more")
-        if self.gpus_per_node < 0:
-            raise UserError(f"--gpus-per-node {self.gpus_per_node}: must be 0 or more")
+        for option, number in (("--gpus-per-node", self.gpus_per_node), ("--max-requeues", self.max_requeues)):
+            if number < 0:
+                raise UserError(f"{option} {number}: must be 0 or more")
+        self._check_time()
         tasks = self.gpus_per_node or self.ranks_per_node or 1
         named = {
             "job-name": self.name,
@@ -67,6 +78,33 @@ class Job:
             "comment": COMMENT + str(Path(output).parent.parent),
         }
         return ["--requeue", *(f"--{name}={value}" for name, value in named.items() if value is not None), *self.more]
+
+    def _check_time(self) -> None:
+        limit_s = seconds_of(self.time)
+        if not 1 <= self.grace <= MOST_GRACE_S:
+            raise UserError(f"--grace {self.grace}: must be 1 to {MOST_GRACE_S} seconds")
+        if limit_s is not None and limit_s < self.grace + EARLIER_S + SHORTEST_S:
+            raise UserError(
+                f"--time {self.time}: is {limit_s} s, of which the last {self.grace} (--grace) and up to {EARLIER_S} "
+                f"before are for saving, so no step would be made; use --time {-(-(self.grace + 600) // 60)} or a "
+                "smaller --grace"
+            )
+
+
+def seconds_of(time: str) -> int | None:
+    """A limit as sbatch reads it, None for no limit. Raises UserError for anything else."""
+    if time.lower() in ("unlimited", "infinite", "0"):
+        return None
+    found = _TIME.fullmatch(time)
+    if found is None:
+        raise UserError(f"--time {time}: must read MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS, such as 12:00:00")
+    days, rest = int(found["days"] or 0), [int(part) for part in found["rest"].split(":")]
+    if found["days"]:
+        hours, minutes, seconds = [*rest, 0, 0][:3]
+    else:
+        # One number is minutes, two are minutes and seconds.
+        hours, minutes, seconds = rest if len(rest) == 3 else [0, *rest, 0][:3]
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def submit(
@@ -92,6 +130,7 @@ def submit(
         typer.Option(help="An option of `zerolora compare`, `--controllers=none,pi`; may be repeated."),
     ] = None,
     dependency: Annotated[str | None, typer.Option(help="SLURM's, `afterok:123`.")] = None,
+    max_requeues: Annotated[int, typer.Option(help="How often the job may be queued again.")] = 20,
     sbatch: Annotated[list[str] | None, typer.Option(help="Any option of sbatch, `--mem=0`; may be repeated.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the script and stop.")] = False,
 ) -> None:
@@ -118,7 +157,8 @@ def submit(
         )
     job = Job(
         nodes, gpus_per_node, ranks_per_node, cpus_per_task, time, grace, partition, account, qos,
-        job_name or run_dir.name, array or (f"0-{len(lines) - 1}" if lines else None), dependency, sbatch or (),
+        job_name or run_dir.name, array or (f"0-{len(lines) - 1}" if lines else None), dependency, max_requeues,
+        sbatch or (),
     )  # fmt: skip
     logs = run_dir / "logs"
     arguments = [*before, str(config.absolute()), *given, *after, *([f"@{logs / SWEEP_FILE}"] if lines else [])]
@@ -128,16 +168,45 @@ def submit(
         return
     if shutil.which("sbatch") is None:
         raise UserError("zerolora submit: no sbatch here; run it on the cluster's login node, or look with --dry-run")
-    logs.mkdir(parents=True, exist_ok=True)
+    files = {logs / JOB_SCRIPT: script}
     if lines:
-        (logs / SWEEP_FILE).write_text("".join(f"{line}\n" for line in lines))
-    (logs / "job.sbatch").write_text(script)
-    done = subprocess.run(["sbatch", "--parsable", str(logs / "job.sbatch")], capture_output=True, text=True)
-    if done.returncode:
-        raise UserError(f"sbatch: {done.stderr.strip() or done.returncode}")
+        files[logs / SWEEP_FILE] = "".join(f"{line}\n" for line in lines)
+    with _kept_if_accepted(files):
+        done = subprocess.run(["sbatch", "--parsable", str(logs / JOB_SCRIPT)], capture_output=True, text=True)
+        if done.returncode:
+            raise UserError(f"sbatch: {_in_one_line(done.stderr) or done.returncode}; nothing was submitted")
     number = done.stdout.strip().split(";")[0]
     say(f"job {number}: `zerolora status {number}` shows how far it is")
     typer.echo(f"{number} {log_pattern(logs, array=job.array is not None).replace('%A', number).replace('%j', number)}")
+
+
+@contextmanager
+def _kept_if_accepted(files: Mapping[Path, str]) -> Iterator[None]:
+    """Write the files, all in one folder; what is refused leaves everything as it was before."""
+    folder = next(iter(files)).parent
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    before = {path: path.read_text() if path.exists() else None for path in files}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, text in files.items():
+            write_whole(path, text)
+        yield
+    except BaseException:
+        for path, old in before.items():
+            if old is None:
+                path.unlink(missing_ok=True)
+            else:
+                write_whole(path, old)
+        for path in made:
+            if path.is_dir():
+                path.rmdir()
+        raise
+
+
+def _in_one_line(text: str) -> str:
+    """What sbatch says, without its own name."""
+    words = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in text.splitlines()]
+    return "; ".join(filter(None, words))
 
 
 def render(job: Job, arguments: Sequence[str], logs: Path) -> str:
@@ -147,7 +216,8 @@ def render(job: Job, arguments: Sequence[str], logs: Path) -> str:
     head = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(option)}" for option in options)]
     template = TEMPLATE.read_text(encoding="utf-8").splitlines()
     body = template[template.index("set -uo pipefail") :]
-    given = [f"ZEROLORA_HOME={shlex.quote(str(HOME))}", f"set -- {shlex.join(arguments)}"]
+    variables = [f"ZEROLORA_HOME={shlex.quote(str(HOME))}", f"ZEROLORA_MAX_REQUEUES={job.max_requeues}"]
+    given = [*variables, f"set -- {shlex.join(arguments)}"]
     return "\n".join([*head, body[0], *given, *body[1:]]) + "\n"
 
 

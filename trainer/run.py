@@ -107,7 +107,7 @@ class Run:
     def _begin(self) -> None:
         """Join the other ranks."""
         training = self.config.training
-        world = meet(self.ranks, self.config)
+        world = meet(self.ranks, self.config, self.lock.token if self.lock is not None else "")
         form_process_group(self.ranks, collective_timeout(training))
         self.say(world.summary)
         if (warning := known_versions.warning()) is not None:

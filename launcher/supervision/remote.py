@@ -13,7 +13,7 @@ from launcher.supervision.failure_report import status_of
 from launcher.supervision.silence import Beat, read_beats
 from launcher.supervision.terminal import ConsoleFile
 from launcher.targets.hostfile import Slots, run_on
-from launcher.targets.slurm import Allocation
+from launcher.targets.slurm import Allocation, slurmd_timeout
 
 END_PATIENCE_S = 20.0
 # "mpirun noticed that process rank 1 with PID 0 on node n2 exited on signal 9 (Killed)."
@@ -38,12 +38,18 @@ class Reach(Protocol):
     def end(self, process: subprocess.Popen[bytes], logs: Path) -> None:
         """End every rank now."""
 
+    def awaited(self) -> str:
+        """What tells of the end of a host that has fallen silent."""
+
     def statuses(self, log: str, beats: Mapping[int, Beat]) -> dict[int, int]:
         """Rank -> how it ended, negative for a signal, as far as the launcher's log tells."""
 
 
 class ThroughLauncher:
     """srun and mpirun pass SIGUSR1 on to all ranks, and end them on SIGTERM."""
+
+    def awaited(self) -> str:
+        return "waiting for its launcher to say so"
 
     def stop(self, process: subprocess.Popen[bytes], logs: Path) -> None:
         process.send_signal(signal.SIGUSR1)
@@ -65,6 +71,9 @@ class ThroughSrun(ThroughLauncher):
     def __init__(self, allocation: Allocation) -> None:
         self.allocation = allocation
 
+    def awaited(self) -> str:
+        return f"SLURM gives a lost node up after its SlurmdTimeout ({slurmd_timeout()}); waiting for that"
+
     def statuses(self, log: str, beats: Mapping[int, Beat]) -> dict[int, int]:
         told: dict[int, int] = {}
         for ranks, code, words in _SRUN_WORDS.findall(_SRUN_ENDS.split(log)[0]):
@@ -81,6 +90,9 @@ class ThroughSsh:
     def __init__(self, slots: Slots) -> None:
         self._hosts = list(slots)
         self._host_of_rank = [host for host, gpus in slots.items() for _ in gpus]
+
+    def awaited(self) -> str:
+        return "waiting for its connection to end"
 
     def stop(self, process: subprocess.Popen[bytes], logs: Path) -> None:
         alive = {rank: beat for rank, beat in sorted(read_beats(logs).items()) if beat.exit_code is None}

@@ -97,3 +97,28 @@ class Silence:
         if beats != self._latest or not beats:
             self._latest, self._changed_at = beats, now
         return now - self._changed_at > self._allowed_s
+
+
+class SilentHosts:
+    """Notices, by this host's clock, that all ranks of a host have fallen silent while those of others have not."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[Beat, float]] = {}
+        self._told: set[str] = set()
+
+    def newly_silent(self, beats: Mapping[int, Beat], now: float) -> list[str]:
+        """Hosts without a sign of life for SILENCE_S, each named once until it is heard again."""
+        self._seen = {
+            rank: self._seen[rank] if rank in self._seen and self._seen[rank][0] == beat else (beat, now)
+            for rank, beat in beats.items()
+            if beat.exit_code is None
+        }
+        heard: dict[str, float] = {}
+        for beat, at in self._seen.values():
+            heard[beat.host] = max(at, heard.get(beat.host, at))
+        silent = {host for host, at in heard.items() if now - at > SILENCE_S}
+        if silent == set(heard):
+            return []  # all of them: the file system does not answer, or the run hangs
+        new = sorted(silent - self._told)
+        self._told = silent
+        return new

@@ -25,7 +25,7 @@ from launcher.supervision.kernel_oom import oom_kills
 from launcher.supervision.launcher_log import LauncherLog
 from launcher.supervision.processes import end_sessions, find_noted_ranks, is_alive, is_stopped, send, with_children
 from launcher.supervision.remote import Reach
-from launcher.supervision.silence import Silence, clear_beats, own_host, read_beats, read_hang
+from launcher.supervision.silence import SILENCE_S, Silence, SilentHosts, clear_beats, own_host, read_beats, read_hang
 from launcher.supervision.stop_signals import EXIT_PREEMPTED, PASSED_ON, STOPPED, exit_code_of, is_stopped_by_us
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
@@ -61,6 +61,7 @@ class Supervisor:
         self.deaths: dict[int, Death] = {}
         self.signals: list[int] = []
         self._silence = Silence(logs, hang_timeout_minutes * 60.0)
+        self._silent_hosts = SilentHosts()
         self._signalled_at = -ONE_SIGNAL_S
         self._failed_at: float | None = None
         self._stop_sent_at: float | None = None
@@ -144,6 +145,8 @@ class Supervisor:
         if self.reach is not None:
             self.ranks = find_noted_ranks(beats.values()) | self.ranks
             self._has_failed = self._has_failed or self.log.tells_of_failure()
+            for host in self._silent_hosts.newly_silent(beats, now):
+                say(f"no sign of life from {host} for {SILENCE_S:.0f} s; {self.reach.awaited()}")
         waiting = [beat for beat in beats.values() if beat.waits_for_build]
         if waiting and not self._has_told_wait:
             self._has_told_wait = True

@@ -118,6 +118,13 @@ def lost_nodes(allocation: Allocation) -> list[str]:
     return [node for node, answered in zip(allocation.nodes, answers, strict=True) if not answered]
 
 
+def slurmd_timeout() -> str:
+    """How long slurmctld waits for a node that does not answer, in its own words, `300 sec`."""
+    shown = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True).stdout
+    found = re.search(r"^SlurmdTimeout\s*=\s*(.+?)\s*$", shown, re.M)
+    return found[1] if found else "300 sec as a rule"
+
+
 def _answers(node: str) -> bool:
     step = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--mpi=none", "--input=none", "true"]
     try:

@@ -32,10 +32,18 @@ JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 ReturnToService=2
 SlurmdParameters=config_overrides
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 SlurmdTimeout=15
 KillWait=15
 MinJobAge=600
 """
+PARTITIONS = {
+    "all": "Default=YES PreemptMode=OFF",
+    "low": "PriorityTier=1 PreemptMode=REQUEUE GraceTime=90",
+    "low-cancel": "PriorityTier=1 PreemptMode=CANCEL GraceTime=90",
+    "high": "PriorityTier=10 PreemptMode=OFF",
+}
 PATIENCE_S = 60.0
 SETTLING_S = 15.0
 ROOT = Path(__file__).parents[2]
@@ -55,14 +63,17 @@ class SlurmCluster:
             f"NodeName={node} NodeHostname={node} NodeAddr={hosts.address[node]} CPUs={cpus} Gres=gpu:{cpus}\n"
             for node in self.nodes
         ]
-        lines.append(f"PartitionName=all Nodes={','.join(self.nodes)} Default=YES MaxTime=INFINITE State=UP\n")
+        lines += [
+            f"PartitionName={name} Nodes={','.join(self.nodes)} MaxTime=INFINITE State=UP {options}\n"
+            for name, options in PARTITIONS.items()
+        ]
         self._config.write_text("".join(lines))
         # GPUs to ask for: SLURM wants device files, and numbers them by their names.
         for number in range(cpus):
             (folder / f"gpu{number}").touch()
         (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-{cpus - 1}]\n")
         self._start_munge()
-        self._daemon(LOGIN, ["slurmctld", "-D", "-f", str(self._config)])
+        self._controller = self._daemon(LOGIN, ["slurmctld", "-D", "-f", str(self._config)])
         for node in self.nodes:
             self.switch_on(node)
         self.wait_for_nodes()
@@ -79,9 +90,11 @@ class SlurmCluster:
             assert time.monotonic() < deadline, (self.folder / "munged.out").read_text()
             time.sleep(0.1)
 
-    def _daemon(self, host: str, command: Sequence[str]) -> None:
+    def _daemon(self, host: str, command: Sequence[str]) -> subprocess.Popen[str]:
         with open(self.folder / f"{Path(command[0]).name}.out", "a") as log:
-            self.hosts.start(host, command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+            return self.hosts.start(
+                host, command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
 
     def switch_on(self, node: str) -> None:
         """Start a node's slurmd."""
@@ -106,7 +119,7 @@ class SlurmCluster:
         deadline = time.monotonic() + PATIENCE_S
         states: list[str] = []
         while time.monotonic() < deadline:
-            states = self.run("sinfo", "-h", "-N", "-o", "%T", check=False).split()
+            states = self.run("sinfo", "-h", "-N", "-p", "all", "-o", "%T", check=False).split()
             if states == ["idle"] * len(self.nodes):
                 return
             time.sleep(0.5)
@@ -126,13 +139,24 @@ class SlurmCluster:
         """How often the job was queued again."""
         return int(self.field(job, "Restarts"))
 
-    def start_now(self, job: str) -> None:
+    def start_now(self, *jobs: str) -> None:
         """SLURM lets a job that was queued again wait for two minutes, the life of a credential; a test does not."""
         deadline = time.monotonic() + PATIENCE_S
-        while self.state(job) != "PENDING":
-            assert time.monotonic() < deadline, self.run("scontrol", "show", "job", job)
+        while any(self.state(job) != "PENDING" for job in jobs):
+            assert time.monotonic() < deadline, self.run("scontrol", "show", "job")
             time.sleep(0.5)
         self.wait_for_nodes()
         # What is left of the first start is ended by the job's number, which the second has too.
         time.sleep(SETTLING_S)
-        self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        for job in jobs:
+            self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+    def reconfigure(self, old: str, new: str) -> None:
+        """Change the configuration and start slurmctld anew: some of it is read then only. Jobs go on meanwhile."""
+        text = self._config.read_text()
+        assert old in text
+        self._config.write_text(text.replace(old, new))
+        self.run("scontrol", "shutdown", "slurmctld")
+        self._controller.wait(timeout=PATIENCE_S)
+        self._controller = self._daemon(LOGIN, ["slurmctld", "-D", "-f", str(self._config)])
+        self.wait_for_nodes()

@@ -184,7 +184,7 @@ def test_other_code_on_one_node_stops_the_run(slurm: SlurmCluster, workplace: Pa
     copy.mkdir()
     for package in ("trainer", "ops", "launcher"):
         subprocess.run(["cp", "-r", str(ROOT / package), str(copy / package)], check=True)
-    with (copy / "trainer" / "summary.py").open("a") as file:
+    with (copy / "trainer" / "run.py").open("a") as file:
         file.write("# other\n")
     program = f'cd "$([ "$SLURM_PROCID" = 1 ] && echo {copy} || echo {ROOT})" && PYTHONPATH=$PWD exec "$@"'
     command = ["srun", "--nodes=2", "--ntasks=2", "--mpi=none", "bash", "-c", program, "bash", *ZEROLORA[:1], "-m"]
@@ -193,3 +193,18 @@ def test_other_code_on_one_node_stops_the_run(slurm: SlurmCluster, workplace: Pa
     assert done.returncode == 2, done.stdout + done.stderr
     assert "code differs: " in done.stdout and " on n1; " in done.stdout and " on n2; " in done.stdout
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_folder_that_the_nodes_do_not_share_is_noticed_before_a_weight_is_loaded(
+    slurm: SlurmCluster, workplace: Path
+) -> None:
+    """On n2 a disk of its own is mounted where the run's folder is."""
+    run = workplace / "unshared"
+    run.mkdir()
+    program = f'[ "$SLURM_PROCID" = 0 ] || mount -t tmpfs tmpfs {run}; exec "$@"'
+    own = ["srun", "--nodes=2", "--ntasks=2", "--mpi=none", "unshare", "--mount", "bash", "-c", program, "bash"]
+    command = [*own, *ZEROLORA[:1], "-m", "trainer.train", str(workplace / "config.yaml"), f"output_dir={run}"]
+    done = slurm.hosts.run("login", command, env=slurm.environment(), cwd=ROOT)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"output_dir={run}: n2 does not see what rank 0 on n1 writes there; name a folder" in done.stdout
+    assert not (run / "metrics.jsonl").exists()

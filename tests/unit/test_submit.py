@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from launcher.commands import app
 from launcher.status import job_lines, run_lines, run_of_job
-from launcher.submit import TEMPLATE, Job, render, sweep_lines
+from launcher.submit import TEMPLATE, Job, render, seconds_of, sweep_lines
 from trainer.config import UserError
 
 CONFIG = "base_model: some/model\noutput_dir: {run}\ndataset: {{path: data.jsonl}}\n"
@@ -62,6 +62,60 @@ def test_a_cpu_cluster_has_no_gpus_to_ask_for() -> None:
 def test_numbers_that_cannot_be(job: Job) -> None:
     with pytest.raises(UserError, match="must be"):
         job.options("o")
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("30", 1800), ("2:30", 150), ("0:03:00", 180), ("1-", None), ("1-6", 108000), ("1-6:30", 109800), ("0", None),
+     ("2-00:00:01", 172801), ("UNLIMITED", None)],
+)  # fmt: skip
+def test_times_as_sbatch_reads_them(time: str, seconds: int | None) -> None:
+    if time == "1-":
+        with pytest.raises(UserError, match="--time 1-: must read MINUTES"):
+            seconds_of(time)
+    else:
+        assert seconds_of(time) == seconds
+
+
+@pytest.mark.parametrize(
+    ("job", "told"),
+    [
+        (Job(time="0:03:00"), "--time 0:03:00: is 180 s, of which the last 300 (--grace) and up to 60 before"),
+        (Job(time="6"), "use --time 15 or a smaller --grace"),
+        (Job(grace=-5), "--grace -5: must be 1 to 65535 seconds"),
+        (Job(grace=0), "--grace 0: must be"),
+        (Job(time="tomorrow"), "--time tomorrow: must read MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS"),
+        (Job(max_requeues=-1), "--max-requeues -1: must be 0 or more"),
+    ],
+)
+def test_times_in_which_nothing_is_trained(job: Job, told: str) -> None:
+    with pytest.raises(UserError) as refused:
+        job.options("o")
+    assert told in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_refused_submit_leaves_nothing(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program named sbatch that refuses as SLURM does, in a PATH of its own."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "sbatch").write_text(
+        "#!/bin/sh\necho 'sbatch: error: invalid partition specified: nope' >&2\n"
+        "echo 'sbatch: error: Batch job submission failed: Invalid partition name specified' >&2\nexit 1\n"
+    )
+    (tmp_path / "bin" / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    done = CliRunner().invoke(app, ["submit", str(config), "--sweep", "seed=1,2"])
+    assert isinstance(done.exception, UserError), done.output
+    assert str(done.exception) == (
+        "sbatch: invalid partition specified: nope; Batch job submission failed: Invalid partition name specified; "
+        "nothing was submitted"
+    )
+    assert not (tmp_path / "run").exists()
+    logs = tmp_path / "run" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "sweep.txt").write_text("of an array that waits\n")
+    assert CliRunner().invoke(app, ["submit", str(config), "--sweep", "seed=1,2"]).exception
+    assert (logs / "sweep.txt").read_text() == "of an array that waits\n"
+    assert [path.name for path in logs.iterdir()] == ["sweep.txt"]
 
 
 def test_a_sweep_is_every_combination_in_a_folder_of_its_own(config: Path, tmp_path: Path) -> None:
@@ -150,6 +204,8 @@ def test_the_folder_of_a_run_tells_where_it_stands(tmp_path: Path) -> None:
     assert shown["state"] == "running on n1, rank 0 at step 41, phase backward"
     assert (shown["step"], shown["loss"], shown["speed"]) == ("40 of 100", "1.2500", "12,346 tok/s")
     assert shown["left"] == "0:00:30 of training"
+    shown = dict(run_lines(tmp_path, over="CANCELLED"))
+    assert shown["state"] == "ended with its job (CANCELLED)" and "left" not in shown
     (logs / "heartbeat-0.json").write_text(json.dumps(beat | {"exit_code": 75}))
     shown = dict(run_lines(tmp_path))
     assert shown["state"] == "ended with 75" and "left" not in shown
@@ -180,3 +236,79 @@ def test_what_slurm_says_of_a_job() -> None:
     ]  # fmt: skip
     assert run_of_job({"Comment": "zerolora /runs/a b"}) == Path("/runs/a b")
     assert run_of_job({"Comment": "mine"}) is None
+
+
+def test_the_log_of_tasks_that_wait() -> None:
+    job = {"JobId": "15", "ArrayJobId": "15", "ArrayTaskId": "0-3,7%2", "JobState": "PENDING", "TimeLimit": "01:00:00"}
+    job |= {"StdOut": "/run/logs/slurm-15_4294967294.log"}
+    assert job_lines(job)[-1] == ("log", "/run/logs/slurm-15_[0-3,7].log")
+    assert job_lines(job | {"ArrayTaskId": "7"})[-1] == ("log", "/run/logs/slurm-15_7.log")
+
+
+SCRIPT = """
+scontrol() { echo "scontrol $*"; [ "$1" = requeue ] || echo "JobId=7 $STATE "; return 0; }
+sleep() { :; }
+"""
+
+
+def run_script(tmp_path: Path, env_sh: str, zerolora: str, **variables: str) -> tuple[int, str]:
+    """slurm/train.sbatch with an env.sh and a zerolora of the test, and SLURM's commands that say what they hear."""
+    (tmp_path / "slurm").mkdir(exist_ok=True)
+    (tmp_path / "slurm" / "env.sh").write_text(env_sh)
+    (tmp_path / "zerolora").write_text(f"#!/bin/bash\n{zerolora}\n")
+    (tmp_path / "zerolora").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"} | variables
+    program = TEMPLATE.read_text().replace("set -uo pipefail", "set -uo pipefail" + SCRIPT)
+    # Into a file: what env.sh has started may outlive the script here, as it does not in SLURM, and keep a pipe open.
+    with (tmp_path / "out").open("w") as out:
+        done = subprocess.run(
+            ["bash", "-c", program, "bash", "x.yaml"], env={"SLURM_JOB_NODELIST": "n1", "STATE": ""} | env,
+            stdout=out, stderr=out, timeout=60,
+        )  # fmt: skip
+    return done.returncode, (tmp_path / "out").read_text()
+
+
+@pytest.mark.parametrize("number", ["USR1", "TERM"])
+def test_a_signal_while_the_environment_is_set_up(tmp_path: Path, number: str) -> None:
+    """`module load` takes long: USR1 then ended the job without a requeue. The script is its own sender here."""
+    slow = f"( /bin/sleep 1; kill -{number} $$ ) &\n/bin/sleep 30\n"
+    started = time.monotonic()
+    code, said = run_script(tmp_path, slow, "echo trained", STATE="JobState=RUNNING PreemptTime=2026-01-01T00:00:00")
+    assert time.monotonic() - started < 20 and "trained" not in said
+    assert "scontrol requeue 7" in said, said
+    assert code == {"USR1": 138, "TERM": 143}[number]
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "is_requeued"),
+    [
+        (0, "JobState=RUNNING PreemptTime=2026-01-01T00:00:00", False),
+        (2, "JobState=RUNNING PreemptTime=2026-01-01T00:00:00", False),
+        (75, "JobState=RUNNING PreemptTime=None", True),
+        (143, "JobState=RUNNING PreemptTime=2026-01-01T00:00:00", True),
+        (143, "JobState=PREEMPTED PreemptTime=None", True),
+        (143, "JobState=CANCELLED PreemptTime=None", False),
+        (1, "JobState=RUNNING PreemptEligibleTime=2026-01-01T00:00:00 PreemptTime=None", False),
+    ],
+)
+def test_which_ends_are_queued_again(tmp_path: Path, code: int, state: str, is_requeued: bool) -> None:
+    ended, said = run_script(tmp_path, "", f"exit {code}", STATE=state)
+    assert ended == code and ("scontrol requeue 7" in said) == is_requeued, said
+
+
+def test_a_task_of_an_array_is_queued_again_alone(tmp_path: Path) -> None:
+    """The last task's own number is that of the whole array."""
+    _, said = run_script(tmp_path, "", "exit 75", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
+    assert "scontrol requeue 7_3\n" in said
+
+
+def test_requeues_have_a_limit(tmp_path: Path) -> None:
+    for restarts, limit, is_requeued in (("19", "20", True), ("20", "20", False), ("0", "0", False)):
+        given = {"SLURM_RESTART_COUNT": restarts, "ZEROLORA_MAX_REQUEUES": limit}
+        code, said = run_script(tmp_path, "", "echo trained; exit 75", **given)
+        assert code == 75 and "trained" in said
+        assert ("scontrol requeue 7" in said) == is_requeued
+        assert is_requeued or f"== not queued again: it was {limit} times already (--max-requeues)" in said
+    # SLURM itself queued it again.
+    code, said = run_script(tmp_path, "", "echo trained", SLURM_RESTART_COUNT="21")
+    assert code == 1 and "trained" not in said and "(--max-requeues)" in said

@@ -14,8 +14,24 @@ from trainer.contract.folder_lock import FolderLock
 from trainer.contract.ports import check_free, free_port
 from trainer.contract.rank_variables import host_name
 from trainer.rank import main as train
-from trainer.ranks.agreement import Report, code_version, differences, meet, summary
+from trainer.ranks.agreement import Report, code_version, differences, meet, summary, unshared_folder
 from trainer.ranks.group import Ranks
+
+ROOT = Path(__file__).parents[2]
+MEET = """
+import os, sys
+from trainer.config import RunConfig, UserError
+from trainer.ranks.agreement import meet
+from trainer.ranks.group import Ranks
+
+ranks = Ranks.from_environment()
+os.environ["SLURMD_NODENAME"] = f"n{ranks.rank + 1}"
+config = RunConfig.model_validate({"base_model": "m", "output_dir": "run", "dataset": {"path": "d"}})
+try:
+    print(meet(ranks, config, sys.argv[1] if ranks.is_main else "").summary)
+except UserError as error:
+    print("refused:", error)
+"""
 
 DECIDE = """
 from trainer.config import UserError
@@ -103,19 +119,41 @@ def test_a_port_that_is_taken_is_told_by_its_option(monkeypatch: pytest.MonkeyPa
             meet(Ranks(0, 2, 0), config)
 
 
-def test_all_ranks_hear_what_the_first_one_decides() -> None:
+def said_by_two(program: str, *arguments: str, folders: tuple[Path, Path] = (ROOT, ROOT)) -> list[list[str]]:
+    """The lines of two ranks that run a program, each in its folder."""
     env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, "-c", DECIDE]
+    env["PYTHONPATH"] = str(ROOT)
     ranks = [
         subprocess.Popen(
-            command, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=Path(__file__).parents[2],
-            stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", program, *arguments], env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=folders[rank], stdout=subprocess.PIPE, text=True,
         )
         for rank in (0, 1)
     ]  # fmt: skip
-    said = [process.communicate(timeout=240)[0].splitlines() for process in ranks]
+    return [process.communicate(timeout=240)[0].splitlines() for process in ranks]
+
+
+def test_all_ranks_hear_what_the_first_one_decides() -> None:
+    said = said_by_two(DECIDE)
     assert [lines[0] for lines in said] == ["refused: output_dir=x: no"] * 2
     assert [lines[1] for lines in said] == ["given: a lock", "given: None"]
+
+
+def test_a_folder_that_the_hosts_do_not_share_is_named_on_all_ranks(tmp_path: Path) -> None:
+    """Both are given `run`, in folders of their own: the same name and not the same files, as on a local disk."""
+    reports = [replace(report, sees_folder=report.host == "n1") for report in world()]
+    assert unshared_folder(reports, "/run") == [
+        "output_dir=/run: n2, n3 do not see what rank 0 on n1 writes there; name a folder on a file system that all "
+        "hosts share"
+    ]
+    here, there = tmp_path / "here", tmp_path / "there"
+    there.mkdir()
+    with FolderLock.take(here / "run", resumes=False, say=print) as lock:
+        shared = said_by_two(MEET, lock.token, folders=(here, here))
+        assert all(lines[0].startswith("world        2 ranks on n1, n2: ") for lines in shared), shared
+        apart = said_by_two(MEET, lock.token, folders=(here, there))
+    told = "refused: output_dir=run: n2 does not see what rank 0 on n1 writes there; name a folder on a file system"
+    assert all(lines[0].startswith(told) for lines in apart), apart
 
 
 def test_a_rank_that_was_started_by_hand_leaves_another_runs_folder_alone(

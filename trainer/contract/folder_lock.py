@@ -224,6 +224,16 @@ def refuse_if_held(run_dir: Path, *, resumes: bool) -> None:
         raise _held(run_dir, found[0])
 
 
+def is_seen(run_dir: Path, token: str) -> bool:
+    """Whether the lock that another rank holds there can be read here; a network file system may take its time."""
+    path, deadline = _path_in(run_dir), time.monotonic() + SEEN_WITHIN_S
+    while (found := _read(path)) is None or found[0].token != token:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
 def living_holder(run_dir: Path) -> str | None:
     """The run that is in the folder, in words; None if there is none that lives on this machine, or may elsewhere."""
     found = _read(_path_in(run_dir))

@@ -10,7 +10,7 @@ import json
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from trainer.config import RunConfig, UserError
+from trainer.contract.folder_lock import is_seen
 from trainer.contract.rank_variables import host_name
 from trainer.contract.versions import package_versions
 from trainer.ranks.group import Ranks, find_meeting_point, told_if_taken
@@ -47,6 +48,8 @@ class Report:
     """Different for any two GPUs; empty for a CPU, which ranks may share."""
     facts: dict[str, str]
     """What must be the same everywhere, by name."""
+    sees_folder: bool = True
+    """Whether what rank 0 writes into the output folder can be read there."""
 
 
 _MEETINGS, _DECISIONS = itertools.count(), itertools.count()
@@ -65,8 +68,10 @@ class World:
     """On rank 0 the server where the process group is formed: keep it until then."""
 
 
-def meet(ranks: Ranks, config: RunConfig) -> World:
+def meet(ranks: Ranks, config: RunConfig, token: str = "") -> World:
     """Compare all ranks. Every rank must call it, before the process group is formed.
+
+    `token` on rank 0 is that of the lock it holds in the output folder, which every rank must see there.
 
     Raises UserError, on every rank, with the names of the hosts that differ; TimeoutError if a rank does not come
     within `training.timeout_minutes`.
@@ -81,7 +86,10 @@ def meet(ranks: Ranks, config: RunConfig) -> World:
     except dist.DistNetworkError as error:
         raise told_if_taken(error) from None
     # What an earlier run of these processes left in the store is not this one's.
-    answer = _exchange(PrefixStore(f"zerolora_world_{next(_MEETINGS)}", store), ranks, report, patience)
+    exchange = PrefixStore(f"zerolora_world_{next(_MEETINGS)}", store)
+    exchange.set_timeout(patience)
+    report = replace(report, sees_folder=_sees_folder(exchange, ranks, config, token))
+    answer = _exchange(exchange, ranks, report, patience, config.output_dir)
     if answer["wrong"]:
         raise UserError(answer["wrong"])
     return World(answer["summary"], store)
@@ -169,6 +177,18 @@ def differences(reports: Sequence[Report]) -> list[str]:
     return lines + _shared_devices(reports)
 
 
+def unshared_folder(reports: Sequence[Report], output_dir: str) -> list[str]:
+    """A line if some hosts have a folder of their own under this name."""
+    blind = dict.fromkeys(report.host for report in reports if not report.sees_folder)
+    if not blind:
+        return []
+    see = "does not see" if len(blind) == 1 else "do not see"
+    return [
+        f"output_dir={output_dir}: {_listed(blind)} {see} what rank 0 on {reports[0].host} writes there; "
+        "name a folder on a file system that all hosts share"
+    ]
+
+
 def _shared_devices(reports: Sequence[Report]) -> list[str]:
     users: dict[tuple[str, str], list[int]] = defaultdict(list)
     for report in reports:
@@ -190,9 +210,17 @@ def summary(reports: Sequence[Report]) -> str:
     return f"world        {len(reports)} {rank_word} on {_listed(hosts)}: {reports[0].device}; {versions}"
 
 
-def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta) -> dict[str, str]:
+def _sees_folder(store: Any, ranks: Ranks, config: RunConfig, token: str) -> bool:
+    """Whether this rank reads in the output folder what rank 0 has left there."""
+    if ranks.is_main:
+        store.set("folder", token)
+        return True
+    token = store.get("folder").decode()
+    return not token or is_seen(Path(config.output_dir), token)
+
+
+def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, output_dir: str) -> dict[str, str]:
     """Rank 0's answer to all reports."""
-    store.set_timeout(patience)
     if not ranks.is_main:
         store.set(f"report-{ranks.rank}", json.dumps(asdict(report)))
         answer: dict[str, str] = json.loads(store.get("answer"))
@@ -208,7 +236,10 @@ def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta) -> 
                 f"rank {rank} has not come within {patience}; here are the ranks on "
                 f"{_listed(dict.fromkeys(report.host for report in reports))}"
             ) from None
-    answer = {"wrong": "\n".join(differences(reports)), "summary": summary(reports)}
+    answer = {
+        "wrong": "\n".join(differences(reports) + unshared_folder(reports, output_dir)),
+        "summary": summary(reports),
+    }
     store.set("answer", json.dumps(answer))
     # If this rank ended at once the others would read a closed connection, not the answer.
     store.wait(["all read"])

@@ -1,0 +1,44 @@
+"""Hosts whose ranks fall silent while the others train on: SLURM takes minutes to say that a node is lost."""
+
+from pathlib import Path
+
+import pytest
+
+from launcher.supervision.remote import ThroughSrun
+from launcher.supervision.silence import Beat, SilentHosts
+from launcher.targets.slurm import Allocation
+
+
+def beat(rank: int, host: str, at: float, exit_code: int | None = None) -> Beat:
+    return Beat(rank, host, 1, 3, "forward", exit_code, 1.0, 1.0, at)
+
+
+def test_a_host_that_falls_silent_is_named_once() -> None:
+    hosts, told = SilentHosts(), []
+    for now in range(200):
+        lost = min(now, 20)  # n2 beats no more after 20 s; one rank of n1 hangs, the other does not
+        beats = {0: beat(0, "n1", now), 1: beat(1, "n1", 5), 2: beat(2, "n2", lost), 3: beat(3, "n2", lost)}
+        told += [(now, host) for host in hosts.newly_silent(beats, float(now))]
+    assert told == [(81, "n2")]
+
+
+def test_nobody_is_named_where_all_are_silent_or_have_ended() -> None:
+    hosts = SilentHosts()
+    for now in range(200):
+        beats = {0: beat(0, "n1", 0), 1: beat(1, "n2", 0)}
+        assert hosts.newly_silent(beats, float(now)) == []
+    hosts = SilentHosts()
+    for now in range(200):
+        beats = {0: beat(0, "n1", now), 1: beat(1, "n2", 0, exit_code=0)}
+        assert hosts.newly_silent(beats, float(now)) == []
+
+
+def test_slurms_own_patience_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        "#!/bin/sh\necho 'SlurmctldTimeout        = 120 sec'\necho 'SlurmdTimeout           = 300 sec'\n"
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    told = ThroughSrun(Allocation(1, ("n1", "n2"), 1)).awaited()
+    assert told == "SLURM gives a lost node up after its SlurmdTimeout (300 sec); waiting for that"
