@@ -127,6 +127,13 @@ TWO_RANKS: list[dict[str, Any]] = [
     ),
 ]
 
+# Decay by more than there is, of steps of 10,000: weights grow until the fifth step is not finite.
+DIVERGES = {
+    "training__learning_rate": 1.0,
+    "training__weight_decay": 10.0,
+    "lora__loraplus_lr_ratio": 1e4,
+    "lora__alpha": 1e6,
+}
 ONE_RANK: list[dict[str, Any]] = [
     # The same global batch of 8 as 2 ranks x 2 micro-steps x 2.
     case("one-4x2", zero__stage=0, training__gradient_accumulation_steps=4),
@@ -171,10 +178,9 @@ ONE_RANK: list[dict[str, Any]] = [
         training__best_checkpoint=True,
         training__save_total_limit=1,
     ),
-    # Weights that grow beyond all bounds: what follows is not finite.
-    case("nonfinite-stop-0", zero__stage=0, training__learning_rate=1e30, training__max_steps=8),
-    case("nonfinite-stop-2", zero__stage=2, training__learning_rate=1e30, training__max_steps=8),
-    case("nonfinite-skip-2", training__learning_rate=1e30, training__max_steps=20, training__on_nonfinite="skip"),
+    case("nonfinite-stop-0", zero__stage=0, training__max_steps=8, **DIVERGES),
+    case("nonfinite-stop-2", zero__stage=2, training__max_steps=8, **DIVERGES),
+    case("nonfinite-skip-2", training__max_steps=20, training__on_nonfinite="skip", **DIVERGES),
     case("in-order", dataset__shuffle=False),
     case("streamed", dataset__shuffle=False, dataset__streaming=True),
     case("grown-vocabulary", model__added_tokens=",".join(f"<extra-{index}>" for index in range(80))),

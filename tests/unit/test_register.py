@@ -45,6 +45,7 @@ VALUES = {
     "trainer/engine/optimizer.py: _last_lr": "a schedule, from a checkpoint",
     "trainer/engine/optimizer.py: last_epoch": "a schedule, from a checkpoint",
     "trainer/engine/update_guard.py: grad": "of a scratch tensor",
+    "trainer/monitor/display.py: bar_width": "of rich's progress bar, to the terminal's width",
     "trainer/model/adapter.py: init_lora_weights": "a PEFT configuration around a save",
     "trainer/model/base.py: use_cache": "public",
     "trainer/model/random_weights.py: decoder": "public",
