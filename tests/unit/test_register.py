@@ -54,7 +54,6 @@ VALUES = {
     "trainer/monitor/console.py: excepthook": "Python's",
     "trainer/monitor/console.py: stderr": "Python's",
     "trainer/monitor/console.py: stdout": "Python's",
-    "trainer/monitor/metrics.py: bar_width": "public",
     "trainer/patches/norm_mlp_rope.py: setattr": "a mark on a result",
     "trainer/patches/norm_mlp_rope.py: vars()[]": "a copy for a test",
     "trainer/patches/replace.py: setattr": "by which the others replace",
