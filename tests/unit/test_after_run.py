@@ -1,5 +1,6 @@
 """A run's folder found again: what is read from it, and one line for every folder that is not one. Makes runs, too."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -118,6 +119,11 @@ def _broken(run_dir: Path, folder: Path, case: str) -> Path:
         adapter.write_bytes(content)
         (folder / "checkpoint-3").mkdir()
         (folder / "checkpoint-3" / "COMPLETE").touch()
+    elif case == "changed settings":
+        (folder / "run.json").write_text("{}")
+        record_checksums(folder)
+        settings = json.loads((folder / "adapter_config.json").read_text())
+        (folder / "adapter_config.json").write_text(json.dumps(settings | {"lora_alpha": 1}))
     if case == "latin-1":
         (folder / "training_config.json").write_bytes(text.replace("output_dir", "caf\xe9").encode("latin-1"))
     if case == "not a run":
@@ -142,6 +148,10 @@ BAD_FOLDERS = [
     *[(module, "pickled adapter", "adapter_model.safetensors is not a safetensors file .pickled") for module in ALL],
     *[
         (module, "changed adapter", "adapter_model.safetensors is damaged: .*its newest checkpoint is")
+        for module in ALL
+    ],
+    *[
+        (module, "changed settings", "adapter_config.json was changed: its checksum is not that of run.json")
         for module in ALL
     ],
     (evaluate, "no data", "held no data out; name some with --data"),

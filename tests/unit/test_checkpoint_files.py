@@ -234,7 +234,7 @@ def test_every_new_folder_is_on_the_disk_before_the_name_is(tmp_path: Path, monk
         ("header", "adapter_model.safetensors is not a safetensors file, or its header is damaged"),
         ("bit", "adapter_model.safetensors is damaged: its checksum is another"),
         ("gone", "no adapter_model.safetensors"),
-        ("config", "adapter_config.json is not JSON"),
+        ("config", "adapter_config.json holds no settings in JSON"),
     ],
 )
 def test_a_damaged_adapter_is_named(run_dir: Path, change: str, told: str) -> None:

@@ -10,10 +10,11 @@ WEIGHTS, SETTINGS, RECORD = "adapter_model.safetensors", "adapter_config.json", 
 
 
 def record_checksums(run_dir: Path) -> None:
-    """Add the checksums of the result's weights to run.json, by which they are known again."""
+    """Add the checksums of the result's weights and of the adapter's settings to run.json, by which they are known."""
     path = run_dir / RECORD
     record = json.loads(path.read_text(encoding="utf-8"))
-    record["checksums"] = {file.name: checksum(file) for file in sorted(run_dir.glob("*.safetensors"))}
+    files = [*sorted(run_dir.glob("*.safetensors")), *run_dir.glob(SETTINGS)]
+    record["checksums"] = {file.name: checksum(file) for file in files}
     write_json(path, record)
 
 
@@ -24,14 +25,17 @@ def damage_of_adapter(folder: Path) -> str | None:
     """
     try:
         problem = damage_of_safetensors(folder / WEIGHTS) or damage_of_file(folder, WEIGHTS)
-        kept = _recorded(folder).get(WEIGHTS)
-        if problem is None and kept is not None and checksum(folder / WEIGHTS) != kept:
+        kept = _recorded(folder)
+        if problem is None and WEIGHTS in kept and checksum(folder / WEIGHTS) != kept[WEIGHTS]:
             problem = f"is damaged: its checksum is not that of {RECORD}"
-        json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        if not isinstance(json.loads((folder / SETTINGS).read_text(encoding="utf-8")), dict):
+            raise ValueError("no settings")
+        if SETTINGS in kept and checksum(folder / SETTINGS) != kept[SETTINGS]:
+            return f"{SETTINGS} was changed: its checksum is not that of {RECORD}; take it from a checkpoint"
     except FileNotFoundError as error:
         return f"no {Path(error.filename).name}; only safetensors are loaded"
     except ValueError:
-        return f"{SETTINGS} is not JSON; take it from a checkpoint, or from where the adapter came from"
+        return f"{SETTINGS} holds no settings in JSON; take it from a checkpoint, or from where the adapter came from"
     except OSError as error:
         return f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"
     return f"{WEIGHTS} {problem}; take it from a checkpoint, or from where the adapter came from" if problem else None
