@@ -1,4 +1,4 @@
-"""In CI a skip for want of something that could be installed is a failure; examples have no deadline anywhere."""
+"""In CI a skip for lack of something that could be installed is a failure; examples have no deadline anywhere."""
 
 import os
 import subprocess
