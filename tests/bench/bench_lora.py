@@ -100,16 +100,7 @@ class Case:
         return device_us(functions, self.sets)
 
     def forward(self, i: int, p: float = 0.0) -> tuple[list[Tensor], Tensor]:
-        args: tuple[Any, ...] = (
-            self.x[i],
-            [self.weight],
-            [],
-            [self.down],
-            [self.up],
-            [self.scale],
-            p,
-            self.seed if p else None,
-        )
+        args: Any = self.x[i], [self.weight], [], [self.down], [self.up], [self.scale], p, self.seed if p else None
         return torch.ops.zerolora.lora_forward(*args, None)
 
     def backward(self, i: int, h: Tensor, p: float = 0.0, need_x: bool = True) -> object:

@@ -152,12 +152,12 @@ def test_rope(B, T, heads, kv_heads, D, R, layout, dtype):
         q, k = (draw(B, n, T, D, dtype=dtype, seed=n) for n in (heads, kv_heads))
         turn = _as_given
     spend(
-        lambda q, k, cos, sin: elementwise.rope(*turn(q, k), cos=cos, sin=sin),
-        lambda q, k, cos, sin: plain_rope(*turn(q, k), cos=cos, sin=sin),
+        lambda q, k, cos, sin: elementwise.rope(*(*turn(q, k), cos, sin)),
+        lambda q, k, cos, sin: plain_rope(*(*turn(q, k), cos, sin)),
         [q, k],
         [cos, sin],
     )
-    for rotated in elementwise.rope(*turn(q, k), cos=cos, sin=sin):
+    for rotated in elementwise.rope(*(*turn(q, k), cos, sin)):
         assert rotated.transpose(1, 2).is_contiguous()
 
 

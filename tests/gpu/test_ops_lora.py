@@ -127,7 +127,7 @@ def test_groups_stay_in_the_budget_of_their_members(T, ranks, p, dtype):
         part.x, part.p, part.seed = parts[0].x, p, torch.tensor([99], device="cuda") if p else None
     leaves = [part.x.requires_grad_()]
     leaves += [part.down.requires_grad_() for part in parts] + [part.up.requires_grad_() for part in parts]
-    args: tuple[Any, ...] = [part.weight for part in parts], [], leaves[1:4], leaves[4:], [part.scale for part in parts]
+    args: Any = [part.weight for part in parts], [], leaves[1:4], leaves[4:], [part.scale for part in parts]
     ys, _ = torch.ops.zerolora.lora_forward(leaves[0], *args, p, parts[0].seed, None)
     grad_x, *grads = torch.autograd.grad(ys, leaves, [part.grad for part in parts])
     total, allowed = (torch.zeros(T, 256, device="cuda", dtype=torch.float64) for _ in range(2))
@@ -272,17 +272,7 @@ def test_nf4(dtype, nested):
 
 def test_opcheck_on_the_card():
     problem = cases.make(64, 128, 64, 8, torch.float32, "cuda", p=0.1)
-    args: tuple[Any, ...] = (
-        problem.x,
-        [problem.weight],
-        [],
-        [problem.down],
-        [problem.up],
-        [1.0],
-        0.1,
-        problem.seed,
-        None,
-    )
+    args: Any = problem.x, [problem.weight], [], [problem.down], [problem.up], [1.0], 0.1, problem.seed, None
     torch.library.opcheck(torch.ops.zerolora.lora_forward.default, args)
     _, h = torch.ops.zerolora.lora_forward(*args)
     back = [problem.grad], problem.x, [problem.weight], [problem.down], [problem.up], h, [1.0], 0.1, problem.seed

@@ -273,21 +273,7 @@ def test_nf4_matches_bitsandbytes(nested):
     ):
         assert torch.equal(a, b)
     states = list(nf4.state)
-    args: tuple[Any, ...] = (
-        x,
-        [packed],
-        states,
-        [24],
-        64,
-        nf4.nested_block,
-        [],
-        adapter[1],
-        adapter[2],
-        [1.5],
-        0.0,
-        None,
-        None,
-    )
+    args: Any = x, [packed], states, [24], 64, nf4.nested_block, [], adapter[1], adapter[2], [1.5], 0.0, None, None
     torch.library.opcheck(torch.ops.zerolora.nf4_forward.default, args)
 
 
