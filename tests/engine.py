@@ -30,7 +30,8 @@ def one_rank(folder: Path) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in (*place, "MASTER_PORT")}
     os.environ.update(place, MASTER_PORT=str(free_port()))
     backend = "nccl" if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu" else "gloo"
-    dist.init_process_group(backend, store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
+    store = dist.FileStore(str(folder / "store"), 1)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
     comm.init_distributed(backend, verbose=False)
     try:
         yield
@@ -51,7 +52,7 @@ def tiny_model(dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=384, num_hidden_layers=2, **shape))
-    return model.to(dtype).to(device)  # type: ignore[no-any-return]
+    return model.to(dtype).to(device)
 
 
 def adapted_engine(

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from trainer.config import RunConfig
 from trainer.data import Batches
 from trainer.data.batches import collate
-from trainer.data.samples import Sample
+from trainer.data.samples import Sample, Samples
 from trainer.engine.optimizer import build_schedule
 from trainer.model.adapter import lora_config
 from trainer.model.base import load_base_model
@@ -40,6 +40,7 @@ def plain_losses(
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(_groups(model, config), weight_decay=training.weight_decay)
+    assert training.max_steps is not None and isinstance(prepared.data.train, Samples)
     schedule = build_schedule(optimizer, training, training.max_steps)
     batches = Batches(
         prepared.data.train,

@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ class Case:
         return device_us(functions, self.sets)
 
     def forward(self, i: int, p: float = 0.0) -> tuple[list[Tensor], Tensor]:
-        args = self.x[i], [self.weight], [], [self.down], [self.up], [self.scale], p, self.seed if p else None
+        args: Any = self.x[i], [self.weight], [], [self.down], [self.up], [self.scale], p, self.seed if p else None
         return torch.ops.zerolora.lora_forward(*args, None)
 
     def backward(self, i: int, h: Tensor, p: float = 0.0, need_x: bool = True) -> object:
@@ -261,11 +262,11 @@ def products(x: Tensor, dy: Tensor, down: Tensor, up: Tensor, scale: float) -> t
 
 
 def processor_us(c: Case) -> float:
-    tensors = [t.cpu() for t in (c.x[0], c.dy[0], c.down, c.up)]
+    x, dy, down, up = (t.cpu() for t in (c.x[0], c.dy[0], c.down, c.up))
     laps = []
     for _ in range(12):
         begin = time.perf_counter()
-        products(*tensors, c.scale)
+        products(x, dy, down, up, c.scale)
         laps.append((time.perf_counter() - begin) * 1e6)
     return statistics.median(laps[2:])
 

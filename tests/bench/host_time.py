@@ -22,7 +22,8 @@ def kernels_of(function: Callable[[], object]) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         function()
         torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    cuda = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    return sum(event.device_type == cuda for event in profile.events())
 
 
 def host_us(function: Callable[[], None], calls: int = 40) -> float:

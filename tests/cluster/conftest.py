@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,8 +180,12 @@ def ssh(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapp
     ]
     env = environment()
     env["PATH"] = f"{folder}/bin:{env['PATH']}"
+
+    def answers(node: str) -> bool:
+        return hosts.run(LOGIN, ["ssh", node, "true"], env=env).returncode == 0
+
     for node in ("n1", "n2"):
-        wait_for(lambda node=node: hosts.run(LOGIN, ["ssh", node, "true"], env=env).returncode == 0, lambda: "no sshd")
+        wait_for(partial(answers, node), lambda: "no sshd")
     yield env
     for daemon in daemons:
         daemon.terminate()

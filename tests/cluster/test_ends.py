@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -290,15 +291,18 @@ def test_hosts_without_a_shared_folder_see_each_other_through_the_store(start: S
     ranks = [_descendant_rank(node.process.pid) for node in nodes]
     logs = [Path(f"/proc/{rank.pid}/root{tmp_path}/run/logs") for rank in ranks]
     for number, folder in enumerate(logs):
-        beat = folder / f"heartbeat-{number}.json"
-        _wait_for(lambda beat=beat: re.search(r'"step": [1-9]\d', _text(beat)) is not None)
+        _wait_for(partial(_has_ten_steps, folder / f"heartbeat-{number}.json"))
     time.sleep(20.0)  # the patience for a folder that appears late
     ranks[1].suspend()
     _wait_for(lambda: "the run hangs" in _text(logs[0] / "rank-0.log"))
     assert f"rank 1 on {HOST} (process {ranks[1].pid}) gives no sign of life" in _text(logs[0] / "rank-0.log")
     ranks[1].resume()
-    for node in nodes:
-        assert node.end()[0] == 1
+    for run in nodes:
+        assert run.end()[0] == 1
+
+
+def _has_ten_steps(beat: Path) -> bool:
+    return re.search(r'"step": [1-9]\d', _text(beat)) is not None
 
 
 def _descendant_rank(pid: int) -> psutil.Process:

@@ -1,5 +1,6 @@
 """A job that another one of a higher priority pushes off its node, and signals before there is anything to save."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_a_preempted_job_saves_and_goes_on(slurm: SlurmCluster, workplace: Path,
         "low-cancel": submit(slurm, workplace, "low-cancel", "--partition=low-cancel", "--nodelist=n2"),
     }
     for name in jobs:
-        wait_for(lambda name=name: losses(workplace / name), lambda name=name: log_of(workplace, name))
+        wait_for(partial(losses, workplace / name), partial(log_of, workplace, name))
     high = preempt(slurm)
     stopped_at = {name: was_queued_again(slurm, workplace, name, job) for name, job in jobs.items()}
     assert end_of(slurm, high) == "COMPLETED"

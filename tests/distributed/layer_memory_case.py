@@ -47,7 +47,7 @@ def measure(path: Path, kind: str, device: torch.device) -> dict[str, int]:
     """Peaks of loading and of two passes both ways, and what they should be made of; bytes."""
     dtype, quantization = KINDS[kind]
     shards = LayerShards(device)
-    how = {"dtype": dtype, "device": device, "attention": "sdpa", "quantization": quantization}
+    how: dict[str, Any] = {"dtype": dtype, "device": device, "attention": "sdpa", "quantization": quantization}
     peak = Peak()
     model: Any = load_base_model(str(path), ModelSection(), shards=shards, **how)
     figures = {"load": peak.growth()}

@@ -83,7 +83,8 @@ def one_process(measure: str, steps: int, dora: bool) -> dict[str, Any]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=RATE)
     law = scu.Law(target=0.05, kp=3.0, ki=0.5, lambda_start=0.5, total_updates=steps)
-    state, out = scu.initial(law), {"lambda": [], "squares": [], "data_bpt": []}
+    state = scu.initial(law)
+    out: dict[str, Any] = {"lambda": [], "squares": [], "data_bpt": []}
     for step in range(1, steps + 1):
         loss_sum = torch.stack([loss_sum_of(model, *batch) for row in batches(step) for batch in row]).sum()
         layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
@@ -121,7 +122,8 @@ def on_engine(
     section = ScuSection(measure=measure, check_every=7, **SETTINGS)
     steering = Steering(section, model, target_tokens=TOKENS, total_steps=steps, base_parameters=1)
     low, high = steering.information.reachable_squares(0.0, 0.0)
-    rank, out = dist.get_rank(), {"lambda": [], "squares": [], "partitioned": 0, "before": [low, high], "norms": []}
+    rank = dist.get_rank()
+    out: dict[str, Any] = {"lambda": [], "squares": [], "partitioned": 0, "before": [low, high], "norms": []}
     for step in range(1, steps + 1):
         target_tokens, loss_sum_local = count(step), torch.zeros(())
         for micro, row in enumerate(batches(step)):

@@ -16,7 +16,7 @@ def kernels() -> Iterator[None]:
     assert ops.load("cuda").name == "cuda"
     # Every torch.empty is filled with NaN.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     # Products of cuBLAS: with 16-bit reductions inside them the budget of fp32 sums would not hold.
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

@@ -31,7 +31,7 @@ def measure(quantization: QuantizationSection | None, shards: LayerShards | None
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    how = {"dtype": torch.bfloat16, "device": device, "attention": "sdpa", "quantization": quantization}
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "attention": "sdpa", "quantization": quantization}
     model = load_base_model(BASE, ModelSection(), shards=shards, **how)
     load_peak = torch.cuda.max_memory_allocated() - before
     torch.manual_seed(0)

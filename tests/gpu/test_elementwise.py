@@ -21,7 +21,7 @@ def kernels():
         assert ops.load("cuda").name == "cuda"
     # Every torch.empty is filled with NaN: an element that a kernel does not write shows.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -152,12 +152,12 @@ def test_rope(B, T, heads, kv_heads, D, R, layout, dtype):
         q, k = (draw(B, n, T, D, dtype=dtype, seed=n) for n in (heads, kv_heads))
         turn = _as_given
     spend(
-        lambda q, k, cos, sin: elementwise.rope(*turn(q, k), cos, sin),
-        lambda q, k, cos, sin: plain_rope(*turn(q, k), cos, sin),
+        lambda q, k, cos, sin: elementwise.rope(*(*turn(q, k), cos, sin)),
+        lambda q, k, cos, sin: plain_rope(*(*turn(q, k), cos, sin)),
         [q, k],
         [cos, sin],
     )
-    for rotated in elementwise.rope(*turn(q, k), cos, sin):
+    for rotated in elementwise.rope(*(*turn(q, k), cos, sin)):
         assert rotated.transpose(1, 2).is_contiguous()
 
 

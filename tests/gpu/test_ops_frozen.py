@@ -3,6 +3,8 @@
 The operators take it from 4096 tokens on. Alone it must spend one rounding of the result and the error of fp32 sums.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -109,8 +111,8 @@ def test_every_bit_of_the_mask_finds_its_element(rows, cols):
 def test_pieces_of_wider_matrices(forward):
     """Columns of x and h, rows and columns of w and q: only the distance of rows has to be a multiple of 16 bytes."""
     x, h = normal(300, 656)[:, 8:528], normal(300, 96)[:, 40:64]
-    w, q = ((264, 520), (264, 24)) if forward else ((520, 264), (24, 264))
-    w, q = (normal(rows + 3, cols + 16, size=0.05)[3:, 8 : cols + 8] for rows, cols in (w, q))
+    shapes = ((264, 520), (264, 24)) if forward else ((520, 264), (24, 264))
+    w, q = (normal(rows + 3, cols + 16, size=0.05)[3:, 8 : cols + 8] for rows, cols in shapes)
     args = [x], [w if forward else w.t()], h, q if forward else q.t()
     assert_one_rounding(torch.ops.zerolora.frozen_product(*args, None, None), *args)
 
@@ -157,7 +159,8 @@ def count(run):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
-    on_card = (event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    cuda = torch.autograd.DeviceType.CUDA  # type: ignore[attr-defined]
+    on_card = (event for event in profile.events() if event.device_type == cuda)
     return sum("frozen" in event.name for event in on_card)
 
 
@@ -199,7 +202,9 @@ def test_without_the_gradient_of_a_nobody_leaves_the_mask():
     assert count(lambda: run_group(parts, 0.0, False)) == 2
     assert count(lambda: run_group(parts, 0.1, False)) == 1  # y; cuBLAS adds both siblings to the masked dh A
     seed = torch.tensor([99], device="cuda")
-    grad_x, total, allowed = run_group(parts, 0.1, False)[1], 0, 0
+    grad_x = run_group(parts, 0.1, False)[1]
+    total: Any = 0
+    allowed: Any = 0
     for part in parts:
         part.p, part.seed = 0.1, seed
         truth, budget = cases.truth_and_budget(part)
@@ -229,7 +234,8 @@ def test_siblings_stay_in_the_budget(outs, rank, p):
     one_launch = len(outs) <= 4
     seed = torch.tensor([99], device="cuda") if p else None
     ys, grad_x, grad_downs, grad_ups = run_group(parts, p)
-    total, allowed = torch.zeros_like(grad_x, dtype=torch.float64), 0
+    total = torch.zeros_like(grad_x, dtype=torch.float64)
+    allowed: Any = 0
     for part, y, grad_down, grad_up in zip(parts, ys, grad_downs, grad_ups, strict=True):
         part.p, part.seed = p, seed
         truth, budget = cases.truth_and_budget(part)
@@ -273,7 +279,7 @@ def test_nf4_siblings_go_together_up_to_64_mib(outs, rows, width, together):
     assert all(torch.equal(y, other) for y, other in zip(ys, expected, strict=True))
     assert count(run) == 2  # the first y; dX of both, or of the first, to which cuBLAS adds the second:
     assert torch.equal(grad_x, other_x) == together  # rounded in between
-    exact = sum(cases.truth_and_budget(part)[0].grad_x for part in parts)
+    exact: Any = sum(cases.truth_and_budget(part)[0].grad_x for part in parts)
     assert not cases.worse_than_torch(grad_x, other_x, exact)
 
 

@@ -1,5 +1,7 @@
 """The CUDA operators against float64, on a card: values, edges, determinism, NF4, streams, checkpointing."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -101,7 +103,7 @@ def test_offsets_beyond_32_bits():
     u, g = torch.ops.zerolora.rank_pass(z, up, h, 0.0, None)
     tail = slice(T - 100, T)
     assert not cases.worse_than_torch(u[tail], z[tail] @ up, z[tail].double() @ up.double())
-    exact = sum(z[i : i + 32768].t().double() @ h[i : i + 32768].double() for i in range(0, T, 32768))
+    exact: Any = sum(z[i : i + 32768].t().double() @ h[i : i + 32768].double() for i in range(0, T, 32768))
     assert not cases.worse_than_torch(g, z.t() @ h, exact)
     x, weight = torch.randn(T, 64, device="cuda").bfloat16(), torch.randn(out, 64, device="cuda").bfloat16()
     down = torch.randn(16, 64, device="cuda").bfloat16()
@@ -125,7 +127,7 @@ def test_groups_stay_in_the_budget_of_their_members(T, ranks, p, dtype):
         part.x, part.p, part.seed = parts[0].x, p, torch.tensor([99], device="cuda") if p else None
     leaves = [part.x.requires_grad_()]
     leaves += [part.down.requires_grad_() for part in parts] + [part.up.requires_grad_() for part in parts]
-    args = [part.weight for part in parts], [], leaves[1:4], leaves[4:], [part.scale for part in parts]
+    args: Any = [part.weight for part in parts], [], leaves[1:4], leaves[4:], [part.scale for part in parts]
     ys, _ = torch.ops.zerolora.lora_forward(leaves[0], *args, p, parts[0].seed, None)
     grad_x, *grads = torch.autograd.grad(ys, leaves, [part.grad for part in parts])
     total, allowed = (torch.zeros(T, 256, device="cuda", dtype=torch.float64) for _ in range(2))
@@ -158,6 +160,7 @@ def test_adapters_that_are_views_of_one_buffer():
 def test_partial_gradients_biases_and_unused_siblings():
     parts = [cases.make(200, 256, out, 16, torch.float32, "cuda", seed=i, bias=True) for i, out in enumerate((128, 64))]
     x = parts[0].x
+    assert parts[0].bias is not None
     leaves = [parts[0].bias.requires_grad_(), parts[0].up.requires_grad_()]
     weights, biases = [part.weight for part in parts], [part.bias for part in parts]
     ys = ops.lora_group(x, weights, biases, [part.down for part in parts], [part.up for part in parts], [1.0, 1.0])
@@ -235,7 +238,7 @@ def test_plain_call_and_its_accumulating_form(dtype):
     spent = cases.overspent(cases.Results(truth.y, got[0].view(300, -1), got[1], got[2]), truth, budget)
     assert not spent, spent
     before = tuple(torch.randn_like(g) for g in got)
-    after = tuple(b.clone() for b in before)
+    after: Any = tuple(b.clone() for b in before)
     ops.lora_backward(*args, accumulate=after)
     h, dh = problem.scale * (problem.x @ problem.down.t()), problem.scale * (problem.grad @ problem.up)
     products = (dh @ problem.down).view(3, 100, -1), dh.t() @ problem.x, problem.grad.t() @ h
@@ -269,7 +272,7 @@ def test_nf4(dtype, nested):
 
 def test_opcheck_on_the_card():
     problem = cases.make(64, 128, 64, 8, torch.float32, "cuda", p=0.1)
-    args = problem.x, [problem.weight], [], [problem.down], [problem.up], [1.0], 0.1, problem.seed, None
+    args: Any = problem.x, [problem.weight], [], [problem.down], [problem.up], [1.0], 0.1, problem.seed, None
     torch.library.opcheck(torch.ops.zerolora.lora_forward.default, args)
     _, h = torch.ops.zerolora.lora_forward(*args)
     back = [problem.grad], problem.x, [problem.weight], [problem.down], [problem.up], h, [1.0], 0.1, problem.seed

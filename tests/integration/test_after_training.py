@@ -29,8 +29,7 @@ def train_and_keep_logits() -> None:
     """`trainer.train` as it is, but for a look at the model after its last evaluation."""
     import trainer.run
     import trainer.train
-
-    save_adapter = trainer.run.save_adapter
+    from trainer.checkpoint.weights import save_adapter
 
     def saving(model: Any, tokenizer: Any, folder: Path, **settings: Any) -> None:
         save_adapter(model, tokenizer, folder, **settings)
@@ -40,7 +39,7 @@ def train_and_keep_logits() -> None:
         model.train(was_training)
         save_file({"logits": logits.float().cpu().contiguous()}, folder / LOGITS)
 
-    trainer.run.save_adapter = saving
+    trainer.run.save_adapter = saving  # type: ignore[attr-defined]
     sys.exit(trainer.train.main(sys.argv[1:]))
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (model / TEMPLATE).parent.mkdir()
     (model / TEMPLATE).write_text("{{ messages[0]['content'] }}")
     write_chats(folder / "train.jsonl", 200)
-    settings = {
+    settings: dict[str, Any] = {
         "base_model": str(folder / "model"),
         "output_dir": str(folder / "run"),
         "lora_r": 8,

@@ -1,5 +1,7 @@
 """The reference and the operators on the CPU: gradients, schemas, edges, dropout, NF4, and mutations that must show."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -104,7 +106,8 @@ def test_compiles_without_a_graph_break(fullgraph_backend):
     compiled = torch.compile(function, fullgraph=True, backend=fullgraph_backend)(x)
     for one, other in zip(eager, compiled, strict=True):
         torch.testing.assert_close(one, other)
-    first = torch.autograd.grad(sum(y.sum() for y in eager), (x, *downs, *ups))
+    total: Any = sum(y.sum() for y in eager)
+    first = torch.autograd.grad(total, (x, *downs, *ups))
     second = torch.autograd.grad(sum(y.sum() for y in compiled), (x, *downs, *ups))
     for one, other in zip(first, second, strict=True):
         torch.testing.assert_close(one, other)
@@ -135,7 +138,8 @@ def test_gradients_that_are_not_needed_are_none():
     x, weights, _, downs, ups = group(dtype=torch.float32, bias=False)
     x = x.detach()
     ys = ops.lora_group(x, weights, [], downs, ups, [1.0, 1.0])
-    sum(y.sum() for y in ys).backward()
+    total: Any = sum(y.sum() for y in ys)
+    total.backward()
     assert x.grad is None
     assert all(t.grad is not None for t in (*downs, *ups))
 
@@ -220,7 +224,7 @@ def test_checkpointing_recomputes_the_same_mask():
     def layer(x, down, up):
         return ops.lora_linear(x, problem.weight, None, down, up, 1.0, 0.5)
 
-    found = []
+    found: list[list[Any]] = []
     for kind in (None, False, True):
         torch.manual_seed(3)
         for leaf in leaves:
@@ -242,7 +246,7 @@ def test_plain_call_broadcasts_and_accumulates():
     got = ops.lora_backward(*args)
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other)
-    targets = tuple(torch.ones_like(t) for t in got)
+    targets: Any = tuple(torch.ones_like(t) for t in got)
     returned = ops.lora_backward(*args, accumulate=targets)
     for target, back, one in zip(targets, returned, expected, strict=True):
         assert back is target
@@ -269,7 +273,7 @@ def test_nf4_matches_bitsandbytes(nested):
     ):
         assert torch.equal(a, b)
     states = list(nf4.state)
-    args = x, [packed], states, [24], 64, nf4.nested_block, [], adapter[1], adapter[2], [1.5], 0.0, None, None
+    args: Any = x, [packed], states, [24], 64, nf4.nested_block, [], adapter[1], adapter[2], [1.5], 0.0, None, None
     torch.library.opcheck(torch.ops.zerolora.nf4_forward.default, args)
 
 

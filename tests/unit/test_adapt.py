@@ -87,6 +87,7 @@ class Experts(torch.nn.Module):
 
     def forward(self, chosen: list[int | None], *, shared: bool = True) -> torch.Tensor:
         x = torch.ones(1, 4)
+        layer: Any
         for layer, expert in zip(self.layers, chosen, strict=True):
             x = x if expert is None else layer["experts"][expert](x)
             x = layer["shared_experts"](x) if shared else x

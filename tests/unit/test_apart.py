@@ -13,7 +13,7 @@ from trainer.patches.packing_probe import check_causal, keep_documents_apart
 
 CPU = torch.device("cpu")
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
-LLAMA = {"intermediate_size": 48, "num_key_value_heads": 2}
+LLAMA: dict[str, Any] = {"intermediate_size": 48, "num_key_value_heads": 2}
 EXPERTS = LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}
 OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 64}
 

@@ -203,7 +203,7 @@ def test_a_good_folder_has_nothing_said_of_it(model: Path, tmp_path: Path) -> No
 def test_nothing_but_the_headers_is_read(model: Path, tmp_path: Path) -> None:
     """A sparse file of 8 TiB by its header takes no longer."""
     shutil.copytree(model, tmp_path / "m")
-    entries = {
+    entries: dict[str, dict[str, Any]] = {
         name: {"dtype": "F32", "shape": list(value.shape), "data_offsets": [0, 0]}
         for name, value in load_file(model / "model.safetensors").items()
     }

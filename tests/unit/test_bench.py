@@ -25,6 +25,7 @@ from trainer.bench.task import Task
 from trainer.bench.trace import ADAPTER, ATTENTION, CATEGORIES, FROZEN, HEAD, IDLE, NORMS
 from trainer.bench.unsloth import draw_weights, write_hollow_checkpoint
 from trainer.config import load_config
+from trainer.data import Samples, prepare_data
 
 SETTINGS = ["dataset.max_length=64", "training.batch_size=3"]
 
@@ -86,7 +87,6 @@ def test_a_mistake_is_one_line_before_anything_runs(
 
 def test_the_others_get_the_tokens_that_the_product_trains_on(tmp_path: Path) -> None:
     from trainer.model.base import load_tokenizer
-    from trainer.preflight import prepare_data
 
     run, base_model = resolve(None, AS_CONFIGURED, "tiny", SETTINGS, tmp_path)
     texts = write_texts(tmp_path / "texts.jsonl", 64, 12)
@@ -96,6 +96,7 @@ def test_the_others_get_the_tokens_that_the_product_trains_on(tmp_path: Path) ->
     case = peer_case("x", run, base_model, on_gpu=False, batch_size=3)
     batches = Task([case], str(texts), warmup=1, steps=1, folder=str(tmp_path)).batches(case)
     assert batches.shape == (2, 3, 64)
+    assert isinstance(data.train, Samples)
     assert [sample.input_ids for sample in list(data.train)[:6]] == batches.flatten(0, 1).tolist()
     assert data.stats.packing_efficiency == 1.0
     assert data.stats.samples == data.stats.documents

@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -180,7 +181,7 @@ def test_a_stop_leaves_no_process_behind(config: Path, monkeypatch: pytest.Monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr(compare_trials, "_start", remembered)
-    monkeypatch.setattr(compare_trials.time, "sleep", interrupted)
+    monkeypatch.setattr(time, "sleep", interrupted)
     trials = planned(config, "--seeds", "1", "--controllers", "fixed", "--lambdas", "0.1,1")
     with pytest.raises(KeyboardInterrupt):
         compare_trials.run_trials(trials, config, ["0", "0"], Console())

@@ -106,7 +106,7 @@ def test_what_is_printed_reads_back_to_the_same(tmp_path: Path) -> None:
 def test_a_configuration_cannot_be_changed(tmp_path: Path) -> None:
     config = load(tmp_path, SMALL)
     with pytest.raises(ValueError, match="frozen"):
-        config.seed = 1
+        config.seed = 1  # type: ignore[misc]
 
 
 def test_every_other_name_leads_to_a_setting() -> None:

@@ -169,16 +169,14 @@ def test_the_last_step_is_kept_and_filled_with_dummies() -> None:
 
 def test_order_depends_on_seed_and_epoch_only() -> None:
     samples = stored([document(number, 3) for number in range(1, 40)])
-    orders = {
-        name: batches(samples, **settings).order(epoch).tolist()
-        for name, (settings, epoch) in {
-            "first": ({}, 0),
-            "again": ({"rank": 1, "world_size": 3, "accumulation": 5}, 0),
-            "next epoch": ({}, 1),
-            "other seed": ({"seed": 1}, 0),
-            "unshuffled": ({"shuffle": False}, 5),
-        }.items()
+    asked: dict[str, tuple[dict[str, Any], int]] = {
+        "first": ({}, 0),
+        "again": ({"rank": 1, "world_size": 3, "accumulation": 5}, 0),
+        "next epoch": ({}, 1),
+        "other seed": ({"seed": 1}, 0),
+        "unshuffled": ({"shuffle": False}, 5),
     }
+    orders = {name: batches(samples, **settings).order(epoch).tolist() for name, (settings, epoch) in asked.items()}
     assert orders["first"] == orders["again"]
     assert orders["unshuffled"] == list(range(39))
     assert len({tuple(order) for order in orders.values()}) == 4

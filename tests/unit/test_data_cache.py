@@ -78,7 +78,7 @@ def test_damage_is_made_good_with_one_note(tokenizer: PreTrainedTokenizerBase, d
 def _prepare_at_once(folder: str, tokenizer_folder: str, start: Any, results: Any) -> None:
     built: list[int] = []
     build = prepare_module._build
-    prepare_module._build = lambda *arguments: (built.append(1), build(*arguments))[1]  # type: ignore[func-returns-value]
+    prepare_module._build = lambda *arguments: (built.append(1), build(*arguments))[1]
     section = DatasetSection(path=f"{folder}/chats.jsonl", max_length=64)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     start.wait()

@@ -320,7 +320,7 @@ def test_offsets_that_lie_are_found_out(tokenizer: PreTrainedTokenizerBase) -> N
             return batch
 
     with pytest.raises(UserError, match=r"record 1: the trained tokens read .* offsets cannot be relied on"):
-        encode_spans(Shifted(), ["red blue nine"], [[(9, 13)]], ["record 1"])  # type: ignore[arg-type]
+        encode_spans(Shifted(), ["red blue nine"], [[(9, 13)]], ["record 1"])
 
 
 REFUSED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] = {

@@ -207,7 +207,7 @@ def _count_builds(folder: str, tokenizer_folder: str, start: float, results: Any
         time.sleep(0.5)  # the others are at the lock by now
         build(*arguments)
 
-    prepare_module._build = slow_build
+    prepare_module._build = slow_build  # type: ignore[assignment]
     section = DatasetSection(path=f"{folder}/chats.jsonl", max_length=64)
     time.sleep(max(0.0, start - time.time()))
     data = prepare_data(section, tokenizer, seed=0, cache_dir=Path(folder, "cache"), max_length_of_model=None)

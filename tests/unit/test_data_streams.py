@@ -115,7 +115,7 @@ def _rank(rank: int, tokenizer_folder: str, settings: dict[str, Any], steps: int
         time.sleep(0.02)  # as long as real records take
         return rows(self, records, *arguments)
 
-    DocumentEncoder.rows = counted  # type: ignore[method-assign]
+    DocumentEncoder.rows = counted  # type: ignore[method-assign, assignment]
     batches = batches_of(stream_of(tokenizer, **settings), rank=rank, world_size=2, accumulation=2)
     found = []
     for step in range(steps):

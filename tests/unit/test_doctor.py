@@ -225,7 +225,8 @@ def test_an_mpi_library_that_does_not_load_is_told(tmp_path: Path, monkeypatch: 
 
 
 def test_one_rank_has_no_link_to_be_slow() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         found = [(finding.name, finding.state) for finding in check_all_reduce(torch.device("cpu"))]
     finally:

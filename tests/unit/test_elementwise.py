@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from ops.elementwise import silu_mul
 from trainer.patches import norm_mlp_rope as elementwise
 from trainer.patches.norm_mlp_rope import forget_inputs, replace_elementwise
 
@@ -82,7 +83,7 @@ def test_activations_are_computed_again_in_the_backward(monkeypatch):
     model = adapted(build("llama", monkeypatch))
     calls = []
     monkeypatch.setattr(elementwise, "WORTH_FORGETTING", 0)
-    monkeypatch.setattr(elementwise, "silu_mul", lambda *a, real=elementwise.silu_mul: (calls.append(1), real(*a))[1])
+    monkeypatch.setattr(elementwise, "silu_mul", lambda *a, real=silu_mul: (calls.append(1), real(*a))[1])
     replace_elementwise(model.get_base_model(), recompute=True)
     forget_inputs(model)
     calls.clear()

@@ -1,6 +1,7 @@
 """DataBPT, ParamBPT and its gradient on one process; the ZeRO stages are in tests/distributed."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def adapted(dtype: torch.dtype = torch.float64, *, filled: bool = True, **option
     return model
 
 
-def measured(model: nn.Module, measure: str, *, sigma: float = 0.01, tokens: int = 1000) -> AdapterInformation:
+def measured(model: nn.Module, measure: Any, *, sigma: float = 0.01, tokens: int = 1000) -> AdapterInformation:
     return AdapterInformation(find_pairs(model), measure, sigma=sigma, tokens=tokens)
 
 
@@ -55,7 +56,7 @@ def naive_squares(model: nn.Module, measure: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"use_dora": True}], ids=["lora", "rslora", "dora"])
-def test_value_and_gradient_equal_those_of_the_merged_update(measure: str, options: dict[str, object]) -> None:
+def test_value_and_gradient_equal_those_of_the_merged_update(measure: str, options: dict[str, Any]) -> None:
     model = adapted(**options)
     reference = naive_squares(model, measure)
     adapter = [p for n, p in model.named_parameters() if "lora_A" in n or "lora_B" in n]
@@ -71,7 +72,8 @@ def test_peft_merges_the_update_that_delta_measures() -> None:
     model = adapted(use_rslora=True)
     pair = find_pairs(model)[0]
     assert pair.scale == pytest.approx(6.0 / math.sqrt(4))
-    merged = model.get_submodule(pair.name).get_delta_weight("default")
+    layer: Any = model.get_submodule(pair.name)
+    merged = layer.get_delta_weight("default")
     # In 64 bits: PEFT scales the product, this the first factor.
     torch.testing.assert_close(pair.scale * pair.b @ pair.a, merged, rtol=1e-15, atol=1e-16)
 

@@ -57,7 +57,7 @@ def test_an_overflow_lowers_the_scale_and_changes_no_weight() -> None:
 
 def gradients(accumulation: int = 1) -> tuple[dict[str, torch.Tensor], float]:
     """Of the trained tensors after the first micro-step of fp16 at stage 0, as DeepSpeed holds them; and the scale."""
-    settings = {"gradient_accumulation_steps": accumulation}
+    settings: dict[str, Any] = {"gradient_accumulation_steps": accumulation}
     engine = adapted_engine("fp16", 0, torch.device("cpu"), **settings)
     backward(engine, 2.0**-6)
     named = engine.module.named_parameters()

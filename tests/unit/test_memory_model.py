@@ -1,6 +1,7 @@
 """The estimate's terms against what torch, bitsandbytes and a checkpoint really hold; formulas on published shapes."""
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -214,7 +215,7 @@ def test_a_recurrent_layer_is_near() -> None:
 @pytest.mark.parametrize("block_size", [64, 128])
 def test_a_packed_weight_takes_what_bitsandbytes_gives_it(double_quant: bool, block_size: int) -> None:
     section = QuantizationSection(double_quant=double_quant, block_size=block_size)
-    layer = quantized_linear(nn.Linear(1024, 1536, bias=False), section, torch.bfloat16)
+    layer: Any = quantized_linear(nn.Linear(1024, 1536, bias=False), section, torch.bfloat16)
     state = layer.quant_state
     tensors = [layer.weight, state.absmax, state.code]
     if double_quant:

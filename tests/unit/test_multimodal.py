@@ -12,6 +12,7 @@ from tests.plain_peft import plain_losses
 from tests.tiny import write_chats
 from trainer.build import build_model, make_batches
 from trainer.config import LoraSection, ModelSection, RunConfig, UserError, load_config
+from trainer.data import Samples
 from trainer.engine.optimizer import build_optimizer, build_schedule
 from trainer.memory.preflight import plan_memory
 from trainer.model.adapter import GradientCheck, adapted_layers
@@ -75,6 +76,7 @@ def train(config: RunConfig) -> tuple[Any, list[str], list[float]]:
     flat = config.dataset.packing and keep_documents_apart(token_loss, model, pad, CPU)
     batches = make_batches(config, prepared, ranks, flat=flat)
     optimizer = build_optimizer(model, training, config.lora, fused=False)
+    assert training.max_steps is not None and isinstance(prepared.data.train, Samples)
     schedule = build_schedule(optimizer, training, training.max_steps)
     model.train()
     losses: list[float] = []

@@ -1,5 +1,7 @@
 """`base_model: random:SHAPE`: true shapes without a download, the same weights every time, a byte-level tokenizer."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ PARAMETERS = {
 }
 
 
-def load(name: str, **settings: object) -> torch.nn.Module:
+def load(name: str, **settings: Any) -> Any:
     return load_base_model(name, ModelSection(), dtype=torch.float32, device=CPU, attention="sdpa", **settings)
 
 
@@ -37,7 +39,8 @@ def test_a_shape_has_the_parameters_of_the_published_model(shape: str) -> None:
         assert 1.4e9 < count < 1.5e9
         mamba = [name for name, _ in model.named_modules() if name.endswith(".mamba")]
         assert len(mamba) == 36
-    assert context_length(config) >= 2048
+    length = context_length(config)
+    assert length is not None and length >= 2048
 
 
 def test_the_same_name_gives_the_same_weights_and_another_name_others() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainer.config import TrainingSection
-from trainer.contract.known_versions import KNOWN
+from trainer.contract.known_versions import KNOWN, installed
 from trainer.patches import register
 from trainer.patches.entries import PATCHES
 from trainer.patches.fused_lora import fuse
@@ -223,7 +223,7 @@ def test_the_command_prints_every_entry_with_the_installed_version_and_without_t
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("      why: ") == len(PATCHES)
-    assert f"[deepspeed {register.installed('deepspeed')}" in done.stdout
+    assert f"[deepspeed {installed('deepspeed')}" in done.stdout
 
 
 def test_doctor_prints_it() -> None:
@@ -231,7 +231,7 @@ def test_doctor_prints_it() -> None:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     listed = json.loads(done.stdout)
     assert [entry["replaces"] for entry in listed] == [patch.replaces for patch in PATCHES]
-    assert listed[0]["installed"] == register.installed("deepspeed")
+    assert listed[0]["installed"] == installed("deepspeed")
 
 
 def test_a_patched_model_is_as_it_came_when_all_is_undone() -> None:

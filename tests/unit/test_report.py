@@ -168,7 +168,7 @@ def test_s_is_drawn_against_target_and_deadband(tmp_path: Path) -> None:
     np.testing.assert_allclose(lines["target"], 2.0)
     np.testing.assert_allclose(lines["S smoothed"], 3.0 - np.arange(1, STEPS + 1) / STEPS)
     (band,) = axes.collections
-    heights = band.get_paths()[0].vertices[:, 1]
+    heights = np.asarray(band.get_paths()[0].vertices)[:, 1]
     assert heights.min() == pytest.approx(1.7) and heights.max() == pytest.approx(2.3)
 
 
@@ -178,7 +178,8 @@ def test_evaluations_are_marked_on_the_loss(tmp_path: Path) -> None:
     _draw_loss(axes, read_metrics(tmp_path))
     (held_out,) = [line for line in axes.get_lines() if line.get_label() == "held out, 4.000 → 2.000"]
     assert held_out.get_linestyle() == "None" and held_out.get_marker() == "o"
-    assert list(zip(held_out.get_xdata(), held_out.get_ydata(), strict=True)) == [(1, 4.0), (40, 1.5), (80, 2.0)]
+    steps, losses = np.asarray(held_out.get_xdata()), np.asarray(held_out.get_ydata())
+    assert list(zip(steps, losses, strict=True)) == [(1, 4.0), (40, 1.5), (80, 2.0)]
     assert not axes.texts, "numbers stand in the legend, where no curve is"
 
 

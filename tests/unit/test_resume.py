@@ -252,8 +252,9 @@ def test_a_full_disk_ends_no_training_and_costs_no_checkpoint(
     import resource
 
     from trainer import course
+    from trainer.checkpoint.checkpoint import save_checkpoint as saved
 
-    run_dir, saved = tmp_path / "full", course.save_checkpoint
+    run_dir = tmp_path / "full"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def refuse(*arguments: Any, **more: Any) -> Any:

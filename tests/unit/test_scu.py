@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -230,7 +231,7 @@ def test_what_is_no_share_is_refused(share: float) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_meaningless_parameters_are_refused(wrong: dict[str, float]) -> None:
+def test_meaningless_parameters_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         scu.Law(**({"target": 0.1} | wrong))
 

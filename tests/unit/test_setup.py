@@ -38,7 +38,7 @@ def test_setup_brings_no_cuda_package_without_a_driver(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     items = [item["metadata"] for item in json.loads(report.read_text())["install"]]
-    chosen = {canonicalize_name(item["name"]): item["version"] for item in items}
+    chosen: dict[str, str] = {canonicalize_name(item["name"]): item["version"] for item in items}
     assert [name for name in chosen if name.startswith(("nvidia-", "cuda-", "triton"))] == []
     assert chosen["torch"].split("+")[0] == pins()["torch"]
     assert {"zerolora", "deepspeed", "transformers", "peft", "bitsandbytes", "datasets"} <= set(chosen)
@@ -92,7 +92,7 @@ def test_ci_runs_the_test_command_of_the_readme() -> None:
 @pytest.mark.parametrize(("ci", "code"), [("true", 1), ("", 0)])
 def test_a_missing_system_package_is_fatal_in_ci_alone(ci: str, code: int) -> None:
     environment = os.environ | {"CI": ci, "ZEROLORA_APT": "0"}
-    command = [ROOT / "scripts" / "system.sh", "no-such-package"]
+    command = [str(ROOT / "scripts" / "system.sh"), "no-such-package"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stdout) == (code, "")
     assert result.stderr == "system packages: no-such-package missing, skipped: ZEROLORA_APT=0\n"

@@ -101,7 +101,7 @@ def test_loraplus_teaches_b_faster_and_vectors_do_not_decay() -> None:
 
 @pytest.mark.parametrize("name", ["linear", "cosine", "cosine_with_min_lr", "constant_with_warmup", "polynomial"])
 def test_a_restored_schedule_goes_on_where_it_was(name: str) -> None:
-    training = TrainingSection(lr_scheduler=name, warmup_steps=3, learning_rate=1e-2, min_lr_ratio=0.1)  # type: ignore[arg-type]
+    training = TrainingSection(lr_scheduler=name, warmup_steps=3, learning_rate=1e-2, min_lr_ratio=0.1)
 
     def fresh() -> Any:
         parameter = torch.nn.Parameter(torch.zeros(2))

@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ CPU = Machine("CPU", on_gpu=False)
 
 
 def run(
-    losses: list[float | None], folder: Path = Path("none"), *, steps: int | None = None, seconds: float = 60.0,
+    losses: Sequence[float | None], folder: Path = Path("none"), *, steps: int | None = None, seconds: float = 60.0,
     on_gpu: bool = True, real: bool = True, held_out: tuple[float, ...] = (), resumed: dict[int, float] | None = None,
     **series: list[float],
 ) -> TierRun:  # fmt: skip
@@ -33,7 +34,9 @@ def run(
         values = {name.replace("__", "/"): value[index] for name, value in series.items()}
         records.append({"step": index + 1, "train/loss": loss, "train/grad_norm": 1.0, **values})
     records += [{"step": 0, "eval/loss": loss} for loss in held_out]
-    again = [{"step": float(step), "train/loss": loss} for step, loss in (resumed or {}).items()]
+    again: list[dict[str, float | None]] = [
+        {"step": float(step), "train/loss": loss} for step, loss in (resumed or {}).items()
+    ]
     total = len(losses) if steps is None else steps
     return TierRun(folder, records, total, seconds, on_gpu=on_gpu, real_weights=real, resumed=again)
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,7 +130,7 @@ def _assert_same(engine: Any, reference: Any, copies: list[Any], trained: list[A
                 wanted,
                 rtol=1e-4,
                 atol=1e-7 * float(wanted.abs().max()),
-                msg=lambda text, name=name: f"{name}: {text}",
+                msg=partial("{}: {}".format, name),
             )
 
 
@@ -150,7 +151,7 @@ class WithoutSkipping(torch.optim.AdamW):
 @pytest.mark.parametrize(("kind", "name"), [(WithoutScale, "grad_scale"), (WithoutSkipping, "found_inf")])
 def test_an_optimizer_that_ignores_what_it_is_handed_is_refused(kind: Any, name: str) -> None:
     weight = torch.nn.Parameter(torch.ones(2, device=DEVICE))
-    group = {"lr": 0.0, "betas": (0.8, 0.95), "weight_decay": 0.3, "eps": 1e-6}
+    group: dict[str, Any] = {"lr": 0.0, "betas": (0.8, 0.95), "weight_decay": 0.3, "eps": 1e-6}
     require_fused_update(torch.optim.AdamW([weight], fused=True, **group), DEVICE)
     with pytest.raises(UserError, match=rf"^torch 2\.\S+: {kind.__name__}\(fused=True\) does not .*`{name}`, on which"):
         require_fused_update(kind([weight], fused=True, **group), DEVICE)

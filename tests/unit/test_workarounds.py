@@ -53,7 +53,7 @@ def raw_engine(stage: int, optimizer: Any = torch.optim.SGD, *, lr: float = 0.25
 
 
 def weight_of(engine: Any) -> torch.Tensor:
-    return engine.module.weight.detach().float().cpu().clone()  # type: ignore[no-any-return]
+    return engine.module.weight.detach().float().cpu().clone()
 
 
 def pass_back(engine: Any, gradient: torch.Tensor = GRADIENT) -> None:
