@@ -272,7 +272,8 @@ def test_a_record_of_another_shape_is_one_line(
     content = (tmp_path / name).read_text().replace('"val_split": ', '"val_split":')
     assert old in content
     (tmp_path / name).write_text(content.replace(old, new))
+    before = sorted(tmp_path.rglob("*"))
     assert main([str(tmp_path)]) == 2
     line = capsys.readouterr().err
     assert line.startswith(f"error: {tmp_path / name}: ") and words in line and line.count("\n") == 1
-    assert not (tmp_path / "report.html").exists()
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
