@@ -1,9 +1,14 @@
-"""Any damage to a run's checkpoints and records: a checkpoint is whole or not taken, a command ends in a line."""
+"""Any damage to the files of a model, a run and its checkpoints.
+
+A checkpoint is whole or not taken; a command ends in a line, touches no file but its output, and what it makes without
+a complaint is what it makes of files that are whole.
+"""
 
 import contextlib
 import hashlib
 import io
 import json
+import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -11,13 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import example, given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from launcher.commands import main as zerolora
 from tests.any_input import HARM, assert_a_line, damage, or_refused, tries
 from tests.runs_in_process import make_ground, train
 from trainer.checkpoint.checkpoint_files import choose_checkpoint
+from trainer.commands.estimate import main as estimate
+from trainer.commands.export.__main__ import main as export
+from trainer.commands.inspect import main as inspect
+from trainer.commands.merge import main as merge
+from trainer.commands.validate import main as validate
 from trainer.monitor.report.__main__ import main as report
 
 CODES = {0, 1, 2}
@@ -31,6 +43,13 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(folder, dataset__evaluation={"path": str(folder / "held_out.jsonl")})
     shutil.copytree(folder, folder.parent / "whole", symlinks=True)
     return folder
+
+
+@pytest.fixture(scope="module")
+def merged(ground: Path) -> dict[str, torch.Tensor]:
+    """The weights that base and adapter come to."""
+    assert merge([str(ground / "run"), "--output", str(ground.parent / "merged")]) == 0
+    return load_file(ground.parent / "merged" / "model.safetensors")
 
 
 def files_of(ground: Path, *, but: tuple[str, ...] = ()) -> dict[str, tuple[int, int, str]]:
@@ -86,9 +105,15 @@ def as_typed(*arguments: str) -> Callable[[], int]:
     return run
 
 
+OF_RUN = ["training_config.json", "run.json", "metrics.jsonl", "adapter_model.safetensors", "adapter_config.json",
+          "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md"]  # fmt: skip
 OF_CHECKPOINT = ["adapter_model.safetensors", "adapter_config.json", "training_state.safetensors", "state.json",
                  "rank-00000.safetensors", "COMPLETE"]  # fmt: skip
+OF_MODEL = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+            "chat_template.jinja"]  # fmt: skip
+run_files = st.sampled_from([f"run/{name}" for name in OF_RUN])
 checkpoint_files = st.builds("run/checkpoint-{}/{}".format, st.sampled_from([2, 4]), st.sampled_from(OF_CHECKPOINT))
+model_files = st.sampled_from([f"model/{name}" for name in OF_MODEL])
 
 
 def harm_to(files: st.SearchStrategy[str]) -> st.SearchStrategy[list[tuple[str, int, str]]]:
@@ -109,6 +134,64 @@ def test_a_checkpoint_is_whole_or_not_taken(ground: Path, harm: list[tuple[str, 
                     assert (choice.checkpoint / file.name).read_bytes() == file.read_bytes(), file.name
                 assert choice.warning or choice.checkpoint.name == "checkpoint-4"
         assert files_of(ground) == before
+
+
+@example([("run/run.json", 0, "flip")])
+@example([("run/tokenizer.json", 9, "cut")])
+@given(harm_to(run_files | model_files))
+@tries(6)
+def test_what_is_merged_is_what_was_trained(
+    ground: Path, merged: dict[str, torch.Tensor], harm: list[tuple[str, int, str]]
+) -> None:
+    with damaged(ground, harm):
+        before = files_of(ground, but=("run/merged", "run/written.txt"))
+        listed = (ground / "run" / "written.txt").read_bytes()
+        code, _ = ends(lambda: merge([str(ground / "run")]))
+        if code:
+            assert not (ground / "run" / "merged").exists()
+            assert (ground / "run" / "written.txt").read_bytes() == listed, "a name of nothing that it wrote"
+        assert files_of(ground, but=("run/merged", "run/written.txt")) == before
+        if code == 0 and not any(name == "model/model.safetensors" for name, _, _ in harm):
+            got = load_file(ground / "run" / "merged" / "model.safetensors")
+            assert got.keys() == merged.keys() and all(torch.equal(got[name], merged[name]) for name in merged)
+
+
+def test_a_disk_that_takes_no_more_ends_a_merge_in_a_line(ground: Path) -> None:
+    with damaged(ground, []):
+        before, limits = files_of(ground, but=("run/written.txt",)), resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            code, _ = ends(lambda: merge([str(ground / "run")]))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert code == 1
+        assert files_of(ground, but=("run/written.txt",)) == before
+
+
+@example([("run/training_config.json", 4, "flip")])
+@example([("run/tokenizer.json", 9, "cut")])
+@given(harm_to(run_files))
+@tries(12)
+def test_commands_on_a_damaged_run(ground: Path, harm: list[tuple[str, int, str]]) -> None:
+    with damaged(ground, harm):
+        outputs = ("run/report.html", "run/plots", "run/export", "run/written.txt")
+        before = files_of(ground, but=outputs)
+        ends(as_typed("status", str(ground / "run")))
+        ends(lambda: report([str(ground / "run")]))
+        code, _ = ends(lambda: export([str(ground / "run"), "--format", "peft"]))
+        assert code == 0 or not (ground / "run" / "export-peft").exists()
+        assert files_of(ground, but=outputs) == before
+
+
+@given(harm_to(model_files))
+@tries(4)
+def test_commands_on_a_damaged_model(ground: Path, harm: list[tuple[str, int, str]]) -> None:
+    config = [str(ground / "base.yaml"), f"output_dir={ground}/new"]
+    with damaged(ground, harm):
+        before = files_of(ground, but=("cache",))
+        for command in (validate, estimate, inspect):
+            ends(lambda command=command: command(config))  # type: ignore[misc]
+        assert files_of(ground, but=("cache",)) == before
 
 
 odd_json = st.recursive(
@@ -132,3 +215,24 @@ def test_status_and_report_of_odd_metrics(ground: Path, lines: list[Any], end: b
             ends(as_typed("status", str(ground / "run")))
             ends(lambda: report([str(ground / "run")]))
             assert metrics.read_bytes() == content
+
+
+@example("run.json", 1, None, False)
+@example("training_config.json", 0, {}, False)
+@given(
+    st.sampled_from(["run.json", "training_config.json", "adapter_config.json", "tokenizer_config.json"]),
+    st.integers(0, 60),
+    odd_json,
+    st.booleans(),
+)
+@tries(12)
+def test_commands_on_records_with_an_odd_value(ground: Path, name: str, at: int, value: Any, whole: bool) -> None:
+    """Well-formed JSON whose values nobody wrote: the whole file, or one of its entries."""
+    with damaged(ground, []):
+        file = ground / "run" / name
+        record = json.loads(file.read_text())
+        record[sorted(record)[at % len(record)]] = value
+        file.write_text(json.dumps(value if whole else record))
+        for command in (as_typed("status", str(ground / "run")), lambda: report([str(ground / "run")])):
+            ends(command)
+        ends(lambda: export([str(ground / "run"), "--format", "peft"]))

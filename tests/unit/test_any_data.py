@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.any_input import HARM, damage, or_refused, tries
@@ -135,6 +135,7 @@ def test_conversations(
         assert list(map(without_space, got)) == list(map(without_space, wanted))
 
 
+@example([("", "red"), ("", "<|im_end|>")], True, False)
 @given(st.lists(pairs, min_size=1, max_size=4), st.booleans(), st.booleans())
 @tries(25)
 def test_prompts_and_completions(
@@ -157,7 +158,10 @@ def assert_pairs(made: PreparedData | None, records: list[tuple[str, str]], toke
     if made is None:
         return
     got = learnt(made, tokenizer)
-    # A document of one token has nothing to predict.
+    # A document of one token has nothing to predict: left out, and counted as dropped.
+    alone = [pair for pair in records if "".join(pair) == "<|im_end|>"]
+    records = [pair for pair in records if pair not in alone]
+    assert made.stats.dropped == len(alone)
     assert len(got) == len(records)
     for (whole, trained), (prompt, completion) in zip(got, records, strict=True):
         end = "" if (prompt + completion).endswith("<|im_end|>") else "<|im_end|>"

@@ -253,3 +253,28 @@ def test_the_last_record_of_a_step_counts() -> None:
     records: list[dict[str, float | None]] = [{"step": 2, "x": 1.0}, {"step": 1, "x": 5.0}, {"step": 2, "x": 7.0}]
     line = series(records, "x")
     assert line.steps.tolist() == [1.0, 2.0] and line.values.tolist() == [5.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "words"),
+    [
+        ("training_config.json", '"base_model"', '"base_model_"', "base_model: Field required"),
+        ("training_config.json", '"val_split":0.1', '"val_split":{}', "dataset.val_split"),
+        ("run.json", '"command"', '"comand"', "command: Field required"),
+        ("run.json", '"world_size": 2', '"world_size": null', "world_size"),
+        ("answers.json", '"I am lost"', "7", "who.before"),
+    ],
+)
+def test_a_record_of_another_shape_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, old: str, new: str, words: str
+) -> None:
+    make_run(tmp_path)
+    keep_answer(tmp_path, "who", "before", "I am lost")
+    content = (tmp_path / name).read_text().replace('"val_split": ', '"val_split":')
+    assert old in content
+    (tmp_path / name).write_text(content.replace(old, new))
+    before = sorted(tmp_path.rglob("*"))
+    assert main([str(tmp_path)]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"error: {tmp_path / name}: ") and words in line and line.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is written"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trainer.checkpoint.finished_run import (
@@ -38,13 +38,13 @@ def merge(run: FinishedRun, output: Path, *, dtype: str = "auto") -> Path:
     was read back is not what was written, or not finite.
     """
     check_output(output)
-    note_written(output.parent, [output.name, f".writing-{output.name}"])
     tokenizer = saved_tokenizer(run)
     stored = _stored_dtype(run)  # refuses a quantised base
     model = merged_model(run, tokenizer, stored if dtype == "auto" else DTYPES[dtype])
     _check_room(model, output)
     # Written beside and renamed when whole: a folder of the name is a model that can be used.
     building = output.with_name(f".writing-{output.name}")
+    note_written(output.parent, [output.name, building.name])
     shutil.rmtree(building, ignore_errors=True)
     try:
         model.save_pretrained(building, max_shard_size=SHARD_SIZE)
@@ -53,6 +53,8 @@ def merge(run: FinishedRun, output: Path, *, dtype: str = "auto") -> Path:
         if output.exists():
             output.rmdir()  # empty, or check_output would have refused it
         os.replace(building, output)
+    except (OSError, SafetensorError) as error:
+        raise RuntimeError(f"{output}: cannot be written ({error}); make room, or name another folder") from None
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return output

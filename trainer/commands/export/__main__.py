@@ -34,10 +34,12 @@ GGUF_NAME = "model.gguf"
 
 def export_peft(run: FinishedRun, output: Path) -> list[str]:
     """The adapter with its tokenizer; a base that is known on the hub is named as it is there."""
+    tokenizer = saved_tokenizer(run)  # read before anything is written
+    note_written(output.parent, [output.name])
     output.mkdir(parents=True, exist_ok=True)
     for name in ADAPTER:
         shutil.copyfile(run.folder / name, output / name)
-    saved_tokenizer(run).save_pretrained(output)
+    tokenizer.save_pretrained(output)
     base = public_name(run.config.base_model)
     base = base if is_on_hub(base) else run.config.base_model
     path = output / "adapter_config.json"
@@ -93,12 +95,12 @@ def export(
     if form == "gguf" and output.is_dir():
         raise UserError(f"{output}: is a folder, and --format gguf writes a file; --output {output / 'model.gguf'}")
     check_output(output)
-    note_written(output.parent, [output.name, f".writing-{output.name}"])
     if form == "peft":
         return export_peft(run, output)
     if form == "hf":
         merge(run, output, dtype={"f32": "fp32", "f16": "fp16"}.get(dtype, dtype))
         return ["AutoModelForCausalLM.from_pretrained, vLLM or text-generation-inference read it"]
+    note_written(output.parent, [output.name, f".writing-{output.name}"])
     if form == "gguf":
         return export_gguf(run, output, dtype=dtype, converter=converter)
     return export_ollama(run, output, dtype=dtype, converter=converter)

@@ -1,6 +1,5 @@
 """A run at a glance: the page RUN/report.html and its plots as PNGs."""
 
-import json
 import math
 import shlex
 import statistics
@@ -15,6 +14,7 @@ from trainer.contract.whole_files import write_json, write_whole
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.charts import charts, draw
 from trainer.monitor.report.page import Answer, Tile, render_page
+from trainer.monitor.report.recorded import read_answers, read_run, read_settings
 
 PAGE = "report.html"
 ANSWERS = "answers.json"
@@ -35,7 +35,7 @@ def write_report(run_dir: Path) -> Path:
     if not records:
         raise UserError(f"{run_dir}: metrics.jsonl is empty, nothing was trained yet; wait for the first step")
     check_output_file(run_dir / PAGE, str(run_dir / PAGE))
-    config, run = _read_json(run_dir / "training_config.json"), _read_json(run_dir / "run.json")
+    config, run, answers = read_settings(run_dir), read_run(run_dir), _answers(run_dir)
     scu = config.get("scu", {})
     deadband = scu.get("deadband") if scu.get("controller") == "pi" else None
     draw_plots(records, run_dir / "plots", deadband=deadband)
@@ -47,7 +47,7 @@ def write_report(run_dir: Path) -> Path:
         tiles(records, run),
         summary_rows(records, config, run),
         [draw(chart) for chart in charts(records, deadband=deadband)],
-        answers=_answers(run_dir),
+        answers=answers,
         commands=next_commands(str(run_dir), config) if config else (),
         files=[name for name in FILES if (run_dir / name).exists()],
     )
@@ -71,13 +71,13 @@ def next_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, st
 def keep_answer(run_dir: Path, prompt: str, when: str, answer: str) -> None:
     """Note an answer to a sample prompt for the page; `when` is before or after."""
     path = run_dir / ANSWERS
-    said = _read_json(path)
+    said = read_answers(path)
     write_json(path, said | {prompt: said.get(prompt, {}) | {when: answer}})
 
 
 def _answers(run_dir: Path) -> list[Answer]:
     """Answers to the sample prompts that were given both before and after training."""
-    said = _read_json(run_dir / ANSWERS)
+    said = read_answers(run_dir / ANSWERS)
     return [Answer(prompt, at["before"], at["after"]) for prompt, at in said.items() if {"before", "after"} <= set(at)]
 
 
@@ -251,14 +251,3 @@ def _duration(seconds: float) -> str:
     if hours < 1:
         return f"{int(minutes)} min {int(seconds) % 60} s"
     return f"{int(hours)} h {int(minutes) % 60} min"
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """A file that the run wrote, or nothing if it has none: the metrics alone make a report."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); put back what the run wrote, or remove it") from None
-    return content if isinstance(content, dict) else {}

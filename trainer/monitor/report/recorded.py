@@ -1,0 +1,57 @@
+"""What a report reads of a run's own records: each file in the shape it was written in, or a line that names it."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from trainer.config import RunConfig, UserError
+
+
+class RunRecord(BaseModel):
+    """Of run.json what the page shows."""
+
+    started: str
+    command: list[str]
+    world_size: int
+    device: str
+    device_name: str
+    python: str
+    packages: dict[str, str]
+    commit: str | None
+
+
+_SETTINGS = TypeAdapter(RunConfig)
+_RECORD = TypeAdapter(RunRecord)
+_ANSWERS = TypeAdapter(dict[str, dict[str, str]])
+
+
+def read_settings(run_dir: Path) -> dict[str, Any]:
+    """Every setting of training_config.json; nothing if there is no such file. Raises UserError."""
+    config: RunConfig | None = _read(run_dir / "training_config.json", _SETTINGS)
+    return config.model_dump(mode="json") if config else {}
+
+
+def read_run(run_dir: Path) -> dict[str, Any]:
+    """What run.json says the run ran on; nothing if there is no such file. Raises UserError."""
+    record: RunRecord | None = _read(run_dir / "run.json", _RECORD)
+    return record.model_dump() if record else {}
+
+
+def read_answers(path: Path) -> dict[str, dict[str, str]]:
+    """Prompt -> before, after -> answer; nothing if there is no such file. Raises UserError."""
+    return _read(path, _ANSWERS) or {}
+
+
+def _read(path: Path, shape: TypeAdapter[Any]) -> Any:
+    if not path.is_file():
+        return None  # the metrics alone make a report
+    try:
+        return shape.validate_json(path.read_bytes())
+    except OSError as error:
+        reason = error.strerror
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        reason = f"{where}: {first['msg']}" if where else first["msg"]
+    raise UserError(f"{path}: cannot be read ({reason}); put back what the run wrote, or remove it")
