@@ -20,6 +20,8 @@ def _command() -> int:
 
 if __name__ == "__main__":
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # as in launcher/cli.py
+    # Whoever starts this holds a Ctrl-C back until here: before, Python would end in a traceback of its own start.
+    _signal.pthread_sigmask(_signal.SIG_UNBLOCK, [_signal.SIGINT])
     from launcher.entry import run
 
     sys.exit(run(_command))

@@ -99,7 +99,7 @@ SITE = """
 import os, signal, sys
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == os.environ["STOP_AT"]:
+        if name == os.environ["STOP_AT"] and os.environ.get("STOP_IN", "") in " ".join(sys.orig_argv):
             sys.meta_path.remove(self)
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder())
@@ -117,6 +117,14 @@ def test_ctrl_c_while_something_is_imported_is_130_without_a_traceback(folder: P
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     # A shell says 130 of a process that SIGINT has ended, too.
     assert (done.returncode, done.stderr) in ((130, "stopped\n"), (-signal.SIGINT, ""))
+
+
+@pytest.mark.parametrize("command", ["train", "validate"])
+def test_ctrl_c_while_python_itself_starts_below_the_command_is_no_traceback(folder: Path, command: str) -> None:
+    (folder / "sitecustomize.py").write_text(SITE)
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}", "STOP_AT": "runpy", "STOP_IN": "launcher.module"}
+    done = subprocess.run([*ZEROLORA, command, "c.yaml"], cwd=folder, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) in ((130, ""), (-signal.SIGINT, ""))
 
 
 @pytest.mark.parametrize("command", ["config --schema", "config c.yaml", "config --json-schema", "--help"])
