@@ -16,7 +16,7 @@ PATIENCE_S = 10.0
 def run_child(argv: Sequence[str]) -> int:
     """Run `python -m launcher.module ...`, pass signals on, and return its exit code.
 
-    128 + signal if one ended it, 75 for SIGUSR1. It has some seconds to end after a signal; a second one ends it at once.
+    128 + signal if one ended it, 75 for SIGUSR1. It has some seconds to end after a signal; a second ends it at once.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the child lets it in when it is ready for it
     child = subprocess.Popen(argv, start_new_session=True)
