@@ -4,6 +4,8 @@ import _signal  # type: ignore[import-not-found]
 import os
 import sys
 
+EXIT_USAGE = 2
+
 
 def _command() -> int:
     import runpy
@@ -14,7 +16,14 @@ def _command() -> int:
     LauncherWatch(os.environ, is_rank=False).start()
     quiet_libraries()
     del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        # Of a folder of the user that may not be looked into: any question about its files ends so.
+        print(f"error: {error.filename}: {error.strerror}; give this user the right to read it", file=sys.stderr)
+        return EXIT_USAGE
     return 0
 
 

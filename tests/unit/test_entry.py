@@ -168,3 +168,14 @@ def test_an_error_of_ours_keeps_its_traceback(folder: Path) -> None:
         MODULE, env=ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}"}, capture_output=True, text=True
     )
     assert done.returncode == 1 and "Traceback" in done.stderr and "a bug" in done.stderr
+
+
+def test_a_folder_that_may_not_be_looked_into_is_one_line(folder: Path) -> None:
+    """Of any command, wherever it asks for a file there; root, who may, becomes nobody first."""
+    (folder / "closed").mkdir(mode=0)
+    victim = "import os, pathlib\nos.getuid() or os.setuid(65534)\npathlib.Path('closed/run.json').is_file()\n"
+    (folder / "victim.py").write_text(victim)
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}"}
+    done = subprocess.run(MODULE, cwd=folder, env=environment, capture_output=True, text=True)
+    complaint = "error: closed/run.json: Permission denied; give this user the right to read it\n"
+    assert (done.returncode, done.stderr) == (2, complaint)
