@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -139,6 +140,7 @@ def scu_train(context: typer.Context) -> None:
 def _add_passed_on(name: str, module: str, text: str) -> None:
     def passed_on(context: typer.Context) -> None:
         # The process becomes the other one: its exit code, signals and terminal are then right without any help.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until launcher/module.py is there
         os.execv(sys.executable, [sys.executable, "-m", "launcher.module", module, *context.args])
 
     app.command(name, help=text, add_help_option=False, context_settings=AS_TYPED)(passed_on)
@@ -175,4 +177,4 @@ def main() -> int:
 def _mistake(error: Any, words: Sequence[str]) -> str:
     option = getattr(error, "option_name", None)
     override = as_override(option, words) if option else None
-    return f"{option}: settings are written without dashes: {override};" if override else error.format_message()
+    return f"{option}: settings are written without dashes: {override}" if override else error.format_message()

@@ -4,6 +4,8 @@ import _signal  # type: ignore[import-not-found]
 import os
 import sys
 
+EXIT_USAGE = 2
+
 
 def _command() -> int:
     import runpy
@@ -14,12 +16,21 @@ def _command() -> int:
     LauncherWatch(os.environ, is_rank=False).start()
     quiet_libraries()
     del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        # Of a folder of the user that may not be looked into: any question about its files ends so.
+        print(f"error: {error.filename}: {error.strerror}; give this user the right to read it", file=sys.stderr)
+        return EXIT_USAGE
     return 0
 
 
 if __name__ == "__main__":
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)  # as in launcher/cli.py
+    # Whoever starts this holds a Ctrl-C back until here: before, Python would end in a traceback of its own start.
+    _signal.pthread_sigmask(_signal.SIG_UNBLOCK, [_signal.SIGINT])
     from launcher.entry import run
 
     sys.exit(run(_command))

@@ -14,10 +14,11 @@ PATIENCE_S = 10.0
 
 
 def run_child(argv: Sequence[str]) -> int:
-    """Run a command, pass signals on, and return its exit code (128 + signal if one ended it, 75 for SIGUSR1).
+    """Run `python -m launcher.module ...`, pass signals on, and return its exit code.
 
-    It has some seconds to end after a signal; a second one ends it at once.
+    128 + signal if one ended it, 75 for SIGUSR1. It has some seconds to end after a signal; a second ends it at once.
     """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # the child lets it in when it is ready for it
     child = subprocess.Popen(argv, start_new_session=True)
     came: list[tuple[int, float]] = []
 
@@ -26,6 +27,7 @@ def run_child(argv: Sequence[str]) -> int:
         came.append((number, time.monotonic()))
 
     before = {number: signal.signal(number, forward) for number in PASSED_ON}
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     try:
         while (code := child.poll()) is None:
             if came and (len(came) > 1 or time.monotonic() - came[0][1] > PATIENCE_S):

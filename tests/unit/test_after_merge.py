@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import FinishedRun, find_run, load_trained, saved_tokenizer
-from trainer.commands.merge import check_saved, main, merge
+from trainer.commands.merge import check_output, check_saved, main, merge
+from trainer.config import UserError
 
 CPU = torch.device("cpu")
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -97,3 +98,10 @@ def test_an_empty_folder_is_free_for_output(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert main([str(folder), "--output", str(tmp_path / "empty")]) == 0
     assert (tmp_path / "empty" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("output", [".", "..", "/"])
+def test_an_output_without_a_name_is_one_line(output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"a new folder is written, which needs a name"):
+        check_output(Path(output))

@@ -99,7 +99,7 @@ SITE = """
 import os, signal, sys
 class Finder:
     def find_spec(self, name, path=None, target=None):
-        if name == os.environ["STOP_AT"]:
+        if name == os.environ["STOP_AT"] and os.environ.get("STOP_IN", "") in " ".join(sys.orig_argv):
             sys.meta_path.remove(self)
             os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Finder())
@@ -117,6 +117,14 @@ def test_ctrl_c_while_something_is_imported_is_130_without_a_traceback(folder: P
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     # A shell says 130 of a process that SIGINT has ended, too.
     assert (done.returncode, done.stderr) in ((130, "stopped\n"), (-signal.SIGINT, ""))
+
+
+@pytest.mark.parametrize("command", ["train", "validate"])
+def test_ctrl_c_while_python_itself_starts_below_the_command_is_no_traceback(folder: Path, command: str) -> None:
+    (folder / "sitecustomize.py").write_text(SITE)
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}", "STOP_AT": "runpy", "STOP_IN": "launcher.module"}
+    done = subprocess.run([*ZEROLORA, command, "c.yaml"], cwd=folder, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) in ((130, ""), (-signal.SIGINT, ""))
 
 
 @pytest.mark.parametrize("command", ["config --schema", "config c.yaml", "config --json-schema", "--help"])
@@ -160,3 +168,14 @@ def test_an_error_of_ours_keeps_its_traceback(folder: Path) -> None:
         MODULE, env=ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}"}, capture_output=True, text=True
     )
     assert done.returncode == 1 and "Traceback" in done.stderr and "a bug" in done.stderr
+
+
+def test_a_folder_that_may_not_be_looked_into_is_one_line(folder: Path) -> None:
+    """Of any command, wherever it asks for a file there; root, who may, becomes nobody first."""
+    (folder / "closed").mkdir(mode=0)
+    victim = "import os, pathlib\nos.getuid() or os.setuid(65534)\npathlib.Path('closed/run.json').is_file()\n"
+    (folder / "victim.py").write_text(victim)
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}"}
+    done = subprocess.run(MODULE, cwd=folder, env=environment, capture_output=True, text=True)
+    complaint = "error: closed/run.json: Permission denied; give this user the right to read it\n"
+    assert (done.returncode, done.stderr) == (2, complaint)

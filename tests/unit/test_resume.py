@@ -128,6 +128,22 @@ def test_the_same_run_under_other_names_is_the_same(
     assert "changed since checkpoint-4: training.max_steps 4 -> 9, ranks 1 -> 2" in out
 
 
+@pytest.mark.parametrize("size", [8, "auto"])
+def test_a_global_batch_is_the_same_before_the_ranks_divide_it(
+    ground: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int | str
+) -> None:
+    """8 in micro-batches of 4, and `auto`, which comes to 1: what the ranks recorded is what the start compares."""
+    train(ground, output_dir=str(tmp_path / "run"), training__global_batch_size=size)
+    config = [str(ground / "base.yaml"), f"output_dir={tmp_path}/run", "training.resume_from_checkpoint=latest"]
+    goes_on = [*config, f"training.global_batch_size={size}", "training.max_steps=9"]
+    assert prepare([*goes_on, "--world-size=1"]) == 0, capsys.readouterr().err
+    assert "changed since checkpoint-4: training.max_steps 4 -> 9\n" in capsys.readouterr().out
+    assert prepare([*goes_on, "training.global_batch_size=2", "--world-size=2"]) == 2
+    trained_with = 8 if size == 8 else 1
+    told = f"= 2 sequences a step: checkpoint-4 was trained with {trained_with} (training.global_batch_size: "
+    assert told in capsys.readouterr().err
+
+
 def test_a_change_that_is_allowed_is_made(run_dir: Path, ground: Path) -> None:
     """Other weights and another seed; the ranks ask once more, and say what has changed."""
     again = {

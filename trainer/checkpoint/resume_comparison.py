@@ -16,7 +16,8 @@ from trainer.checkpoint.base_fingerprint import fingerprint_of_base, same_base
 from trainer.checkpoint.checkpoint_files import Choice, choose_checkpoint, read_state
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.errors import UserErrors, shown
-from trainer.data.prepared import Prepared
+from trainer.data.prepared import Prepared, samples_of
+from trainer.data.step_count import with_global_batch
 from trainer.ranks.group import Ranks
 
 # The optimizer's state is that of these tensors, and of no others.
@@ -83,7 +84,9 @@ def run_identity(
     config: RunConfig, prepared: Prepared, world_size: int | None, precision: str | None
 ) -> dict[str, Any]:
     """What decides a run, as its checkpoints keep it; figures that are not known before the ranks start are None."""
-    training = config.training
+    # `global_batch_size` is still undivided before the ranks start, and divided in them.
+    shared = config if world_size is None else with_global_batch(config, samples_of(prepared), world_size)
+    training = shared.training
     open_batch = world_size is None or training.batch_size == AUTO
     batch = None if open_batch else training.batch_size * training.gradient_accumulation_steps * (world_size or 1)
     data = config.dataset
@@ -213,7 +216,8 @@ def compare(
             decide(f"the {what}", problem, "data")
     old, new = then["global_batch"], now["global_batch"]
     if new is not None and old != new:
-        problem = f"{now['names']['batch']} = {new} sequences a step: {checkpoint.name} was trained with {old}"
+        before = f"{old} (training.global_batch_size: {old})"
+        problem = f"{now['names']['batch']} = {new} sequences a step: {checkpoint.name} was trained with {before}"
         decide(f"sequences a step {old} -> {new}", problem, "batch")
     if now["ranks"] not in (None, then["ranks"]):
         changed.append(f"ranks {then['ranks']} -> {now['ranks']}")

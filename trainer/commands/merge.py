@@ -62,6 +62,8 @@ def merge(run: FinishedRun, output: Path, *, dtype: str = "auto") -> Path:
 
 def check_output(output: Path) -> None:
     """Raise UserError unless `output` is free: not there, or an empty folder."""
+    if output.name in ("", ".."):
+        raise UserError(f"{output}: a new folder is written, which needs a name; name one in it with --output")
     try:
         occupied = os.path.lexists(output) and (not output.is_dir() or any(output.iterdir()))
         os.lstat(output.with_name(f".writing-{output.name}"))
