@@ -64,4 +64,4 @@ def test_what_was_measured_is_shown_although_something_failed(tmp_path: Path) ->
     command = [*COMMAND, "--keep", str(tmp_path / "kept"), *SETTINGS, "lora.target_modules=q_projection"]
     done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=580)
     assert done.returncode == 1
-    assert "zerolora failed with exit code 2: error: lora.target_modules=['q_projection']" in done.stdout
+    assert "zerolora failed with exit code 2: error: lora.target_modules=q_projection: matches no layer" in done.stdout
