@@ -8,15 +8,16 @@ sum_local * world * accumulation / N.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from trainer.contract.known_versions import changed
+from trainer.data import MicroBatch
 from trainer.memory.oom_recovery import Recovery
-from trainer.patches.loss_head import IGNORED, MicroBatch, TokenLoss, to_device
+from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.ranks.group import Ranks, sum_over_ranks
 from trainer.ranks.progress import phase
 from trainer.scu.controller import Steering
@@ -75,12 +76,12 @@ class StepInFlight:
 
 def count_targets(batches: list[MicroBatch]) -> int:
     """Tokens with loss in this rank's micro-batches."""
-    return sum(int((batch["targets"] != IGNORED).sum()) for batch in batches)
+    return sum(batch.target_count for batch in batches)
 
 
 def count_tokens(batches: list[MicroBatch]) -> int:
     """Tokens that are not padding in this rank's micro-batches."""
-    return sum(int(batch["tokens"]) for batch in batches)
+    return sum(batch.tokens for batch in batches)
 
 
 def train_step(
@@ -169,13 +170,13 @@ def _guard_plain_optimizer(engine: Any, max_grad_norm: float) -> torch.Tensor | 
 
 
 @torch.no_grad()
-def evaluate_loss(engine: Any, token_loss: TokenLoss, batches: Any) -> tuple[float, int]:
+def evaluate_loss(engine: Any, token_loss: TokenLoss, batches: Iterable[MicroBatch]) -> tuple[float, int]:
     """Held-out loss, nats per target token over all ranks, and the number of target tokens; every rank must call it."""
     sums = torch.zeros(2, device=engine.device, dtype=torch.float64)
     engine.eval()
     for batch in batches:
         sums[0] += token_loss(engine, batch, engine.device)
-        sums[1] += count_targets([batch])
+        sums[1] += batch.target_count
     engine.train()
     loss_sum, target_tokens = sum_over_ranks(sums).tolist()
     return loss_sum / max(target_tokens, 1.0), int(target_tokens)
