@@ -22,6 +22,7 @@ from trainer.engine.deepspeed_engine import deepspeed_config, resolve_precision,
 from trainer.engine.eight_bit_moments import elements_per_buffer
 from trainer.engine.flat_adapter import flatten_adapter
 from trainer.engine.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
+from trainer.engine.protocol import Engine
 from trainer.engine.update_guard import UpdateGuard
 from trainer.loop import Loop, Parts, Position, report_evaluation
 from trainer.memory.oom_recovery import Recovery
@@ -50,7 +51,7 @@ class Measurement:
     It writes no checkpoints and no report: an interrupted one starts again.
     """
 
-    evaluate: Callable[[Any], tuple[float, int]]
+    evaluate: Callable[[Engine], tuple[float, int]]
     """Held-out loss of the engine's model, nats per target token, and the number of target tokens."""
 
 
@@ -185,7 +186,7 @@ class Run:
         return model
 
     @phase("start engine")
-    def _start_engine(self, model: Any) -> Any:
+    def _start_engine(self, model: Any) -> Engine:
         config = self.config
         if config.training.torch_compile:
             model.compile()
@@ -212,7 +213,7 @@ class Run:
         return engine
 
     @phase("restore")
-    def _restore(self, engine: Any) -> tuple[Position, int]:
+    def _restore(self, engine: Engine) -> tuple[Position, int]:
         """Batches, schedule and position: from the start, or from a checkpoint."""
         training = self.config.training
         self.batches = make_batches(self.config, self.prepared, self.ranks, flat=self.flat_packs)
@@ -228,7 +229,7 @@ class Run:
         return position, total_steps
 
     @phase("steer")
-    def _steer(self, engine: Any, position: Position, total_steps: int) -> Steering | None:
+    def _steer(self, engine: Engine, position: Position, total_steps: int) -> Steering | None:
         """The Shannon Control Unit, its target found reachable, or as it was in the checkpoint."""
         section = self.config.scu
         if not section.enabled:
@@ -251,7 +252,7 @@ class Run:
             steering.load_state_dict(self.restored_scu, step=position.step, run_dir=self.folder.path)
         return steering
 
-    def _parts(self, engine: Any, total_steps: int) -> Parts:
+    def _parts(self, engine: Engine, total_steps: int) -> Parts:
         self.recovery = Recovery(self.config, self.ranks, engine, self.batches, self.say)
         extend_timeouts(collective_timeout(self.config.training))
         return Parts(
@@ -273,7 +274,7 @@ class Run:
         )
 
     @phase("evaluate")
-    def _evaluate(self, engine: Any) -> tuple[float, int]:
+    def _evaluate(self, engine: Engine) -> tuple[float, int]:
         if self.measurement is not None:
             return self.measurement.evaluate(engine)
         training, samples = self.config.training, self.prepared.data.evaluation
@@ -288,7 +289,7 @@ class Run:
         )
         return evaluate_loss(engine, self.token_loss, batches)
 
-    def _evaluate_and_sample(self, engine: Any, position: Position, when: str) -> float | None:
+    def _evaluate_and_sample(self, engine: Engine, position: Position, when: str) -> float | None:
         """Held-out loss, and answers to the sample prompts."""
         loss = position.last_evaluation if position.evaluated_at == position.step else None
         if self.prepared.data.evaluation is not None and loss is None:
@@ -302,7 +303,7 @@ class Run:
         return loss
 
     @phase("save")
-    def _save_checkpoint(self, engine: Any, position: Position) -> None:
+    def _save_checkpoint(self, engine: Engine, position: Position) -> None:
         if self.measurement is not None:
             return
         state: dict[str, Any] = {"schedule_steps": self.schedule.last_epoch}
@@ -314,7 +315,7 @@ class Run:
         self.folder.save_checkpoint(engine, position, state, must_have_moved=self._must_have_moved())
 
     @phase("save")
-    def _save_result(self, engine: Any) -> None:
+    def _save_result(self, engine: Engine) -> None:
         self.folder.save_result(engine, must_have_moved=self._must_have_moved())
 
     def _must_have_moved(self) -> bool:

@@ -22,6 +22,7 @@ from trainer.config import RunConfig
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.full_disk import disk_errors_into
 from trainer.course import Course
+from trainer.engine.protocol import Engine
 from trainer.loop import Position
 from trainer.model.adapter import changes_base_weights, save_initial_adapter
 from trainer.monitor.metrics import Metrics, read_metrics
@@ -94,7 +95,9 @@ class RunFolder:
         if failures:
             self._say(f"[yellow]warning:[/yellow] {what}: not written: {escape(failures[0])}")
 
-    def save_checkpoint(self, engine: Any, position: Position, state: dict[str, Any], *, must_have_moved: bool) -> None:
+    def save_checkpoint(
+        self, engine: Engine, position: Position, state: dict[str, Any], *, must_have_moved: bool
+    ) -> None:
         """Engine, position, `state` and weights; every rank must call it.
 
         `must_have_moved`: a learning rate was above zero by now. Raises SaveFailed, of which the user has been told.
@@ -109,7 +112,7 @@ class RunFolder:
 
         self._course.save(engine, position, state, save_weights, self.check)
 
-    def save_result(self, engine: Any, *, must_have_moved: bool) -> None:
+    def save_result(self, engine: Engine, *, must_have_moved: bool) -> None:
         """What training ends with, written beside and moved into the folder when it is whole; every rank must call it.
 
         Raises SaveFailed.
@@ -138,7 +141,7 @@ class RunFolder:
         for line in end_summary(self.path, self._config, page, before, after):
             self._say(line)
 
-    def _save_weights(self, engine: Any, folder: Path, must_have_moved: bool) -> None:
+    def _save_weights(self, engine: Engine, folder: Path, must_have_moved: bool) -> None:
         model, tokenizer, is_main = engine.module, self._tokenizer, self._ranks.is_main
         if self._config.adapter == "none":
             save_full_model(model, tokenizer, folder, is_main=is_main)

@@ -10,12 +10,12 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from trainer.contract.known_versions import changed
 from trainer.data import MicroBatch
+from trainer.engine.protocol import Engine
 from trainer.memory.oom_recovery import Recovery
 from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.ranks.group import Ranks, sum_over_ranks
@@ -85,7 +85,7 @@ def count_tokens(batches: list[MicroBatch]) -> int:
 
 
 def train_step(
-    engine: Any,
+    engine: Engine,
     token_loss: TokenLoss,
     batches: list[MicroBatch],
     ranks: Ranks,
@@ -153,7 +153,7 @@ def _global_counts(batches: list[MicroBatch], stop: bool, ranks: Ranks, device: 
     return sum_over_ranks(counts) if ranks.world_size > 1 else counts
 
 
-def _guard_plain_optimizer(engine: Any, max_grad_norm: float) -> torch.Tensor | None:
+def _guard_plain_optimizer(engine: Engine, max_grad_norm: float) -> torch.Tensor | None:
     """Stage 0 in 32 bits has no wrapper that measures, clips and skips: do it here; None for the other engines.
 
     torch's AdamW leaves parameters without a gradient alone, so dropping the gradients skips the step.
@@ -170,7 +170,7 @@ def _guard_plain_optimizer(engine: Any, max_grad_norm: float) -> torch.Tensor | 
 
 
 @torch.no_grad()
-def evaluate_loss(engine: Any, token_loss: TokenLoss, batches: Iterable[MicroBatch]) -> tuple[float, int]:
+def evaluate_loss(engine: Engine, token_loss: TokenLoss, batches: Iterable[MicroBatch]) -> tuple[float, int]:
     """Held-out loss, nats per target token over all ranks, and the number of target tokens; every rank must call it."""
     sums = torch.zeros(2, device=engine.device, dtype=torch.float64)
     engine.eval()

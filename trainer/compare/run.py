@@ -8,7 +8,6 @@ comparison has no use for is left out: checkpoints (an interrupted run starts ag
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
 
 from rich.markup import escape
 
@@ -20,6 +19,7 @@ from trainer.contract.whole_files import write_json
 from trainer.data import Samples
 from trainer.data.batches import collate
 from trainer.data.prepared import Prepared
+from trainer.engine.protocol import Engine
 from trainer.monitor.console import open_console
 from trainer.monitor.metrics import read_metrics
 from trainer.preflight import prepare
@@ -88,7 +88,7 @@ class HeldOutDocuments:
         self._target_tokens = [sum(document.trained[1:]) for document in self._documents]
         self._losses: list[list[float]] = []
 
-    def evaluate(self, engine: Any) -> tuple[float, int]:
+    def evaluate(self, engine: Engine) -> tuple[float, int]:
         """The mean over all target tokens, nats, and their number; the sum of each document is kept."""
         documents = self._documents
         losses = [0.0] * len(documents)
