@@ -107,13 +107,14 @@ def _step(model: Any, documents: list[Sample], rows: int, pad_token_id: int, dev
         collate(documents[begin : begin + rows], pad_token_id, packed=False, flat=False)
         for begin in range(0, len(documents), rows)
     ]
-    targets = sum(int((part["targets"] != -100).sum()) for part in parts)
+    targets = sum(part.target_count for part in parts)
     total = 0.0
     for part in parts:
-        part = {name: part[name].to(device) for name in ("input_ids", "attention_mask", "targets")}
+        assert part.attention_mask is not None
+        ids, mask, wanted = (tensor.to(device) for tensor in (part.input_ids, part.attention_mask, part.targets))
         with torch.autocast(device.type, torch.bfloat16, enabled=model.dtype == torch.bfloat16):
-            logits = model(input_ids=part["input_ids"], attention_mask=part["attention_mask"], use_cache=False).logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), part["targets"].flatten(), reduction="sum")
+            logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), reduction="sum")
         (loss / targets).backward()
         total += loss.item()
     return total / targets

@@ -14,6 +14,7 @@ from trainer.checkpoint.checkpoint_files import later_checkpoints
 from trainer.checkpoint.resume_comparison import agree_on_resumption, nothing_left, run_identity
 from trainer.config import RunConfig, UserError
 from trainer.data.prepared import Prepared
+from trainer.engine.protocol import Engine
 from trainer.loop import Position
 from trainer.monitor.metrics import close_earlier_course
 from trainer.ranks.group import Ranks
@@ -51,7 +52,7 @@ class Course:
         for note in resumption.notes:
             say(f"note: {escape(note)}")
 
-    def restore(self, engine: Any, total_steps: int) -> tuple[Position, dict[str, Any]]:
+    def restore(self, engine: Engine, total_steps: int) -> tuple[Position, dict[str, Any]]:
         """The engine brought to the checkpoint, if there is one; the position there and `state.json`."""
         if self.checkpoint is None:
             return Position(), {}
@@ -72,7 +73,7 @@ class Course:
 
     def save(
         self,
-        engine: Any,
+        engine: Engine,
         position: Position,
         more: dict[str, Any],
         save_weights: Callable[[Path], None],
@@ -114,7 +115,7 @@ class Course:
         if self._ranks.is_main:
             shutil.copytree(source, target)
 
-    def return_to_best(self, engine: Any, position: Position) -> None:
+    def return_to_best(self, engine: Engine, position: Position) -> None:
         """The weights of the lowest held-out loss, if `best_checkpoint` asks for them and they are older ones."""
         if not self._config.training.best_checkpoint or position.best_step in (0, position.step):
             return

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from trainer.checkpoint.checkpoint import SaveFailed
 from trainer.config import TrainingSection
+from trainer.engine.protocol import Engine
 from trainer.memory.oom_recovery import Recovery
 from trainer.memory.peak import peak_memory_gib
 from trainer.model.adapter import GradientCheck
@@ -67,7 +68,7 @@ class Reporter(Protocol):
 class Parts:
     """What the loop works with."""
 
-    engine: Any
+    engine: Engine
     schedule: Any
     token_loss: TokenLoss
     batches: Any

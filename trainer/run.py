@@ -1,10 +1,8 @@
 """One run on one rank, read from top to bottom: join, load, adapt, start the engine, restore, loop, save."""
 
 import math
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,53 +10,88 @@ from rich.console import Console
 from rich.markup import escape
 
 from trainer.build import build_model, make_batches
-from trainer.checkpoint.adapter_files import record_checksums
-from trainer.checkpoint.checkpoint import SaveFailed
-from trainer.checkpoint.run_record import RESULT, make_way, note_written, place_result, write_run_record
-from trainer.checkpoint.weights import save_adapter, save_full_model
-from trainer.config import LoadedConfig, collective_timeout, engine_zero
+from trainer.config import LoadedConfig, RunConfig, collective_timeout, engine_zero
 from trainer.contract import known_versions
 from trainer.contract.folder_lock import FolderLock
-from trainer.contract.full_disk import disk_errors_into
 from trainer.course import Course
 from trainer.data import Batches, StreamBatches, evaluation_batches
 from trainer.data.prepared import Prepared, samples_of
 from trainer.data.step_count import count_steps, step_warnings, steps_line
-from trainer.decisions import VARLEN
+from trainer.decisions import VARLEN, Decisions
 from trainer.engine.deepspeed_engine import deepspeed_config, resolve_precision, start_engine
 from trainer.engine.eight_bit_moments import elements_per_buffer
 from trainer.engine.flat_adapter import flatten_adapter
 from trainer.engine.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
+from trainer.engine.protocol import Engine
 from trainer.engine.update_guard import UpdateGuard
 from trainer.loop import Loop, Parts, Position, report_evaluation
 from trainer.memory.oom_recovery import Recovery
-from trainer.memory.preflight import peak_over_ranks, plan_memory, record_memory
-from trainer.model.adapter import (
-    GradientCheck,
-    changes_base_weights,
-    count_parameters,
-    save_initial_adapter,
-)
+from trainer.memory.preflight import MemoryPlan, peak_over_ranks, plan_memory, record_memory
+from trainer.model.adapter import GradientCheck, count_parameters
 from trainer.model.answers import answer_prompt
-from trainer.monitor.metrics import Metrics, read_metrics
+from trainer.monitor.metrics import Metrics
 from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.profiler import StepProfiler
-from trainer.monitor.report.write import ANSWERS, keep_answer
-from trainer.monitor.summary import end_summary, start_summary
+from trainer.monitor.summary import start_summary
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packing_probe import check_causal, keep_documents_apart
 from trainer.ranks.agreement import meet
 from trainer.ranks.group import Ranks, extend_timeouts, form_process_group
 from trainer.ranks.progress import phase
 from trainer.ranks.signals import StopRequest
+from trainer.run_folder import RunFolder
 from trainer.scu.controller import Steering
 from trainer.step import evaluate_loss
 
-INITIAL_ADAPTER = "initial_adapter"
+
+@dataclass(frozen=True)
+class Measurement:
+    """Of a run that is made for its held-out losses: what it does otherwise.
+
+    It writes no checkpoints and no report: an interrupted one starts again.
+    """
+
+    evaluate: Callable[[Engine], tuple[float, int]]
+    """Held-out loss of the engine's model, nats per target token, and the number of target tokens."""
 
 
 class Run:
     """One run on one rank, built in the order in which its parts need each other."""
+
+    # What it is given.
+    config: RunConfig
+    """Without `auto` once the memory is planned."""
+    notes: Sequence[str]
+    prepared: Prepared
+    ranks: Ranks
+    console: Console
+    stop: StopRequest
+    lock: FolderLock | None
+    measurement: Measurement | None
+    # join
+    device: torch.device
+    precision: str
+    memory: MemoryPlan
+    decided: Decisions
+    course: Course
+    folder: RunFolder
+    # load, start engine
+    deepspeed_config: dict[str, Any]
+    token_loss: TokenLoss
+    optimizer: torch.optim.Optimizer
+    flat_packs: bool
+    """Packs are one row without padding."""
+    # restore, steer
+    batches: Batches | StreamBatches
+    schedule: Any
+    restored_scu: dict[str, Any] | None
+    steering: Steering | None
+    # train, save
+    metrics: Metrics | None
+    """Rank 0's, from the first write on."""
+    recovery: Recovery
+    peak: int
+    """Bytes, of the rank that needed most."""
 
     def __init__(
         self,
@@ -68,23 +101,24 @@ class Run:
         console: Console,
         stop: StopRequest,
         lock: FolderLock | None = None,
+        measurement: Measurement | None = None,
     ) -> None:
         """`lock` is that of the run's folder, which rank 0 holds."""
         self.config, self.notes, self.lock = loaded.config, loaded.notes, lock
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
-        self.run_dir = Path(self.config.output_dir)
-        self.metrics: Metrics | None = None
-        self.restored_scu: dict[str, Any] | None = None
+        self.measurement = measurement
+        self.restored_scu = self.steering = self.metrics = None
 
     def train(self) -> Position:
         """Everything from joining the other ranks to the saved weights; every rank must call it."""
         self._begin()
         self.course = Course(self.config, self.prepared, self.ranks, self.device, self.precision, self.say)
+        self.folder = RunFolder(self.config, self.prepared.tokenizer, self.ranks, self.console, self.course, self.lock)
         model = self._build_model()
         engine = self._start_engine(model)
         position, total_steps = self._restore(engine)
         self.steering = self._steer(engine, position, total_steps)
-        self._open_records(model, position, total_steps)
+        self.metrics = self.folder.open(model, position, total_steps, self.device)
         before = self._evaluate_and_sample(engine, position, "before") if position.step == 0 else None
         Loop(self._parts(engine, total_steps), self.config.training, position, total_steps).run()
         after = None
@@ -95,9 +129,7 @@ class Run:
         self.stop.saved = True
         if self.steering is not None and self.ranks.is_main:
             self.steering.settle()
-            self._check_folder()
-            with self._while_there_is_room("what the SCU found"):
-                self.steering.write_files(self.run_dir)
+            self.folder.save_steering(self.steering)
         self.peak = peak_over_ranks(self.device)
         engine.destroy()
         self._end(position, before, after)
@@ -143,14 +175,9 @@ class Run:
             one_gradient=self.decided.flat.value,
         )
         self.say(f"loading the model {escape(config.base_model)}")
+        tokenizer, device, precision = self.prepared.tokenizer, self.device, self.precision
         model, fusion = build_model(
-            config,
-            self.decided,
-            self.prepared.tokenizer,
-            self.ranks,
-            self.device,
-            self.precision,
-            self.deepspeed_config,
+            config, self.decided, tokenizer, self.ranks, device, precision, self.deepspeed_config
         )
         devices = f"{self.ranks.world_size} x {self.device.type}"
         summary = start_summary(model, config, self.precision, devices)
@@ -159,7 +186,7 @@ class Run:
         return model
 
     @phase("start engine")
-    def _start_engine(self, model: Any) -> Any:
+    def _start_engine(self, model: Any) -> Engine:
         config = self.config
         if config.training.torch_compile:
             model.compile()
@@ -186,7 +213,7 @@ class Run:
         return engine
 
     @phase("restore")
-    def _restore(self, engine: Any) -> tuple[Position, int]:
+    def _restore(self, engine: Engine) -> tuple[Position, int]:
         """Batches, schedule and position: from the start, or from a checkpoint."""
         training = self.config.training
         self.batches = make_batches(self.config, self.prepared, self.ranks, flat=self.flat_packs)
@@ -202,7 +229,7 @@ class Run:
         return position, total_steps
 
     @phase("steer")
-    def _steer(self, engine: Any, position: Position, total_steps: int) -> Steering | None:
+    def _steer(self, engine: Engine, position: Position, total_steps: int) -> Steering | None:
         """The Shannon Control Unit, its target found reachable, or as it was in the checkpoint."""
         section = self.config.scu
         if not section.enabled:
@@ -222,30 +249,10 @@ class Run:
             for warning in steering.check_target(loss / math.log(2), rates, b_ratio=ratio):
                 self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
         elif self.restored_scu:
-            steering.load_state_dict(self.restored_scu, step=position.step, run_dir=self.run_dir)
+            steering.load_state_dict(self.restored_scu, step=position.step, run_dir=self.folder.path)
         return steering
 
-    def _open_records(self, model: Any, position: Position, total_steps: int) -> None:
-        """Write to the run's folder for the first time: every check has passed."""
-        config = self.config
-        moves_base = changes_base_weights(config.lora) and config.adapter == "lora"
-        if position.step and moves_base:
-            self.course.bring(INITIAL_ADAPTER)
-        if self.ranks.is_main:
-            self._check_folder()
-            moved = make_way(self.run_dir, config.output.overwrite) if position.step == 0 else None
-            if moved:
-                self.say(moved)
-            write_run_record(self.run_dir, config, self.ranks.world_size, str(self.device.type))
-        if position.step == 0 and moves_base:
-            save_initial_adapter(model, self.run_dir / INITIAL_ADAPTER, is_main=self.ranks.is_main)
-        if self.ranks.is_main:
-            self.metrics = Metrics(
-                self.run_dir, self.config.logging, self.console, first_step=position.step, total_steps=total_steps,
-                before_writing=self._check_folder, settings=config.model_dump(mode="json"),
-            )  # fmt: skip
-
-    def _parts(self, engine: Any, total_steps: int) -> Parts:
+    def _parts(self, engine: Engine, total_steps: int) -> Parts:
         self.recovery = Recovery(self.config, self.ranks, engine, self.batches, self.say)
         extend_timeouts(collective_timeout(self.config.training))
         return Parts(
@@ -267,7 +274,9 @@ class Run:
         )
 
     @phase("evaluate")
-    def _evaluate(self, engine: Any) -> tuple[float, int]:
+    def _evaluate(self, engine: Engine) -> tuple[float, int]:
+        if self.measurement is not None:
+            return self.measurement.evaluate(engine)
         training, samples = self.config.training, self.prepared.data.evaluation
         assert samples is not None
         batches = evaluation_batches(
@@ -280,7 +289,7 @@ class Run:
         )
         return evaluate_loss(engine, self.token_loss, batches)
 
-    def _evaluate_and_sample(self, engine: Any, position: Position, when: str) -> float | None:
+    def _evaluate_and_sample(self, engine: Engine, position: Position, when: str) -> float | None:
         """Held-out loss, and answers to the sample prompts."""
         loss = position.last_evaluation if position.evaluated_at == position.step else None
         if self.prepared.data.evaluation is not None and loss is None:
@@ -290,99 +299,44 @@ class Run:
         for prompt in logging.sample_prompts:
             answer = answer_prompt(engine, tokenizer, prompt, logging.sample_tokens, system)
             self.say(f"[bold]{when} training[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}")
-            if self.ranks.is_main:
-                self._check_folder()
-                with self._while_there_is_room(ANSWERS):
-                    keep_answer(self.run_dir, prompt, when, answer.strip())
+            self.folder.save_answer(prompt, when, answer.strip())
         return loss
 
     @phase("save")
-    def _save_checkpoint(self, engine: Any, position: Position) -> None:
+    def _save_checkpoint(self, engine: Engine, position: Position) -> None:
+        if self.measurement is not None:
+            return
         state: dict[str, Any] = {"schedule_steps": self.schedule.last_epoch}
-        if self.ranks.is_main:
-            self._check_folder()
-            name = f"checkpoint-{position.step}"
-            note_written(self.run_dir, [name, f".writing-{name}"])
         if isinstance(self.batches, StreamBatches):
             state["stream"] = self.batches.state_dict()
         if self.steering is not None:
             state["scu"] = self.steering.state_dict()
-            if self.ranks.is_main:
-                with self._while_there_is_room("what the SCU found"):
-                    self.steering.write_files(self.run_dir)
-        self.course.save(engine, position, state, lambda folder: self._save_weights(engine, folder), self._check_folder)
+            self.folder.save_steering(self.steering)
+        self.folder.save_checkpoint(engine, position, state, must_have_moved=self._must_have_moved())
 
     @phase("save")
-    def _save_weights(self, engine: Any, folder: Path) -> None:
-        model, tokenizer, is_main = engine.module, self.prepared.tokenizer, self.ranks.is_main
-        if self.config.adapter == "none":
-            save_full_model(model, tokenizer, folder, is_main=is_main)
-            return
-        initial = self.run_dir / INITIAL_ADAPTER if changes_base_weights(self.config.lora) else None
-        # The first steps of a warm-up have a learning rate of zero.
-        moved = sum(planned_rates(self.schedule, self.schedule.last_epoch)) > 0
-        save_adapter(model, tokenizer, folder, is_main=is_main, must_have_moved=moved, initial=initial)
+    def _save_result(self, engine: Engine) -> None:
+        self.folder.save_result(engine, must_have_moved=self._must_have_moved())
 
-    @phase("save")
-    def _save_result(self, engine: Any) -> None:
-        """What training ends with, written beside and moved into the run's folder when it is whole."""
-        result = self.run_dir / RESULT
-        failures: list[str] = []
-        with disk_errors_into(failures, self.run_dir):
-            if self.ranks.is_main:
-                self._check_folder()
-                shutil.rmtree(result, ignore_errors=True)
-                result.mkdir()
-            self._save_weights(engine, result)
-            if self.ranks.is_main:
-                self._check_folder()
-                self._write_card(result)
-                place_result(self.run_dir)
-                record_checksums(self.run_dir)
-        if failures:
-            raise SaveFailed(f"{self.run_dir}: the result was not written: {failures[0]}; the newest checkpoint has it")
-
-    def _write_card(self, result: Path) -> None:
-        """The model card, unless the run's folder has one that a person wrote."""
-        from trainer.monitor.report.model_card import CARD, is_own_card, model_card
-
-        if self.config.adapter != "none" and not is_own_card(self.run_dir / CARD):
-            name = self.run_dir.resolve().name
-            card = model_card(self.config, self.run_dir, read_metrics(self.run_dir), name=name)
-            (result / CARD).write_text(card, encoding="utf-8")
+    def _must_have_moved(self) -> bool:
+        """The first steps of a warm-up have a learning rate of zero."""
+        return sum(planned_rates(self.schedule, self.schedule.last_epoch)) > 0
 
     @phase("report")
     def _end(self, position: Position, before: float | None, after: float | None) -> None:
         if self.metrics is None:
             return
         self.metrics.close()
-        self._check_folder()
-        with self._while_there_is_room("the measured memory"):
-            self.say(record_memory(self.run_dir, self.memory, self.peak, self.device, self.recovery.halvings))
+        if self.measurement is not None:
+            self.say(f"stopped at step {position.step}" if self.stop else f"done at step {position.step}: {after:.4f}")
+            return
+        self.folder.check()
+        with self.folder.while_there_is_room("the measured memory"):
+            self.say(record_memory(self.folder.path, self.memory, self.peak, self.device, self.recovery.halvings))
         if self.stop:
             self.say(f"stopped at step {position.step}, saved; go on with training.resume_from_checkpoint=latest")
             return
-        from trainer.monitor.report.write import write_report  # matplotlib, which the other ranks never need
-
-        page = None
-        with self._while_there_is_room("report.html and plots"):
-            page = write_report(self.run_dir)
-        for line in end_summary(self.run_dir, self.config, page, before, after):
-            self.say(line)
-
-    @contextmanager
-    def _while_there_is_room(self, what: str) -> Iterator[None]:
-        """What is written beside the result: a full disk is told of, and the run goes on without."""
-        failures: list[str] = []
-        with disk_errors_into(failures, self.run_dir):
-            yield
-        if failures:
-            self.say(f"[yellow]warning:[/yellow] {what}: not written: {escape(failures[0])}")
-
-    def _check_folder(self) -> None:
-        """Raise FolderLost if another run has the folder by now: called before anything is written there."""
-        if self.lock is not None:
-            self.lock.check()
+        self.folder.write_report(before, after)
 
     def close(self) -> None:
         """Finish the files and the bar of a run that ends early."""

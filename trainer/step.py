@@ -8,15 +8,16 @@ sum_local * world * accumulation / N.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from trainer.contract.known_versions import changed
+from trainer.data import MicroBatch
+from trainer.engine.protocol import Engine
 from trainer.memory.oom_recovery import Recovery
-from trainer.patches.loss_head import IGNORED, MicroBatch, TokenLoss, to_device
+from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.ranks.group import Ranks, sum_over_ranks
 from trainer.ranks.progress import phase
 from trainer.scu.controller import Steering
@@ -75,16 +76,16 @@ class StepInFlight:
 
 def count_targets(batches: list[MicroBatch]) -> int:
     """Tokens with loss in this rank's micro-batches."""
-    return sum(int((batch["targets"] != IGNORED).sum()) for batch in batches)
+    return sum(batch.target_count for batch in batches)
 
 
 def count_tokens(batches: list[MicroBatch]) -> int:
     """Tokens that are not padding in this rank's micro-batches."""
-    return sum(int(batch["tokens"]) for batch in batches)
+    return sum(batch.tokens for batch in batches)
 
 
 def train_step(
-    engine: Any,
+    engine: Engine,
     token_loss: TokenLoss,
     batches: list[MicroBatch],
     ranks: Ranks,
@@ -152,7 +153,7 @@ def _global_counts(batches: list[MicroBatch], stop: bool, ranks: Ranks, device: 
     return sum_over_ranks(counts) if ranks.world_size > 1 else counts
 
 
-def _guard_plain_optimizer(engine: Any, max_grad_norm: float) -> torch.Tensor | None:
+def _guard_plain_optimizer(engine: Engine, max_grad_norm: float) -> torch.Tensor | None:
     """Stage 0 in 32 bits has no wrapper that measures, clips and skips: do it here; None for the other engines.
 
     torch's AdamW leaves parameters without a gradient alone, so dropping the gradients skips the step.
@@ -169,13 +170,13 @@ def _guard_plain_optimizer(engine: Any, max_grad_norm: float) -> torch.Tensor | 
 
 
 @torch.no_grad()
-def evaluate_loss(engine: Any, token_loss: TokenLoss, batches: Any) -> tuple[float, int]:
+def evaluate_loss(engine: Engine, token_loss: TokenLoss, batches: Iterable[MicroBatch]) -> tuple[float, int]:
     """Held-out loss, nats per target token over all ranks, and the number of target tokens; every rank must call it."""
     sums = torch.zeros(2, device=engine.device, dtype=torch.float64)
     engine.eval()
     for batch in batches:
         sums[0] += token_loss(engine, batch, engine.device)
-        sums[1] += count_targets([batch])
+        sums[1] += batch.target_count
     engine.train()
     loss_sum, target_tokens = sum_over_ranks(sums).tolist()
     return loss_sum / max(target_tokens, 1.0), int(target_tokens)

@@ -18,6 +18,7 @@ import trainer.memory.oom_recovery
 import trainer.run
 import trainer.train
 from tests.distributed.matrix import run_case
+from trainer.data import MicroBatch
 from trainer.patches.loss_head import TokenLoss
 from trainer.ranks.group import Ranks, leave_process_group
 from trainer.ranks.signals import StopRequest
@@ -27,8 +28,8 @@ def inject(shortage: dict[str, int]) -> None:
     """Every TokenLoss of a run raises torch's own error in the backward pass of the first layer, with too many rows."""
 
     class Short(TokenLoss):
-        def __call__(self, model: Any, batch: dict[str, Any], device: torch.device) -> torch.Tensor:
-            rows = len(batch["input_ids"])
+        def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
+            rows = len(batch.input_ids)
             fits = rows <= shortage["above"] or model.global_steps < shortage["after"] or not torch.is_grad_enabled()
             if fits or int(os.environ["RANK"]) != shortage["rank"]:
                 return super().__call__(model, batch, device)

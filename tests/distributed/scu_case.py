@@ -118,7 +118,7 @@ def on_engine(
     release = {"zero_optimization": {"stage3_max_reuse_distance": 0}} if stage == 3 else {}
     zero = ZeroSection(stage=stage, persistence_threshold=threshold, max_live_parameters=1, extra=release)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=RATE)
-    engine = start_engine(model, optimizer, deepspeed_config(training, zero, "fp32", on_gpu=False))
+    engine: Any = start_engine(model, optimizer, deepspeed_config(training, zero, "fp32", on_gpu=False))
     section = ScuSection(measure=measure, check_every=7, **SETTINGS)
     steering = Steering(section, model, target_tokens=TOKENS, total_steps=steps, base_parameters=1)
     low, high = steering.information.reachable_squares(0.0, 0.0)

@@ -191,8 +191,8 @@ def test_the_adapter_loads_in_peft_with_the_logits_it_was_trained_to(matrix: Mat
     loss_sum, targets = 0.0, 0
     for batch in evaluation_batches(data.evaluation, batch_size=2, rank=0, world_size=1, pad_token_id=0, flat=False):
         with torch.no_grad():
-            logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        wanted = batch["targets"]
+            logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+        wanted = batch.targets
         loss_sum += float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum"))
         targets += int((wanted != -100).sum())
     assert loss_sum / targets == pytest.approx(case.records("eval/loss")[-1], abs=1e-5)

@@ -13,6 +13,7 @@ import torch
 
 from tests.rank_program import join
 from trainer.config import LoraSection, ModelSection, QuantizationSection
+from trainer.data import MicroBatch
 from trainer.engine.layer_gather.shards import LayerShards
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
@@ -42,7 +43,7 @@ def measure(quantization: QuantizationSection | None, shards: LayerShards | None
     held = torch.cuda.memory_allocated() - before
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 1000, (ROWS, LENGTH), generator=generator)
-    batch = {"input_ids": ids, "targets": ids.roll(-1, 1), "attention_mask": torch.ones_like(ids)}
+    batch = MicroBatch(ids, ids.roll(-1, 1), ids.numel(), attention_mask=torch.ones_like(ids))
     loss_of, times, losses = TokenLoss(model), [], []
     waits: list[Any] = []
     torch.cuda.reset_peak_memory_stats()

@@ -27,7 +27,7 @@ LOGITS = "logits-in-memory.safetensors"
 
 def train_and_keep_logits() -> None:
     """`trainer.train` as it is, but for a look at the model after its last evaluation."""
-    import trainer.run
+    import trainer.run_folder
     import trainer.train
     from trainer.checkpoint.weights import save_adapter
 
@@ -39,7 +39,7 @@ def train_and_keep_logits() -> None:
         model.train(was_training)
         save_file({"logits": logits.float().cpu().contiguous()}, folder / LOGITS)
 
-    trainer.run.save_adapter = saving  # type: ignore[attr-defined]
+    trainer.run_folder.save_adapter = saving  # type: ignore[attr-defined]
     sys.exit(trainer.train.main(sys.argv[1:]))
 
 

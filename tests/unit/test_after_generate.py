@@ -137,7 +137,7 @@ def test_bytes_that_are_no_text_are_answered_with_a_note(
 def test_sample_prompts_are_asked_as_generate_asks(trained: tuple[Any, Any]) -> None:
     model, tokenizer = trained
 
-    class Engine:
+    class OfOneModel:
         device, module = torch.device("cpu"), model
 
         @staticmethod
@@ -145,5 +145,6 @@ def test_sample_prompts_are_asked_as_generate_asks(trained: tuple[Any, Any]) -> 
             return 0
 
     asked = answer(model, tokenizer, "seven cats", Sampling(12), system="be brief")
-    assert answer_prompt(Engine(), tokenizer, "seven cats", 12, "be brief").strip() == asked
+    engine: Any = OfOneModel()
+    assert answer_prompt(engine, tokenizer, "seven cats", 12, "be brief").strip() == asked
     assert asked != answer(model, tokenizer, "seven cats", Sampling(12))

@@ -42,7 +42,7 @@ def batches(samples: Samples, **changes: Any) -> Batches:
 
 def documents_of(batch: MicroBatch) -> list[int]:
     """Numbers of the documents in the rows of an unpacked batch, dummies left out."""
-    return [int(row[0]) // 100 for row in batch["input_ids"] if int(row[0]) != PAD]
+    return [int(row[0]) // 100 for row in batch.input_ids if int(row[0]) != PAD]
 
 
 def test_best_fit_by_hand() -> None:
@@ -72,42 +72,44 @@ def test_best_fit_against_a_search_of_all_packs(seed: int) -> None:
 
 def test_a_padded_batch() -> None:
     batch = collate([document(1, 3, trained_from=2), document(2, 2)], PAD, packed=False, flat=False)
-    assert batch["input_ids"].tolist() == [[100, 101, 102], [200, 201, PAD]]
-    assert batch["targets"].tolist() == [[IGNORED, 102, IGNORED], [201, IGNORED, IGNORED]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
-    assert batch.pop("tokens") == 5
-    assert set(batch) == {"input_ids", "targets", "attention_mask"}
-    assert {value.dtype for value in batch.values()} == {torch.int64}
+    assert batch.input_ids.tolist() == [[100, 101, 102], [200, 201, PAD]]
+    assert batch.targets.tolist() == [[IGNORED, 102, IGNORED], [201, IGNORED, IGNORED]]
+    assert batch.attention_mask is not None and batch.attention_mask.tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert (batch.tokens, batch.target_count) == (5, 2)
+    assert (batch.position_ids, batch.cu_seqlens) == (None, None)
+    assert batch.input_ids.dtype == batch.targets.dtype == batch.attention_mask.dtype == torch.int64
 
 
 def test_a_packed_batch_keeps_documents_apart() -> None:
     first = join([document(1, 3, trained_from=0), document(2, 2, trained_from=0)])
     batch = collate([first, document(3, 2)], PAD, packed=True, flat=False)
-    assert batch["input_ids"].tolist() == [[100, 101, 102, 200, 201], [300, 301, PAD, PAD, PAD]]
+    assert batch.input_ids.tolist() == [[100, 101, 102, 200, 201], [300, 301, PAD, PAD, PAD]]
     # 200 is trained, and nobody's target: what stands before it is another document.
-    assert batch["targets"].tolist() == [[101, 102, IGNORED, 201, IGNORED], [301, IGNORED, IGNORED, IGNORED, IGNORED]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
-    assert set(batch) == {"input_ids", "targets", "position_ids", "tokens"} and batch["tokens"] == 7
+    assert batch.targets.tolist() == [[101, 102, IGNORED, 201, IGNORED], [301, IGNORED, IGNORED, IGNORED, IGNORED]]
+    assert batch.position_ids is not None
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
+    assert batch.tokens == 7 and (batch.attention_mask, batch.cu_seqlens) == (None, None)
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_flat_batch_has_no_padding(packed: bool) -> None:
     rows = [join([document(1, 3), document(2, 2)]), document(3, 2)]
     batch = collate(rows, PAD, packed=packed, flat=True)
-    assert batch["input_ids"].tolist() == [[100, 101, 102, 200, 201, 300, 301]]
-    assert batch["targets"].tolist() == [[101, 102, IGNORED, 201, IGNORED, 301, IGNORED]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1]]
-    assert batch["cu_seqlens"].tolist() == [0, 3, 5, 7] and batch["cu_seqlens"].dtype == torch.int32
-    assert batch["max_seqlen"] == 3 and type(batch["max_seqlen"]) is int
-    assert batch["tokens"] == 7
+    assert batch.input_ids.tolist() == [[100, 101, 102, 200, 201, 300, 301]]
+    assert batch.targets.tolist() == [[101, 102, IGNORED, 201, IGNORED, 301, IGNORED]]
+    assert batch.position_ids is not None and batch.cu_seqlens is not None
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1]]
+    assert batch.cu_seqlens.tolist() == [0, 3, 5, 7] and batch.cu_seqlens.dtype == torch.int32
+    assert batch.max_seqlen == 3 and type(batch.max_seqlen) is int
+    assert batch.tokens == 7
 
 
 @pytest.mark.parametrize(("packed", "flat"), [(False, False), (True, False), (True, True)])
 def test_a_dummy_has_no_targets(packed: bool, flat: bool) -> None:
     batch = collate([], PAD, packed=packed, flat=flat)
-    assert batch["input_ids"].shape[0] == 1 and set(batch["input_ids"].flatten().tolist()) == {PAD}
-    assert set(batch["targets"].flatten().tolist()) == {IGNORED}
-    assert batch["tokens"] == 0
+    assert batch.input_ids.shape[0] == 1 and set(batch.input_ids.flatten().tolist()) == {PAD}
+    assert set(batch.targets.flatten().tolist()) == {IGNORED}
+    assert batch.tokens == 0
 
 
 def test_a_document_has_the_same_loss_alone_and_packed() -> None:
@@ -119,9 +121,9 @@ def test_a_document_has_the_same_loss_alone_and_packed() -> None:
     model = LlamaForCausalLM(config).eval()
 
     def losses(batch: MicroBatch) -> torch.Tensor:
-        inputs = {key: value for key, value in batch.items() if key not in ("targets", "tokens")}
-        logits = model(**inputs, use_cache=False).logits
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="none")
+        what = {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
+        logits = model(batch.input_ids, **what, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
 
     parts = [document(1, 7), document(2, 5), document(3, 9)]
     with torch.no_grad():
@@ -162,9 +164,9 @@ def test_the_last_step_is_kept_and_filled_with_dummies() -> None:
     assert ranks[0].steps_per_epoch == 2 and ranks[0].global_batch_size == 4
     (first, second), (other_first, other_second) = (rank.step(0, 4)[0] for rank in ranks)
     assert ranks[0].step(0, 4)[1] == ranks[1].step(0, 4)[1] == 1
-    assert first["input_ids"].tolist() == [[500, 501, 502]]
+    assert first.input_ids.tolist() == [[500, 501, 502]]
     for dummy in (second, other_first, other_second):
-        assert set(dummy["targets"].flatten().tolist()) == {IGNORED}
+        assert set(dummy.targets.flatten().tolist()) == {IGNORED}
 
 
 def test_order_depends_on_seed_and_epoch_only() -> None:

@@ -66,7 +66,7 @@ def batches_of(stream: SampleStream, *, rank: int = 0, world_size: int = 1, accu
 
 def rows_in(batches: list[MicroBatch]) -> list[list[int]]:
     """Token ids row by row, without padding."""
-    return [[token for token in row if token] for batch in batches for row in batch["input_ids"].tolist()]
+    return [[token for token in row if token] for batch in batches for row in batch.input_ids.tolist()]
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config import AUTO, LoraSection, ModelSection, RunConfig
+from trainer.data import MicroBatch
 from trainer.decisions import Decisions, Machine, decide
 from trainer.memory.bytes import GIB
 from trainer.memory.model_widths import read_shapes
@@ -95,7 +96,7 @@ def test_a_head_that_turns_out_otherwise_is_said() -> None:
     """The record expects a fused loss of a model that caps its logits after all."""
     known = AutoConfig.for_model("gemma2", **SIZES, vocab_size=128, final_logit_softcapping=3.0)
     model = AutoModelForCausalLM.from_config(known).requires_grad_(False)
-    batch = {"input_ids": torch.arange(8)[None], "targets": torch.arange(8)[None]}
+    batch = MicroBatch(torch.arange(8)[None], torch.arange(8)[None], 8)
     said: list[str] = []
     loss = TokenLoss(model, fused=True, say=said.append)
     loss(model, batch, torch.device("cpu"))

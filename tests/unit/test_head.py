@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import ops.head
 from ops.head import token_loss_sum
 from tests.tiny import make_model
-from trainer.data.batches import collate
+from trainer.data.batches import MicroBatch, collate
 from trainer.data.samples import Sample
 from trainer.patches.loss_head import TokenLoss
 
@@ -59,7 +59,7 @@ def test_nothing_is_differentiated_without_a_gradient_and_bad_input_is_refused()
         token_loss_sum(hidden, weight.requires_grad_(), targets)
 
 
-def _batch() -> dict[str, Any]:
+def _batch() -> MicroBatch:
     samples = [Sample([5, 9, 31, 77, 12], [False, True, True, False, True], [5]), Sample([7] * 3, [True] * 3, [3])]
     return collate(samples, 0, packed=False, flat=False)
 
@@ -84,8 +84,8 @@ def test_what_a_model_does_to_its_logits_is_observed(tmp_path: Path, kind: str, 
     loss = TokenLoss(model)
     batch = _batch()
     got = loss(model, batch, torch.device("cpu"))
-    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
-    expected = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), ignore_index=-100, reduction="sum")
+    logits = model(input_ids=batch.input_ids, use_cache=False).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100, reduction="sum")
     torch.testing.assert_close(got, expected, rtol=2.5e-7, atol=0)  # a sum of 32-bit losses
     assert (loss._head is not None) == together
 
@@ -94,7 +94,7 @@ def test_a_batch_without_targets_costs_nothing_and_keeps_the_graph(tmp_path: Pat
     model = _model(tmp_path / "model", "llama")
     model.get_output_embeddings().weight.requires_grad_(False)
     batch = _batch()
-    batch["targets"].fill_(-100)
+    batch.targets.fill_(-100)
     loss = TokenLoss(model)(model, batch, torch.device("cpu"))
     assert float(loss.detach()) == 0.0
     loss.backward()

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.distributed.test_architectures import SMALL
 from tests.distributed.test_families import FAMILIES, NOT_PACKED
 from trainer.config import ModelSection, RunConfig
+from trainer.data import MicroBatch
 from trainer.decisions import Decisions, Machine
 from trainer.engine.deepspeed_engine import DTYPES
 from trainer.memory.activations import FP32, Work, kept_by_layers, kept_by_norms
@@ -75,9 +76,8 @@ def bytes_saved(model: Any, loss: TokenLoss, *, packed: bool) -> int:
         return tensor
 
     ids = torch.randint(3, 300, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
-    batch = {"input_ids": ids, "targets": ids.roll(-1, 1)}
-    if packed:
-        batch["position_ids"] = torch.cat([torch.arange(LENGTH // 2)] * 2)[None].expand(ROWS, -1)
+    positions = torch.cat([torch.arange(LENGTH // 2)] * 2)[None].expand(ROWS, -1) if packed else None
+    batch = MicroBatch(ids, ids.roll(-1, 1), ids.numel(), position_ids=positions)
     loss(model, batch, CPU)  # which observes the head first
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss(model, batch, CPU)

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config import LoraSection, ModelSection, QuantizationSection
+from trainer.data import MicroBatch
 from trainer.memory.activations import (
     Work,
     boundary,
@@ -117,7 +118,7 @@ def adapted(name: str, dtype: torch.dtype, *, fused: bool, attention: str = "sdp
     return model.train()
 
 
-def bytes_saved(model: nn.Module, **inputs: torch.Tensor) -> int:
+def bytes_saved(model: nn.Module, position_ids: torch.Tensor | None = None) -> int:
     """Bytes of all tensors that autograd keeps in one micro-step, each storage once, without parameters."""
     own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
     kept: dict[int, torch.Tensor] = {}
@@ -129,7 +130,7 @@ def bytes_saved(model: nn.Module, **inputs: torch.Tensor) -> int:
         return tensor
 
     ids = torch.randint(3, 300, (ROWS, LENGTH))
-    batch = {"input_ids": ids, "targets": ids.roll(-1, 1), **inputs}
+    batch = MicroBatch(ids, ids.roll(-1, 1), ids.numel(), position_ids=position_ids)
     loss = TokenLoss(model)
     loss(model, batch, torch.device("cpu"))  # which observes the head first
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from trainer.config import LoraSection, ModelSection
+from trainer.data import MicroBatch
 from trainer.model.adapter import lora_config
 from trainer.model.base import empty_model, load_model_config
 from trainer.monitor.mfu import MfuMeter, StepFlops, peak_flops
@@ -22,9 +23,9 @@ def adapted(name: str = "random:tiny") -> torch.nn.Module:
         return get_peft_model(model, lora_config(LoraSection(r=R)))
 
 
-def packed(*lengths: int) -> dict[str, torch.Tensor]:
+def packed(*lengths: int) -> MicroBatch:
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    return {"position_ids": positions, "targets": torch.zeros_like(positions)}
+    return MicroBatch(positions, torch.zeros_like(positions), positions.numel(), position_ids=positions)
 
 
 def by_hand(tokens: int, targets: int, squares: int) -> float:
@@ -40,7 +41,7 @@ def test_padding_and_tokens_without_loss_cost_nothing() -> None:
     mask = torch.tensor([[1] * 10 + [0] * 6, [1] * 16])
     targets = torch.full((2, 16), -100)
     targets[1, 4:] = 7
-    counted = StepFlops(adapted()).of([{"attention_mask": mask, "targets": targets}])
+    counted = StepFlops(adapted()).of([MicroBatch(mask, targets, 26, attention_mask=mask)])
     assert counted == by_hand(26, 12, 10**2 + 16**2)
 
 

@@ -64,11 +64,11 @@ OTHER_TRAINERS = "trainer/bench/"  # builds models of others, to measure them
 
 
 def own_fields() -> set[str]:
-    """Names of attributes of our own classes."""
+    """Names of attributes of our own classes; a Protocol names those of others."""
     names: set[str] = set()
     for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
+            if isinstance(node, ast.ClassDef) and "Protocol" not in map(ast.unparse, node.bases):
                 names |= {part.target.id for part in node.body if _declares(part)}  # type: ignore[attr-defined]
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
                 names.add(node.attr)

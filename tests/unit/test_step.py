@@ -56,7 +56,7 @@ def test_a_changed_neighbour_changes_no_logit(folder: Path) -> None:
     second = collate([sample([7, 7, 7, 7, 7], DOCUMENTS[1])], 0, packed=True, flat=False)
     with torch.no_grad():
         logits = [
-            model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits[0, 5:]
+            model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits[0, 5:]
             for batch in (first, second)
         ]
     torch.testing.assert_close(logits[0], logits[1], atol=1e-6, rtol=0)
@@ -80,12 +80,12 @@ def test_logits_are_computed_only_where_there_are_targets(folder: Path) -> None:
     model = load(folder, "sdpa")
     loss = TokenLoss(model)
     batch = collate([sample(DOCUMENTS[1])], 0, packed=False, flat=False)
-    batch["targets"][0, :4] = -100
+    batch.targets[0, :4] = -100
     with torch.no_grad():
-        logits = model(input_ids=batch["input_ids"]).logits
-    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+        logits = model(input_ids=batch.input_ids).logits
+    wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
     assert float(loss(model, batch, torch.device("cpu"))) == pytest.approx(float(wanted), rel=1e-5)
-    batch["targets"][:] = -100
+    batch.targets[:] = -100
     nothing = loss(model, batch, torch.device("cpu"))
     nothing.backward()
     assert float(nothing) == 0.0

@@ -27,6 +27,7 @@ from trainer.config import UserError
 from trainer.contract.full_disk import disk_errors_into
 from trainer.engine.deepspeed_workarounds import loss_scale_state, loss_scaler
 from trainer.engine.optimizer_state import EngineState
+from trainer.engine.protocol import Engine
 from trainer.ranks.group import Ranks
 from trainer.ranks.progress import phase
 
@@ -39,7 +40,7 @@ class SaveFailed(UserError):
 
 def save_checkpoint(
     run_dir: Path,
-    engine: Any,
+    engine: Engine,
     ranks: Ranks,
     position: dict[str, Any],
     save_weights: Callable[[Path], None],
@@ -122,7 +123,7 @@ def agreed_damage(checkpoint: Path, ranks: Ranks) -> str | None:
     return answer[0]
 
 
-def restore_checkpoint(checkpoint: Path, engine: Any, ranks: Ranks) -> dict[str, Any]:
+def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[str, Any]:
     """Bring a fresh engine to where the checkpoint was written; returns `state.json`.
 
     To the bit on the same stage and number of ranks. On others the random states are seeded anew from the step, and
@@ -191,7 +192,7 @@ def _restore_rank(path: Path, engine_state: EngineState) -> bool:
     return engine_state.restore_raw(moments)
 
 
-def _loss_scale(engine: Any) -> dict[str, float] | None:
+def _loss_scale(engine: Engine) -> dict[str, float] | None:
     """The state of fp16's dynamic loss scale."""
     if not engine.fp16_enabled():
         return None
@@ -199,7 +200,7 @@ def _loss_scale(engine: Any) -> dict[str, float] | None:
     return {name: float(getattr(scaler, name)) for name in loss_scale_state(scaler)}
 
 
-def _restore_loss_scale(engine: Any, saved: dict[str, float] | None) -> None:
+def _restore_loss_scale(engine: Engine, saved: dict[str, float] | None) -> None:
     if saved and engine.fp16_enabled():
         scaler = loss_scaler(engine.optimizer)
         for name, value in saved.items():

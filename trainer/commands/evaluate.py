@@ -34,7 +34,7 @@ from trainer.checkpoint.finished_run import (
 from trainer.config import CommandParser, DatasetSection, SourceSection, UserError
 from trainer.contract.output_file import check_output_file
 from trainer.data import Sample, Samples, prepare_data
-from trainer.data.batches import collate
+from trainer.data.batches import MicroBatch, collate
 from trainer.engine.deepspeed_engine import resolve_precision
 from trainer.model.base import context_length, load_model_config
 from trainer.patches.loss_head import TokenLoss
@@ -197,7 +197,7 @@ def _document_losses(
 
 
 @torch.no_grad()
-def row_losses(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def row_losses(model: Any, batch: MicroBatch) -> torch.Tensor:
     """Sum of token losses of each row of a micro-batch, nats, fp64 [B]."""
     return TokenLoss(model).by_row(model, batch, model.device)
 

@@ -8,25 +8,24 @@ comparison has no use for is left out: checkpoints (an interrupted run starts ag
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
 
 from rich.markup import escape
 
 from trainer.checkpoint.run_record import note_written
 from trainer.commands.evaluate import row_losses
-from trainer.config import CommandParser, LoadedConfig, UserError, load_config
+from trainer.config import CommandParser, LoadedConfig, TrainingSection, UserError, load_config
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.whole_files import write_json
 from trainer.data import Samples
 from trainer.data.batches import collate
 from trainer.data.prepared import Prepared
-from trainer.loop import Position
+from trainer.engine.protocol import Engine
 from trainer.monitor.console import open_console
 from trainer.monitor.metrics import read_metrics
 from trainer.preflight import prepare
 from trainer.ranks.group import Ranks, leave_process_group
 from trainer.ranks.signals import StopRequest
-from trainer.run import Run
+from trainer.run import Measurement, Run
 
 DOCUMENTS_FILE = "heldout_documents.json"
 
@@ -51,11 +50,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def _train(loaded: LoadedConfig, prepared: Prepared, lock: FolderLock) -> int:
     """Train in a folder that is held; the exit code."""
+    folder = Path(loaded.config.output_dir)
     try:
-        run = MeasuredRun(loaded, prepared, lock)
+        held_out = HeldOutDocuments(loaded.config.training, prepared)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    stop = StopRequest()
+    console = open_console(folder, 0, None)
+    run = Run(loaded, prepared, Ranks(0, 1, 0), console, stop, lock, Measurement(held_out.evaluate))
     try:
         run.train()
     except Exception as error:
@@ -64,64 +67,55 @@ def _train(loaded: LoadedConfig, prepared: Prepared, lock: FolderLock) -> int:
         is_usage = isinstance(error, UserError)
         run.say(f"error: {escape(str(error) if is_usage else f'{type(error).__name__}: {error}')}")
         return 2 if is_usage else 1
-    if not run.stop:
-        run.write_documents()
+    if not stop:
+        run.folder.check()
+        held_out.write(folder)
     leave_process_group()
-    return run.stop.exit_code if run.stop else 0
+    return stop.exit_code if stop else 0
 
 
-class MeasuredRun(Run):
-    """A run whose evaluations keep the sum of token losses of every held-out document, nats, at every evaluation."""
+class HeldOutDocuments:
+    """The held-out documents of a run, and the sum of token losses of each, nats, at every evaluation."""
 
-    def __init__(self, loaded: LoadedConfig, prepared: Prepared, lock: FolderLock) -> None:
+    def __init__(self, training: TrainingSection, prepared: Prepared) -> None:
         samples = prepared.data.evaluation
         if not isinstance(samples, Samples) or samples.packed:
             raise UserError("dataset.packing=true: documents are measured one by one here; use dataset.packing: false")
-        self.documents = [samples[index] for index in range(len(samples))]
-        self.document_losses: list[list[float]] = []
-        console = open_console(Path(loaded.config.output_dir), 0, None)
-        super().__init__(loaded, prepared, Ranks(0, 1, 0), console, StopRequest(), lock)
+        self._prepared = prepared
+        self._batch_size = training.eval_batch_size or training.batch_size
+        self._documents = [samples[index] for index in range(len(samples))]
+        # Nothing comes before the first token to predict it from.
+        self._target_tokens = [sum(document.trained[1:]) for document in self._documents]
+        self._losses: list[list[float]] = []
 
-    def _evaluate(self, engine: Any) -> tuple[float, int]:
-        training, documents = self.config.training, self.documents
-        size = training.eval_batch_size or training.batch_size
+    def evaluate(self, engine: Engine) -> tuple[float, int]:
+        """The mean over all target tokens, nats, and their number; the sum of each document is kept."""
+        documents = self._documents
         losses = [0.0] * len(documents)
         # Documents of like length share a batch, which spares padding.
         order = sorted(range(len(documents)), key=lambda index: len(documents[index].input_ids))
+        pad = self._prepared.tokenizer.pad_token_id
         engine.eval()
-        for start in range(0, len(order), size):
-            chosen = order[start : start + size]
-            pad = self.prepared.tokenizer.pad_token_id
+        for start in range(0, len(order), self._batch_size):
+            chosen = order[start : start + self._batch_size]
             batch = collate([documents[index] for index in chosen], pad, packed=False, flat=False)
             for index, loss in zip(chosen, row_losses(engine.module, batch).tolist(), strict=True):
                 losses[index] = loss
         engine.train()
-        self.document_losses.append(losses)
-        tokens = sum(self._target_tokens())
+        self._losses.append(losses)
+        tokens = sum(self._target_tokens)
         return sum(losses) / tokens, tokens
 
-    def _target_tokens(self) -> list[int]:
-        # Nothing comes before the first token to predict it from.
-        return [sum(document.trained[1:]) for document in self.documents]
-
-    def _save_checkpoint(self, engine: Any, position: Position) -> None:
-        """None: a run of minutes that was interrupted starts again."""
-
-    def _end(self, position: Position, before: float | None, after: float | None) -> None:
-        self.close()
-        self.say(f"stopped at step {position.step}" if self.stop else f"done at step {position.step}: {after:.4f}")
-
-    def write_documents(self) -> None:
+    def write(self, run_dir: Path) -> None:
         """Write heldout_documents.json: target tokens of each document, and its loss sums at each evaluation's step."""
-        steps = [record["step"] for record in read_metrics(self.run_dir) if "eval/loss" in record]
+        steps = [record["step"] for record in read_metrics(run_dir) if "eval/loss" in record]
         record = {
-            "data": self.prepared.data.fingerprint,
-            "target_tokens": self._target_tokens(),
-            "training_target_tokens": self.prepared.data.stats.target_tokens,
+            "data": self._prepared.data.fingerprint,
+            "target_tokens": self._target_tokens,
+            "training_target_tokens": self._prepared.data.stats.target_tokens,
             "evaluations": [
-                {"step": step, "loss_sums": losses} for step, losses in zip(steps, self.document_losses, strict=True)
+                {"step": step, "loss_sums": losses} for step, losses in zip(steps, self._losses, strict=True)
             ],
         }
-        self._check_folder()
-        note_written(self.run_dir, [DOCUMENTS_FILE])
-        write_json(self.run_dir / DOCUMENTS_FILE, record)
+        note_written(run_dir, [DOCUMENTS_FILE])
+        write_json(run_dir / DOCUMENTS_FILE, record)

@@ -4,6 +4,7 @@ Shapes: B sequences of a micro-batch, L its longest, D documents in it.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,36 @@ from trainer.config import UserError
 from trainer.data.samples import Sample, SampleIterator, Samples, SampleStream
 from trainer.data.step_count import steps_per_epoch
 
-MicroBatch = dict[str, Any]
 IGNORED = -100  # torch's cross-entropy leaves such targets out
 # Long enough for the convolutions of recurrent models, short enough to cost nothing.
 _DUMMY_LENGTH = 8
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one rank computes in one forward pass: tensors on the host, int64 [B, L] where nothing else is said.
+
+    Without packing an `attention_mask` says what is padding, on the right. Packs have `position_ids` instead, and flat
+    ones, all documents in one row [1, T] without padding, the bounds of the documents as well.
+    """
+
+    input_ids: torch.Tensor
+    targets: torch.Tensor
+    """targets[t] = input_ids[t + 1] where token t + 1 is trained and in the same document, else IGNORED."""
+    tokens: int
+    """Without padding, and without the row that fills up."""
+    attention_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    """From 0 in every document; the padding is a document of its own."""
+    cu_seqlens: torch.Tensor | None = None
+    """int32 [D + 1]: where documents begin and end."""
+    max_seqlen: int = 0
+    """The longest document, where there are `cu_seqlens`."""
+
+    @property
+    def target_count(self) -> int:
+        """Tokens with loss."""
+        return int((self.targets != IGNORED).sum())
 
 
 class Batches:
@@ -186,26 +213,20 @@ def evaluation_batches(
 
 
 def collate(samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat: bool) -> MicroBatch:
-    """Samples as tensors: `input_ids` and `targets`, and what keeps documents and padding apart.
-
-    targets[t] = input_ids[t + 1] where token t + 1 is trained and in the same document, else -100. Unpacked: int64
-    [B, L] with a right-padded `attention_mask`. Packed: `position_ids` [B, L] from 0 in every document, the padding
-    being one of its own. Flat: all documents in one row [1, T] without padding, with `position_ids`, `cu_seqlens` int32
-    [D + 1] and the int `max_seqlen`. Always the int `tokens`, without padding and without the row that fills up.
-    """
+    """Samples as tensors, padded to the longest, or `flat` in one row; without a sample, a row without targets."""
     tokens = sum(len(sample.input_ids) for sample in samples)
     rows = list(samples) or [Sample([pad_token_id] * _DUMMY_LENGTH, [False] * _DUMMY_LENGTH, [_DUMMY_LENGTH])]
     if flat:
         lengths = [length for row in rows for length in row.document_lengths]
         bounds = np.concatenate([[0], np.cumsum(lengths)])
-        return {
-            "input_ids": torch.tensor([[token for row in rows for token in row.input_ids]]),
-            "targets": torch.from_numpy(np.concatenate([_targets(row) for row in rows])[None]),
-            "position_ids": torch.from_numpy(_positions(lengths)[None]),
-            "cu_seqlens": torch.from_numpy(bounds.astype(np.int32)),
-            "max_seqlen": max(lengths),
-            "tokens": tokens,
-        }
+        return MicroBatch(
+            torch.tensor([[token for row in rows for token in row.input_ids]]),
+            torch.from_numpy(np.concatenate([_targets(row) for row in rows])[None]),
+            tokens,
+            position_ids=torch.from_numpy(_positions(lengths)[None]),
+            cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
+            max_seqlen=max(lengths),
+        )
     longest = max(len(row.input_ids) for row in rows)
     input_ids = np.full((len(rows), longest), pad_token_id, dtype=np.int64)
     targets = np.full((len(rows), longest), IGNORED, dtype=np.int64)
@@ -215,13 +236,9 @@ def collate(samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat:
         input_ids[index, :length] = row.input_ids
         targets[index, :length] = _targets(row)
         extra[index] = _positions([*row.document_lengths, longest - length]) if packed else np.arange(longest) < length
-    name = "position_ids" if packed else "attention_mask"
-    return {
-        "input_ids": torch.from_numpy(input_ids),
-        "targets": torch.from_numpy(targets),
-        name: torch.from_numpy(extra),
-        "tokens": tokens,
-    }
+    batch = MicroBatch(torch.from_numpy(input_ids), torch.from_numpy(targets), tokens)
+    places = torch.from_numpy(extra)
+    return replace(batch, position_ids=places) if packed else replace(batch, attention_mask=places)
 
 
 def _parts(batches: Batches | StreamBatches) -> list[slice]:

@@ -11,6 +11,7 @@ from trainer.config.errors import shown
 from trainer.engine.deepspeed_workarounds import raise_the_loss_scale_last, scale_the_loss, undo_the_step_of_zeros
 from trainer.engine.layer_gather.shards import layer_shards_of
 from trainer.engine.partitioned import require_own_values_kept, require_partitioned, whole_size
+from trainer.engine.protocol import Engine
 from trainer.engine.update_guard import guards_on_device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -118,7 +119,7 @@ def partitioning_announced(config: dict[str, Any]) -> Iterator[None]:
             unset_hf_deepspeed_config()
 
 
-def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Engine:
     """The DeepSpeed engine around a model and its optimizer."""
     import deepspeed
 

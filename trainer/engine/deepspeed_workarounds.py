@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainer.contract.known_versions import changed, require
+from trainer.engine.protocol import Engine
 
 
 def undo_the_step_of_zeros(optimizer: Any) -> None:
@@ -47,7 +48,7 @@ def raise_the_loss_scale_last(optimizer: Any, *, scaled_norm: bool) -> None:
     optimizer.step, optimizer._update_scale = step_and_update, update_after_overflow
 
 
-def scale_the_loss(engine: Any) -> None:
+def scale_the_loss(engine: Engine) -> None:
     """Multiply the loss of stage 0 by fp16's loss scale, where DeepSpeed has not.
 
     It divides the gradients by the scale and never multiplied: of gradients 65,536 times too small Adam's epsilon would

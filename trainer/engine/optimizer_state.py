@@ -24,6 +24,7 @@ from trainer.engine.eight_bit_moments import (
 )
 from trainer.engine.flat_adapter import flat_adapter_of, trained_parameters
 from trainer.engine.partitioned import whole_shape, whole_size
+from trainer.engine.protocol import Engine
 from trainer.ranks.group import sum_over_ranks
 
 QUANTITIES = ("master", "exp_avg", "exp_avg_sq")
@@ -48,7 +49,7 @@ class Shard:
 class EngineState:
     """Master weights and AdamW moments by parameter name. Every rank must take part in each call."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._optimizer = engine.basic_optimizer
         self._trained: list[Named] = trained_parameters(engine.module)
@@ -246,7 +247,7 @@ class EngineState:
                 parameter.data.copy_(value.view_as(parameter.data))
 
 
-def _shards(engine: Any, trained: list[Named]) -> Iterator[Shard]:
+def _shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
     """Where the trained tensors lie; those of a flat adapter where their part of its buffer lies."""
     flat = flat_adapter_of(engine.module)
     if flat is None:
@@ -267,7 +268,7 @@ def _shards(engine: Any, trained: list[Named]) -> Iterator[Shard]:
     yield from _shards_of_parameters(engine, [(name, parameter) for name, parameter in trained if name not in spans])
 
 
-def _shards_of_parameters(engine: Any, trained: list[Named]) -> Iterator[Shard]:
+def _shards_of_parameters(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
     stage = engine.zero_optimization_stage()
     optimizer = engine.optimizer
     if stage == 0:
@@ -300,7 +301,7 @@ def _masters_of_stage_0(optimizer: Any) -> dict[int, torch.Tensor]:
     return {id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)}
 
 
-def _holders(engine: Any) -> Iterator[torch.Tensor]:
+def _holders(engine: Engine) -> Iterator[torch.Tensor]:
     if engine.zero_optimization_stage() == 3:
         yield from engine.optimizer.fp32_partitioned_groups_flat
     else:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trainer.config import TrainingSection, ZeroSection
 from trainer.contract.known_versions import changed, require
+from trainer.engine.protocol import Engine
 
 NORM_METHOD = "get_grad_norm_direct"
 TRIED_WEIGHT, TRIED_GRADIENT, TRIED_SCALE, TRIED_RATE = 0.5, 3.0, 4.0, 0.25
@@ -31,7 +32,7 @@ def guards_on_device(training: TrainingSection, zero: ZeroSection, precision: st
 class UpdateGuard:
     """Hands the optimizer of an engine of stage 1 or 2 the gradient norm, before every update of a group."""
 
-    def __init__(self, engine: Any, max_grad_norm: float) -> None:
+    def __init__(self, engine: Engine, max_grad_norm: float) -> None:
         """Raises UserError, naming library and version, where torch or DeepSpeed no longer works as it was read."""
         self._zero, self._max_grad_norm = engine.optimizer, max_grad_norm
         require_fused_update(engine.basic_optimizer, engine.device)

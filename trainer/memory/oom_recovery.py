@@ -27,6 +27,7 @@ import torch.distributed as dist
 from trainer.config import RunConfig, UserError
 from trainer.contract.known_versions import require
 from trainer.contract.restart_note import EXIT_RESTART, MOST_HALVINGS, RestartNote
+from trainer.engine.protocol import Engine
 from trainer.memory.advice import smaller_batch
 from trainer.ranks.group import Ranks
 
@@ -62,7 +63,9 @@ class Halving:
 class Recovery:
     """Guards the steps of one run as `training.on_oom` says."""
 
-    def __init__(self, config: RunConfig, ranks: Ranks, engine: Any, batches: Any, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: RunConfig, ranks: Ranks, engine: Engine, batches: Any, say: Callable[[str], None]
+    ) -> None:
         """Every rank must call it. `batches` are what the loop draws from; they are recut in place."""
         self._config, self._ranks, self._engine, self._batches, self._say = config, ranks, engine, batches, say
         self._halves = config.training.on_oom == "halve"

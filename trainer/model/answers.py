@@ -7,6 +7,7 @@ from jinja2 import TemplateError
 
 from trainer.config import UserError
 from trainer.engine.layer_gather.shards import layer_shards_of
+from trainer.engine.protocol import Engine
 from trainer.ranks.progress import phase
 
 _PROBE = "Sentinel"
@@ -14,7 +15,7 @@ _PROBE = "Sentinel"
 
 @phase("generate")
 @torch.no_grad()
-def answer_prompt(engine: Any, tokenizer: Any, prompt: str, max_new_tokens: int, system: str | None = None) -> str:
+def answer_prompt(engine: Engine, tokenizer: Any, prompt: str, max_new_tokens: int, system: str | None = None) -> str:
     """The greedy answer to a user message (or the continuation, without a chat template); every rank must call it."""
     input_ids = prompt_ids(tokenizer, prompt, system).to(engine.device)
     model = engine.module

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.data import MicroBatch
 from trainer.engine.partitioned import whole_shape, whole_size
 
-IGNORED = -100
 TERA = 1e12
 # Dense 16-bit tensor-core TFLOP/s of the makers' data sheets (bf16; fp16 where the card has no bf16). The first name
 # that is found in the card's name counts.
@@ -77,16 +77,18 @@ class StepFlops:
             else:
                 self.per_token += flops
 
-    def of(self, batches: list[dict[str, Any]]) -> float:
-        """FLOPs of an optimizer step's micro-batches, as trainer.data makes them."""
+    def of(self, batches: list[MicroBatch]) -> float:
+        """FLOPs of an optimizer step's micro-batches."""
         total = 0.0
         for batch in batches:
-            mask = batch.get("attention_mask")
             # The place of each token in its document; a token looks at all places before it and at itself.
-            positions = batch["position_ids"] if mask is None else mask.cumsum(1) - 1
-            weights = torch.ones_like(positions) if mask is None else mask
+            if batch.attention_mask is not None:
+                positions, weights = batch.attention_mask.cumsum(1) - 1, batch.attention_mask
+            else:
+                assert batch.position_ids is not None  # of packs
+                positions, weights = batch.position_ids, torch.ones_like(batch.position_ids)
             total += self.per_token * int(weights.sum())
-            total += self.per_target * int((batch["targets"] != IGNORED).sum())
+            total += self.per_target * batch.target_count
             for window, width in self.attention.items():
                 seen = positions if window is None else positions.clamp(max=window - 1)
                 total += 6.0 * width * int(((2 * seen + 1) * weights).sum())
@@ -133,7 +135,7 @@ class MfuMeter:
         peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
         return cls(StepFlops(model), peak) if peak else None
 
-    def count(self, step: int, batches: list[dict[str, Any]]) -> None:
+    def count(self, step: int, batches: list[MicroBatch]) -> None:
         """A step begins with these micro-batches."""
         self._under_way[step] = self._flops.of(batches)
 

@@ -19,7 +19,7 @@ STEP, BACKWARD, OPTIMIZER, SCU = "zerolora: step", "zerolora: backward", "zerolo
 class StepProfiler:
     """Records every step from `first_step` (counted from 1) until `finish`; does nothing before."""
 
-    def __init__(self, run_dir: Path, rank: int, first_step: int, engine: Any, steering: Any | None) -> None:
+    def __init__(self, run_dir: Path, rank: int, first_step: int, engine: object, steering: object | None) -> None:
         self._file = run_dir / FOLDER / f"rank-{rank}.json.gz"
         self._first_step = first_step
         self._named = [(engine, "backward", BACKWARD), (engine, "step", OPTIMIZER)]
@@ -31,7 +31,7 @@ class StepProfiler:
 
     @classmethod
     def of_run(
-        cls, config: RunConfig, rank: int, total_steps: int, engine: Any, steering: Any | None
+        cls, config: RunConfig, rank: int, total_steps: int, engine: object, steering: object | None
     ) -> "StepProfiler | None":
         """For the last `logging.profile_steps` of a run; None if there are to be none."""
         steps = config.logging.profile_steps

@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ops.head import token_loss_sum
+from trainer.data.batches import IGNORED, MicroBatch
 from trainer.engine.partitioned import is_partitioned
 from trainer.patches.packed_attention import VARLEN
-
-MicroBatch = dict[str, Any]
-IGNORED = -100
 
 
 class TokenLoss:
@@ -58,7 +56,7 @@ class TokenLoss:
             )
         inputs, targets = self._inputs(batch, device)
         # The places of the targets are found on the host, where the batch is: on the device that would wait for it.
-        flat = batch["targets"][:, inputs.pop("kept")].flatten()
+        flat = targets.flatten()
         places = (flat != IGNORED).nonzero().squeeze(1)
         places_on_device, chosen = to_device(places, device), to_device(flat[places], device)
 
@@ -86,32 +84,31 @@ class TokenLoss:
     def logits(self, model: Any, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [B, K, V] and targets [B, K] on the device."""
         inputs, targets = self._inputs(batch, device)
-        inputs.pop("kept", None)
         return model(**inputs, use_cache=False).logits, to_device(targets, device)
 
     def _inputs(self, batch: MicroBatch, device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
         """What the model takes, on the device, and the targets [B, K], on the host.
 
         Positions without a target in any row are left out of the output head, which for small models and short answers
-        is most of its work; `kept` are the others.
+        is most of its work.
         """
         # Padding is on the right, where causal attention never looks back from: no mask, and no slower kernel for one.
-        left_out = ["targets", "attention_mask", "tokens"]
+        inputs: dict[str, Any] = {"input_ids": to_device(batch.input_ids, device)}
+        if batch.position_ids is not None:
+            inputs["position_ids"] = to_device(batch.position_ids, device)
         # Only our own variable-length attention takes document bounds; transformers' reads them off position_ids.
-        if self._config._attn_implementation != VARLEN:
-            left_out += ["cu_seqlens", "max_seqlen"]
-        inputs = {key: to_device(value, device) for key, value in batch.items() if key not in left_out}
-        targets = batch["targets"]
+        if batch.cu_seqlens is not None and self._config._attn_implementation == VARLEN:
+            inputs |= {"cu_seqlens": to_device(batch.cu_seqlens, device), "max_seqlen": batch.max_seqlen}
+        targets = batch.targets
         if self._picks_logits:
             kept = (targets != IGNORED).any(0).nonzero().squeeze(1)
             kept = kept if kept.numel() else torch.zeros(1, dtype=torch.long)
             targets = targets[:, kept]
-            inputs["kept"] = kept
             inputs["logits_to_keep"] = to_device(kept, device)
         return inputs, targets
 
     def _observed_factor(self, batch: MicroBatch, device: torch.device) -> float | None:
-        tokens = batch["input_ids"][:1, :2].to(device)
+        tokens = batch.input_ids[:1, :2].to(device)
         return observed_factor(self._module, self._head, tokens)
 
     def _compare(self, fused: bool) -> None:

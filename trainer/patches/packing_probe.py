@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from trainer.config import UserError
-from trainer.data.batches import collate
+from trainer.data.batches import IGNORED, collate
 from trainer.data.samples import Sample
-from trainer.patches.loss_head import IGNORED, TokenLoss, to_device
+from trainer.patches.loss_head import TokenLoss, to_device
 from trainer.patches.packed_attention import FLAT_ATTENTION, VARLEN
 
 LENGTHS = (5, 4)
@@ -79,7 +79,7 @@ def _what_is_seen(
         sample = Sample(ids.tolist(), [True] * length, list(LENGTHS))
         batch = collate([sample], pad_token_id, packed=True, flat=flat)
         found = token_loss.logits(model, batch, device)[0][0].float()
-        return found if len(found) < length else found[to_device(batch["targets"][0] != IGNORED, device)]
+        return found if len(found) < length else found[to_device(batch.targets[0] != IGNORED, device)]
 
     other_first, other_last = tokens.clone(), tokens.clone()
     other_first[: LENGTHS[0]] += 1
