@@ -2,13 +2,18 @@
 
 from ops import groups
 from ops.backend import Backend, load, loaded
+from ops.experts import ExpertAdapter, ExpertMatrix, ExpertWeights, experts_mlp
 from ops.lora import lora_group, lora_linear
 from ops.nf4 import Nf4Weight, nf4_group
 from ops.plain import lora_backward
 
 __all__ = [
     "Backend",
+    "ExpertAdapter",
+    "ExpertMatrix",
+    "ExpertWeights",
     "Nf4Weight",
+    "experts_mlp",
     "groups",
     "load",
     "loaded",

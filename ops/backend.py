@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ops import elementwise, lora, nf4, plain
+from ops import elementwise, experts, lora, nf4, plain
 
 _logger = logging.getLogger(__name__)
 _REFERENCE = {
@@ -19,6 +19,7 @@ _REFERENCE = {
     "rank_expand": plain.reference_rank_expand,
     "frozen_product": plain.reference_frozen_product,
     **elementwise.REFERENCE,
+    **experts.REFERENCE,
 }
 
 

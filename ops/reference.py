@@ -10,6 +10,7 @@ s = alpha / r (or alpha / sqrt(r)), m = keep / (1 - p) the dropout mask (1 where
 h and dh carry s, so that it is applied once, in the fp32 sum, and not again in any product.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -127,3 +128,46 @@ def dequantize_nf4(
     values = code[torch.stack([bytes_ >> 4, bytes_ & 15], dim=-1).reshape(-1).long()][: rows * cols]
     which = torch.arange(rows * cols, device=values.device) // block
     return (values * absmax[which]).to(dtype).reshape(rows, cols)
+
+
+def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """W[..., O, I] of MXFP4 blocks[..., O, I/32, 16] and scales[..., O, I/32], both uint8: value 2^(scale - 127).
+
+    Two E2M1 values a byte, the low nibble first (OCP Microscaling Formats 1.0, section 5.3).
+    """
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=blocks.device)
+    code = torch.cat([values, -values])
+    nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).long()
+    wide = torch.ldexp(code[nibbles], (scales.to(torch.int32) - 127)[..., None])
+    return wide.flatten(-2).to(dtype)
+
+
+def activate(gate: Tensor, up: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
+    """f(gate) up, f one of silu and gelu; `clamped` is gpt-oss's (up + 1) gate sigmoid(alpha gate), both clamped."""
+    if kind == "clamped":
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * gate * torch.sigmoid(alpha * gate)
+    if kind == "silu":
+        return torch.nn.functional.silu(gate) * up
+    return torch.nn.functional.gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none") * up
+
+
+def activate_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, kind: str, alpha: float, limit: float
+) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up in `activate`."""
+    if kind == "clamped":
+        inside, v, u = gate <= limit, gate.clamp(max=limit), up.clamp(-limit, limit)
+        s = torch.sigmoid(alpha * v)
+        return grad * (u + 1) * s * (1 + alpha * v * (1 - s)) * inside, grad * v * s * (up.abs() <= limit)
+    if kind == "silu":
+        s = torch.sigmoid(gate)
+        return grad * up * s * (1 + gate * (1 - s)), grad * gate * s
+    if kind == "gelu_tanh":
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        t = torch.tanh(inner)
+        slope = 0.5 * (1 + t) + 0.5 * gate * (1 - t * t) * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * gate**2)
+        return grad * up * slope, grad * 0.5 * gate * (1 + t)
+    normal = 0.5 * (1 + torch.erf(gate / math.sqrt(2)))
+    slope = normal + gate * torch.exp(-0.5 * gate * gate) / math.sqrt(2 * math.pi)
+    return grad * up * slope, grad * gate * normal

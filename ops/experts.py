@@ -1,0 +1,303 @@
+"""The experts of a mixture with LoRA in one operator: `zerolora::experts_forward` and `zerolora::experts_backward`.
+
+Legend: T tokens, K experts a token, N = T K rows (pairs of a token and an expert, sorted by expert), E experts, H
+hidden, I intermediate, R rank; gate_up[E,2I,H], down[E,H,I] frozen, A_gu[E,R,H], B_gu[E,2I,R], A_d[E,R,I], B_d[E,H,R].
+
+    for a row n of token t, expert e and weight w
+      h_gu = s_gu (m*x_t) A_gu^T     u = x_t gate_up^T + bias + h_gu B_gu^T     a = f(u's gate) u's up
+      h_d  = s_d (m*a) A_d^T         o = a down^T + bias + h_d B_d^T            y_t += w o
+
+The gradient of w is taken without o: with g = dy down + m*((s_d dy B_d) A_d), the gradient of a for w = 1, it is
+a.g + dy.bias, and that of a is w g. Kept for the backward: x, the frozen product u0 = x gate_up^T [N,2I], h_gu, h_d and
+the order of the rows. a is computed again; nothing of size N x H is kept. Frozen weights have no gradient.
+
+Rows are sorted on the device and the counts stay there: no shape depends on the routing, nothing waits for the host.
+The dropout mask of gate_up is that of a matrix [N,H] whose row is t K + k, that of down one of [N,I] with another seed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ops import experts_plain, lora
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "clamped"]
+Storage = Literal["plain", "transposed", "nf4", "mxfp4"]
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+# gate_up and down: what `ExpertMatrix.tensors` holds; shape: E, I, H, block, nested block; form: the two storages, the
+# activation, "interleaved" or "halves"; numbers: s_gu, s_d, p, alpha, limit.
+_WEIGHTS = "Tensor[] gate_up, Tensor[] down, Tensor[] biases, Tensor[] gate_up_factors, Tensor[] down_factors"
+_FORM = "int[] shape, str[] form, float[] numbers, Tensor? seed"
+torch.library.define(
+    "zerolora::experts_forward",
+    f"(Tensor x, Tensor index, Tensor weights, {_WEIGHTS}, {_FORM})"
+    " -> (Tensor y, Tensor u0, Tensor h_gu, Tensor h_d, Tensor order, Tensor ends)",
+    tags=_TAGS,
+)
+torch.library.define(
+    "zerolora::experts_backward",
+    f"(Tensor grad, Tensor x, Tensor weights, {_WEIGHTS}, Tensor u0, Tensor h_gu, Tensor h_d, Tensor order,"
+    f" Tensor ends, {_FORM}, bool need_x, bool need_weights, bool need_factors)"
+    " -> (Tensor grad_x, Tensor grad_weights, Tensor[] grad_gate_up_factors, Tensor[] grad_down_factors)",
+    tags=_TAGS,
+)
+
+
+@dataclass(frozen=True)
+class ExpertMatrix:
+    """One frozen matrix of every expert, [E, rows, cols], as it is stored.
+
+    plain       (weight[E,rows,cols],)
+    transposed  (weight[E,cols,rows],), as gpt-oss has it in 16 bits
+    nf4         (packed, absmax[E,b], code[16]) or with double quantisation (packed, absmax[E,b] uint8, code[16],
+                nested absmax[E,c], nested code[256], offset[E]); packed: E x rows x cols / 2 bytes of any shape; every
+                expert is quantised by itself: b = rows cols / block, c = ceil(b / nested_block)
+    mxfp4       (blocks[E,rows,cols/32,16], scales[E,rows,cols/32]), both uint8
+    """
+
+    storage: Storage
+    tensors: tuple[Tensor, ...]
+    experts: int
+    rows: int
+    cols: int
+    block: int = 0
+    nested_block: int = 0
+
+    @staticmethod
+    def plain(weight: Tensor, transposed: bool = False) -> "ExpertMatrix":
+        """Of 16 or 32 bits: [E, rows, cols], or transposed [E, cols, rows]."""
+        experts, rows, cols = weight.shape
+        if transposed:
+            return ExpertMatrix("transposed", (weight,), experts, cols, rows)
+        return ExpertMatrix("plain", (weight,), experts, rows, cols)
+
+    @staticmethod
+    def nf4(
+        packed: Tensor, state: Sequence[Tensor], rows: int, cols: int, block: int, nested_block: int = 0
+    ) -> "ExpertMatrix":
+        """bitsandbytes' NF4, the experts one after the other; ValueError where a block would cross experts."""
+        if rows * cols % block:
+            raise ValueError(f"experts of [{rows}, {cols}] in NF4 blocks of {block}: a block must not cross experts")
+        return ExpertMatrix("nf4", (packed, *state), state[0].shape[0], rows, cols, block, nested_block)
+
+    @staticmethod
+    def mxfp4(blocks: Tensor, scales: Tensor) -> "ExpertMatrix":
+        """As gpt-oss's checkpoints store it: [E, rows, cols/32, 16] and [E, rows, cols/32]."""
+        experts, rows, groups = scales.shape
+        return ExpertMatrix("mxfp4", (blocks, scales), experts, rows, groups * 32)
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """[E, rows, cols] in `dtype`; what is stored transposed comes as a view."""
+        shape = [self.experts, self.rows, self.cols, self.block, self.nested_block]
+        return experts_plain.dense_weight(self.tensors, self.storage, shape, dtype)
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The frozen part: gate_up [E, 2I, H], down [E, H, I], biases [E, 2I] and [E, H] (both or none).
+
+    interleaved: rows of gate_up are gate, up, gate, up, ... (gpt-oss), not the gates first. alpha and limit belong to
+    the activation `clamped`.
+    """
+
+    gate_up: ExpertMatrix
+    down: ExpertMatrix
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    activation: Activation = "silu"
+    interleaved: bool = False
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+@dataclass(frozen=True)
+class ExpertAdapter:
+    """The factors; a matrix without an adapter has None for both. Rows of B_gu are in the order of gate_up's rows."""
+
+    gate_up_down: Tensor | None = None  # A_gu [E, R, H]
+    gate_up_up: Tensor | None = None  # B_gu [E, 2I, R]
+    down_down: Tensor | None = None  # A_d [E, R, I]
+    down_up: Tensor | None = None  # B_d [E, H, R]
+    gate_up_scale: float = 1.0
+    down_scale: float = 1.0
+    dropout: float = 0.0
+
+
+def experts_mlp(
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    weights: ExpertWeights,
+    adapter: ExpertAdapter | None = None,
+) -> Tensor:
+    """y[T,H], the experts' outputs weighted and added; the formulas are at the top of this file.
+
+    hidden [T,H], top_k_index [T,K] of experts 0 to E - 1 (others give nothing), top_k_weights [T,K]. Gradients for
+    hidden, top_k_weights and the adapter's factors.
+
+    Raises:
+        ValueError: shapes, types, devices, ranks or dropout that do not fit, with their values.
+    """
+    adapter = adapter or ExpertAdapter()
+    gate_up, down = weights.gate_up, weights.down
+    biases = [bias for bias in (weights.gate_up_bias, weights.down_bias) if bias is not None]
+    if len(biases) == 1:
+        raise ValueError("one bias of gate_up and down: both are expected, or none")
+    shape = [gate_up.experts, down.cols, gate_up.cols, gate_up.block, gate_up.nested_block]
+    if (gate_up.rows, down.rows, down.experts) != (2 * down.cols, gate_up.cols, gate_up.experts):
+        raise ValueError(
+            f"gate_up [{gate_up.experts}, {gate_up.rows}, {gate_up.cols}], down [{down.experts}, {down.rows},"
+            f" {down.cols}]: expected [E, 2I, H] and [E, H, I]"
+        )
+    if gate_up.storage == down.storage == "nf4" and (gate_up.block, gate_up.nested_block) != (
+        down.block,
+        down.nested_block,
+    ):
+        raise ValueError("gate_up and down quantised with different block sizes: quantise them alike")
+    form = [gate_up.storage, down.storage, weights.activation, "interleaved" if weights.interleaved else "halves"]
+    numbers = [adapter.gate_up_scale, adapter.down_scale, adapter.dropout, weights.alpha, weights.limit]
+    y: Tensor = _FORWARD(
+        hidden,
+        top_k_index,
+        top_k_weights,
+        gate_up.tensors,
+        down.tensors,
+        biases,
+        _pair(adapter.gate_up_down, adapter.gate_up_up),
+        _pair(adapter.down_down, adapter.down_up),
+        shape,
+        form,
+        numbers,
+        _draw_seeds(hidden, adapter.dropout),
+    )[0]
+    return y
+
+
+def _pair(down: Tensor | None, up: Tensor | None) -> list[Tensor]:
+    if down is None or up is None:
+        if down is not up:
+            raise ValueError("one factor of an adapter: A and B are expected, or neither")
+        return []
+    return [down, up]
+
+
+def _draw_seeds(x: Tensor, p: float) -> Tensor | None:
+    """One int64 for gate_up, one for down: see `lora.draw_seed`."""
+    return torch.randint(0, 2**62, (2,), device=x.device) if p > 0.0 else None
+
+
+def padded(rank: int) -> int:
+    """Columns of h: the kernels multiply 16 ranks at a time."""
+    return (rank + 15) // 16 * 16
+
+
+def check(  # type: ignore[no-untyped-def]
+    x, index, weights, gate_up_factors, down_factors, shape, form, numbers, seed
+) -> None:
+    """ValueError, with the values and the fix, unless the inputs fit one another."""
+    E, inner, H = shape[:3]
+    if x.dim() != 2 or x.shape[1] != H:
+        raise ValueError(f"hidden {tuple(x.shape)} for experts of width {H}: expected [T, {H}]")
+    if index.dim() != 2 or index.shape != weights.shape or index.shape[0] != x.shape[0]:
+        found = f"top_k_index {tuple(index.shape)}, top_k_weights {tuple(weights.shape)}"
+        raise ValueError(f"{found} for hidden {tuple(x.shape)}: expected [T, K] twice")
+    if not 0.0 <= numbers[2] < 1.0:
+        raise ValueError(f"dropout={numbers[2]}: must lie in [0, 1)")
+    if numbers[2] > 0.0 and seed is None:
+        raise ValueError(f"dropout={numbers[2]}: needs two seeds, int64 on the device of hidden")
+    if form[2] not in ("silu", "gelu", "gelu_tanh", "clamped"):
+        raise ValueError(f"activation={form[2]}: expected silu, gelu, gelu_tanh or clamped")
+    for name, factors, D, out in (("gate_up", gate_up_factors, H, 2 * inner), ("down", down_factors, inner, H)):
+        if not factors:
+            continue
+        a, b = factors
+        rank = a.shape[1] if a.dim() == 3 else 0
+        if tuple(a.shape) != (E, rank, D) or tuple(b.shape) != (E, out, rank):
+            raise ValueError(
+                f"adapter of {name}: A {tuple(a.shape)}, B {tuple(b.shape)}; expected [{E}, R, {D}] and [{E}, {out}, R]"
+            )
+        if not 1 <= rank <= lora.MAX_RANK:
+            raise ValueError(f"r={rank}: the operator takes ranks from 1 to {lora.MAX_RANK}")
+        if {a.dtype, b.dtype} - {x.dtype, torch.float32} or a.dtype != b.dtype:
+            raise ValueError(f"hidden is {x.dtype}, A {a.dtype}, B {b.dtype}: adapters need its type or float32")
+        if a.device != x.device or b.device != x.device:
+            raise ValueError(f"hidden on {x.device}, A on {a.device}, B on {b.device}: move them together")
+
+
+def _rank(factors: Sequence[Tensor]) -> int:
+    return padded(factors[0].shape[1]) if factors else 0
+
+
+def _fake_forward(  # type: ignore[no-untyped-def]
+    x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed
+):
+    check(x, index, weights, gate_up_factors, down_factors, shape, form, numbers, seed)
+    N = index.numel()
+    return (
+        x.new_empty(x.shape),
+        x.new_empty((N, 2 * shape[1])),
+        x.new_empty((N, _rank(gate_up_factors))),
+        x.new_empty((N, _rank(down_factors))),
+        x.new_empty(N, dtype=torch.int32),
+        x.new_empty(shape[0], dtype=torch.int32),
+    )
+
+
+def _fake_backward(  # type: ignore[no-untyped-def]
+    grad, x, weights, gate_up, down, biases, gate_up_factors, down_factors, u0, h_gu, h_d, order, ends, shape, form,
+    numbers, seed, need_x, need_weights, need_factors
+):  # fmt: skip
+    like = [[f.new_empty(f.shape) for f in pair] if need_factors else [] for pair in (gate_up_factors, down_factors)]
+    return x.new_empty(x.shape if need_x else 0), weights.new_empty(weights.shape if need_weights else 0), *like
+
+
+def _reference_forward(  # type: ignore[no-untyped-def]
+    x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed
+):
+    check(x, index, weights, gate_up_factors, down_factors, shape, form, numbers, seed)
+    return experts_plain.forward(
+        x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, _, weights, gate_up, down, biases, gate_up_factors, down_factors, ctx.shape, ctx.form, ctx.numbers, seed = inputs
+    lists = gate_up, down, biases, gate_up_factors, down_factors
+    ctx.lengths = [len(tensors) for tensors in lists]
+    ctx.save_for_backward(x, weights, seed, *output[1:], *(tensor for tensors in lists for tensor in tensors))
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    nothing = [[None] * length for length in ctx.lengths]
+    if grad is None:
+        return None, None, None, *nothing, None, None, None, None
+    x, weights, seed, *rest = ctx.saved_tensors
+    kept, rest, lists = rest[:5], rest[5:], []
+    for length in ctx.lengths:
+        lists.append(rest[:length])
+        rest = rest[length:]
+    need = ctx.needs_input_grad
+    if any(any(need[i]) for i in (3, 4, 5)):
+        raise ValueError("gate_up, down or a bias requires a gradient: the operator has none of frozen weights")
+    flags = need[0], need[2], any(need[6]) or any(need[7])
+    grad_x, grad_weights, *factors = torch.ops.zerolora.experts_backward(
+        grad, x, weights, *lists, *kept, ctx.shape, ctx.form, ctx.numbers, seed, *flags
+    )
+    grads = [got or none for got, none in zip(factors, nothing[3:], strict=True)]
+    results = grad_x if need[0] else None, None, grad_weights if need[2] else None
+    return *results, *nothing[:3], *grads, None, None, None, None
+
+
+torch.library.impl("zerolora::experts_forward", "cpu")(_reference_forward)
+torch.library.impl("zerolora::experts_backward", "cpu")(experts_plain.backward)
+torch.library.register_fake("zerolora::experts_forward")(_fake_forward)
+torch.library.register_fake("zerolora::experts_backward")(_fake_backward)
+torch.library.register_autograd("zerolora::experts_forward", _backward, setup_context=_setup_context)
+torch.library.register_autograd("zerolora::experts_backward", lora.refuse_second_derivative)
+_FORWARD = torch.ops.zerolora.experts_forward.default
+REFERENCE = {"experts_forward": _reference_forward, "experts_backward": experts_plain.backward}
