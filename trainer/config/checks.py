@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from trainer.config.errors import UserError, shown
 from trainer.config.gather import gathers_by_layer, why_not_by_layer
 from trainer.config.sections import RunConfig
+from trainer.config.training_sections import TrainingSection
 from trainer.config.types import AUTO
 from trainer.config.zero_extra import extra_mistakes
+
+ROLES = ("assistant", "user", "system", "tool")
 
 
 def check_combinations(config: RunConfig) -> None:
@@ -97,13 +100,22 @@ def _of_data(config: RunConfig) -> Iterator[str]:
             yield f"{label}.format=custom: needs {label}.template with {{field}} marks and {label}.fields.completion"
         if source.template and source.format not in ("custom", "auto"):
             yield f"{label}.template: only format: custom uses it, and {label}.format={source.format}"
+        if source.template_without_input and not source.template:
+            yield f"{label}.template_without_input: needs {label}.template, for records that have an input"
+        if unknown := [role for role in source.roles if role not in ROLES]:
+            yield f"{label}.roles.{unknown[0]}: the roles are {', '.join(ROLES)}; name yours below one of them"
+        if source.roles and source.format not in ("auto", "messages", "sharegpt"):
+            yield f"{label}.roles: only conversations have roles, and {label}.format={source.format}; remove it"
     if data.val_split and data.evaluation:
         yield f"dataset.val_split={data.val_split}: dataset.evaluation is given as well; keep one"
-    unknown = set(data.train_on) - {"assistant", "user", "system", "tool", "all"}
-    if unknown or not data.train_on:
+    if set(data.train_on) - {*ROLES, "all"} or not data.train_on:
         yield f"dataset.train_on={shown(data.train_on)}: roles are assistant, user, system, tool, or all"
     if data.streaming and not config.training.max_steps:
         yield "dataset.streaming=true: the end of a stream is not known; set training.max_steps"
+    for name in ("saves_per_epoch", "evals_per_epoch"):
+        if data.streaming and (given := getattr(config.training, name)):
+            steps = f"training.{name[:4]}_steps"
+            yield f"training.{name}={given:g}: the length of a stream is not known; set {steps} instead"
     if data.streaming and data.val_split:
         yield "dataset.val_split: a stream cannot be split; give dataset.evaluation"
 
@@ -145,14 +157,19 @@ def _of_training(config: RunConfig) -> Iterator[str]:
 
 def _of_evaluation(config: RunConfig) -> Iterator[str]:
     training = config.training
+    if training.evals_per_epoch and training.eval_steps:
+        yield f"training.evals_per_epoch={training.evals_per_epoch:g}: training.eval_steps is given as well; keep one"
+    if training.saves_per_epoch and training.save_steps != TrainingSection().save_steps:
+        yield f"training.saves_per_epoch={training.saves_per_epoch:g}: training.save_steps is given as well; keep one"
+    when = "evals_per_epoch" if training.evals_per_epoch else "eval_steps"
     looks = {name: getattr(training, name) for name in ("early_stopping", "best_checkpoint") if getattr(training, name)}
     if not (config.dataset.val_split or config.dataset.evaluation):
-        also = "" if training.eval_steps else ", and training.eval_steps"
-        wanted = looks or ({"eval_steps": training.eval_steps} if training.eval_steps else {})
+        also = "" if getattr(training, when) else ", and training.eval_steps"
+        wanted = looks or ({when: getattr(training, when)} if getattr(training, when) else {})
         for name, value in wanted.items():
             held_out = "nothing is held out; set dataset.val_split or dataset.evaluation"
             yield f"training.{name}={shown(value)}: {held_out}{also}"
-    elif looks and not training.eval_steps:
+    elif looks and not getattr(training, when):
         yield "training.eval_steps=0: early_stopping and best_checkpoint look at evaluations; set it"
 
 

@@ -6,12 +6,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from trainer.config.aliases import SOURCE_ALIASES, canonical
+from trainer.config.aliases import canonical
 from trainer.config.dialects import understood
 from trainer.config.errors import UserError, shown
 from trainer.config.messages import section_wanted
 from trainer.config.mistakes import Mistakes
 from trainer.config.sections import RunConfig
+from trainer.config.source_dialect import source_settings
 
 SOURCES = ("dataset.mix", "dataset.evaluation")
 
@@ -89,7 +90,7 @@ class Given:
             return
         dotted, alias_note = canonical(name)
         self.notes += [alias_note] if alias_note else []
-        self._put(dotted, self._rename_source(value) if dotted in SOURCES else value, name, replace)
+        self._put(dotted, self._rename_source(value, name) if dotted in SOURCES else value, name, replace)
 
     def _put(self, dotted: str, value: Any, name: str, replace: bool) -> None:
         *sections, last = dotted.split(".")
@@ -110,12 +111,16 @@ class Given:
         self.names[dotted] = name
         node[last] = value
 
-    def _rename_source(self, entry: Any) -> Any:
+    def _rename_source(self, entry: Any, name: str) -> Any:
         """Our names inside one source of examples, or inside each of several."""
         if isinstance(entry, list):
-            return [self._rename_source(source) for source in entry]
+            return [self._rename_source(source, f"{name}.{index}") for index, source in enumerate(entry)]
         if not isinstance(entry, dict):
             return entry
-        others = [(name, ours) for name, ours in SOURCE_ALIASES.items() if name in entry]
-        self.notes += [f"{name} of a source is read as {ours}" for name, ours in others]
-        return {SOURCE_ALIASES.get(name, name): value for name, value in entry.items()}
+        try:
+            ours, notes = source_settings(entry)
+        except UserError as error:
+            self.mistakes.add(name, f"{name}.{error}")
+            return entry
+        self.notes += notes
+        return ours
