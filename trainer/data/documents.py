@@ -15,7 +15,8 @@ from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.data.chat import ChatEncoder, chat_template_of
 from trainer.data.formats import Shape, find_shape
 from trainer.data.records import Text, Turns, answers_of, read_record
-from trainer.data.sources import read_source, where_from
+from trainer.data.source_files import where_from
+from trainer.data.sources import read_source
 from trainer.data.text_files import record_of
 from trainer.data.tokens import Encoded, encode_texts
 
