@@ -6,9 +6,10 @@ import pytest
 import yaml
 
 from trainer.config import RunConfig, dump_yaml, load_config
-from trainer.config.aliases import ALIASES, ELSEWHERE, SOURCE_ALIASES
+from trainer.config.aliases import ALIASES, ELSEWHERE
 from trainer.config.data_sections import SourceSection
 from trainer.config.messages import setting_names
+from trainer.config.source_dialect import RENAMED, SAME
 
 AXOLOTL = """
 base_model: NousResearch/Llama-3.2-1B
@@ -63,6 +64,21 @@ def test_an_axolotl_file_is_understood_and_every_other_name_noted(tmp_path: Path
     assert len(loaded.notes) == 19
 
 
+def test_a_source_as_axolotl_writes_it_is_understood(tmp_path: Path) -> None:
+    source = (
+        "  - path: org/talks\n    type: chat_template\n    name: big\n    split: train[:10%]\n    ds_type: json\n"
+        "    data_files: part-1.jsonl\n    field_messages: talk\n"
+        "    message_property_mappings: {role: from, content: value, tool_calls: tool_calls}\n"
+        "    roles: {assistant: [agent], user: [customer, caller]}\n"
+    )
+    (mixed,) = load(tmp_path, f"base_model: m\noutput_dir: o\ndatasets:\n{source}").dataset.mix
+    assert (mixed.format, mixed.name, mixed.split, mixed.data_files) == (
+        "messages", "big", "train[:10%]", ("part-1.jsonl",),
+    )  # fmt: skip
+    assert mixed.fields == {"messages": "talk", "role": "from", "content": "value"}
+    assert mixed.roles == {"assistant": ("agent",), "user": ("customer", "caller")}
+
+
 def test_overrides_come_last_and_are_read_as_yaml(tmp_path: Path) -> None:
     overrides = (
         "lora.r=64", "learning_rate=3e-5", "lora.target_modules=q_proj,v_proj", "dataset.packing=true", "seed=9",
@@ -114,7 +130,7 @@ def test_every_other_name_leads_to_a_setting() -> None:
     sections = {"dataset.evaluation"}
     assert {ours for ours in ALIASES.values() if ours not in settings | sections} == set()
     assert settings.isdisjoint(ALIASES) and set(ELSEWHERE).isdisjoint(settings | set(ALIASES))
-    assert set(SOURCE_ALIASES.values()) <= set(SourceSection.model_fields)
+    assert {*SAME, *RENAMED.values()} <= set(SourceSection.model_fields)
 
 
 def test_every_setting_is_documented() -> None:

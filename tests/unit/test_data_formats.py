@@ -28,6 +28,31 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
         {"fields": {"role": "who", "content": "says"}},
         Turns([ASK, SAY]),
     ),
+    "roles of their own": (
+        {"messages": [{"role": "Caller", "content": "Why?"}, {"role": "agent", "content": "Because."}]},
+        {"format": "messages", "roles": {"user": ("caller",), "assistant": ("agent", "bot")}},
+        Turns([ASK, SAY]),
+    ),
+    "roles of their own, found by auto": (
+        {"conversations": [{"from": "human", "value": "Why?"}, {"from": "agent", "value": "Because."}]},
+        {"roles": {"assistant": ("agent",)}},
+        Turns([ASK, SAY]),
+    ),
+    "a template for records with an input, and it is there": (
+        {"q": "Add.", "input": "1 2", "completion": "3"},
+        {"template": "{q} [{input}] = ", "template_without_input": "{q} = ", "fields": {"completion": "completion"}},
+        Text("Add. [1 2] = ", "3"),
+    ),
+    "a template for records with an input, and it is empty": (
+        {"q": "Add.", "input": " ", "completion": "3"},
+        {"template": "{q} [{input}] = ", "template_without_input": "{q} = ", "fields": {"completion": "completion"}},
+        Text("Add. = ", "3"),
+    ),
+    "a template for records with an input, and there is no such field": (
+        {"q": "Add.", "completion": "3"},
+        {"template": "{q} [{input}] = ", "template_without_input": "{q} = ", "fields": {"completion": "completion"}},
+        Text("Add. = ", "3"),
+    ),
     "OpenAI's role and content in conversations": ({"conversations": [ASK, SAY]}, {}, Turns([ASK, SAY])),
     "messages, text in parts": (
         {

@@ -51,6 +51,24 @@ def write_texts(name: str, *lines: str) -> None:
     Path(name).write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_documents_that_are_too_long_can_be_left_out(tokenizer: PreTrainedTokenizerBase, streaming: bool) -> None:
+    write_texts("texts.jsonl", *("one two three " * count for count in (1, 40, 2, 41)))
+    whole = prepared(tokenizer, path="texts.jsonl", max_length=4096)
+    lengths = [len(sample.input_ids) for sample in samples_of(whole)]
+    limit = max(lengths[0], lengths[2])
+    left = prepared(
+        tokenizer, path="texts.jsonl", max_length=limit, too_long="drop", streaming=streaming, shuffle=False
+    )
+    kept = list(islice(left.train.read(0), 4)) if isinstance(left.train, SampleStream) else samples_of(left)
+    assert [len(sample.input_ids) for sample in kept] == [lengths[0], lengths[2]]
+    if not streaming:
+        assert (left.stats.too_long, left.stats.truncated, left.stats.dropped) == (2, 0, 0)
+        assert f"2 longer than {limit} tokens left out" in " ".join(left.stats.lines())
+        with pytest.raises(UserError, match=r"max_length=2: all 4 records of dataset are longer.*too_long: cut"):
+            prepared(tokenizer, path="texts.jsonl", max_length=2, too_long="drop")
+
+
 def test_documents_keep_the_order_of_the_file(tokenizer: PreTrainedTokenizerBase) -> None:
     write_chats(Path("chats.jsonl"), 30)
     data = prepared(tokenizer)

@@ -52,6 +52,20 @@ KINDS = ["a.jsonl", "bom.jsonl", "a.json", "lines.json", "a.csv", "a.tsv", "a.js
 
 
 @pytest.mark.parametrize("streaming", [False, True])
+def test_only_the_files_that_are_named_are_read(streaming: bool) -> None:
+    for name in ("part-1", "part-2", "notes"):
+        Path("many/deep").mkdir(parents=True, exist_ok=True)
+        Path(f"many/deep/{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+    texts = lambda *names: [row["text"] for row in read("many", streaming=streaming, data_files=names)]  # noqa: E731
+    assert texts("deep/part-2.jsonl") == ["part-2"] and texts("*/part-*") == ["part-1", "part-2"]
+    assert texts("deep/notes.jsonl", "deep/part-1.jsonl") == ["notes", "part-1"], "in the order of the names"
+    with pytest.raises(UserError, match=r"data_files=deep/part-3.jsonl: no such data file in many; did you mean deep/"):
+        texts("deep/part-3.jsonl")
+    with pytest.raises(UserError, match=r"data_files=\[x\]: .*is a file itself; remove one"):
+        read("many/deep/notes.jsonl", streaming=streaming, data_files=("x",))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
 def test_every_kind_gives_the_same_records(streaming: bool) -> None:
     write_all_kinds()
     assert {name: read(name, streaming=streaming) for name in KINDS} == {name: ROWS for name in KINDS}

@@ -274,7 +274,7 @@ def test_a_value_that_changes_nothing_is_left_out_with_a_note(file: Path) -> Non
 def test_two_settings_that_contradict_each_other(text: str, file: Path) -> None:
     file.write_text(BASE + text)
     line = refusal(file)
-    assert "load_in_4bit" in line and "adapter" in line and "keep one" in line and "line 5" in line
+    assert "load_in_4bit" in line and "adapter" in line and "keep one" in line and "c.yaml:5" in line
 
 
 def test_quantization_without_a_quantised_base_is_said(file: Path) -> None:
@@ -289,10 +289,43 @@ def test_quantization_without_a_quantised_base_is_said(file: Path) -> None:
 def test_every_mistake_is_told_with_its_line(file: Path) -> None:
     file.write_text(BASE + "lora_r: 0\ntraining:\n  epochs: -1\n  lerning_rate: 1\n")
     assert refusal(file, "zero.stage=7").split("\nerror: ") == [
-        "training.lerning_rate: unknown setting; did you mean training.learning_rate? (c.yaml line 7)",
-        "lora_r=0: must be 1 or more (c.yaml line 4)",
-        "training.epochs=-1: must be above 0 (c.yaml line 6)",
-        "zero.stage=7: must be auto, 0, 1, 2 or 3",
+        "lora_r=0: must be 1 or more (c.yaml:4)",
+        "training.epochs=-1: must be above 0 (c.yaml:6)",
+        "training.lerning_rate: unknown setting; did you mean training.learning_rate? (c.yaml:7)",
+        "zero.stage=7: must be auto, 0, 1, 2 or 3 (command line)",
+    ]
+
+
+def test_all_kinds_of_mistakes_are_told_at_once_in_the_order_of_the_file(file: Path) -> None:
+    file.write_text(
+        "base_modle: m\noutput_dir: runs/x\ndataset: {path: d, formatt: alpaca}\nlora:\n  r: 8\n  r: 9\n"
+        "training:\n  epochs: many\n  early_stopping: 2\nlora_alpha: 1\nlora.alpha: 2\ndeepspeed: z.json\n"
+        "zero:\n  stage: 0\n  offload_optimizer: true\n  extra: {amp: {}, optimizer: {}}\n"
+    )
+    assert refusal(file, "lora.dropout", "seed=-1", "training.warmup_steps=9", "max_steps=3").split("\nerror: ") == [
+        "base_modle: unknown setting; did you mean base_model? (c.yaml:1)",
+        "dataset.formatt: unknown setting; did you mean dataset.format? (c.yaml:3)",
+        "r: written twice (line 6, first in line 5); keep one",
+        "training.epochs=many: must be a number, such as 0.0001 or 1e-4 (c.yaml:8)",
+        "training.early_stopping=2: nothing is held out; set dataset.val_split or dataset.evaluation, and "
+        "training.eval_steps (c.yaml:9)",
+        "lora.alpha: given as lora_alpha as well, which is the same setting; keep one (c.yaml:11)",
+        "deepspeed=z.json: not a setting here; zerolora writes DeepSpeed's file; use the settings of `zero`, or "
+        "`zero.extra` for its own keys (c.yaml:12)",
+        "zero.offload_optimizer=true: stage 0 keeps the optimizer whole; use zero.stage: 1, 2 or 3 (c.yaml:15)",
+        "zero.extra.amp={}: is set with training.precision; use that, and remove it here (c.yaml:16)",
+        "zero.extra.optimizer={}: is set with training.optimizer; use that, and remove it here (c.yaml:16)",
+        "lora.dropout: not an override; write key=value, such as training.learning_rate=1e-4",
+        "seed=-1: must be 0 or more (command line)",
+        "training.warmup_steps=9: more than training.max_steps=3; warm up for fewer (command line)",
+    ]
+
+
+def test_what_follows_from_a_mistake_is_not_told_as_another(file: Path) -> None:
+    file.write_text(BASE.replace("data.jsonl}", "d, val_splitt: 0.1}") + "training: {eval_steps: 5}\nadapter: qlorra\n")
+    assert refusal(file, "lora.init=loftq").split("\nerror: ") == [
+        "dataset.val_splitt: unknown setting; did you mean dataset.val_split? (c.yaml:3)",
+        "adapter=qlorra: must be 'lora', 'qlora' or 'none' (c.yaml:5)",
     ]
 
 
@@ -311,9 +344,9 @@ FILES: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "a colon in text": (BASE.encode() + b"adapter: a: b\n", ("line 4", "put text with a colon in quotes")),
     "two documents": (BASE.encode() + b"---\nseed: 1\n", ("not valid YAML at line 4", "one file holds one")),
     "a name for data": (BASE.replace("{path: data.jsonl}", "identity").encode() + b"cutoff_len: 9\n",
-                        ("dataset=identity: must be a section", "`path:` below it (c.yaml line 3)")),
+                        ("dataset=identity: must be a section", "`path:` below it (c.yaml:3)")),
     "a tag that does not fit": (BASE.encode() + b"seed: !!bool x\n", ("not valid YAML", "a tag that does not fit")),
-    "no adapter": (BASE.encode() + b"adapter:\n", ("adapter: empty; write a value", "line 4")),
+    "no adapter": (BASE.encode() + b"adapter:\n", ("adapter: empty; write a value", "c.yaml:4")),
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.data import Batches, Samples
-from trainer.data.step_count import count_steps, step_warnings, steps_line, with_global_batch
+from trainer.data.step_count import count_steps, step_warnings, steps_line, with_global_batch, with_looks_in_steps
 
 
 def config_of(dataset: dict[str, Any] | None = None, **training: Any) -> RunConfig:
@@ -95,6 +95,22 @@ def test_a_global_batch_that_ranks_cannot_share() -> None:
     with pytest.raises(UserError, match=r"global_batch_size=1: 4 ranks cannot share it evenly; use 4"):
         with_global_batch(config_of(global_batch_size=1), 1000, 4)
     assert with_global_batch(config_of(batch_size=3), 1000, 7) == config_of(batch_size=3)
+
+
+@pytest.mark.parametrize(
+    ("training", "resolved"),
+    [
+        ({"evals_per_epoch": 4, "saves_per_epoch": 1}, (13, 50)),
+        ({"evals_per_epoch": 0.5, "batch_size": 2}, (50, 500)),
+        ({"evals_per_epoch": 1000, "saves_per_epoch": 3}, (1, 17)),
+        ({"evals_per_epoch": 4, "saves_per_epoch": 1, "best_checkpoint": True}, (13, 52)),
+        ({"eval_steps": 20, "saves_per_epoch": 1, "best_checkpoint": True}, (20, 60)),
+    ],
+)
+def test_looks_an_epoch_become_steps(training: dict[str, Any], resolved: tuple[int, int]) -> None:
+    found = with_looks_in_steps(config_of({"val_split": 0.1}, **({"batch_size": 1} | training)), 100, 2)
+    assert (found.training.eval_steps, found.training.save_steps) == resolved
+    assert with_looks_in_steps(found, 100, 2) == found and found.training.evals_per_epoch is None
 
 
 def test_few_steps_are_said_with_what_to_change() -> None:

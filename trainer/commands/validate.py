@@ -13,7 +13,7 @@ from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.checkpoint.output_folder import obstacle
 from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.data.prepared import Prepared, samples_of
-from trainer.data.step_count import step_warnings, steps_line, with_global_batch
+from trainer.data.step_count import step_warnings, steps_line, with_global_batch, with_looks_in_steps
 from trainer.preflight import prepare_to_resume
 
 
@@ -56,7 +56,7 @@ def findings(config: RunConfig, prepared: Prepared) -> list[str]:
     if not torch.cuda.is_available():
         lines.append(f"memory: {on_this_cpu(config, prepared)}")
     samples = samples_of(prepared)
-    on_one = with_global_batch(config, samples, 1)
+    on_one = with_looks_in_steps(with_global_batch(config, samples, 1), samples, 1)
     lines.append(f"steps: {steps_line(on_one.training, samples, 1)}{_on_more(config)}")
     lines += [f"warning: {warning}" for warning in step_warnings(on_one, samples, 1)]
     lines.append(f"output: {Path(config.output_dir).absolute()}")

@@ -99,9 +99,6 @@ ALIASES: dict[str, str] = {
     "ops.forget": "ops.recompute",  # as it was called here before
 }
 
-# Names inside one entry of `datasets` or `test_datasets`.
-SOURCE_ALIASES = {"type": "format", "data_path": "path"}
-
 # Settings of other trainers that have no single counterpart: what to write instead.
 ELSEWHERE = {
     "load_in_4bit": "write `adapter: qlora`",

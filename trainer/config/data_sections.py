@@ -22,14 +22,22 @@ class SourceSection(Section):
     """A .jsonl, .json, .parquet, .csv, .txt file, a folder of them, or the name of a data set on the hub."""
     name: str | None = None
     """Configuration (subset) of a hub data set."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub data set."""
+    data_files: Words = ()
+    """Which files of a folder or hub data set to read, instead of all: names or patterns such as part-*.jsonl."""
     split: str = "train"
     """Split of a hub data set or of a folder that has splits."""
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "completion", "custom"] = "auto"
     """Shape of a record; `auto` reads it off the field names and says what it found."""
     fields: dict[str, str] = Field(default_factory=dict)
     """Your names for a format's fields, such as {prompt: question, completion: answer}."""
+    roles: dict[str, Words] = Field(default_factory=dict)
+    """Your names of the roles user, assistant, system and tool, such as {assistant: [agent, helper]}."""
     template: str | None = None
     """For `custom`: a prompt with {field} in it; the completion is the field `fields.completion` names."""
+    template_without_input: str | None = None
+    """For `custom`: the prompt of records whose field `input` (or what `fields.input` names) is empty."""
     weight: Positive = 1.0
     """Share of this source in a mix: 2.0 draws twice as many of its examples per example as 1.0."""
     max_samples: PositiveInt | None = None
@@ -47,6 +55,8 @@ class DatasetSection(SourceSection):
     """Share of the records held out for evaluation."""
     max_length: Annotated[int, Field(ge=1, le=2**24)] = 2048
     """Longest sequence in tokens; longer ones are cut at the end and counted. With packing, the length of a pack."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """What becomes of a document that is longer than max_length: cut at its end, or left out."""
     packing: bool = False
     """Put several documents into one sequence, each blind to the others, positions restarting."""
     train_on: Words = ("assistant",)

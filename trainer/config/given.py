@@ -1,17 +1,18 @@
 """Settings as they come in, gathered under our names: each once from the file, then from the command line."""
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from trainer.config.aliases import SOURCE_ALIASES, canonical
+from trainer.config.aliases import canonical
 from trainer.config.dialects import understood
 from trainer.config.errors import UserError, shown
 from trainer.config.messages import section_wanted
+from trainer.config.mistakes import Mistakes
 from trainer.config.sections import RunConfig
+from trainer.config.source_dialect import source_settings
 
 SOURCES = ("dataset.mix", "dataset.evaluation")
 
@@ -22,14 +23,16 @@ class Given:
     def __init__(self, path: Path, lines: Mapping[str, int]) -> None:
         self.tree: dict[str, Any] = {}
         self.notes: list[str] = []
-        self.names: dict[str, str] = {}
-        """Our name -> the name that was typed."""
-        self._path, self._lines = path, lines
-        self._overridden: set[str] = set()
+        self.mistakes = Mistakes(path, lines)
         self._left_out: dict[str, Any] = {}
 
+    @property
+    def names(self) -> dict[str, str]:
+        """Our name -> the name that was typed."""
+        return self.mistakes.names
+
     def add_file(self, tree: Mapping[Any, Any]) -> None:
-        """Take in a file's settings. Raises UserError for one that is there under two names."""
+        """Take in a file's settings; one that is there under two names is a mistake."""
         for name, value in self._entries(tree):
             self._add(name, value)
 
@@ -38,11 +41,12 @@ class Given:
         self._add(name, value, replace=True)
 
     def check_bits(self) -> None:
-        """Raise UserError for a base that shall be and shall not be in 4 bits; note settings of one that is not."""
+        """A base cannot be and not be in 4 bits; settings of one that is not are noted."""
         adapter = self.tree.get("adapter", "lora")
         if adapter == "qlora" and self._left_out.get("load_in_4bit") is False:
-            raise UserError(
-                "load_in_4bit=false: adapter is qlora, whose base has 4 bits; write adapter: lora, or remove it"
+            self.mistakes.add(
+                "load_in_4bit",
+                "load_in_4bit=false: adapter is qlora, whose base has 4 bits; write adapter: lora, or remove it",
             )
         section = self.tree.get("quantization")
         # Written out in full with its defaults it comes from a finished run's record.
@@ -54,29 +58,6 @@ class Given:
                 "has a quantised base"
             )
 
-    def located(self, dotted: str, message: str) -> str:
-        """The message with the name that was typed, and the line of the file that it stands in."""
-        typed = self.names.get(dotted, dotted)
-        if typed != dotted and message.startswith(dotted):
-            message = typed + message.removeprefix(dotted)
-        return message + self._place(dotted)
-
-    def located_by_name(self, message: str) -> str:
-        """The same for a message that begins with our name of the setting."""
-        start = re.match(r"\w+(\.\w+)*", message)
-        return self.located(start.group(), message) if start else message
-
-    def _place(self, dotted: str) -> str:
-        if any(dotted == name or dotted.startswith(f"{name}.") for name in self._overridden):
-            return ""
-        parts = dotted.split(".")
-        for length in range(len(parts), 0, -1):
-            above, below = ".".join(parts[:length]), parts[length:]
-            line = self._lines.get(".".join([self.names.get(above, above), *below]))
-            if line is not None:
-                return f" ({self._path} line {line})"
-        return ""
-
     def _entries(self, tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
         for key, value in tree.items():
             field = RunConfig.model_fields.get(key) if isinstance(key, str) else None
@@ -86,17 +67,20 @@ class Given:
                     self.tree.setdefault(key, {})
                     yield from ((f"{key}.{inner}", inner_value) for inner, inner_value in value.items())
                 elif value is not None:
-                    raise UserError(self.located(key, section_wanted(key, kind, value)))
+                    self.mistakes.add(key, section_wanted(key, kind, value))
                 elif key == "dataset":
                     yield key, value
             elif value is not None or key != "seed":  # a section, or the seed, with nothing in it means the defaults
                 yield str(key), value
 
     def _add(self, name: str, value: Any, *, replace: bool = False) -> None:
+        if replace:
+            self.mistakes.override(name)
         try:
             meant = understood(name, value)
         except UserError as error:
-            raise UserError(str(error) if replace else self.located(name, str(error))) from None
+            self.mistakes.add(name, str(error))
+            return
         if meant is not None:
             settings, note = meant
             self.notes.append(note)
@@ -106,7 +90,7 @@ class Given:
             return
         dotted, alias_note = canonical(name)
         self.notes += [alias_note] if alias_note else []
-        self._put(dotted, self._rename_source(value) if dotted in SOURCES else value, name, replace)
+        self._put(dotted, self._rename_source(value, name) if dotted in SOURCES else value, name, replace)
 
     def _put(self, dotted: str, value: Any, name: str, replace: bool) -> None:
         *sections, last = dotted.split(".")
@@ -114,26 +98,29 @@ class Given:
         for section in sections:
             child = node.setdefault(section, {})
             if not isinstance(child, dict):
-                raise UserError(
-                    f"{dotted}={shown(value)}: {section} is {shown(child)}, not a section; remove one of them"
+                self.mistakes.add(
+                    name, f"{dotted}={shown(value)}: {section} is {shown(child)}, not a section; remove one of them"
                 )
+                return
             node = child
         if replace:
-            self._overridden.add(dotted)
+            self.mistakes.override(dotted)
         elif dotted in self.names and node[last] != value:
-            raise UserError(
-                f"{name}: given as {self.names[dotted]} as well, which is the same setting; keep one"
-                + (f" ({self._path} line {self._lines[name]})" if name in self._lines else "")
-            )
+            self.mistakes.add_twice(dotted, name)
+            return
         self.names[dotted] = name
         node[last] = value
 
-    def _rename_source(self, entry: Any) -> Any:
+    def _rename_source(self, entry: Any, name: str) -> Any:
         """Our names inside one source of examples, or inside each of several."""
         if isinstance(entry, list):
-            return [self._rename_source(source) for source in entry]
+            return [self._rename_source(source, f"{name}.{index}") for index, source in enumerate(entry)]
         if not isinstance(entry, dict):
             return entry
-        others = [(name, ours) for name, ours in SOURCE_ALIASES.items() if name in entry]
-        self.notes += [f"{name} of a source is read as {ours}" for name, ours in others]
-        return {SOURCE_ALIASES.get(name, name): value for name, value in entry.items()}
+        try:
+            ours, notes = source_settings(entry)
+        except UserError as error:
+            self.mistakes.add(name, f"{name}.{error}")
+            return entry
+        self.notes += notes
+        return ours

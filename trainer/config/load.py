@@ -5,11 +5,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from trainer.config.checks import check_combinations
 from trainer.config.doubts import doubts
 from trainer.config.errors import UserError, UserErrors
 from trainer.config.given import Given
-from trainer.config.messages import all_mistakes
+from trainer.config.mistakes import without_mistakes
 from trainer.config.overrides import parse_override
 from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import dump, read_yaml
@@ -30,22 +29,33 @@ def load_config(
 
     `with_lines=False` for a file that the user did not write: mistakes then do not say where in it they stand.
 
-    Raises UserError naming the setting, its value and the fix; for several mistakes of single settings, all of them.
+    Raises UserErrors: for every mistake a line with the setting, its value, the fix and the line of the file.
     """
     file = read_yaml(Path(path))
     given = Given(Path(path), file.lines if with_lines else {})
+    mistakes = given.mistakes
+    for line, message in file.mistakes:
+        mistakes.add_line(line, message)
     given.add_file(file.tree)
     for override in overrides:
-        given.override(*parse_override(override))
+        try:
+            name, value = parse_override(override)
+        except UserError as error:
+            mistakes.of_command_line(override, str(error))
+        else:
+            given.override(name, value)
     given.check_bits()
+    config: RunConfig | None
     try:
         config = RunConfig.model_validate(given.tree)
     except ValidationError as error:
-        raise UserErrors([given.located(name, line) for name, line in all_mistakes(error, given.names)]) from None
-    try:
-        check_combinations(config)
-    except UserError as error:
-        raise UserError(given.located_by_name(str(error))) from None
+        mistakes.add_values(error)
+        config = without_mistakes(given.tree, error)
+    if config is not None:
+        mistakes.add_combinations(config)
+    if lines := mistakes.in_order():
+        raise UserErrors(lines)
+    assert config is not None, "pydantic refused it without a mistake"
     return LoadedConfig(config, (*given.notes, *doubts(config)))
 
 

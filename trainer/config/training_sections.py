@@ -93,10 +93,14 @@ class TrainingSection(Section):
     """Start although the memory estimate says that it does not fit."""
     save_steps: StepsOrNever = 500
     """Steps between checkpoints; 0 saves only at the end."""
+    saves_per_epoch: Annotated[float, Field(gt=0.0, le=10_000.0)] | None = None
+    """Checkpoints in each pass over the data, instead of `save_steps`."""
     save_total_limit: PositiveInt | None = 3
     """Newest checkpoints that are kept (and the best one)."""
     eval_steps: StepsOrNever = 0
     """Steps between evaluations; 0 evaluates before and after training only."""
+    evals_per_epoch: Annotated[float, Field(gt=0.0, le=10_000.0)] | None = None
+    """Evaluations in each pass over the data, instead of `eval_steps`."""
     logging_steps: PositiveInt = 1
     """Steps between lines of metrics."""
     resume_from_checkpoint: CheckpointText = None

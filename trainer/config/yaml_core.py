@@ -36,16 +36,24 @@ class YamlFile:
 
     tree: dict[Any, Any]
     lines: dict[str, int]
+    mistakes: list[tuple[int, str]]
+    """Line and text of what YAML takes and a configuration may not have: keys written twice."""
 
 
 class _CoreLoader(yaml.SafeLoader):
-    """Refuses a key written twice, of which plain YAML keeps the last without a word."""
+    """Notes keys that are written twice, of which plain YAML keeps the last without a word; this keeps the first."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.mistakes: list[tuple[int, str]] = []
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own name)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
-        for key_node, _ in node.value:
+        again = []
+        for pair in node.value:
+            key_node = pair[0]
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             line = key_node.start_mark.line + 1
@@ -53,8 +61,10 @@ class _CoreLoader(yaml.SafeLoader):
                 raise UserError(f"line {line}: a list or map as a name; names of settings are words")
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                raise UserError(f"{key}: written twice (line {line}, first in line {seen[key]}); keep one")
-            seen[key] = line
+                self.mistakes.append((line, f"{key}: written twice (line {line}, first in line {seen[key]}); keep one"))
+                again.append(pair)
+            seen.setdefault(key, line)
+        node.value = [pair for pair in node.value if pair not in again]
         return super().construct_mapping(node, deep)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
@@ -89,7 +99,10 @@ def parse(text: str) -> Any:
             node = loader.get_single_node()
             if node is None or node.end_mark.index != len(text):
                 raise ValueError("a comment, which on a command line is text")
-            return loader.construct_document(node)
+            value = loader.construct_document(node)
+            for _, mistake in loader.mistakes:
+                raise UserError(mistake)
+            return value
         finally:
             loader.dispose()
     except (yaml.YAMLError, RecursionError, *OF_TAGS) as error:
@@ -118,6 +131,7 @@ def read_yaml(path: Path) -> YamlFile:
             node = loader.get_single_node()
             _values_of(node, {}, path)
             tree = None if node is None else loader.construct_document(node)
+            mistakes = loader.mistakes
         finally:
             loader.dispose()
     except yaml.reader.ReaderError as error:
@@ -138,7 +152,7 @@ def read_yaml(path: Path) -> YamlFile:
         raise UserError(f"{path}: holds {held}; write `base_model: ...` and so on")
     lines: dict[str, int] = {}
     _note_lines(node, "", lines)
-    return YamlFile(tree, lines)
+    return YamlFile(tree, lines, mistakes)
 
 
 def _hint(problem: str) -> str:

@@ -1,8 +1,9 @@
 """`zero.extra`: which of DeepSpeed's keys it may hold; those that a setting here writes would be written twice."""
 
+from collections.abc import Iterator
 from typing import Any
 
-from trainer.config.errors import UserError, shown
+from trainer.config.errors import shown
 
 # DeepSpeed's key -> what says it here.
 SETTINGS_OF = {
@@ -43,24 +44,23 @@ REPLACE = (
 )  # fmt: skip
 
 
-def check_extra(extra: dict[str, Any]) -> None:
-    """Raise UserError for a key that a setting here writes, or that training here cannot do with."""
+def extra_mistakes(extra: dict[str, Any]) -> Iterator[str]:
+    """A line for each key that a setting here writes, or that training here cannot do with."""
     partition = extra.get("zero_optimization", {})
     if not isinstance(partition, dict):
-        raise UserError(
-            f"zero.extra.zero_optimization={shown(partition)}: must be a map; the stage is set with zero.stage"
-        )
+        yield f"zero.extra.zero_optimization={shown(partition)}: must be a map; the stage is set with zero.stage"
+        return
     entries = {**extra, **{f"zero_optimization.{key}": value for key, value in partition.items()}}
     for key, value in entries.items():
         name = f"zero.extra.{key}={shown(value)}"
         if key in SETTINGS_OF:
-            raise UserError(f"{name}: is set with {SETTINGS_OF[key]}; use that, and remove it here")
+            yield f"{name}: is set with {SETTINGS_OF[key]}; use that, and remove it here"
         if key in FIXED:
-            raise UserError(f"{name}: the optimizer here needs it as it is; remove it")
+            yield f"{name}: the optimizer here needs it as it is; remove it"
         if key in REPLACE:
-            raise UserError(f"{name}: this part of DeepSpeed cannot run within training here; remove it")
+            yield f"{name}: this part of DeepSpeed cannot run within training here; remove it"
     if "data_types" in extra:
-        raise UserError(
+        yield (
             f"zero.extra.data_types={shown(extra['data_types'])}: DeepSpeed then takes an optimizer whose state "
             "no checkpoint here knows; leave it out, or set training.precision: fp32"
         )

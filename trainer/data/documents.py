@@ -15,7 +15,8 @@ from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.data.chat import ChatEncoder, chat_template_of
 from trainer.data.formats import Shape, find_shape
 from trainer.data.records import Text, Turns, answers_of, read_record
-from trainer.data.sources import read_source, where_from
+from trainer.data.source_files import where_from
+from trainer.data.sources import read_source
 from trainer.data.text_files import record_of
 from trainer.data.tokens import Encoded, encode_texts
 
@@ -52,6 +53,7 @@ class DocumentEncoder:
             )
         self.tokenizer = tokenizer
         self.max_length = section.max_length
+        self.drops_longer = section.too_long == "drop"
         self.train_on = frozenset(section.train_on)
         template = chat_template_of(tokenizer, section.chat_template)
         self.chat = ChatEncoder(tokenizer, template, section.train_on, section.system_prompt) if template else None
@@ -66,12 +68,15 @@ class DocumentEncoder:
             answers = answers_of(example, self.train_on)
             # A document's first token has nothing before it to be predicted from.
             at = next((index for index, trained in enumerate(document.trained) if trained and index), 0)
+            too_long = len(document.input_ids) > self.max_length
             rows["input_ids"].append(document.input_ids[: self.max_length])
             rows["trained"].append(document.trained[: self.max_length])
             rows["length"].append(min(len(document.input_ids), self.max_length))
-            rows["targets"].append(sum(document.trained[1 : self.max_length]))
+            # What has no target is left out, here as in streams.
+            left_out = too_long and self.drops_longer
+            rows["targets"].append(0 if left_out else sum(document.trained[1 : self.max_length]))
             rows["first_target"].append(at + 1 if at else 0)
-            rows["truncated"].append(len(document.input_ids) > self.max_length)
+            rows["truncated"].append(too_long)
             rows["answers"].append(len(answers))
             rows["empty"].append(sum(not answer for answer in answers))
             rows["digest"].append(xxhash.xxh3_64_intdigest(np.asarray(document.input_ids, np.int32).tobytes()) - 2**63)

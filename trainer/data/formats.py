@@ -48,6 +48,9 @@ class Shape:
     format: str
     names: Mapping[str, str]
     template: str | None = None
+    template_without_input: str | None = None
+    roles: Mapping[str, str] = field(default_factory=dict)
+    """The records' own names of roles -> ours."""
     alpaca_as_chat: bool = False
     note: str = field(default="", compare=False)
 
@@ -84,6 +87,8 @@ def find_shape(
         format_,
         names,
         template=source.template,
+        template_without_input=source.template_without_input,
+        roles=_roles_of(source),
         alpaca_as_chat=has_chat_template,
         note=f"{label}: format {format_}",
     )
@@ -99,7 +104,8 @@ def _detect(
         optional = {name: present.get(name, name) for name in OPTIONAL[format_]} | dict(source.fields)
         fields = " + ".join(names[name] for name in REQUIRED[format_])
         note = f"{label}: format {format_} (found by the field{'s' if '+' in fields else ''} {fields})"
-        return Shape(format_, {**optional, **names}, alpaca_as_chat=has_chat_template, note=note)
+        roles = _roles_of(source)
+        return Shape(format_, {**optional, **names}, roles=roles, alpaca_as_chat=has_chat_template, note=note)
 
     if REJECTED & set(columns) and not source.fields:
         _refuse_preferences(first, columns, label)
@@ -123,6 +129,10 @@ def _detect(
         if all(column in present for column in names.values()):
             return shape(format_, {name: present[column] for name, column in names.items()})
     raise UserError(f"{label}.format=auto: {_not_found(source, columns, label)}")
+
+
+def _roles_of(source: SourceSection) -> dict[str, str]:
+    return {name.strip().lower(): role for role, names in source.roles.items() for name in names}
 
 
 def _refuse_preferences(first: Mapping[str, Any], columns: Sequence[str], label: str) -> None:
@@ -179,12 +189,16 @@ def _template_names(source: SourceSection, columns: Sequence[str], label: str) -
     """Record fields of the {marks} in a custom template."""
     assert source.template is not None
     try:
-        marks = [name for _, name, _, _ in string.Formatter().parse(source.template) if name is not None]
+        texts = [source.template, source.template_without_input or ""]
+        marks = [name for text in texts for _, name, _, _ in string.Formatter().parse(text) if name is not None]
     except ValueError as error:
         raise UserError(f"{label}.template: {error}; write a brace of the text itself twice, as {{{{ or }}}}") from None
     names = {mark: source.fields.get(mark, mark) for mark in marks}
+    if source.template_without_input:
+        names.setdefault("input", source.fields.get("input", "input"))
     for mark, column in names.items():
-        if column not in columns:
+        # Records that never have an input need no such field.
+        if column not in columns and not (mark == "input" and source.template_without_input):
             raise UserError(f"{label}.template: {{{mark}}} is no field of the records, which have {listed(columns)}")
     return names
 

@@ -27,8 +27,9 @@ Index = NDArray[np.int64]
 class DataStats:
     """What one pass over the data is made of; `records` were read, all else counts what is trained on.
 
-    `truncated` documents were cut to max_length, `dropped` records had no trained token (left). Of `answers` so many
-    are `empty`; `copies` are documents that an earlier one equals, or, of held-out data, one that is trained on.
+    `truncated` documents were cut to max_length, `dropped` records had no trained token (left), `too_long` ones were
+    left out. Of `answers` so many are `empty`; `copies` are documents that an earlier one equals, or, of held-out data,
+    one that is trained on.
     """
 
     records: int = 0
@@ -38,6 +39,7 @@ class DataStats:
     target_tokens: int = 0
     truncated: int = 0
     dropped: int = 0
+    too_long: int = 0
     answers: int = 0
     empty: int = 0
     copies: int = 0
@@ -81,6 +83,11 @@ class DataStats:
             )
         if self.dropped > WORTH_SAYING * self.records:
             found.append(f"{self.dropped / self.records:.1%} of the records are dropped for lack of trained tokens")
+        if self.too_long > WORTH_SAYING * self.records:
+            share = self.too_long / self.records
+            found.append(
+                f"{share:.1%} of the records are longer than dataset.max_length={self.max_length} and left out"
+            )
         if self.copies > MANY_COPIES * self.documents:
             found.append(f"{self.copies / self.documents:.1%} of the documents are exact copies of others")
         held_out = self.evaluation
@@ -92,6 +99,7 @@ class DataStats:
     def _figures(self, name: str) -> list[str]:
         packs = f" in {self.samples:,} packs, {self.packing_efficiency:.1%} full" if self.packed else ""
         losses = [f"{self.truncated:,} cut to {self.max_length:,} tokens"] if self.truncated else []
+        losses += [f"{self.too_long:,} longer than {self.max_length:,} tokens left out"] if self.too_long else []
         losses += [f"{self.dropped:,} dropped for lack of trained tokens"] if self.dropped else []
         return [
             f"{name}: {self.documents:,} documents{packs}, {self.tokens:,} tokens, "
@@ -195,6 +203,7 @@ def _grouped(
     """Samples out of documents, packed if so wanted, in the documents' order; and what they come to."""
     if len(records) and not len(members):
         raise _nothing_to_train_on(section, figures, records, label)
+    left_out = int(figures.truncated[records].sum()) if section.too_long == "drop" else 0
     unique = np.unique(members)  # what the weights of a mix repeat is meant
     if section.packing:
         packs = best_fit(figures.length[members], section.max_length)
@@ -209,7 +218,8 @@ def _grouped(
         tokens=int(figures.length[members].sum()),
         target_tokens=int(figures.targets[members].sum()),
         truncated=int(figures.truncated[members].sum()),
-        dropped=int((figures.targets[records] == 0).sum()),
+        dropped=int((figures.targets[records] == 0).sum()) - left_out,
+        too_long=left_out,
         answers=int(figures.answers[records].sum()),
         empty=int(figures.empty[records].sum()),
         copies=len(unique) - len(np.unique(figures.digest[unique])),
@@ -233,6 +243,11 @@ def _nothing_to_train_on(section: DatasetSection, figures: Figures, records: Ind
         return UserError(
             f"dataset.train_on={roles}: none of the {len(records):,} records of {label} has a token to train on; "
             "choose other roles, or all, and look at the records with `zerolora inspect`"
+        )
+    if section.too_long == "drop":
+        return UserError(
+            f"dataset.max_length={section.max_length}: all {len(records):,} records of {label} are longer or have no "
+            "trained token; raise it, or set dataset.too_long: cut"
         )
     return UserError(
         f"dataset.max_length={section.max_length}: none of the {len(records):,} records of {label} keeps a trained "

@@ -88,8 +88,11 @@ def read_record(record: Mapping[str, Any], shape: Shape, where: str) -> Turns | 
         values = {
             name: "" if record.get(column) is None else str(record[column]) for name, column in shape.names.items()
         }
+        template = shape.template
+        if shape.template_without_input is not None and not values["input"].strip():
+            template = shape.template_without_input
         try:
-            prompt = shape.template.format_map(values)
+            prompt = template.format_map(values)
         except (ValueError, LookupError, AttributeError) as error:
             raise UserError(
                 f"{where}: the template cannot be filled ({error}); write fields as {{name}} alone"
@@ -105,7 +108,9 @@ def _read_conversation(record: Mapping[str, Any], shape: Shape, where: str) -> T
     role_key, content_key = ("from", "value") if sharegpt else ("role", "content")
     keys = shape.names.get(role_key, role_key), shape.names.get(content_key, content_key)
     turns = _list(record[column], column, where)
-    messages = [_message(turn, keys, f"{where}, turn {number}") for number, turn in enumerate(turns, start=1)]
+    messages = [
+        _message(turn, keys, f"{where}, turn {number}", shape.roles) for number, turn in enumerate(turns, start=1)
+    ]
     system = record.get(shape.names.get("system", "system")) if sharegpt else None
     if system:
         messages.insert(0, {"role": "system", "content": str(system)})
@@ -126,7 +131,7 @@ def _read_conversational_pair(
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
     lists = [
-        [_message(turn, keys, f"{where}, {name} turn {number}") for number, turn in enumerate(turns, start=1)]
+        [_message(turn, keys, f"{where}, {name} turn {number}", {}) for number, turn in enumerate(turns, start=1)]
         for name, turns in (
             ("prompt", _list(prompt, shape.names["prompt"], where)),
             ("completion", _list(completion, shape.names["completion"], where)),
@@ -155,15 +160,19 @@ def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str) -> Turns |
     return Turns([*messages, {"role": "user", "content": request}, {"role": "assistant", "content": output}])
 
 
-def _message(turn: Any, keys: tuple[str, str], where: str) -> dict[str, Any]:
-    """One turn with a known role, text content, and tool calls as chat templates want them."""
+def _message(turn: Any, keys: tuple[str, str], where: str, roles: Mapping[str, str]) -> dict[str, Any]:
+    """One turn with a known role, text content, and tool calls as chat templates want them; `roles` has other names."""
     if not isinstance(turn, Mapping):
         raise UserError(f"{where}: is {kind_of(turn)}, not a record with {keys[0]} and {keys[1]}")
     name = turn.get(keys[0])
-    role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
+    word = name.strip().lower() if isinstance(name, str) else ""
+    role = roles.get(word) or ROLES.get(word)
     if role is None:
         found = f"{keys[0]} {name!r} is not known" if name is not None else f"no {keys[0]}, there is {listed(turn)}"
-        raise UserError(f"{where}: {found}; roles are system, user, assistant and tool, or human, gpt and the like")
+        raise UserError(
+            f"{where}: {found}; roles are system, user, assistant and tool, human, gpt and the like, or those "
+            "that the source's `roles` names"
+        )
     message: dict[str, Any] = {"role": role}
     content = turn.get(keys[1])
     calls = turn.get("tool_calls")

@@ -18,24 +18,10 @@ from trainer.config.errors import shown
 from trainer.contract.hub_patience import ask_once_without_network
 from trainer.contract.known_versions import require
 from trainer.data.built_folder import FULL
+from trainer.data.source_files import READERS, files_of, is_of_split, suffix_of, where_from
 from trainer.data.splits import no_such_split, read_split, split_names
-from trainer.data.text_files import OPENERS, RAW, raw_records, record_of
+from trainer.data.text_files import RAW, raw_records, record_of
 
-READERS = {
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".txt": "text",
-    ".md": "text",
-}
-SPLIT_WORDS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev", "eval"),
-    "test": ("test", "testing"),
-}
 # Arrow's own are subclasses of these.
 READ_ERRORS = (DatasetGenerationError, ValueError, OSError, EOFError, StopIteration, TypeError, NotImplementedError)
 _NOT_DATA = {
@@ -101,7 +87,7 @@ def local_files(source: SourceSection, local: Path, label: str) -> list[Path]:
     """The files on this machine that a source is made of."""
     if _is_saved_dataset(local):
         return sorted(local.rglob("*.arrow"))
-    return [file for name in split_names(source.split, label) for file in _files_of(source, local, name, label)]
+    return [file for name in split_names(source.split, label) for file in files_of(source, local, name, label)]
 
 
 def stamps(source: SourceSection, label: str) -> list[list[str | int]]:
@@ -112,11 +98,6 @@ def stamps(source: SourceSection, label: str) -> list[list[str | int]]:
     local = _local_path(source, label)
     files = local_files(source, local, label) if local else []
     return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-
-
-def where_from(source: SourceSection, label: str) -> str:
-    """The source as users wrote it, to begin a message with."""
-    return f"{label}.path={shown(source.path)}"
 
 
 def _empty(source: SourceSection, label: str) -> UserError:
@@ -150,7 +131,7 @@ def _local_path(source: SourceSection, label: str) -> Path | None:
 def _refuse_if_local(source: SourceSection, path: Path, where: str) -> None:
     """UserError for a path that is not there, unless it may be a name on the hub."""
     assert source.path is not None
-    looks_local = source.path.startswith(("/", "~", ".")) or source.path.count("/") > 1 or _suffix(path) in READERS
+    looks_local = source.path.startswith(("/", "~", ".")) or source.path.count("/") > 1 or suffix_of(path) in READERS
     if not looks_local:
         return
     beside = path.parent
@@ -163,11 +144,6 @@ def _refuse_if_local(source: SourceSection, path: Path, where: str) -> None:
     raise UserError(f"{where}: no such file or folder (looked for {path.absolute()}); {hint}")
 
 
-def _suffix(path: Path) -> str:
-    """The file's kind; .gz and the like around it do not count."""
-    return Path(path.stem).suffix.lower() if path.suffix.lower() in OPENERS else path.suffix.lower()
-
-
 def _is_saved_dataset(path: Path) -> bool:
     try:
         return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
@@ -175,70 +151,11 @@ def _is_saved_dataset(path: Path) -> bool:
         return False
 
 
-def _files_of(source: SourceSection, local: Path, split: str, label: str) -> list[Path]:
-    """The data files of a path: itself, or those in the folder that belong to the split."""
-    where = where_from(source, label)
-    kinds = ", ".join(READERS)
-    if local.is_file():
-        if _suffix(local) not in READERS:
-            ending = "".join(local.suffixes[-2:] if local.suffix.lower() in OPENERS else local.suffixes[-1:])
-            ending = ending or "a file without an ending"
-            packed = ".tar" in ending or local.suffix.lower() in (".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")
-            advice = "; unpack it first" if packed else f"; known are {kinds}, each with .gz, .bz2 or .xz too"
-            raise UserError(f"{where}: {ending} is not understood{advice}")
-        if not _is_of_split(local, split) and _suffix(local) != ".json":  # which may hold lists named for splits
-            raise UserError(no_such_split(label, split, shown(source.path)))
-        return [local]
-    try:
-        files = [file for file in sorted(local.rglob("*")) if file.is_file() and _suffix(file) in READERS]
-        next(local.iterdir(), None)  # rglob passes over a folder that it may not read
-    except OSError as error:
-        raise UserError(f"{where}: the folder cannot be read ({error.strerror}); mend its rights") from None
-    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(local).parts)]
-    # A README beside the data is not data.
-    files = [file for file in files if _suffix(file) != ".md"] or files
-    if not files:
-        raise UserError(f"{where}: is a folder without data files; looked for {kinds}")
-    by_split = {file: _split_of(file.relative_to(local)) for file in files}
-    splits = {name for name in by_split.values() if name}
-    if splits:
-        files = [file for file in files if by_split[file] == _split_word(split)]
-        if not files:
-            raise UserError(f"{label}.split={split}: {source.path} has the splits {', '.join(sorted(splits))}")
-    elif split != "train":
-        raise UserError(no_such_split(label, split, shown(source.path)))
-    readers = sorted({READERS[_suffix(file)] for file in files})
-    if len(readers) > 1:
-        raise UserError(f"{where}: files of several kinds ({', '.join(readers)}); name one file, or use dataset.mix")
-    return files
-
-
-def _split_word(split: str) -> str:
-    """dev and valid mean validation."""
-    return next((name for name, words in SPLIT_WORDS.items() if split in words), split)
-
-
-def _is_of_split(file: Path, split: str) -> bool:
-    """Whether a single file holds the split: train is any file's, others that of a file with its name."""
-    return split == "train" or _split_of(Path(file.name)) == _split_word(split)
-
-
-def _split_of(path: Path) -> str | None:
-    """The split a file belongs to by its name or folder: train-00000-of-00002.parquet, validation/part.jsonl."""
-    parts = [part.lower() for part in (*path.parts[:-1], path.name.split(".")[0])]
-    for part in reversed(parts):
-        words = part.replace("_", "-").replace(" ", "-").split("-")
-        for split, names in SPLIT_WORDS.items():
-            if words[0] in names or words[-1] in names:
-                return split
-    return None
-
-
 def _read_files(
     source: SourceSection, local: Path, split: str, label: str, streaming: bool, scratch: Path | None
 ) -> Dataset | IterableDataset:
-    where, files = where_from(source, label), _files_of(source, local, split, label)
-    names, kind = [str(file) for file in files], READERS[_suffix(files[0])]
+    where, files = where_from(source, label), files_of(source, local, split, label)
+    names, kind = [str(file) for file in files], READERS[suffix_of(files[0])]
     if all(file.stat().st_size == 0 for file in files):
         raise _empty(source, label)
     cache = str(scratch) if scratch else None
@@ -248,7 +165,7 @@ def _read_files(
     try:
         if kind == "parquet":
             return datasets.load_dataset(kind, data_files=names, split="train", streaming=streaming, cache_dir=cache)
-        inside = split if local.is_file() and not _is_of_split(local, split) else "train"
+        inside = split if local.is_file() and not is_of_split(local, split) else "train"
         arguments = {"files": names, "kind": kind, "where": where, "label": label, "split": inside}
         features = Features({RAW: Value("string")})
         if streaming:
@@ -326,7 +243,14 @@ def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) ->
     where = where_from(source, label)
     ask_once_without_network(str(source.path))
     try:
-        return datasets.load_dataset(source.path, source.name, split=split, streaming=streaming)
+        return datasets.load_dataset(
+            source.path,
+            source.name,
+            data_files=list(source.data_files) or None,
+            revision=source.revision,
+            split=split,
+            streaming=streaming,
+        )
     except ConnectionError as error:
         offline = datasets.config.HF_HUB_OFFLINE
         reason = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached ({type(error).__name__})"

@@ -73,6 +73,28 @@ def with_global_batch(config: RunConfig, samples: int | None, world_size: int) -
     return config.model_copy(update={"training": training.model_copy(update=changes)})
 
 
+def with_looks_in_steps(config: RunConfig, samples: int | None, world_size: int) -> RunConfig:
+    """The configuration with evals_per_epoch and saves_per_epoch as steps, once the global batch is known.
+
+    With best_checkpoint, which saves where it evaluated, saves fall on evaluations.
+    """
+    training = config.training
+    size = global_batch(training, world_size)
+    if not (training.evals_per_epoch or training.saves_per_epoch) or not samples or training.batch_size == AUTO:
+        return config
+    changes: dict[str, int | None] = {}
+    if training.evals_per_epoch:
+        evaluate = math.ceil(steps_per_epoch(samples, size) / training.evals_per_epoch)
+        changes |= {"eval_steps": evaluate, "evals_per_epoch": None}
+    if training.saves_per_epoch:
+        save = math.ceil(steps_per_epoch(samples, size) / training.saves_per_epoch)
+        between = changes.get("eval_steps") or training.eval_steps
+        if training.best_checkpoint and between:
+            save = -(-save // between) * between
+        changes |= {"save_steps": save, "saves_per_epoch": None}
+    return config.model_copy(update={"training": training.model_copy(update=changes)})
+
+
 def steps_line(training: TrainingSection, samples: int | None, world_size: int) -> str:
     """`21 (7 an epoch), 1 sequence in each: batch_size 1 x accumulation 1 x 1 rank`."""
     total = count_steps(training, samples, world_size)

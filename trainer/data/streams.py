@@ -26,7 +26,8 @@ from trainer.data.formats import Shape, find_shape
 from trainer.data.packing import best_fit
 from trainer.data.samples import Sample, SampleIterator, join
 from trainer.data.shared_blocks import SharedBlocks
-from trainer.data.sources import read_source, rows_of, where_from
+from trainer.data.source_files import where_from
+from trainer.data.sources import read_source, rows_of
 
 BLOCK_ROWS = 64
 # Records that a shuffled stream draws the next one from.

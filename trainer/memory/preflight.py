@@ -14,7 +14,7 @@ from trainer.config import AUTO, RunConfig, UserError
 from trainer.contract.rank_variables import host_name
 from trainer.contract.whole_files import write_json
 from trainer.data.prepared import Prepared, samples_of
-from trainer.data.step_count import with_global_batch
+from trainer.data.step_count import with_global_batch, with_looks_in_steps
 from trainer.decisions import Decisions, Machine, decide
 from trainer.engine.deepspeed_engine import DTYPES
 from trainer.memory.advice import does_not_fit
@@ -86,10 +86,11 @@ def plan_on(machine: Machine, config: RunConfig, prepared: Prepared, memory: int
             raise UserError(
                 f"zero.stage or training.batch_size=auto: this model has no estimate ({reason}); give both a number"
             ) from None
+        config = with_looks_in_steps(config, samples_of(prepared), machine.world_size)
         unread = decide(config, machine, None)
         return MemoryPlan(config, None, unread, (f"no memory estimate for this model ({reason})",))
     planner = Planner(shapes, Lengths.of(config, prepared.data.train), machine)
-    resolved = planner.resolve(config, memory)
+    resolved = with_looks_in_steps(planner.resolve(config, memory), samples_of(prepared), machine.world_size)
     found = planner.of(resolved)
     notes = []
     if is_open:

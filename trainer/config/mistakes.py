@@ -1,0 +1,136 @@
+"""The mistakes of a configuration, gathered: one line each, in the order of the file, then of the command line."""
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from trainer.config.checks import combination_mistakes
+from trainer.config.messages import all_mistakes
+from trainer.config.sections import RunConfig
+
+_SUGGESTED = re.compile(r"; did you mean ([\w.]+)\?")
+# Stands where a setting without a default is missing, so that what else is wrong can be told.
+_ANYTHING: dict[str, Any] = {"base_model": "x", "output_dir": "x", "dataset": {"path": "x"}}
+
+
+class Mistakes:
+    """Lines for the user, each with the name that was typed and the place where it stands."""
+
+    def __init__(self, path: Path, lines: Mapping[str, int]) -> None:
+        self.names: dict[str, str] = {}
+        """Our name -> the name that was typed."""
+        self._path, self._lines = path, lines
+        self._positions = {name: position for position, name in enumerate(lines)}
+        self._overridden: dict[str, int] = {}
+        self._found: dict[str, tuple[tuple[int, int], str]] = {}
+
+    def override(self, name: str) -> None:
+        """What is said of this name from now on concerns the command line."""
+        self._overridden.setdefault(name, len(self._overridden))
+
+    def add(self, dotted: str, message: str) -> None:
+        """Note a mistake of a setting; of several of one setting the first is told."""
+        typed = self.names.get(dotted, dotted)
+        if typed != dotted and message.startswith(dotted):
+            message = typed + message.removeprefix(dotted)
+        order, place = self._place(dotted)
+        self._found.setdefault(dotted, (order, message + place))
+
+    def add_twice(self, dotted: str, name: str) -> None:
+        """Note a setting that is given as `name` after it was given under another one."""
+        message = f"{name}: given as {self.names[dotted]} as well, which is the same setting; keep one"
+        line = self._lines.get(name)
+        place = f" ({self._path}:{line})" if line else ""
+        self._found.setdefault(name, ((0, self._positions.get(name, 0)), message + place))
+
+    def add_line(self, line: int, message: str) -> None:
+        """Note a mistake that names its line of the file itself."""
+        positions = [self._positions[name] for name, at in self._lines.items() if at <= line]
+        self._found.setdefault(message, ((0, max(positions, default=0)), message))
+
+    def of_command_line(self, text: str, message: str) -> None:
+        """Note an override that cannot be read."""
+        self._found.setdefault(text, ((2, len(self._overridden)), message))
+
+    def add_values(self, error: ValidationError) -> None:
+        """Note what pydantic found; what is missing because its name is misspelt is told once."""
+        entries = all_mistakes(error, self.names)
+        doubtful = self._doubtful(dict(entries))
+        for dotted, message in entries:
+            if ": missing; " not in message or dotted not in doubtful:
+                self.add(dotted, message)
+
+    def add_combinations(self, config: RunConfig) -> None:
+        """Note what cannot go together, unless a setting that is wrong in itself has a part in it."""
+        doubtful = self._doubtful({dotted: text for dotted, (_, text) in self._found.items()})
+        names = {name.rpartition(".")[2] for name in doubtful} | doubtful
+        for message in combination_mistakes(config):
+            if not any(re.search(rf"\b{re.escape(name)}\b", message) for name in names):
+                start = re.match(r"\w+(\.\w+)*", message)
+                self.add(start.group() if start else message, message)
+
+    def in_order(self) -> list[str]:
+        """The lines to be told."""
+        return [text for _, text in sorted(self._found.values())]
+
+    @staticmethod
+    def _doubtful(found: Mapping[str, str]) -> set[str]:
+        """The settings that have a mistake, and those that were meant by names that are none."""
+        meant = {match.group(1) for text in found.values() if (match := _SUGGESTED.search(text))}
+        names = {name for name, text in found.items() if ": missing; " not in text} | meant
+        return names | {name.partition(".")[0] for name in names if "." not in name}
+
+    def _place(self, dotted: str) -> tuple[tuple[int, int], str]:
+        """Where it comes in the order of mistakes, and the words for its place."""
+        for name, number in self._overridden.items():
+            if dotted == name or dotted.startswith(f"{name}."):
+                return (2, number), " (command line)"
+        parts = dotted.split(".")
+        for length in range(len(parts), 0, -1):
+            above, below = ".".join(parts[:length]), parts[length:]
+            typed = ".".join([self.names.get(above, above), *below])
+            if typed in self._lines:
+                return (0, self._positions[typed]), f" ({self._path}:{self._lines[typed]})"
+        return (1, 0), ""
+
+
+def without_mistakes(tree: Mapping[str, Any], error: ValidationError) -> RunConfig | None:
+    """The configuration with defaults for what is wrong, so that the rest can be checked; None if there is none."""
+    mended = copy.deepcopy(dict(tree))
+    for dotted, message in all_mistakes(error, {}):
+        if ": missing; " in message:
+            first = dotted.partition(".")[0]
+            mended[first] = _ANYTHING.get(first)
+        else:
+            _remove(mended, dotted.split("."))
+    for name, value in _ANYTHING.items():
+        mended.setdefault(name, value)
+    try:
+        return RunConfig.model_validate(mended)
+    except ValidationError:
+        return None
+
+
+def _remove(tree: dict[str, Any], path: list[str]) -> None:
+    """Take out a setting; of a list of words the whole list."""
+    above, name = tree, path[0]
+    for node, key in _steps(tree, path):
+        if not isinstance(node, dict):
+            continue
+        above, name = node, key
+    above.pop(name, None)
+
+
+def _steps(tree: Any, path: list[str]) -> Iterator[tuple[Any, str]]:
+    for part in path:
+        yield tree, part
+        if isinstance(tree, dict):
+            tree = tree.get(part)
+        elif isinstance(tree, list) and part.isdigit() and int(part) < len(tree):
+            tree = tree[int(part)]
+        else:
+            return

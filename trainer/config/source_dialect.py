@@ -1,0 +1,79 @@
+"""What Axolotl calls the settings of one source of examples, and what they are here."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.config.errors import UserError, shown
+
+SAME = ("path", "name", "split", "revision", "data_files", "roles", "format", "fields", "template", "weight")
+RENAMED = {"type": "format", "data_path": "path"}
+# Their key for the name of a field of the records -> the field's name here.
+FIELDS = {
+    "field_messages": "messages",
+    "field_tools": "tools",
+    "field_system": "system",
+    "field_instruction": "instruction",
+    "field_input": "input",
+    "field_output": "output",
+    "message_field_role": "role",
+    "message_field_content": "content",
+    "field": "text",
+    "text_column": "text",
+}
+FORMATS = {
+    "chat_template": "messages",
+    "chat_template.default": "messages",
+    "chat_template.argilla": "messages",
+    "chat_template.argilla_chat": "messages",
+    "sharegpt": "sharegpt",
+    "alpaca:chat": "alpaca",
+    "alpaca_chat.load_qa": "prompt_completion",
+    "completion": "completion",
+    "pretrain": "completion",
+}
+# No part in what is learnt: how files are kept, read and cut up while tokens are made.
+NO_EFFECT = ("ds_type", "preprocess_shards", "trust_remote_code", "conversation", "train_on_eos", "train_on_eot")
+INSIDE_TURNS = ("role", "content")
+
+
+def source_settings(entry: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A source under our names, and a note for each that was another; unknown names stay, to be told of later.
+
+    Raises UserError for a value of theirs that says something that cannot be said here.
+    """
+    ours: dict[str, Any] = {}
+    notes: list[str] = []
+    fields: dict[str, str] = {}
+    for name, value in entry.items():
+        if name in FIELDS and (isinstance(value, str) or value is None):
+            if value:
+                fields[FIELDS[name]] = value
+                notes.append(f"{name} of a source is read as fields.{FIELDS[name]}")
+        elif name == "message_property_mappings" and isinstance(value, Mapping):
+            inside = {ours_: theirs for ours_, theirs in value.items() if ours_ in INSIDE_TURNS and theirs != ours_}
+            fields |= {key: str(theirs) for key, theirs in inside.items()}
+            notes.append("message_property_mappings of a source is read as fields")
+        elif name in NO_EFFECT and name not in ours:
+            notes.append(f"{name} of a source changes nothing here and is left out")
+        elif name == "format" and "type" in entry:
+            raise UserError("format: given as type as well, which is the same setting; keep one")
+        elif name in RENAMED:
+            ours[RENAMED[name]] = _format_of(value) if name == "type" else value
+            notes.append(f"{name} of a source is read as {RENAMED[name]}")
+        elif name == "data_files" and isinstance(value, str):
+            ours[name] = [value]
+        else:
+            ours[name] = value
+    if fields:
+        given = ours.get("fields")
+        ours["fields"] = {**fields, **given} if isinstance(given, Mapping) else fields
+    return ours, notes
+
+
+def _format_of(value: Any) -> Any:
+    """Our name of a format; a map is theirs for a prompt of one's own."""
+    if isinstance(value, Mapping):
+        raise UserError(
+            f"type={shown(value)}: a prompt of your own is `format: custom` here, with `template` and `fields`"
+        )
+    return FORMATS.get(value, value) if isinstance(value, str) else value

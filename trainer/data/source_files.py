@@ -1,0 +1,117 @@
+"""Which data files of this machine a source is made of: by its path, its `data_files` and its split."""
+
+from difflib import get_close_matches
+from fnmatch import fnmatch
+from pathlib import Path
+
+from trainer.config import SourceSection, UserError
+from trainer.config.errors import shown
+from trainer.data.splits import no_such_split
+from trainer.data.text_files import OPENERS
+
+READERS = {
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".txt": "text",
+    ".md": "text",
+}
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev", "eval"),
+    "test": ("test", "testing"),
+}
+
+
+def where_from(source: SourceSection, label: str) -> str:
+    """The source as users wrote it, to begin a message with."""
+    return f"{label}.path={shown(source.path)}"
+
+
+def suffix_of(path: Path) -> str:
+    """The file's kind; .gz and the like around it do not count."""
+    return Path(path.stem).suffix.lower() if path.suffix.lower() in OPENERS else path.suffix.lower()
+
+
+def files_of(source: SourceSection, local: Path, split: str, label: str) -> list[Path]:
+    """The data files of a path: itself, or those in the folder that belong to the split."""
+    where = where_from(source, label)
+    kinds = ", ".join(READERS)
+    if local.is_file():
+        if source.data_files:
+            raise UserError(f"{label}.data_files={shown(source.data_files)}: {where} is a file itself; remove one")
+        if suffix_of(local) not in READERS:
+            ending = "".join(local.suffixes[-2:] if local.suffix.lower() in OPENERS else local.suffixes[-1:])
+            ending = ending or "a file without an ending"
+            packed = ".tar" in ending or local.suffix.lower() in (".zst", ".zip", ".tgz", ".7z", ".rar", ".lz4")
+            advice = "; unpack it first" if packed else f"; known are {kinds}, each with .gz, .bz2 or .xz too"
+            raise UserError(f"{where}: {ending} is not understood{advice}")
+        if not is_of_split(local, split) and suffix_of(local) != ".json":  # which may hold lists named for splits
+            raise UserError(no_such_split(label, split, shown(source.path)))
+        return [local]
+    try:
+        files = [file for file in sorted(local.rglob("*")) if file.is_file() and suffix_of(file) in READERS]
+        next(local.iterdir(), None)  # rglob passes over a folder that it may not read
+    except OSError as error:
+        raise UserError(f"{where}: the folder cannot be read ({error.strerror}); mend its rights") from None
+    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(local).parts)]
+    # A README beside the data is not data.
+    files = [file for file in files if suffix_of(file) != ".md"] or files
+    if not files:
+        raise UserError(f"{where}: is a folder without data files; looked for {kinds}")
+    if source.data_files:
+        return _one_kind(_named_files(source, local, files, label), where)
+    by_split = {file: _split_of(file.relative_to(local)) for file in files}
+    splits = {name for name in by_split.values() if name}
+    if splits:
+        files = [file for file in files if by_split[file] == _split_word(split)]
+        if not files:
+            raise UserError(f"{label}.split={split}: {source.path} has the splits {', '.join(sorted(splits))}")
+    elif split != "train":
+        raise UserError(no_such_split(label, split, shown(source.path)))
+    return _one_kind(files, where)
+
+
+def _named_files(source: SourceSection, local: Path, files: list[Path], label: str) -> list[Path]:
+    """The files that `data_files` names, in the order of the names."""
+    chosen: list[Path] = []
+    for pattern in source.data_files:
+        wanted = pattern.removeprefix("./").removeprefix(f"{local}/")
+        found = [file for file in files if fnmatch(str(file.relative_to(local)), wanted)]
+        if not found:
+            near = get_close_matches(wanted, [str(file.relative_to(local)) for file in files], n=1)
+            hint = f"did you mean {near[0]}?" if near else "name files of that folder, or remove it"
+            raise UserError(f"{label}.data_files={shown(pattern)}: no such data file in {shown(source.path)}; {hint}")
+        chosen += [file for file in found if file not in chosen]
+    return chosen
+
+
+def _one_kind(files: list[Path], where: str) -> list[Path]:
+    readers = sorted({READERS[suffix_of(file)] for file in files})
+    if len(readers) > 1:
+        raise UserError(f"{where}: files of several kinds ({', '.join(readers)}); name one file, or use dataset.mix")
+    return files
+
+
+def _split_word(split: str) -> str:
+    """dev and valid mean validation."""
+    return next((name for name, words in SPLIT_WORDS.items() if split in words), split)
+
+
+def is_of_split(file: Path, split: str) -> bool:
+    """Whether a single file holds the split: train is any file's, others that of a file with its name."""
+    return split == "train" or _split_of(Path(file.name)) == _split_word(split)
+
+
+def _split_of(path: Path) -> str | None:
+    """The split a file belongs to by its name or folder: train-00000-of-00002.parquet, validation/part.jsonl."""
+    parts = [part.lower() for part in (*path.parts[:-1], path.name.split(".")[0])]
+    for part in reversed(parts):
+        words = part.replace("_", "-").replace(" ", "-").split("-")
+        for split, names in SPLIT_WORDS.items():
+            if words[0] in names or words[-1] in names:
+                return split
+    return None
