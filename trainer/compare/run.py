@@ -58,12 +58,15 @@ def _train(loaded: LoadedConfig, prepared: Prepared, lock: FolderLock) -> int:
         return error.exit_code
     try:
         run.train()
-    except Exception as error:
-        traceback.print_exc()  # into the log of the rank
+    except UserError as error:
         run.close()
-        is_usage = isinstance(error, UserError)
-        run.say(f"error: {escape(str(error) if is_usage else f'{type(error).__name__}: {error}')}")
-        return 2 if is_usage else 1
+        run.say(f"error: {escape(str(error))}")
+        return error.exit_code
+    except Exception as error:  # not swallowed: traceback in the log, one line shown, exit code 1
+        traceback.print_exc()
+        run.close()
+        run.say(f"error: {escape(f'{type(error).__name__}: {error}')}")
+        return 1
     if not run.stop:
         run.write_documents()
     leave_process_group()
