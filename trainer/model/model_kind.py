@@ -1,4 +1,4 @@
-"""Which class of transformers a model is loaded as; which are not trained, which not with sdpa: by config.json alone."""
+"""Which class of transformers a model is loaded as; which are not trained, which not with sdpa: by config.json."""
 
 import inspect
 from typing import Any
