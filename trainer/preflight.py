@@ -66,7 +66,7 @@ def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None,
         # Saved with the tokenizer, so that whoever loads the adapter writes prompts as it was trained on.
         tokenizer.chat_template = chat_template_of(tokenizer, config.dataset.chat_template)
     empty = empty_model(model_config, config.model)
-    check_supported(config.model, type(empty))
+    check_supported(config.model, empty)
     if config.adapter != "none":
         check_targets(empty, config.lora)
     if config.adapter == "qlora":

@@ -187,5 +187,5 @@ def test_auto_is_eager_where_the_model_knows_nothing_else(folder: Path) -> None:
     model = load_base_model(str(folder / "gemma2"), ModelSection(), dtype=dtype, device=device, attention=attention)
     assert model.config._attn_implementation == "eager"
     with pytest.raises(UserError, match=r"model.attn_implementation=sdpa: Gemma2ForCausalLM does not support it; use"):
-        check_supported(ModelSection(attn_implementation="sdpa"), type(model))
-    check_supported(ModelSection(attn_implementation="eager"), type(model))
+        check_supported(ModelSection(attn_implementation="sdpa"), model)
+    check_supported(ModelSection(attn_implementation="eager"), model)

@@ -5,18 +5,22 @@ import math
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from trainer.compare import __main__ as compare
+from trainer.compare import run as compare_run
 from trainer.compare import trials as compare_trials
 from trainer.compare.report import result_tables, statements, write_results
 from trainer.compare.results import Comparison, Result, read_results
 from trainer.compare.run import DOCUMENTS_FILE
 from trainer.compare.trials import Setting, Trial
 from trainer.config import UserError, load_config
+from trainer.contract.folder_lock import FolderLost
 
 CONFIG = """
 base_model: some/model
@@ -290,3 +294,26 @@ def test_results_of_other_data_are_refused(config: Path) -> None:
     with pytest.raises(UserError, match="trained on other data"):
         read_results(trials)
     assert len(read_results(trials[:1])) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (UserError("lora.r=0: too small"), 2, "error: lora.r=0: too small"),
+        (FolderLost("output_dir=x: taken over"), 1, "error: output_dir=x: taken over"),
+        (RuntimeError("a shape"), 1, "error: RuntimeError: a shape"),
+    ],
+)
+def test_a_trial_ends_with_the_code_of_its_error(
+    error: Exception, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Failing(SimpleNamespace):
+        def train(self) -> None:
+            raise error
+
+    failing = Failing(close=lambda: None, say=print)
+    monkeypatch.setattr(compare_run, "MeasuredRun", lambda *_: failing)
+    nothing: Any = None
+    assert compare_run._train(nothing, nothing, nothing) == code
+    out, err = capfd.readouterr()
+    assert out.strip() == said and ("Traceback" in err) == (not isinstance(error, UserError))

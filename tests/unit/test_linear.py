@@ -1,5 +1,7 @@
 """What is a linear layer is seen in what it computes, not in its name or its ancestors."""
 
+import importlib
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 from transformers.pytorch_utils import Conv1D
 
-from trainer.engine.linear_layers import is_linear
+from trainer.engine.linear_layers import _acts_linear, is_linear
 
 
 class Doubled(nn.Linear):
@@ -38,6 +40,36 @@ OTHERS = [Doubled(4, 3), Transposed(4, 3), Named(4, name="x"), Conv1D(3, 4), nn.
 @pytest.mark.parametrize("module", OTHERS)
 def test_others(module: nn.Module) -> None:
     assert not is_linear(module)
+
+
+class Faulty(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("a name that is gone")
+
+
+def test_a_fault_of_a_class_is_shown_and_not_taken_for_an_answer() -> None:
+    with pytest.raises(KeyError, match="a name that is gone"):
+        is_linear(Faulty(4, 3))
+
+
+# Linear layers by class that refuse a small example each in its own way, and those that compute it.
+SUBCLASSES = {
+    "transformers.models.llama4.modeling_llama4.Llama4Router": False,
+    "transformers.models.falcon.modeling_falcon.FalconLinear": True,
+    "transformers.integrations.bitnet.AutoBitLinear": False,
+    "transformers.integrations.finegrained_fp8.FP8Linear": False,
+    "peft.tuners.vblora.layer.Linear": False,
+    "bitsandbytes.nn.modules.Linear4bit": False,
+    "bitsandbytes.nn.modules.Linear8bitLt": False,
+    "bitsandbytes.nn.modules.OutlierAwareLinear": False,
+    "deepspeed.linear.quantization.QuantizedLinear": False,
+}
+
+
+@pytest.mark.parametrize("name", SUBCLASSES)
+def test_subclasses_of_the_libraries(name: str) -> None:
+    module, _, kind = name.rpartition(".")
+    assert _acts_linear(getattr(importlib.import_module(module), kind)) is SUBCLASSES[name]
 
 
 def test_a_router_of_experts_is_none() -> None:

@@ -61,12 +61,15 @@ def _train(loaded: LoadedConfig, prepared: Prepared, lock: FolderLock) -> int:
     run = Run(loaded, prepared, Ranks(0, 1, 0), console, stop, lock, Measurement(held_out.evaluate))
     try:
         run.train()
-    except Exception as error:
-        traceback.print_exc()  # into the log of the rank
+    except UserError as error:
         run.close()
-        is_usage = isinstance(error, UserError)
-        run.say(f"error: {escape(str(error) if is_usage else f'{type(error).__name__}: {error}')}")
-        return 2 if is_usage else 1
+        run.say(f"error: {escape(str(error))}")
+        return error.exit_code
+    except Exception as error:  # not swallowed: traceback in the log, one line shown, exit code 1
+        traceback.print_exc()
+        run.close()
+        run.say(f"error: {escape(f'{type(error).__name__}: {error}')}")
+        return 1
     if not stop:
         run.folder.check()
         held_out.write(folder)

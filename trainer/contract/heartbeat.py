@@ -3,10 +3,9 @@
 logs/heartbeat-N.json    one line of JSON, written over every second or two by a thread of rank N, and a line with the
                          step under way, written over at its begin: who is killed is named with the right one
 logs/hang.json           what the ranks agreed on when the run got nowhere: which rank is behind, and where
-Without a folder that all hosts share the same lines go through the store of the process group.
+All hosts share the folder: a run in which they do not is refused before it begins (trainer/ranks/agreement.py).
 """
 
-import datetime
 import json
 import os
 import sys
@@ -14,11 +13,8 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 LINE_BYTES, STEP_BYTES = 768, 16
-STORE_PATIENCE = datetime.timedelta(seconds=10)
-OLD_S = 300.0
 VERDICT_FILE = "hang.json"
 
 
@@ -62,17 +58,8 @@ class Heartbeat:
             return None
 
 
-class Board(Protocol):
-    """Where ranks leave their heartbeats and read the others'."""
-
-    def publish(self, beat: Heartbeat) -> None: ...
-    def read(self) -> dict[int, Heartbeat]: ...
-    def verdict(self) -> str | None: ...
-    def decide(self, verdict: str) -> bool: ...
-
-
 class Folder:
-    """A board in the logs folder of the run, once that exists: a run refused before it leaves nothing behind."""
+    """Heartbeats in the logs folder of the run, once that exists: a run refused before it leaves nothing behind."""
 
     def __init__(self, logs: Path, rank: int, world_size: int) -> None:
         self._logs = logs
@@ -133,68 +120,5 @@ class Folder:
             return False
         return True
 
-    def sees_everybody(self) -> bool:
-        """Whether all ranks write into this very folder in this run."""
-        now, beats = time.time(), self.read()
-        # Ranks may tell different times; minutes of difference rather mean a line that an earlier run has left.
-        alive = [beat for beat in beats.values() if beat.exit_code is None and abs(now - beat.time) < OLD_S]
-        return len(alive) == self._world_size
-
     def _path(self, rank: int) -> Path:
         return self._logs / f"heartbeat-{rank}.json"
-
-
-class Store:
-    """A board in the store of the process group, for hosts that share no folder; the folder keeps its own host's."""
-
-    def __init__(self, folder: Folder, rank: int, world_size: int) -> None:
-        import torch.distributed as dist
-
-        self._folder = folder
-        self._rank = rank
-        self._keys = [f"zerolora/heartbeat/{number}" for number in range(world_size)]
-        # A connection of its own: the main thread may be waiting in the group's.
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        module: Any = dist
-        self._store: Any = module.TCPStore(
-            address, port, is_master=False, timeout=STORE_PATIENCE, wait_for_workers=False
-        )
-
-    def publish(self, beat: Heartbeat) -> None:
-        """As `Folder.publish`; a store that does not answer belongs to a rank 0 that the others will miss."""
-        self._folder.publish(beat)
-        try:
-            self._store.set(self._keys[self._rank], beat.line())
-        except RuntimeError as error:
-            print(f"heartbeat of rank {self._rank}: {error}", file=sys.stderr)
-
-    def read(self) -> dict[int, Heartbeat]:
-        """The latest line of every rank that has left one."""
-        found = self._folder.read()
-        try:
-            for rank, key in enumerate(self._keys):
-                if self._store.check([key]):
-                    beat = Heartbeat.parse(self._store.get(key))
-                    if beat is not None:
-                        found[rank] = beat
-        except RuntimeError as error:
-            print(f"heartbeats of the other hosts: {error}", file=sys.stderr)
-        return found
-
-    def verdict(self) -> str | None:
-        """As `Folder.verdict`."""
-        try:
-            if self._store.check(["zerolora/hang"]):
-                return str(self._store.get("zerolora/hang").decode())
-        except RuntimeError as error:
-            print(f"heartbeats of the other hosts: {error}", file=sys.stderr)
-        return self._folder.verdict()
-
-    def decide(self, verdict: str) -> bool:
-        """As `Folder.decide`; every host's folder gets a copy."""
-        first = True
-        try:
-            first = self._store.compare_set("zerolora/hang", "", verdict).decode() == verdict
-        except RuntimeError as error:
-            print(f"heartbeats of the other hosts: {error}", file=sys.stderr)
-        return self._folder.decide(verdict) and first

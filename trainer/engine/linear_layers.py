@@ -24,6 +24,11 @@ def packed_state(parameter: nn.Parameter) -> Any | None:
     return require(parameter, "quant_state", "bitsandbytes") if is_packed else None
 
 
+# What the subclasses of transformers, PEFT, bitsandbytes and DeepSpeed answer where they want other arguments, packed
+# weights, another device or kernels that are not installed. Anything else is a fault, and is shown.
+REFUSALS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, AssertionError, ImportError)
+
+
 @cache
 def _acts_linear(kind: Any) -> bool:
     x = torch.linspace(-1.0, 1.0, 8, device="cpu").view(2, 4)
@@ -35,6 +40,6 @@ def _acts_linear(kind: Any) -> bool:
                 parameter.copy_(torch.linspace(0.5, 1.5, parameter.numel()).view_as(parameter))
             found = small(x)
             expected = nn.functional.linear(x, small.weight, small.bias)
-    except Exception:  # whatever a class says to arguments of nn.Linear, it is none
+    except REFUSALS:
         return False
     return isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.allclose(found, expected)

@@ -14,6 +14,7 @@ from trainer.config import LoraSection, ModelSection
 from trainer.engine.linear_layers import is_linear
 from trainer.memory.observed import experts_of, is_experts, kept_by_activation, kept_by_norm, leaves_layout
 from trainer.memory.widths import Layer, Mixer, NormBytes, Shapes, Weight
+from trainer.model.model_kind import caps_scores
 from trainer.patches.model_facts import CAPPED, facts_of_base, why_head_apart
 
 # The projections that read what their block has computed; all others of the block read what comes into it.
@@ -61,7 +62,7 @@ def read_shapes(
         norm=_kept_by_norms(outside, hidden),
         layers=tuple(_layer(block, hidden, rotary=rotary) for block in blocks),
         facts=replace(facts, head=head_apart, caps=head_apart == CAPPED),
-        softcap=getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None,
+        softcap=caps_scores(model_config),
     )
 
 

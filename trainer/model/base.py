@@ -7,7 +7,7 @@ import torch
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.contract.hub_patience import ask_once_without_network
 from trainer.engine.layer_gather.shards import LayerShards
-from trainer.model.model_kind import auto_class, check_kind
+from trainer.model.model_kind import auto_class, caps_scores, check_kind
 from trainer.model.model_source import check_config_file, check_source, no_tokenizer, unreadable
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import byte_tokenizer, random_config
@@ -122,6 +122,8 @@ def load_base_model(
     config = load_model_config(base_model, section)
     check_kind(base_model, config)
     config.use_cache = False
+    if attention is None and caps_scores(config):
+        attention = "eager"
     if quantization is not None or deepspeed_config is not None or shards is not None or is_random(base_model):
         from trainer.model.streamed_weights import load_streamed  # bitsandbytes has things to say when imported
 

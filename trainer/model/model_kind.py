@@ -1,9 +1,10 @@
-"""Which class of transformers a model is loaded as, and which models are not trained: known from config.json alone."""
+"""Which class of transformers a model is loaded as; which are not trained, which not with sdpa: by config.json."""
 
 import inspect
 from typing import Any
 
 from trainer.config import UserError
+from trainer.contract.known_versions import require
 
 # Ends of class names in config.json that stand for another output than the next token.
 OTHER_HEADS = (
@@ -70,6 +71,19 @@ def check_kind(base_model: str, model_config: Any) -> None:
             f"{setting}: {kind} reads in both directions (is_decoder is false in config.json); only causal language "
             "models are trained"
         )
+
+
+def caps_scores(model_config: Any) -> bool:
+    """Whether attention scores are bent by a hyperbolic tangent, as Gemma 2's."""
+    return getattr(model_config.get_text_config(), "attn_logit_softcapping", None) is not None
+
+
+def takes_sdpa(model: Any) -> bool:
+    """Whether torch's attention gives what the model's own code gives.
+
+    It caps no scores. transformers 5.17 says that Gemma 2 takes it, and leaves the cap away without a word.
+    """
+    return bool(require(model, "_supports_sdpa", "transformers")) and not caps_scores(model.config)
 
 
 def quantization_method(model_config: Any) -> str | None:

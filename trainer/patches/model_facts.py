@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from trainer.contract.known_versions import require
+from trainer.model.model_kind import takes_sdpa
 from trainer.patches.liger import has_experts
 from trainer.patches.loss_head import observed_factor, why_not_plain
 from trainer.patches.norm_mlp_rope import examine_elementwise
@@ -42,7 +43,7 @@ def facts_of_base(model: Any, *, frozen_norms: bool) -> ModelFacts:
     model.float()  # a published configuration names a type, the run computes in its own
     return ModelFacts(
         model_type=str(model.config.model_type),
-        sdpa=bool(require(model, "_supports_sdpa", "transformers")),
+        sdpa=takes_sdpa(model),
         registry=bool(require(model, "_supports_attention_backend", "transformers")),
         masked=_is_given_a_mask(model),
         experts=has_experts(model),

@@ -12,6 +12,7 @@ import torch
 
 from trainer.config import ModelSection, UserError
 from trainer.contract.known_versions import require
+from trainer.model.model_kind import takes_sdpa
 
 VARLEN = "zerolora_varlen"
 FLAT_ATTENTION = (VARLEN, "flash_attention_2", "flash_attention_3")
@@ -26,12 +27,13 @@ SUPPORT_FLAGS = {
 """What transformers' model classes say of themselves."""
 
 
-def check_supported(section: ModelSection, model_class: type) -> None:
+def check_supported(section: ModelSection, model: Any) -> None:
     """Raise UserError where a model has no code for the attention that is asked for."""
     chosen = section.attn_implementation
     flag = SUPPORT_FLAGS.get(chosen)
-    if flag is not None and not require(model_class, flag, "transformers"):
-        raise UserError(f"model.attn_implementation={chosen}: {model_class.__name__} does not support it; use auto")
+    capped = chosen == "sdpa" and not takes_sdpa(model)
+    if capped or (flag is not None and not require(model, flag, "transformers")):
+        raise UserError(f"model.attn_implementation={chosen}: {type(model).__name__} does not support it; use auto")
 
 
 def choose_attention(section: ModelSection, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -47,6 +49,7 @@ def choose_attention(section: ModelSection, device: torch.device, dtype: torch.d
 def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
     """Let a loaded model that takes its attention from transformers' registry compute packed documents one by one."""
     takes_ours = require(model, "_supports_attention_backend", "transformers")
+    takes_ours = takes_ours and takes_sdpa(model)
     if takes_ours and model.config._attn_implementation == "sdpa" and has_flash(device, dtype):
         _register()
         model.set_attn_implementation(VARLEN)

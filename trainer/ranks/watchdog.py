@@ -23,7 +23,7 @@ import torch
 import torch.distributed
 
 from trainer.config import FIRST_STEP_FACTOR
-from trainer.contract.heartbeat import Board, Folder, Heartbeat, Store
+from trainer.contract.heartbeat import Folder, Heartbeat
 from trainer.contract.rank_variables import host_name
 from trainer.ranks.group import Ranks
 from trainer.ranks.progress import LONG_PHASES, PROGRESS
@@ -42,8 +42,6 @@ from trainer.ranks.vital_signs import (
 BUILD_PATIENCE_S = 600.0
 STACK_MARK = "Python stack of rank"
 EXIT_HUNG = 1
-# Network file systems show other hosts' files late.
-SHARED_FOLDER_PATIENCE_S = 15.0
 
 
 class Watchdog:
@@ -54,14 +52,11 @@ class Watchdog:
         self._timeout_s = hang_timeout_minutes * 60.0
         self._interval_s = min(max(self._timeout_s / 20.0, 0.25), 2.0) if self._timeout_s else 2.0
         self._folder = Folder(logs, ranks.rank, ranks.world_size)
-        self._board: Board = self._folder
         PROGRESS.tell_step = self._folder.note_step
         self._host = host_name()
         self._work = Work()
         self._worked_at = time.monotonic()
         self._seen: dict[int, tuple[Heartbeat, float]] = {}
-        self._board_is_chosen = ranks.world_size == 1
-        self._group_seen_at: float | None = None
         self._ended = threading.Event()
         # What the user sees: descriptors 1 and 2 become the log soon.
         self._screen = os.dup(2)
@@ -90,31 +85,13 @@ class Watchdog:
     def _run(self) -> None:
         while not self._ended.wait(self._interval_s):
             beat = self._look_inward()
-            self._board.publish(beat)
-            if not self._board_is_chosen and torch.distributed.is_initialized():
-                self._choose_board()
-            verdict = self._board.verdict() if self._timeout_s else None
+            self._folder.publish(beat)
+            verdict = self._folder.verdict() if self._timeout_s else None
             if verdict is not None:
                 # Also on a rank that was halted, goes on now, and is waited for no longer.
                 self._leave(verdict, first=False)
             if self._timeout_s and beat.idle_s > self._timeout_s / 10.0:
                 self._look_around(beat)
-
-    def _choose_board(self) -> None:
-        """The run's folder if every rank is seen there, else the store of the process group.
-
-        Without a word between the ranks: where one does not see another, that one does not see it either.
-        """
-        now = time.monotonic()
-        self._group_seen_at = self._group_seen_at or now
-        if self._folder.sees_everybody():
-            self._board_is_chosen = True
-        elif now - self._group_seen_at > SHARED_FOLDER_PATIENCE_S:
-            self._board_is_chosen = True
-            try:
-                self._board = Store(self._folder, self._ranks.rank, self._ranks.world_size)
-            except RuntimeError as error:
-                print(f"heartbeats: no connection to the process group's store: {error}", file=sys.stderr)
 
     def _look_inward(self) -> Heartbeat:
         """This rank's heartbeat of now."""
@@ -155,7 +132,7 @@ class Watchdog:
     def _look_around(self, own: Heartbeat) -> None:
         """Read the others' heartbeats; end this rank if the run hangs."""
         now = time.monotonic()
-        for rank, beat in (self._board.read() | {own.rank: own}).items():
+        for rank, beat in (self._folder.read() | {own.rank: own}).items():
             before = self._seen.get(rank)
             if before is None or before[0] != beat:
                 self._seen[rank] = (beat, now)
@@ -165,7 +142,7 @@ class Watchdog:
         beats = {rank: beat for rank, (beat, _) in self._seen.items() if beat.exit_code is None}
         if all(beat.stuck or rank in silent for rank, beat in beats.items()):
             verdict = describe_hang(beats, silent)
-            self._leave(verdict, first=self._board.decide(verdict))
+            self._leave(verdict, first=self._folder.decide(verdict))
 
     def _leave(self, verdict: str, *, first: bool) -> None:
         """Write this rank's stacks into its log and end it."""
