@@ -1,4 +1,4 @@
-"""Which modules are linear layers and nothing else: those can be held in 4 bits and take the fused operators."""
+"""Which modules are linear layers and nothing else, or the experts of a mixture: those can be held in 4 bits."""
 
 from functools import cache
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from trainer.contract.known_versions import require
+from trainer.engine.partitioned import whole_shape
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -16,6 +17,22 @@ def is_linear(module: nn.Module) -> bool:
     """
     kind: Any = type(module)
     return kind is nn.Linear or (isinstance(module, nn.Linear) and _acts_linear(kind))
+
+
+def experts_in(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that a module holds itself of which each is one matrix for every expert of a mixture."""
+    if "expert" not in type(module).__name__.lower():
+        return {}
+    return {name: each for name, each in module.named_parameters(recurse=False) if each.dim() == 3}
+
+
+def is_transposed(experts: nn.Module) -> bool:
+    """Whether a module of experts holds x W and not x W^T: gate and up [E, H, 2 I], down [E, I, H]."""
+    shapes = {name: whole_shape(each) for name, each in experts_in(experts).items()}
+    if not {"gate_up_proj", "down_proj"} <= shapes.keys():
+        return bool(getattr(experts, "is_transposed", False))
+    gate_up, down = shapes["gate_up_proj"], shapes["down_proj"]
+    return gate_up[2] == 2 * down[1] and gate_up[1] == down[2]
 
 
 def packed_state(parameter: nn.Parameter) -> Any | None:

@@ -93,7 +93,7 @@ class RandomTensors:
     """Stands where the tensors of a checkpoint would: every parameter of `model` by name, drawn when it is asked for.
 
     Matrices from N(0, 0.02^2), as the architectures' own initialisations are; the weights of norms are one, biases
-    zero. Each tensor is seeded by its name, so that the order of reading does not matter.
+    zero. Each tensor, of experts each one's, is seeded by its name, so that the order of reading does not matter.
     """
 
     def __init__(self, base_model: str, model: torch.nn.Module, device: torch.device) -> None:
@@ -109,13 +109,20 @@ class RandomTensors:
         """Shapes of all tensors."""
         return {name: tuple(like.shape) for name, like in self._like.items()}
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, on the device."""
+    def read(self, name: str, index: int | None = None) -> torch.Tensor:
+        """One tensor, on the device; with `index` that part of its first dimension, which stays, of length one."""
         like = self._like[name]
+        if like.dim() == 3 and ".experts." in name:
+            indices = range(like.shape[0]) if index is None else [index]
+            return torch.cat([self._drawn(f"{name} {each}", like[:1]) for each in indices])
         if like.dim() < 2:
             # "D" is the skip connection of a state-space layer.
             value = 1.0 if name.endswith((".weight", ".D")) else 0.0
             return torch.full(like.shape, value, dtype=like.dtype, device=self._device)
+        whole = self._drawn(name, like)
+        return whole if index is None else whole[index : index + 1]
+
+    def _drawn(self, name: str, like: torch.Tensor) -> torch.Tensor:
         seed = int.from_bytes(hashlib.sha256(f"{self._base_model} {name}".encode()).digest()[:6], "big")
         generator = torch.Generator(self._device).manual_seed(seed)
         drawn = torch.empty(like.shape, dtype=like.dtype, device=self._device)

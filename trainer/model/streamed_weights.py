@@ -6,20 +6,22 @@ quantises alike (the same input gives the same bits), and DeepSpeed keeps this r
 Peak memory of a rank: its share of the model and one module in full precision.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.config import ModelSection, QuantizationSection, UserError
-from trainer.contract.known_versions import require
+from trainer.config import ModelSection, QuantizationSection
 from trainer.engine.layer_gather.shards import LayerShards
+from trainer.engine.linear_layers import experts_in, is_transposed
 from trainer.model.four_bit import quantized_linear, should_quantize
+from trainer.model.frozen_experts import compute_dequantized
 from trainer.model.model_kind import auto_class
+from trainer.model.packed_experts import ExpertsLayout, PackedExperts, mxfp4_layout, nf4_layout
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import RandomTensors
+from trainer.model.stored_layout import BLOCKS, SCALES, Stored, stored_layout
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.weights_fit import check_weights_fit
 
@@ -37,10 +39,12 @@ def load_streamed(
     quantization: QuantizationSection | None,
     deepspeed_config: dict[str, Any] | None,
     shards: LayerShards | None = None,
+    unpack_mxfp4: bool = False,
 ) -> Any:
     """Build the model without memory, then fill, quantise and partition it one module at a time.
 
-    With `deepspeed_config` DeepSpeed partitions each module, with `shards` each layer is cut when it is whole.
+    With `deepspeed_config` DeepSpeed partitions each module, with `shards` each layer is cut when it is whole. Experts
+    that are stored in MXFP4 stay so unless `unpack_mxfp4`.
     """
     from accelerate import init_empty_weights
 
@@ -55,18 +59,25 @@ def load_streamed(
     else:
         files = SafetensorsFiles(base_model, section)
         check_weights_fit(f"base_model={base_model}", type(model), config, files.shapes())
-    names = _names_in_checkpoint(model, files, base_model)
+    layout = stored_layout(model, files, base_model)
     output_head = model.get_output_embeddings()
     if shards is not None:
         shards.plan(model)
     filled: dict[int, nn.Parameter] = {}  # tied weights are one parameter under several names
     for path, module in list(model.named_modules()):
+        to_pack = _to_pack(module, path, layout, quantization, dtype, unpack_mxfp4)
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in filled:
-                value = _broadcast(files, names[_join(path, name)], parameter, device)
-                filled[id(parameter)] = nn.Parameter(value.to(dtype), requires_grad=parameter.requires_grad)
+                stored = layout[_join(path, name)]
+                if name in to_pack:
+                    filled[id(parameter)] = _broadcast_packed(files, stored, to_pack[name], device)
+                else:
+                    value = _broadcast(files, stored, parameter, device)
+                    filled[id(parameter)] = nn.Parameter(value.to(dtype), requires_grad=parameter.requires_grad)
             setattr(module, name, filled[id(parameter)])
-        _load_buffers(module, path, files, device)
+        if to_pack:
+            compute_dequantized(module)
+        _load_buffers(module, path, layout, files, device)
         if quantization is not None and should_quantize(module) and module is not output_head:
             module = quantized_linear(module, quantization, compute_dtype=dtype)
             _replace(model, path, module)
@@ -83,6 +94,25 @@ def load_streamed(
     return model
 
 
+def _to_pack(
+    module: nn.Module,
+    path: str,
+    layout: dict[str, Stored],
+    quantization: QuantizationSection | None,
+    dtype: torch.dtype,
+    unpack_mxfp4: bool,
+) -> dict[str, ExpertsLayout]:
+    """The experts that a module holds and that will not stay in 16 or 32 bits, and how they will be packed."""
+    found, transposed = {}, is_transposed(module)
+    for name, experts in experts_in(module).items():
+        if layout[_join(path, name)].is_mxfp4:
+            if not unpack_mxfp4:
+                found[name] = mxfp4_layout(experts.shape, dtype)
+        elif quantization is not None:
+            found[name] = nf4_layout(experts.shape, quantization, dtype, transposed=transposed)
+    return found
+
+
 def _partition(module: nn.Module, deepspeed_config: dict[str, Any]) -> None:
     import deepspeed
 
@@ -93,71 +123,63 @@ def _partition(module: nn.Module, deepspeed_config: dict[str, Any]) -> None:
         deepspeed.zero.Init(module=own, config_dict_or_path=deepspeed_config)
 
 
-def _broadcast(files: Tensors, name: str, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+def _broadcast(files: Tensors, stored: Stored, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
     """The tensor on every rank; one rank per run reads the disk."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return files.read(name).to(device)
+        return _read(files, stored, parameter, device)
     if dist.get_rank() == 0:
-        value = files.read(name).to(device=device, dtype=parameter.dtype).contiguous()
+        value = _read(files, stored, parameter, device).to(parameter.dtype).contiguous()
     else:
         value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
     dist.broadcast(value, src=0)
     return value
 
 
-def _load_buffers(module: nn.Module, path: str, files: Tensors, device: torch.device) -> None:
-    known = files.names()
+def _read(files: Tensors, stored: Stored, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+    """The values as the model has them; those of experts one expert at a time."""
+    if stored.is_mxfp4:
+        return _packed(files, stored, mxfp4_layout(parameter.shape, parameter.dtype), device).dequantized()
+    if parameter.dim() < 3 or not stored.by_expert:
+        return stored.read(files).to(device)
+    value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    for index in range(parameter.shape[0]):
+        value[index] = stored.read(files, index)[0]
+    return value
+
+
+def _packed(files: Tensors, stored: Stored, layout: ExpertsLayout, device: torch.device) -> PackedExperts:
+    """The experts in 4 bits, one at a time: quantised, or MXFP4 as it is stored."""
+    packed = PackedExperts.empty(layout, device)
+    if stored.is_mxfp4:
+        sections = packed.sections()
+        for index in range(layout.experts):
+            sections["codes"][index] = files.read(stored.names[BLOCKS][0], index).reshape(-1)
+            sections["scales"][index] = files.read(stored.names[SCALES][0], index).reshape(-1)
+        return packed
+    whole = None if stored.by_expert else stored.read(files)
+    for index in range(layout.experts):
+        matrix = stored.read(files, index)[0] if whole is None else whole[index]
+        packed.quantize(index, matrix.to(device))
+    return packed
+
+
+def _broadcast_packed(files: Tensors, stored: Stored, layout: ExpertsLayout, device: torch.device) -> PackedExperts:
+    """Packed by one rank, on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return _packed(files, stored, layout, device)
+    first = dist.get_rank() == 0
+    packed = _packed(files, stored, layout, device) if first else PackedExperts.empty(layout, device)
+    dist.broadcast(packed.data, src=0)
+    return packed
+
+
+def _load_buffers(
+    module: nn.Module, path: str, layout: dict[str, Stored], files: Tensors, device: torch.device
+) -> None:
     for name, buffer in list(module.named_buffers(recurse=False)):
-        stored = _join(path, name)
-        value = files.read(stored).to(buffer.dtype) if stored in known else buffer
+        stored = layout.get(_join(path, name))
+        value = buffer if stored is None else stored.read(files).to(buffer.dtype)
         module._buffers[name] = value.to(device)
-
-
-def _names_in_checkpoint(model: Any, files: Tensors, base_model: str) -> dict[str, str]:
-    """For every parameter its name in the files, which may lack or add the prefix of the inner model, or be older."""
-    stored = {name: name for name in files.names()}
-    stored = _renamed(model, stored) | stored
-    prefix = f"{model.base_model_prefix}."
-    tied = set(require(model, "all_tied_weights_keys", "transformers"))
-    names: dict[str, str] = {}
-    seen: set[int] = set()
-    missing: list[str] = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        for candidate in (name, name.removeprefix(prefix), prefix + name):
-            if candidate in stored:
-                names[name] = stored[candidate]
-                break
-        else:
-            if name not in tied and id(parameter) not in seen:
-                missing.append(name)
-        seen.add(id(parameter))
-    if missing:
-        raise UserError(
-            f"base_model={base_model}: {len(missing)} weights are stored in another form (first: {missing[0]}), "
-            "which can only be loaded whole and unquantised; use zero.stage 0 to 2 with adapter: lora"
-        )
-    by_id = {
-        id(parameter): names[name]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if name in names
-    }
-    return {name: by_id[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
-
-
-def _renamed(model: Any, names: Iterable[str]) -> dict[str, str]:
-    """The stored name behind each that transformers gives to one, where it does no more than rename it."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    transforms = get_model_conversion_mapping(model)
-    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-    others = [each for each in transforms if not isinstance(each, WeightRenaming)]
-    renamed = {}
-    for name in names:
-        target, conversion = rename_source_key(name, renamings, others)
-        if conversion is None:
-            renamed[target] = name
-    return renamed
 
 
 def _quantization_record(quantization: QuantizationSection, dtype: torch.dtype) -> Any:

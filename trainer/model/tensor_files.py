@@ -46,10 +46,16 @@ class SafetensorsFiles:
         """Shapes of all tensors."""
         return self._shapes
 
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU."""
+    def file_of(self, name: str) -> Path:
+        """The file that a tensor is in."""
+        return self._file_of[name]
+
+    def read(self, name: str, index: int | None = None) -> torch.Tensor:
+        """One tensor, on the CPU; with `index` that part of its first dimension, which stays, of length one."""
         with safe_open(str(self._file_of[name]), framework="pt") as handle:
-            return torch.as_tensor(handle.get_tensor(name))
+            if index is None:
+                return torch.as_tensor(handle.get_tensor(name))
+            return torch.as_tensor(handle.get_slice(name)[index : index + 1])
 
 
 def files_in(folder: Path, setting: str) -> list[Path]:

@@ -121,6 +121,17 @@ UNTIL_THE_MODEL = (
         ("trainer/model/four_bit.py: bias",),
     ),
     Patch(
+        "the forward of the experts of a mixture",
+        "transformers",
+        "5.23.0",
+        "it reads experts in 16 bits, and autograd would keep them until the backward pass",
+        "experts in NF4 or MXFP4 without an adapter of their own",
+        "trainer/model/frozen_experts.py: compute_dequantized",
+        WITH_MODEL,
+        "tests/unit/test_packed_experts.py: test_packed_experts_compute_what_bitsandbytes_makes_of_each",
+        ("trainer/model/frozen_experts.py: forward",),
+    ),
+    Patch(
         "dequantize_4bit on a CPU",
         "bitsandbytes",
         "0.50.2",

@@ -1,0 +1,65 @@
+"""Tiny random mixtures of experts, one of each way in which checkpoints store the experts and models compute them."""
+
+from pathlib import Path
+from typing import Any
+
+SMALL = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}  # fmt: skip
+GROUPS = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+LINEAR_ATTENTION = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "head_dim": 16, "shared_expert_intermediate_size": 64, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+# Families by how their checkpoints store experts.
+ONE_BY_ONE: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen2_moe": {"shared_expert_intermediate_size": 64},
+    "qwen3_moe": {},
+    "olmoe": {},
+    "deepseek_v3": GROUPS | LATENT,
+    "glm4_moe": GROUPS,
+    "phimoe": {},
+    "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    "qwen3_next": LINEAR_ATTENTION,
+    "qwen3_5_moe_text": LINEAR_ATTENTION,
+}
+FUSED: dict[str, dict[str, Any]] = {
+    "granitemoe": {},
+    "gpt_oss": {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "llama4_text": {"interleave_moe_layer_step": 1, "head_dim": 16, "intermediate_size_mlp": 128},
+}
+MIXTURES = ONE_BY_ONE | FUSED
+
+
+def make_mixture(folder: Path, name: str, *, seed: int = 0, **changes: Any) -> Path:
+    """A random model of the family, saved as its published checkpoints are, without a tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(name, **(SMALL | EXPERTS | MIXTURES[name] | changes))
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.dim() == 1 and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.1)  # a bias that is zero would hide one that is left out
+    model.save_pretrained(folder)
+    return folder

@@ -1,0 +1,98 @@
+"""The forward of packed experts without an adapter: their own code on weights that are dequantised for it.
+
+Nothing of the weights is kept for the backward pass, which dequantises them again and computes the experts once more.
+One buffer for each kind of tensor serves all layers: only the experts that compute have their weights in 16 bits.
+"""
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.model.packed_experts import PackedExperts
+
+
+def compute_dequantized(module: nn.Module) -> None:
+    """Let a module whose experts are packed compute with dequantised ones."""
+    module.forward = partial(_forward, module, module.forward)
+
+
+def packed_tensors(module: nn.Module) -> dict[str, PackedExperts]:
+    """The packed parameters that a module holds itself, by name."""
+    return {name: each for name, each in module._parameters.items() if isinstance(each, PackedExperts)}
+
+
+def _forward(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+    if not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors)):
+        return _computed(module, forward, args, kwargs)
+    places: list[Any] = [*args, *kwargs.values()]
+    return _FrozenExperts.apply(module, forward, len(args), tuple(kwargs), *places)
+
+
+class _FrozenExperts(torch.autograd.Function):
+    """y = experts(x, ...) with gradients for the inputs alone."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, forward: Any, count: int, names: tuple[str, ...], *places: Any) -> Tensor:
+        ctx.module, ctx.experts, ctx.count, ctx.names = module, forward, count, names
+        ctx.others = [None if isinstance(each, Tensor) else each for each in places]
+        ctx.is_tensor = [isinstance(each, Tensor) for each in places]
+        ctx.save_for_backward(*(each for each in places if isinstance(each, Tensor)))
+        result: Tensor = _computed(module, forward, places[:count], dict(zip(names, places[count:], strict=True)))
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved, (grad,) = iter(ctx.saved_tensors), grads
+        needs = ctx.needs_input_grad[4:]
+        places = [
+            next(saved).detach() if here else other for here, other in zip(ctx.is_tensor, ctx.others, strict=True)
+        ]
+        wanted = [each.requires_grad_() for each, need in zip(places, needs, strict=True) if need]
+        with torch.enable_grad():
+            kwargs = dict(zip(ctx.names, places[ctx.count :], strict=True))
+            y = _computed(ctx.module, ctx.experts, places[: ctx.count], kwargs)
+        found = iter(torch.autograd.grad(y, wanted, grad, allow_unused=True))
+        return None, None, None, None, *(next(found) if need else None for need in needs)
+
+
+def _computed(module: nn.Module, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The module's own forward, which finds dequantised tensors under the names of the packed ones."""
+    own = vars(module)
+    packed = packed_tensors(module)
+    own.update({name: _BUFFERS.filled(name, parameter) for name, parameter in packed.items()})
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for name in packed:
+            del own[name]
+
+
+class _Buffers:
+    """One buffer for each name, type and device, with the tensor that it was last filled with."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+        self._held: dict[tuple[Any, ...], weakref.ref[PackedExperts]] = {}
+
+    def filled(self, name: str, parameter: PackedExperts) -> Tensor:
+        layout = parameter.packing
+        key = (name, layout.dtype, parameter.device)
+        buffer = self._buffers.get(key)
+        size = layout.experts * layout.rows * layout.cols
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[key] = torch.empty(size, dtype=layout.dtype, device=parameter.device)
+            self._held.pop(key, None)
+        values = buffer[:size].view(layout.shape)
+        held = self._held.get(key)
+        if held is None or held() is not parameter:
+            self._held.pop(key, None)
+            parameter.dequantized(values)
+            self._held[key] = weakref.ref(parameter)
+        return values.detach()
+
+
+_BUFFERS = _Buffers()

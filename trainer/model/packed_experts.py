@@ -1,0 +1,216 @@
+"""The experts of one tensor packed in 4 bits: NF4 or FP4 as bitsandbytes packs one matrix, or MXFP4 as gpt-oss has it.
+
+Codes and scales of all experts lie in one Parameter of bytes, so that whatever moves parameters (ZeRO, offload, the
+gather of a layer) moves all of a tensor at once. The sections, each with its experts one after the other:
+
+    codes     half a byte a value, experts' matrices quantised one by one
+    scales    NF4: one of 32 bits a block, or of 8 bits with double quantisation; MXFP4: an exponent for 32 values
+    nested    with double quantisation: scales of 256 scales, and the mean that was taken off them, 32 bits
+    books     the 16 values of a code and the 256 of a scale, 32 bits
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
+from torch import Tensor, nn
+
+from trainer.config import QuantizationSection
+from trainer.contract.known_versions import require
+
+MXFP4 = "mxfp4"
+MXFP4_BLOCK = 32
+# Sign, two bits of exponent, one of mantissa: the values of OCP's FP4 (E2M1).
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_NESTED_BLOCK = 256
+Sections = dict[str, tuple[tuple[int, ...], torch.dtype]]
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class ExpertsLayout:
+    """How `experts` matrices [rows, cols] are packed."""
+
+    kind: str
+    """`nf4`, `fp4` or `mxfp4`."""
+    experts: int
+    rows: int
+    cols: int
+    dtype: torch.dtype
+    """What they are computed in."""
+    transposed: bool = False
+    """The model's own tensor is [experts, cols, rows]."""
+    block: int = MXFP4_BLOCK
+    double_quant: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the model's own tensor."""
+        return (self.experts, self.cols, self.rows) if self.transposed else (self.experts, self.rows, self.cols)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of one expert."""
+        return -(-self.rows * self.cols // self.block)
+
+    def sections(self) -> Sections:
+        """Shape and type of each section, in their order."""
+        count = -(-self.rows * self.cols // 2)
+        codes: Sections = {"codes": ((self.experts, count), torch.uint8)}
+        if self.kind == MXFP4:
+            return codes | {"scales": ((self.experts, self.blocks), torch.uint8)}
+        book: Sections = {"book": ((16,), torch.float32)}
+        if not self.double_quant:
+            return codes | {"scales": ((self.experts, self.blocks), torch.float32)} | book
+        return codes | {
+            "scales": ((self.experts, self.blocks), torch.uint8),
+            "nested": ((self.experts, -(-self.blocks // _NESTED_BLOCK)), torch.float32),
+            "offsets": ((self.experts,), torch.float32),
+            **book,
+            "nested_book": ((256,), torch.float32),
+        }
+
+    def offsets(self) -> tuple[dict[str, int], int]:
+        """Where each section begins, and how many bytes there are."""
+        begins, end = {}, 0
+        for name, (shape, dtype) in self.sections().items():
+            begins[name] = end
+            end = -(-(end + prod(shape) * dtype.itemsize) // _ALIGNMENT) * _ALIGNMENT
+        return begins, end
+
+
+class PackedExperts(nn.Parameter):
+    """All experts of one tensor in one Parameter of bytes, under the name of the tensor that it stands for."""
+
+    packing: ExpertsLayout
+
+    def __new__(cls, data: Tensor, layout: ExpertsLayout) -> "PackedExperts":
+        """`data` holds the bytes of all sections."""
+        packed = torch.Tensor._make_subclass(cls, data, False)
+        packed.packing = layout
+        return packed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedExperts":
+        """With its layout."""
+        memo[id(self)] = copied = PackedExperts(self.data.clone(), self.packing)
+        return copied
+
+    @staticmethod
+    def empty(layout: ExpertsLayout, device: torch.device) -> "PackedExperts":
+        """Room for the experts."""
+        return PackedExperts(torch.zeros(layout.offsets()[1], dtype=torch.uint8, device=device), layout)
+
+    def sections(self) -> dict[str, Tensor]:
+        """Views of the sections; under ZeRO-3 while the parameter is gathered."""
+        begins, size = self.packing.offsets()
+        assert self.numel() == size, f"{self.numel()} bytes of {size}: the parameter is not gathered"
+        return {
+            name: self.data.narrow(0, begins[name], prod(shape) * dtype.itemsize).view(dtype).view(shape)
+            for name, (shape, dtype) in self.packing.sections().items()
+        }
+
+    def quantize(self, index: int, matrix: Tensor) -> None:
+        """Pack one expert's matrix, as the model's own tensor has it, by bitsandbytes; for NF4 and FP4."""
+        layout, sections = self.packing, self.sections()
+        packed, state = quantize_4bit(
+            (matrix.t() if layout.transposed else matrix).to(layout.dtype).contiguous(),
+            blocksize=layout.block,
+            compress_statistics=layout.double_quant,
+            quant_type=layout.kind,
+            quant_storage=torch.uint8,
+        )
+        sections["codes"][index] = packed.view(-1)
+        sections["scales"][index] = state.absmax
+        sections["book"].copy_(state.code)
+        if layout.double_quant:
+            inner = require(state, "state2", "bitsandbytes")
+            assert inner.blocksize == _NESTED_BLOCK, inner.blocksize
+            sections["nested"][index] = inner.absmax
+            sections["offsets"][index] = state.offset
+            sections["nested_book"].copy_(inner.code)
+
+    def dequantized(self, out: Tensor | None = None) -> Tensor:
+        """The model's own tensor, in `out` if given."""
+        layout = self.packing
+        if out is None:
+            out = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
+        if layout.kind != MXFP4 and layout.rows * layout.cols % layout.block == 0 and not layout.transposed:
+            sections = self.sections()
+            scales = _scales_in_32_bits(sections, layout).view(-1)
+            return _read_codes(sections["codes"], scales, sections["book"], layout, out.view(1, -1)).view(layout.shape)
+        for index in range(layout.experts):
+            matrix = self.expert(index)
+            out[index] = matrix.t() if layout.transposed else matrix
+        return out
+
+    def expert(self, index: int) -> Tensor:
+        """One expert's matrix [rows, cols]."""
+        layout, sections = self.packing, self.sections()
+        if layout.kind == MXFP4:
+            codes, scales = sections["codes"][index], sections["scales"][index]
+            return mxfp4_values(codes, scales, layout.dtype).view(layout.rows, layout.cols)
+        return _from_4_bits(sections, index, layout)
+
+
+def mxfp4_values(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """What MXFP4 stands for: v 2^(e - 127); the first of two codes in a byte is in its low bits.
+
+    codes [..., 16 B bytes] and exponents [..., B] flatten to blocks of 32. OCP Microscaling Formats v1.0, 5.2.
+    """
+    values = torch.tensor(MXFP4_VALUES, dtype=torch.float32, device=codes.device)
+    pairs = codes.reshape(-1)
+    found = values[torch.stack((pairs & 15, pairs >> 4), dim=1).int()].view(-1, MXFP4_BLOCK)
+    return torch.ldexp(found, exponents.reshape(-1, 1).int() - 127).to(dtype)
+
+
+def _from_4_bits(sections: dict[str, Tensor], index: int, layout: ExpertsLayout) -> Tensor:
+    """As `dequantize_4bit` of bitsandbytes for this expert's matrix alone."""
+    own = {name: section[index : index + 1] for name, section in sections.items() if "book" not in name}
+    scales = _scales_in_32_bits(sections | own, layout).view(-1)
+    count = layout.rows * layout.cols
+    if count % layout.block == 0 or scales.device.type != "cpu":
+        out = torch.empty((1, count), dtype=layout.dtype, device=scales.device)
+        return _read_codes(own["codes"], scales, sections["book"], layout, out).view(layout.rows, layout.cols)
+    packed = own["codes"].view(-1)
+    codes = torch.stack((packed >> 4, packed & 15), dim=1).view(-1)[:count].int()
+    of_each = scales.repeat_interleave(layout.block)[:count]
+    return (sections["book"][codes] * of_each).to(layout.dtype).view(layout.rows, layout.cols)
+
+
+def _scales_in_32_bits(sections: dict[str, Tensor], layout: ExpertsLayout) -> Tensor:
+    """The scale of each block [experts, blocks]."""
+    if not layout.double_quant:
+        return sections["scales"]
+    nested = sections["nested"].repeat_interleave(_NESTED_BLOCK, dim=1)[:, : layout.blocks]
+    return sections["nested_book"][sections["scales"].int()] * nested + sections["offsets"][:, None]
+
+
+def _read_codes(codes: Tensor, scales: Tensor, book: Tensor, layout: ExpertsLayout, out: Tensor) -> Tensor:
+    """In one row: on a CPU bitsandbytes 0.50.2 takes wrong scales where a row holds no whole number of blocks."""
+    state = QuantState(
+        scales, shape=out.shape, code=book, blocksize=layout.block, quant_type=layout.kind, dtype=layout.dtype
+    )
+    if out.is_cuda:
+        dequantize_4bit(codes.view(-1, 1), state, out=out)
+        return out
+    return out.copy_(dequantize_4bit(codes.view(-1, 1), state))  # bitsandbytes has no `out` on a CPU
+
+
+def nf4_layout(
+    shape: torch.Size, section: QuantizationSection, dtype: torch.dtype, *, transposed: bool = False
+) -> ExpertsLayout:
+    """The layout of a model's tensor [experts, a, b] that is quantised to 4 bits."""
+    experts, rows, cols = shape
+    if transposed:
+        rows, cols = cols, rows
+    return ExpertsLayout(
+        section.quant_type, experts, rows, cols, dtype, transposed, section.block_size, section.double_quant
+    )
+
+
+def mxfp4_layout(shape: torch.Size, dtype: torch.dtype) -> ExpertsLayout:
+    """The layout of a model's tensor [experts, in, out] of which [experts, out, in] is stored in MXFP4."""
+    experts, cols, rows = shape
+    return ExpertsLayout(MXFP4, experts, rows, cols, dtype, transposed=True)

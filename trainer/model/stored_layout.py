@@ -1,0 +1,177 @@
+"""Where each parameter of a model lies in the files of its checkpoint, and what makes it of the tensors stored there.
+
+Checkpoints of mixtures of experts store one tensor for each expert, or one for all of them, under names of their own.
+transformers' mapping says which make what; its conversions run here on the tensors of one parameter, and where they
+leave the experts apart on those of one expert, so that no more than that is in memory.
+"""
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from trainer.config import UserError
+from trainer.contract.known_versions import require
+
+BLOCKS, SCALES = "_blocks", "_scales"  # how the names of a tensor stored in MXFP4 end
+
+
+class StoredTensors(Protocol):
+    """Tensors by name, each read when it is asked for."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors."""
+
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """One tensor; with `index` that part of its first dimension, which stays, of length one."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What one parameter is made of."""
+
+    target: str
+    names: dict[str, tuple[str, ...]]
+    """The stored tensors by transformers' pattern for them; `_blocks` and `_scales` for MXFP4."""
+    converter: Any = None
+    """transformers' conversion; None where the parameter is stored as it is."""
+    key: str = ""
+    """The name that transformers gives to the conversion: its first target."""
+    like: Any = None
+    """What a conversion may ask of the model: the shapes of its parameters."""
+    config: Any = None
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether the values are stored in MXFP4."""
+        return set(self.names) == {BLOCKS, SCALES}
+
+    @property
+    def by_expert(self) -> bool:
+        """Whether a part of the first dimension can be made without the rest."""
+        if self.converter is None:
+            return True
+        operations = list(self.converter.operations)
+        counts = {len(names) for names in self.names.values()}
+        if type(operations[0]).__name__ == "MergeModulelist":
+            return operations[0].dim == 0 and all(map(_leaves_first_dimension, operations[1:]))
+        return counts == {1} and all(map(_leaves_first_dimension, operations))
+
+    def read(self, files: StoredTensors, expert: int | None = None) -> Tensor:
+        """The parameter's values, or those of one expert (the first dimension is then of length one)."""
+        assert not self.is_mxfp4, self.target
+        if self.converter is None:
+            return files.read(self.names[self.target][0], expert)
+        parts = {}
+        for pattern, names in self.names.items():
+            if expert is not None and len(names) > 1:
+                parts[pattern] = [files.read(names[expert])]
+            else:
+                one_by_one = type(self.converter.operations[0]).__name__ == "MergeModulelist"
+                parts[pattern] = [files.read(name, None if one_by_one else expert) for name in names]
+        return self._converted(parts)[self.target]
+
+    def targets(self, shapes: dict[str, tuple[int, ...]]) -> list[str]:
+        """The parameters that the conversion makes: several where one tensor is split."""
+        empty = {
+            pattern: [torch.empty(shapes[name], device="meta") for name in names]
+            for pattern, names in self.names.items()
+        }
+        return list(self._converted(empty))
+
+    def _converted(self, parts: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        converter = deepcopy(self.converter)
+        for pattern, tensors in parts.items():
+            for name, tensor in zip(self.names[pattern], tensors, strict=False):
+                converter.add_tensor(self.key, name, pattern, tensor)
+        parts.clear()
+        made = converter.convert(self.key, model=self.like, config=self.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+class _Shapes:
+    """Stands for the model in a conversion that asks for the shape of a parameter; the model itself is half filled."""
+
+    def __init__(self, model: Any) -> None:
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+    def get_parameter(self, name: str) -> Tensor:
+        return torch.empty(self._shapes[name], device="meta")
+
+
+def stored_layout(model: Any, files: StoredTensors, base_model: str) -> dict[str, Stored]:
+    """For every parameter and stored buffer of an empty model, tied ones under each of their names, what makes it.
+
+    Raises UserError if nothing does.
+    """
+    shapes = files.shapes()
+    found = _mxfp4(model, shapes)
+    for stored in _by_mapping(model, shapes):
+        targets = [stored.target] if stored.converter is None else stored.targets(shapes)
+        for target in targets:
+            found.setdefault(target, Stored(target, *_rest(stored)))
+    return _with_tied(model, found, base_model)
+
+
+def _rest(stored: Stored) -> tuple[Any, ...]:
+    return stored.names, stored.converter, stored.key, stored.like, stored.config
+
+
+def _by_mapping(model: Any, shapes: dict[str, tuple[int, ...]]) -> list[Stored]:
+    """As transformers collects them in `convert_and_load_state_dict_in_model`."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
+    known, prefix, like = model.state_dict(), model.base_model_prefix, _Shapes(model)
+    names: dict[str, dict[str, list[str]]] = {}
+    for name in sorted(shapes, key=dot_natural_key):
+        key, pattern = rename_source_key(name, renamings, converters, prefix, known)
+        if key not in known and name in known:
+            key, pattern = rename_source_key(name, [], [], prefix, known)
+        if key in known:
+            patterns = names.setdefault(key, {})
+            if pattern is None or pattern in converter_of:
+                patterns.setdefault(pattern or key, []).append(name)
+    found = []
+    for key, patterns in names.items():
+        as_tuples = {pattern: tuple(each) for pattern, each in patterns.items()}
+        converter = next((converter_of[pattern] for pattern in patterns if pattern in converter_of), None)
+        found.append(Stored(key, as_tuples, converter, key, like, model.config))
+    return found
+
+
+def _mxfp4(model: Any, shapes: dict[str, tuple[int, ...]]) -> dict[str, Stored]:
+    """Parameters of which blocks and scales are stored under their own name, with or without the model's prefix."""
+    prefix, found = f"{model.base_model_prefix}.", {}
+    for target, _ in model.named_parameters():
+        for name in (target, target.removeprefix(prefix), prefix + target):
+            if name + BLOCKS in shapes and name + SCALES in shapes:
+                found[target] = Stored(target, {BLOCKS: (name + BLOCKS,), SCALES: (name + SCALES,)})
+    return found
+
+
+def _with_tied(model: Any, found: dict[str, Stored], base_model: str) -> dict[str, Stored]:
+    tied = set(require(model, "all_tied_weights_keys", "transformers"))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    by_id = {id(parameters[name]): stored for name, stored in found.items() if name in parameters}
+    missing = [name for name, each in parameters.items() if id(each) not in by_id and name not in tied]
+    if missing:
+        raise UserError(
+            f"base_model={base_model}: {len(missing)} weights are in none of its files (first: {missing[0]}); "
+            "take config.json and weights from the same model, or download it again"
+        )
+    return found | {name: by_id[id(parameter)] for name, parameter in parameters.items()}
+
+
+def _leaves_first_dimension(operation: Any) -> bool:
+    """Whether one of transformers' operations treats every entry of the first dimension alike and apart."""
+    kind = type(operation).__name__
+    if kind == "Transpose":
+        return not operation.check_dims and 0 not in (operation.dim0, operation.dim1)
+    return kind in ("Concatenate", "Chunk", "Interleave") and operation.dim > 0
