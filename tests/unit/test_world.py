@@ -130,7 +130,7 @@ def said_by_two(program: str, *arguments: str, folders: tuple[Path, Path] = (ROO
         )
         for rank in (0, 1)
     ]  # fmt: skip
-    return [process.communicate(timeout=240)[0].splitlines() for process in ranks]
+    return [process.communicate(timeout=500)[0].splitlines() for process in ranks]
 
 
 def test_all_ranks_hear_what_the_first_one_decides() -> None:
