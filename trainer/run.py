@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -143,7 +144,7 @@ class Run:
         world = meet(self.ranks, self.config, self.lock.token if self.lock is not None else "")
         form_process_group(self.ranks, collective_timeout(training))
         if world.hosts > 1:
-            blocks = folder_of_run(self.run_dir / "logs", world.token, is_main=self.ranks.is_main)
+            blocks = folder_of_run(Path(self.config.output_dir) / "logs", world.token, is_main=self.ranks.is_main)
             self.prepared = share_stream(self.prepared, blocks)
         self.say(world.summary)
         if (warning := known_versions.warning()) is not None:
