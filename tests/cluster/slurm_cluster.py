@@ -105,10 +105,11 @@ class SlurmCluster:
         """End a node's slurmd and everything it runs, at once, and cut its connections."""
         self.hosts.switch_off(node)
 
-    def kill_processes(self, node: str) -> None:
-        """SIGKILL to a node's slurmd, its slurmstepd and the ranks, while its kernel lives and closes connections."""
+    def kill_processes(self, node: str, *names: str) -> None:
+        """SIGKILL to a node's slurmd, slurmstepd and ranks, or to those named, while its kernel closes connections."""
         for process in self.hosts.processes(node):
-            process.kill()
+            if not names or process.name() in names:
+                process.kill()
 
     def environment(self) -> dict[str, str]:
         """What a shell on the cluster holds."""
