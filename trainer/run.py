@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from trainer.contract import known_versions
 from trainer.contract.folder_lock import FolderLock
 from trainer.course import Course
 from trainer.data import Batches, StreamBatches, evaluation_batches
-from trainer.data.prepared import Prepared, samples_of
+from trainer.data.prepared import Prepared, samples_of, share_stream
+from trainer.data.shared_blocks import folder_of_run
 from trainer.data.step_count import count_steps, step_warnings, steps_line
 from trainer.decisions import VARLEN, Decisions
 from trainer.engine.deepspeed_engine import deepspeed_config, resolve_precision, start_engine
@@ -141,6 +143,9 @@ class Run:
         training = self.config.training
         world = meet(self.ranks, self.config, self.lock.token if self.lock is not None else "")
         form_process_group(self.ranks, collective_timeout(training))
+        if world.hosts > 1:
+            blocks = folder_of_run(Path(self.config.output_dir) / "logs", world.token, is_main=self.ranks.is_main)
+            self.prepared = share_stream(self.prepared, blocks)
         self.say(world.summary)
         if (warning := known_versions.warning()) is not None:
             self.say(f"[yellow]warning:[/yellow] {escape(warning)}")

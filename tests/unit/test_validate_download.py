@@ -148,16 +148,17 @@ import sys, time
 from trainer.config import ModelSection, UserError
 from trainer.model.base import load_model_config
 import transformers, datasets
-begun = time.monotonic()
+waited = []
+time.sleep = waited.append
 try:
     load_model_config("nobody/no-such-model", ModelSection())
 except UserError as error:
-    print(time.monotonic() - begun, error)
+    print(sum(waited), error)
 """
 
 
-def test_without_a_network_the_one_line_comes_within_seconds() -> None:
-    """The hub's library would wait 23 s between six tries."""
+def test_without_a_network_the_one_line_comes_without_waiting() -> None:
+    """The hub's library would wait 23 s between six tries; here its waiting is counted, and no time passes."""
     environment = {key: value for key, value in os.environ.items() if not key.lower().endswith("_proxy")}
     environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
     done = subprocess.run(
@@ -169,5 +170,5 @@ def test_without_a_network_the_one_line_comes_within_seconds() -> None:
         timeout=300,
     )
     seconds, said = done.stdout.split(" ", 1)
-    assert float(seconds) < 15.0, done.stdout
+    assert float(seconds) < 5.0, done.stdout
     assert said.startswith("base_model=nobody/no-such-model: not a local folder") and done.stdout.count("\n") == 1
