@@ -59,7 +59,7 @@ def test_it_works_beside_a_run_and_says_what_training_would_need(
     with FolderLock.take(run, resumes=False, say=print):
         assert validate.main([str(config)]) == 0
         assert f"OK but for output_dir=run: a run is in it now, process {os.getpid()} on " in capsys.readouterr().out
-    write_run_record(run, load_config(config).config, 1, "cpu")
+    write_run_record(run, load_config(config).config, 1, "cpu", "fp32")
     before = sorted(run.rglob("*"))
     assert validate.main([str(config)]) == 0
     assert "OK but for output_dir=run: holds another run, without a whole checkpoint" in capsys.readouterr().out
