@@ -317,3 +317,9 @@ while True:
             assert len(json.loads(record.read_text())) == 5000
         writer.kill()
     assert len(json.loads(record.read_text())) == 5000
+
+
+def test_a_name_that_was_cut_short_is_not_joined_to_the_next(tmp_path: Path) -> None:
+    (tmp_path / "written.txt").write_text("run.json\nmerg")
+    note_written(tmp_path, ["checkpoint-5"])
+    assert written_names(tmp_path) == {"run.json", "checkpoint-5"}

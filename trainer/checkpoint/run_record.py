@@ -71,6 +71,8 @@ def note_written(run_dir: Path, names: Iterable[str]) -> None:
     if new:
         # Added to, never rewritten: a merge may add its name while the run adds a checkpoint's.
         with (run_dir / WRITTEN).open("a", encoding="utf-8") as file:
+            if (run_dir / WRITTEN).read_bytes()[-1:] not in (b"", b"\n"):
+                file.write("/\n")  # a full disk cut the last name short: it becomes one that no file can have
             file.write("".join(f"{name}\n" for name in new))
             file.flush()
             os.fsync(file.fileno())
