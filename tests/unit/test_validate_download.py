@@ -146,13 +146,23 @@ def test_names_that_cannot_be(name: str, complaint: str, config: Path) -> None:
 NO_NETWORK = """
 import sys, time
 from trainer.config import ModelSection, UserError
-from trainer.model.base import load_model_config
-import transformers, datasets
+from trainer.config.data_sections import SourceSection
+from trainer.data.sources import read_source
+from trainer.model.base import load_model_config, load_tokenizer
+from trainer.preflight import _check_adapter_on_hub
+import transformers, datasets, peft
 begun = time.monotonic()
-try:
-    load_model_config("nobody/no-such-model", ModelSection())
-except UserError as error:
-    print(time.monotonic() - begun, error)
+for ask in (
+    lambda: load_model_config("nobody/no-such-model", ModelSection()),
+    lambda: load_tokenizer(".", ModelSection(tokenizer="nobody/no-such-model")),
+    lambda: _check_adapter_on_hub("nobody/no-such-model"),
+    lambda: read_source(SourceSection(path="nobody/no-such-data"), "dataset"),
+):
+    try:
+        ask()
+    except UserError as error:
+        print(error)
+print(time.monotonic() - begun)
 """
 
 
@@ -168,6 +178,9 @@ def test_without_a_network_the_one_line_comes_within_seconds() -> None:
         text=True,
         timeout=300,
     )
-    seconds, said = done.stdout.split(" ", 1)
+    *said, seconds = done.stdout.splitlines()
     assert float(seconds) < 15.0, done.stdout
-    assert said.startswith("base_model=nobody/no-such-model: not a local folder") and done.stdout.count("\n") == 1
+    for line, setting in zip(said, ("base_model", "model.tokenizer", "lora.adapter_path"), strict=False):
+        assert line.startswith(f"{setting}=nobody/no-such-model: not a local folder, not in the hub's cache"), line
+    assert said[3].startswith("dataset.path=nobody/no-such-data: ") and "cannot be reached" in said[3]
+    assert len(said) == 4
