@@ -18,7 +18,7 @@ from trainer.course import Course
 from trainer.data import Batches, StreamBatches, evaluation_batches
 from trainer.data.prepared import Prepared, samples_of, share_stream
 from trainer.data.shared_blocks import folder_of_run
-from trainer.data.step_count import count_steps, step_warnings, steps_line
+from trainer.data.step_count import count_steps, smaller_batch_line, step_warnings, steps_line
 from trainer.decisions import VARLEN, Decisions
 from trainer.engine.deepspeed_engine import deepspeed_config, resolve_precision, start_engine
 from trainer.engine.eight_bit_moments import elements_per_buffer
@@ -120,7 +120,7 @@ class Run:
         engine = self._start_engine(model)
         position, total_steps = self._restore(engine)
         self.steering = self._steer(engine, position, total_steps)
-        self.metrics = self.folder.open(model, position, total_steps, self.device)
+        self.metrics = self.folder.open(model, position, total_steps, self.device, self.precision)
         before = self._evaluate_and_sample(engine, position, "before") if position.step == 0 else None
         Loop(self._parts(engine, total_steps), self.config.training, position, total_steps).run()
         after = None
@@ -166,6 +166,8 @@ class Run:
         samples, ranks = samples_of(self.prepared), self.ranks.world_size
         warnings = step_warnings(self.config, samples, ranks)
         self.say(f"steps: {steps_line(self.config.training, samples, ranks)}")
+        if smaller := smaller_batch_line(training, self.config.training, ranks):
+            self.say(f"note: {smaller}")
         for warning in warnings:
             self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
 
