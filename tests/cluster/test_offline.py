@@ -1,4 +1,4 @@
-"""The way of docs/cluster.md for compute nodes without the internet: download, prepare, then a job offline."""
+"""The way of docs/guide/several-machines.md for compute nodes without the internet: download, prepare, then a job offline."""
 
 import hashlib
 import json
