@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from launcher.doctor.command import doctor
+from launcher.importing.command import import_
 from launcher.job_starts import settings_to_go_on
 from launcher.presets import init
 from launcher.scu_train import run as run_scu_train
@@ -125,6 +126,7 @@ def show_config(
 
 
 app.command("init")(init)
+app.command("import", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(import_)
 app.command("submit")(submit)
 app.command("status")(status)
 app.command("doctor")(doctor)
