@@ -1,11 +1,10 @@
 """Axolotl's YAML: what each of its settings is here, and its defaults where ours are others."""
 
 import re
-from typing import Any
 
 from launcher.importing import common_words as words
 from launcher.importing.axolotl_sources import take_data
-from launcher.importing.translation import Theirs, Translation
+from launcher.importing.translation import Setting, Theirs, Translation
 
 PREFERENCES = "preference and reward training are not offered"
 # Setting -> why a file that has it cannot be had here. In the order in which a reader would give the reason.
@@ -108,7 +107,11 @@ def _model(translation: Translation) -> None:
         translation, "attn_implementation", "flash_attention", "xformers_attention", "sdp_attention", "flex_attention",
         "eager_attention", "sage_attention",
     )  # fmt: skip
-    special = theirs.take("special_tokens")
+    if isinstance(theirs.tree.get("tokens"), dict):  # as special_tokens was called
+        special = theirs.take("tokens")
+    else:
+        translation.copy("model.added_tokens", "tokens")
+        special = theirs.take("special_tokens")
     if isinstance(special, dict):
         if special.get("pad_token"):
             translation.set("model.pad_token", special["pad_token"], "special_tokens")
@@ -116,7 +119,6 @@ def _model(translation: Translation) -> None:
             translation.differs(
                 "special_tokens", f"{', '.join(others)}: the tokenizer's own are kept; chats end as the template says"
             )
-    translation.copy("model.added_tokens", "tokens")
     config = theirs.take("model_config", "overrides_of_model_config")
     if config:
         name = theirs.has("model_config", "overrides_of_model_config") or "model_config"
@@ -130,7 +132,7 @@ def _adapter(translation: Translation) -> None:
     if kind not in (None, "lora", "qlora"):
         raise theirs.refused("adapter", "adapters here are lora and qlora")
     if kind is None:
-        translation.settings["adapter"] = words_setting(translation, "none")
+        translation.settings["adapter"] = Setting("none", "no adapter there")
         if theirs.has("unfrozen_parameters"):
             raise theirs.refused(
                 "unfrozen_parameters", "training a part of the weights is not offered; use adapter: lora"
@@ -141,14 +143,14 @@ def _adapter(translation: Translation) -> None:
     translation.set("adapter", "qlora" if four or kind == "qlora" or loftq else "lora", "adapter")
     if eight and not four and not loftq:
         translation.differs(
-            "load_in_8bit", "the base stays in 16 bits, which is exacter and takes twice its memory; "
+            "load_in_8bit", "the base stays in 16 bits, which is more exact and takes twice its memory; "
             "adapter: qlora takes half of what 8 bits take"
         )  # fmt: skip
     if loftq:
         translation.set("lora.init", "loftq", "peft")
     translation.copy("lora.r", "lora_r")
     translation.copy("lora.alpha", "lora_alpha")
-    translation.copy("lora.dropout", "lora_dropout") or translation.default("lora.dropout", 0.0)
+    translation.copy_or("lora.dropout", 0.0, "lora_dropout")
     _targets(translation)
     translation.copy("lora.modules_to_save", "lora_modules_to_save")
     translation.copy("lora.rslora", "peft_use_rslora")
@@ -161,13 +163,6 @@ def _adapter(translation: Translation) -> None:
     double = (theirs.take("bnb_config_kwargs") or {}).get("bnb_4bit_use_double_quant", True)
     if translation.settings["adapter"].value == "qlora" and not double:
         translation.set("quantization.double_quant", False, "bnb_config_kwargs")
-
-
-def words_setting(translation: Translation, value: Any) -> Any:
-    """A setting that says by its absence what it is."""
-    from launcher.importing.translation import Setting
-
-    return Setting(value, f"{translation.theirs.trainer} has none here")
 
 
 def _targets(translation: Translation) -> None:
@@ -199,7 +194,7 @@ def names_in_pattern(pattern: str) -> list[str]:
 
 def _training(translation: Translation) -> None:
     theirs = translation.theirs
-    translation.copy("training.batch_size", "micro_batch_size") or translation.default("training.batch_size", 1)
+    translation.copy_or("training.batch_size", 1, "micro_batch_size")
     together, micro = theirs.take("batch_size"), theirs.tree.get("micro_batch_size") or 1
     if not translation.copy("training.gradient_accumulation_steps", "gradient_accumulation_steps") and together:
         translation.set("training.gradient_accumulation_steps", max(1, int(together) // int(micro)), "batch_size")
@@ -248,9 +243,7 @@ def _steps_and_saves(translation: Translation) -> None:
             translation.set(f"training.{kind}s_per_epoch", each, f"{kind}s_per_epoch")
         else:
             translation.default(f"training.{kind}s_per_epoch", 1)
-    translation.copy("training.save_total_limit", "save_total_limit") or translation.default(
-        "training.save_total_limit", 4
-    )
+    translation.copy_or("training.save_total_limit", 4, "save_total_limit")
     patience = theirs.take("early_stopping_patience")
     best = theirs.take("load_best_model_at_end")
     if held_out and not streams:

@@ -37,7 +37,7 @@ def take_data(translation: Translation) -> None:
         if theirs.take("streaming") is True:
             translation.set("dataset.streaming", True, "streaming")
     _held_out(translation)
-    translation.copy("dataset.max_length", "sequence_len") or translation.default("dataset.max_length", 512)
+    translation.copy_or("dataset.max_length", 512, "sequence_len")
     longer = theirs.take("excess_length_strategy", default="drop")
     if longer == "raise":
         translation.differs("excess_length_strategy", "records that are too long are left out, and counted")
@@ -132,6 +132,8 @@ def _format(translation: Translation, kind: Any, entry: dict[str, Any], name: st
             "template_without_input": without,
             "fields": {"completion": "output"},
         }
+    if kind is None:
+        raise translation.theirs.refused(name, "a source without a type, tokenised already; give its texts")
     raise translation.theirs.refused(
         name, f"type {kind}: this prompt format is not offered; write the records as messages, or prompt and completion"
     )

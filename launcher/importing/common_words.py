@@ -43,7 +43,9 @@ def schedule(translation: Translation, name: str, *others: str) -> None:
     theirs = translation.theirs
     value = theirs.take(name, *others)
     least = theirs.take("cosine_min_lr_ratio")
-    if least is not None:
+    if least is not None and float(least) >= 1:
+        translation.set("training.lr_scheduler", "constant_with_warmup", "cosine_min_lr_ratio")
+    elif least is not None:
         translation.set("training.lr_scheduler", "cosine_with_min_lr", name)
         translation.set("training.min_lr_ratio", least, "cosine_min_lr_ratio")
     elif value is not None and str(value).lower() in SCHEDULES:
@@ -146,6 +148,8 @@ def set_stage(translation: Translation, name: str, stage: int, *, optimizer: boo
         ):
             translation.set("training.optimizer", "adamw", name)
             translation.differs(name, "an optimizer in host memory has 32-bit state")
+    if stage == 3 and translation.settings.pop("training.torch_compile", None):
+        translation.leave_out("torch_compile", "stage 3's gathers break the graph at every layer")
     if parameters and stage == 3:
         translation.set("zero.offload_parameters", True, name)
 

@@ -124,7 +124,7 @@ def _adapter(translation: Translation) -> None:
     elif bits == 8:
         translation.set("adapter", "lora", "quantization_bit")
         translation.differs(
-            "quantization_bit", "the base stays in 16 bits, which is exacter and takes twice its memory"
+            "quantization_bit", "the base stays in 16 bits, which is more exact and takes twice its memory"
         )
     else:
         raise theirs.refused("quantization_bit", "bases have 16 bits, or 4 by adapter: qlora")
@@ -138,7 +138,7 @@ def _adapter(translation: Translation) -> None:
         translation.default("lora.alpha", 2 * int(rank or 8))
     else:
         translation.set("lora.alpha", alpha, "lora_alpha")
-    translation.copy("lora.dropout", "lora_dropout") or translation.default("lora.dropout", 0.0)
+    translation.copy_or("lora.dropout", 0.0, "lora_dropout")
     target = theirs.take("lora_target")
     if target in (None, "all"):
         translation.set("lora.target_modules", ["all-linear"], "lora_target")
@@ -180,7 +180,7 @@ def _data(translation: Translation) -> None:
         raise theirs.refused("val_size", "a number of records; write a share of them, such as 0.05")
     if share:
         translation.set("dataset.val_split", share, "val_size")
-    translation.copy("dataset.max_length", "cutoff_len") or translation.default("dataset.max_length", 2048)
+    translation.copy_or("dataset.max_length", 2048, "cutoff_len")
     packing, neat = theirs.take("packing"), theirs.take("neat_packing")
     if packing or neat or (packing is None and plain):
         translation.set("dataset.packing", True, "neat_packing" if neat else "packing" if packing else "stage")

@@ -41,7 +41,7 @@ def _adapter(translation: Translation) -> None:
         return
     translation.set("adapter", "qlora" if quantised.get("quantization_bit") == 4 else "lora", "peft_config")
     if quantised.get("quantization_bit") == 8:
-        translation.differs("quant_config", "the base stays in 16 bits, which is exacter and takes twice its memory")
+        translation.differs("quant_config", "the base stays in 16 bits, which is more exact and takes twice its memory")
     for ours, name in (("r", "r"), ("alpha", "lora_alpha"), ("dropout", "lora_dropout"), ("rslora", "use_rslora"),
                        ("dora", "use_dora"), ("modules_to_save", "modules_to_save")):  # fmt: skip
         if peft.get(name) is not None:
@@ -63,7 +63,7 @@ def _data(translation: Translation) -> None:
         translation.set("dataset.mix", sources, "train_dataset")
     if theirs.tree.get("eval_dataset"):
         translation.set("dataset.evaluation", _sources(translation, "eval_dataset")[0], "eval_dataset")
-    translation.copy("dataset.max_length", "cutoff_len") or translation.default("dataset.max_length", 2048)
+    translation.copy_or("dataset.max_length", 2048, "cutoff_len")
     way = str(theirs.take("batching_strategy", default="normal"))
     if way != "normal":
         translation.set("dataset.packing", True, "batching_strategy")
@@ -113,7 +113,7 @@ def _training(translation: Translation) -> None:
         ("learning_rate", "learning_rate", 1e-4),
         ("epochs", "num_train_epochs", 3),
     ):
-        translation.copy(f"training.{ours}", name) or translation.default(f"training.{ours}", default)
+        translation.copy_or(f"training.{ours}", default, name)
     translation.copy("training.global_batch_size", "global_batch_size")
     translation.copy("training.max_steps", "max_steps")
     translation.copy("training.max_grad_norm", "max_grad_norm")
@@ -126,7 +126,10 @@ def _training(translation: Translation) -> None:
     if str(chosen.get("name", "adamw")).lower() not in words.ADAMW:
         raise theirs.refused("optim_config", "only AdamW is offered, in 32 and 8 bits")
     translation.default("training.weight_decay", chosen.get("weight_decay", 0.01))
-    words.precision(translation) if "bf16" in theirs.tree else translation.default("training.precision", "bf16")
+    if "bf16" in theirs.tree:
+        words.precision(translation)
+    else:
+        translation.default("training.precision", "bf16")
     again = theirs.take("enable_activation_checkpointing")
     off = theirs.tree.get("enable_activation_checkpointing") is False
     translation.default("training.gradient_checkpointing", "none" if off and not again else "non_reentrant")
@@ -138,10 +141,8 @@ def _training(translation: Translation) -> None:
         translation.set("training.saves_per_epoch", round(1 / float(theirs.tree["save_epochs"]), 6), "save_epochs")
     else:
         translation.default("training.save_steps", 0)
-    translation.copy("training.save_total_limit", "save_total_limit") or translation.default(
-        "training.save_total_limit", None
-    )
-    translation.copy("output_dir", "output_dir") or translation.default("output_dir", "runs/llamafactory")
+    translation.copy_or("training.save_total_limit", None, "save_total_limit")
+    translation.copy_or("output_dir", "runs/llamafactory", "output_dir")
     translation.copy("training.resume_from_checkpoint", "resume_from_checkpoint")
     _partition(translation)
 

@@ -96,6 +96,11 @@ class Translation:
         self.set(dotted, value, next(name for name in names if self.theirs.tree.get(name) not in _NOTHING))
         return True
 
+    def copy_or(self, dotted: str, default: Any, *names: str) -> None:
+        """Take a setting over as it stands, or write out their default."""
+        if not self.copy(dotted, *names):
+            self.default(dotted, default)
+
     def differs(self, name: str, text: str) -> None:
         """Say what is not as it was there."""
         self.different.append(Remark(self.theirs.where(name), text))

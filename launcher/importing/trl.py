@@ -135,9 +135,9 @@ def _adapter(translation: Translation) -> None:
     name = "load_in_4bit" if four else "use_peft"
     translation.set("adapter", "qlora" if four else "lora", name)
     if eight:
-        translation.differs("load_in_8bit", "the base stays in 16 bits, which is exacter and takes twice its memory")
+        translation.differs("load_in_8bit", "the base stays in 16 bits, which is more exact and takes twice its memory")
     for ours, their, default in (("r", "lora_r", 16), ("alpha", "lora_alpha", 32), ("dropout", "lora_dropout", 0.05)):
-        translation.copy(f"lora.{ours}", their) or translation.default(f"lora.{ours}", default)
+        translation.copy_or(f"lora.{ours}", default, their)
     target = theirs.take("lora_target_modules")
     if target is not None:
         listed = target if isinstance(target, list) else str(target).split(",")
@@ -214,7 +214,7 @@ def _training(translation: Translation) -> None:
         ("epochs", "num_train_epochs", 3.0),
         ("save_steps", "save_steps", 500),
     ):
-        translation.copy(f"training.{ours}", name) or translation.default(f"training.{ours}", default)
+        translation.copy_or(f"training.{ours}", default, name)
     translation.copy("training.eval_batch_size", "per_device_eval_batch_size")
     if (steps := theirs.take("max_steps")) not in (None, -1):
         translation.set("training.max_steps", steps, "max_steps")
@@ -241,9 +241,7 @@ def _training(translation: Translation) -> None:
         translation.default("training.gradient_checkpointing", word)
     if theirs.take("activation_offloading") is True:
         translation.set("training.offload_activations", True, "activation_offloading")
-    translation.copy("training.save_total_limit", "save_total_limit") or translation.default(
-        "training.save_total_limit", None
-    )
+    translation.copy_or("training.save_total_limit", None, "save_total_limit")
     if theirs.take("load_best_model_at_end") is True and "dataset.evaluation" in translation.settings:
         translation.set("training.best_checkpoint", True, "load_best_model_at_end")
     translation.copy("training.resume_from_checkpoint", "resume_from_checkpoint")
