@@ -148,7 +148,8 @@ def set_stage(translation: Translation, name: str, stage: int, *, optimizer: boo
         ):
             translation.set("training.optimizer", "adamw", name)
             translation.differs(name, "an optimizer in host memory has 32-bit state")
-    if stage == 3 and translation.settings.pop("training.torch_compile", None):
+    if stage == 3 and "training.torch_compile" in translation.settings:
+        del translation.settings["training.torch_compile"]
         translation.leave_out("torch_compile", "stage 3's gathers break the graph at every layer")
     if parameters and stage == 3:
         translation.set("zero.offload_parameters", True, name)

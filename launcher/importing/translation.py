@@ -55,10 +55,6 @@ class Theirs:
         said = (name for name in names if self.tree.get(name) not in _NOTHING and self.tree[name] is not False)
         return next(said, None)
 
-    def left(self) -> list[str]:
-        """The names that nobody has taken."""
-        return [name for name in self.tree if name not in self.taken]
-
     def where(self, name: str) -> str:
         """`line 12, sequence_len`, for a comment."""
         return f"line {self.lines[name]}, {name}" if name in self.lines else name
