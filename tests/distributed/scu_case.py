@@ -35,7 +35,9 @@ MODEL = LlamaConfig(
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=45, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2,
 )  # fmt: skip
-SETTINGS = dict(enabled=True, law="published", target=0.05, kp=3.0, ki=0.5, lambda_start=0.5, sigma=0.05, lambda_max=10.0)
+SETTINGS = dict(
+    enabled=True, law="published", target=0.05, kp=3.0, ki=0.5, lambda_start=0.5, sigma=0.05, lambda_max=10.0
+)
 
 
 def build(checkpointing: str = "none", dora: bool = False) -> nn.Module:
