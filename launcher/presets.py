@@ -28,6 +28,7 @@ PRESETS = {
     "granite-4.0-h-1b": "granite-4.0-h-1b",
     "tinyllama": "tinyllama-1.1b",
     "smollm2": "smollm2-135m",
+    "scu-kl": "scu-kl",
 }
 # For a model that no preset is made for: settings that fit most, and a model that runs on a laptop if none is named.
 FOR_ANY_MODEL, FOR_NO_MODEL = "tinyllama", "smollm2"
