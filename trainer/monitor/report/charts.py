@@ -69,8 +69,8 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
 
 
 def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:
-    share, target, error = (series(records, f"scu/{name}") for name in ("s_ratio", "target", "error"))
-    curves = [Curve(_times(share, 100), "pale", "blue", "S of the step")]
+    s_ratio, target, error = (series(records, f"scu/{name}") for name in ("s_ratio", "target", "error"))
+    curves = [Curve(_times(s_ratio, 100), "pale", "blue", "S of the step")]
     if len(error) and len(error) == len(target):
         smoothed = Series(error.steps, 100 * (target.values + error.values))
         curves.append(Curve(smoothed, "line", "blue", "S smoothed"))
@@ -78,7 +78,7 @@ def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:
     goal = 100 * target.values[-1] if len(target) else None
     band = (goal - 100 * deadband, goal + 100 * deadband) if goal is not None and deadband else None
     return [
-        Chart("SCU: share S", "%", tuple(curves), low=0.0, band=band),
+        Chart("SCU: S", "%", tuple(curves), low=0.0, band=band),
         Chart("SCU: strength λ", "", (Curve(series(records, "scu/lambda"), "line", "blue"),), low=0.0),
         Chart("SCU: DataBPT", "bits per token", with_mean(series(records, "scu/data_bpt"), "blue", "per step")),
         Chart("SCU: ParamBPT", "bits per token", (Curve(series(records, "scu/param_bpt"), "line", "blue"),), low=0.0),
