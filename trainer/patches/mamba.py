@@ -71,9 +71,9 @@ def unadapted_lines(model: nn.Module, *, quantized: bool) -> list[str]:
         return []
     words = [f"{name} ({count} of {' x '.join(map(str, shape))})" for (name, shape), count in counts.items()]
     elements = sum(count * torch.Size(shape).numel() for (_, shape), count in counts.items())
-    share = elements / count_parameters(model)[1]
+    fraction = elements / count_parameters(model)[1]
     bits = ", and not in 4 bits" if quantized else ""
-    return [f"without adapter, being no linear layers{bits}: {', '.join(words)}: {share:.1%} of all parameters"]
+    return [f"without adapter, being no linear layers{bits}: {', '.join(words)}: {fraction:.1%} of all parameters"]
 
 
 def _base_of(model: Any) -> Any:
