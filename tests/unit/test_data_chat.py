@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tests.tiny import CHATML, make_tokenizer
+from tests.tiny import CHATML
 from trainer.config import UserError
 from trainer.data import render
 from trainer.data.chat import ChatEncoder, chat_template_of
@@ -117,13 +117,6 @@ TALK = [
     turn("user", "assistant"),
     turn("assistant", "nine 🤗"),
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def trained_texts(tokenizer: PreTrainedTokenizerBase, encoded: Encoded) -> list[str]:

@@ -8,27 +8,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tests.tiny import make_tokenizer, write_chats
+from tests.tiny import write_chats
 from trainer.config import DatasetSection, UserError
 from trainer.data import PreparedData, Sample, Samples, SampleStream, prepare_data
 from trainer.data import cache as prepare_module
 
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_data_folder")
 
 
 def prepared(

@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tests.tiny import make_tokenizer, write_chats
+from tests.tiny import write_chats
 from trainer.config import DatasetSection, UserError
 from trainer.data import MicroBatch, SampleStream, StreamBatches, prepare_data
 from trainer.data.documents import DocumentEncoder
@@ -20,18 +19,9 @@ from trainer.data.shared_blocks import folder_of_run
 RECORDS = 1300
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    make_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder)
-
-
 @pytest.fixture(autouse=True)
-def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    monkeypatch.chdir(tmp_path)
+def _files(own_data_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(own_data_folder / "tmp"))
     write_chats(Path("a.jsonl"), RECORDS)
     write_chats(Path("b.jsonl"), 200, seed=1)
     # Records without a trained token, which the ranks cannot know of before they tokenise.
