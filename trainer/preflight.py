@@ -53,7 +53,7 @@ def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None,
         raise UserError("lora.init=loftq: PEFT computes it on a GPU, and this machine has none; use lora.init: default")
     tell(f"checking the model {config.base_model}")
     model_config = load_model_config(config.base_model, config.model)
-    check_kind(config.base_model, model_config)
+    check_kind(config.base_model, model_config, all_trained=config.adapter == "none")
     notes = check_weights(config.base_model, config.model, model_config)
     longest = context_length(model_config)
     if longest and config.dataset.max_length > longest:

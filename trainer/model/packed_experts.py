@@ -19,11 +19,8 @@ from torch import Tensor, nn
 
 from trainer.config import QuantizationSection
 from trainer.contract.known_versions import require
+from trainer.model import mxfp4
 
-MXFP4 = "mxfp4"
-MXFP4_BLOCK = 32
-# Sign, two bits of exponent, one of mantissa: the values of OCP's FP4 (E2M1).
-MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _NESTED_BLOCK = 256
 Sections = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _ALIGNMENT = 256
@@ -42,7 +39,7 @@ class ExpertsLayout:
     """What they are computed in."""
     transposed: bool = False
     """The model's own tensor is [experts, cols, rows]."""
-    block: int = MXFP4_BLOCK
+    block: int = mxfp4.BLOCK
     double_quant: bool = False
 
     @property
@@ -59,7 +56,7 @@ class ExpertsLayout:
         """Shape and type of each section, in their order."""
         count = -(-self.rows * self.cols // 2)
         codes: Sections = {"codes": ((self.experts, count), torch.uint8)}
-        if self.kind == MXFP4:
+        if self.kind == mxfp4.MXFP4:
             return codes | {"scales": ((self.experts, self.blocks), torch.uint8)}
         book: Sections = {"book": ((16,), torch.float32)}
         if not self.double_quant:
@@ -136,7 +133,7 @@ class PackedExperts(nn.Parameter):
         layout = self.packing
         if out is None:
             out = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
-        if layout.kind != MXFP4 and layout.rows * layout.cols % layout.block == 0 and not layout.transposed:
+        if layout.kind != mxfp4.MXFP4 and layout.rows * layout.cols % layout.block == 0 and not layout.transposed:
             sections = self.sections()
             scales = _scales_in_32_bits(sections, layout).view(-1)
             return _read_codes(sections["codes"], scales, sections["book"], layout, out.view(1, -1)).view(layout.shape)
@@ -148,21 +145,10 @@ class PackedExperts(nn.Parameter):
     def expert(self, index: int) -> Tensor:
         """One expert's matrix [rows, cols]."""
         layout, sections = self.packing, self.sections()
-        if layout.kind == MXFP4:
+        if layout.kind == mxfp4.MXFP4:
             codes, scales = sections["codes"][index], sections["scales"][index]
-            return mxfp4_values(codes, scales, layout.dtype).view(layout.rows, layout.cols)
+            return mxfp4.dequantized(codes, scales, layout.dtype).view(layout.rows, layout.cols)
         return _from_4_bits(sections, index, layout)
-
-
-def mxfp4_values(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """What MXFP4 stands for: v 2^(e - 127); the first of two codes in a byte is in its low bits.
-
-    codes [..., 16 B bytes] and exponents [..., B] flatten to blocks of 32. OCP Microscaling Formats v1.0, 5.2.
-    """
-    values = torch.tensor(MXFP4_VALUES, dtype=torch.float32, device=codes.device)
-    pairs = codes.reshape(-1)
-    found = values[torch.stack((pairs & 15, pairs >> 4), dim=1).int()].view(-1, MXFP4_BLOCK)
-    return torch.ldexp(found, exponents.reshape(-1, 1).int() - 127).to(dtype)
 
 
 def _from_4_bits(sections: dict[str, Tensor], index: int, layout: ExpertsLayout) -> Tensor:
@@ -213,4 +199,4 @@ def nf4_layout(
 def mxfp4_layout(shape: torch.Size, dtype: torch.dtype) -> ExpertsLayout:
     """The layout of a model's tensor [experts, in, out] of which [experts, out, in] is stored in MXFP4."""
     experts, cols, rows = shape
-    return ExpertsLayout(MXFP4, experts, rows, cols, dtype, transposed=True)
+    return ExpertsLayout(mxfp4.MXFP4, experts, rows, cols, dtype, transposed=True)
