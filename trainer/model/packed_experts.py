@@ -21,7 +21,8 @@ from trainer.config import QuantizationSection
 from trainer.contract.known_versions import require
 from trainer.model import mxfp4
 
-_NESTED_BLOCK = 256
+MXFP4 = mxfp4.MXFP4
+NESTED_BLOCK = 256
 Sections = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _ALIGNMENT = 256
 
@@ -56,14 +57,14 @@ class ExpertsLayout:
         """Shape and type of each section, in their order."""
         count = -(-self.rows * self.cols // 2)
         codes: Sections = {"codes": ((self.experts, count), torch.uint8)}
-        if self.kind == mxfp4.MXFP4:
+        if self.kind == MXFP4:
             return codes | {"scales": ((self.experts, self.blocks), torch.uint8)}
         book: Sections = {"book": ((16,), torch.float32)}
         if not self.double_quant:
             return codes | {"scales": ((self.experts, self.blocks), torch.float32)} | book
         return codes | {
             "scales": ((self.experts, self.blocks), torch.uint8),
-            "nested": ((self.experts, -(-self.blocks // _NESTED_BLOCK)), torch.float32),
+            "nested": ((self.experts, -(-self.blocks // NESTED_BLOCK)), torch.float32),
             "offsets": ((self.experts,), torch.float32),
             **book,
             "nested_book": ((256,), torch.float32),
@@ -123,7 +124,7 @@ class PackedExperts(nn.Parameter):
         sections["book"].copy_(state.code)
         if layout.double_quant:
             inner = require(state, "state2", "bitsandbytes")
-            assert inner.blocksize == _NESTED_BLOCK, inner.blocksize
+            assert inner.blocksize == NESTED_BLOCK, inner.blocksize
             sections["nested"][index] = inner.absmax
             sections["offsets"][index] = state.offset
             sections["nested_book"].copy_(inner.code)
@@ -133,7 +134,7 @@ class PackedExperts(nn.Parameter):
         layout = self.packing
         if out is None:
             out = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
-        if layout.kind != mxfp4.MXFP4 and layout.rows * layout.cols % layout.block == 0 and not layout.transposed:
+        if layout.kind != MXFP4 and layout.rows * layout.cols % layout.block == 0 and not layout.transposed:
             sections = self.sections()
             scales = _scales_in_32_bits(sections, layout).view(-1)
             return _read_codes(sections["codes"], scales, sections["book"], layout, out.view(1, -1)).view(layout.shape)
@@ -145,7 +146,7 @@ class PackedExperts(nn.Parameter):
     def expert(self, index: int) -> Tensor:
         """One expert's matrix [rows, cols]."""
         layout, sections = self.packing, self.sections()
-        if layout.kind == mxfp4.MXFP4:
+        if layout.kind == MXFP4:
             codes, scales = sections["codes"][index], sections["scales"][index]
             return mxfp4.dequantized(codes, scales, layout.dtype).view(layout.rows, layout.cols)
         return _from_4_bits(sections, index, layout)
@@ -169,7 +170,7 @@ def _scales_in_32_bits(sections: dict[str, Tensor], layout: ExpertsLayout) -> Te
     """The scale of each block [experts, blocks]."""
     if not layout.double_quant:
         return sections["scales"]
-    nested = sections["nested"].repeat_interleave(_NESTED_BLOCK, dim=1)[:, : layout.blocks]
+    nested = sections["nested"].repeat_interleave(NESTED_BLOCK, dim=1)[:, : layout.blocks]
     return sections["nested_book"][sections["scales"].int()] * nested + sections["offsets"][:, None]
 
 
@@ -199,4 +200,4 @@ def nf4_layout(
 def mxfp4_layout(shape: torch.Size, dtype: torch.dtype) -> ExpertsLayout:
     """The layout of a model's tensor [experts, in, out] of which [experts, out, in] is stored in MXFP4."""
     experts, cols, rows = shape
-    return ExpertsLayout(mxfp4.MXFP4, experts, rows, cols, dtype, transposed=True)
+    return ExpertsLayout(MXFP4, experts, rows, cols, dtype, transposed=True)
