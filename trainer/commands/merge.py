@@ -1,7 +1,8 @@
 """`zerolora merge RUN`: base and adapter as one model of safetensors that needs neither PEFT nor zerolora.
 
 Each adapted weight becomes W + s B A, added in 32 bits and rounded once to the model's number format. The base is read
-in full precision for QLoRA runs too: a sum that is quantised to 4 bits again loses most of what an adapter adds.
+in full precision for QLoRA runs too: a sum that is quantised to 4 bits again loses most of what an adapter adds. A base
+that is published in MXFP4 alone (gpt-oss) is written so again, and what that costs is said.
 """
 
 import argparse
@@ -24,9 +25,11 @@ from trainer.checkpoint.finished_run import (
     saved_tokenizer,
 )
 from trainer.checkpoint.run_record import note_written
+from trainer.commands.requantised import in_mxfp4_again
 from trainer.config import CommandParser, UserError
 from trainer.engine.deepspeed_engine import DTYPES
 from trainer.model.base import load_base_model, load_model_config
+from trainer.model.model_kind import is_mxfp4
 
 SHARD_SIZE = "5GB"
 
@@ -41,15 +44,16 @@ def merge(run: FinishedRun, output: Path, *, dtype: str = "auto") -> Path:
     tokenizer = saved_tokenizer(run)
     stored = _stored_dtype(run)  # refuses a quantised base
     model = merged_model(run, tokenizer, stored if dtype == "auto" else DTYPES[dtype])
+    values = in_mxfp4_again(model, run.config) if dtype == "auto" else None
     _check_room(model, output)
     # Written beside and renamed when whole: a folder of the name is a model that can be used.
     building = output.with_name(f".writing-{output.name}")
     note_written(output.parent, [output.name, building.name])
     shutil.rmtree(building, ignore_errors=True)
     try:
-        model.save_pretrained(building, max_shard_size=SHARD_SIZE)
+        model.save_pretrained(building, max_shard_size=SHARD_SIZE, state_dict=values)
         tokenizer.save_pretrained(building)
-        check_saved(model, building)
+        check_saved(model, building, values)
         if output.exists():
             output.rmdir()  # empty, or check_output would have refused it
         os.replace(building, output)
@@ -81,7 +85,12 @@ def check_output(output: Path) -> None:
 def merged_model(run: FinishedRun, tokenizer: Any, dtype: torch.dtype) -> Any:
     """The base in `dtype` on the CPU with the adapter added to its weights, embedding grown for added tokens."""
     base = load_base_model(
-        run.config.base_model, run.config.model, dtype=dtype, device=torch.device("cpu"), attention="eager"
+        run.config.base_model,
+        run.config.model,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        attention="eager",
+        unpack_mxfp4=True,
     )
     # In 32 bits the sum is rounded once, and not its second term before it.
     adapted = put_adapter(base, tokenizer, run, in_32_bits=True)
@@ -112,7 +121,7 @@ def _untie_head(adapted: Any) -> None:
 def _stored_dtype(run: FinishedRun) -> torch.dtype:
     """The number format that the base's weights are stored in, 32 bits if its configuration does not say."""
     config = load_model_config(run.config.base_model, run.config.model)
-    if getattr(config, "quantization_config", None) is not None:
+    if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config):
         raise UserError(
             f"base_model={run.config.base_model}: is stored quantised, and merging needs full precision; name the "
             "model that it was made from with --base-model"
@@ -133,9 +142,12 @@ def _check_room(model: nn.Module, output: Path) -> None:
         )
 
 
-def check_saved(model: nn.Module, folder: Path) -> None:
-    """Read the saved files back, a tensor at a time; RuntimeError if one is missing, differs or is not finite."""
-    expected = model.state_dict()
+def check_saved(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
+    """Read the saved files back, a tensor at a time; RuntimeError if one is missing, differs or is not finite.
+
+    `values` are what was saved, where that is not what the model holds.
+    """
+    expected = model.state_dict() if values is None else values
     stored_elements = 0
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as handle:
@@ -148,6 +160,8 @@ def check_saved(model: nn.Module, folder: Path) -> None:
                 if name in expected and not torch.equal(value, expected[name]):
                     raise RuntimeError(f"{file.name}: {name} read back differs from what was merged; check the disk")
     elements = sum(parameter.numel() for parameter in model.parameters())
+    if values is not None:
+        elements = sum(value.numel() for value in {value.data_ptr(): value for value in values.values()}.values())
     if stored_elements < elements:
         raise RuntimeError(f"{folder}: holds {stored_elements:,} weights of the model's {elements:,}")
 
