@@ -1,0 +1,144 @@
+"""The adapter of fused experts: PEFT's wrapper with factors per expert, and a forward that adds no W + B A.
+
+PEFT keeps A of all experts as one matrix [E R, I] and B as [O, R E], adds their products to the weights of all experts
+in every forward pass and so knows no dropout. Ours are A [E, R, I] and B [E, O, R], applied to the tokens that an
+expert is sent; files hold PEFT's matrices, which `PeftModel.from_pretrained` reads. Legend: E experts, R rank, I in,
+O out.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import peft.utils.transformers_weight_conversion as older_names
+from peft.tuners import lora
+from torch import Tensor, nn
+
+from trainer.contract.known_versions import require
+from trainer.model.expert_forward import Adapter, adapted_forward
+from trainer.model.expert_layers import experts_in
+
+
+class ExpertFactor(nn.Module):
+    """One factor of all experts, A [E, R, I] or B [E, O, R]."""
+
+    def __init__(self, weight: Tensor, experts: int, *, down: bool) -> None:
+        """Of PEFT's matrix; `down` says that it is A, whose products have the rank for a width."""
+        super().__init__()
+        self.down, self.experts = down, experts
+        self.weight = nn.Parameter(self.from_peft_form(weight).contiguous())
+        self.register_load_state_dict_pre_hook(self._from_file)
+
+    def in_peft_form(self, weight: Tensor) -> Tensor:
+        """The factor as PEFT has it: A [E R, I], B [O, R E]."""
+        if self.down:
+            return weight.flatten(0, 1)
+        return weight.permute(1, 2, 0).flatten(1)
+
+    def from_peft_form(self, weight: Tensor) -> Tensor:
+        """The opposite."""
+        if self.down:
+            return weight.unflatten(0, (self.experts, -1))
+        return weight.unflatten(1, (-1, self.experts)).permute(2, 0, 1)
+
+    def _from_file(self, module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+        name = f"{prefix}weight"
+        if name in state and state[name].dim() == 2:
+            state[name] = self.from_peft_form(state[name])
+
+
+class ParamWrapper(lora.ParamWrapper):
+    """PEFT's adapter of one tensor of experts, by whose name it knows its own; of several the outermost computes."""
+
+    def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """PEFT's, which draws the first values; then the factors take their own shapes."""
+        super().update_layer(adapter_name, *args, **kwargs)
+        for factors, down in ((self.lora_A, True), (self.lora_B, False)):
+            weight = factors[adapter_name].weight.detach()
+            factors[adapter_name] = ExpertFactor(weight, self.num_experts, down=down)
+        self.set_adapter(self.active_adapters, inference_mode=kwargs["config"].inference_mode)
+
+    def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
+        """s B A of all experts, in the layout and the number format of the weight."""
+        a_ERI, b_EOR = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
+        delta = (b_EOR @ a_ERI) * self.scaling[adapter_name]
+        return (delta if self._did_swap_in_out_features else delta.mT).to(self.get_param().dtype)
+
+    def adapter(self) -> Adapter | None:
+        """What the forward needs of it; None while it is disabled or merged into the weight."""
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        if self.disable_adapters or self.merged or not names:
+            return None
+        [name] = names
+        dropout = self.lora_dropout[name]
+        rate = float(dropout.p) if dropout.training and isinstance(dropout, nn.Dropout) else 0.0
+        return Adapter(self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name], rate)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The experts' forward with the adapters of this wrapper and of those within it."""
+        adapters: dict[str, Adapter] = {}
+        layer: Any = self
+        while isinstance(layer, ParamWrapper):
+            if (adapter := layer.adapter()) is not None:
+                adapters[layer.parameter_name] = adapter
+            layer = layer.base_layer
+        if not adapters:
+            plain: Tensor = layer(x, *args, **kwargs)
+            return plain
+        return adapted_forward(layer, adapters, x, *args, **kwargs)
+
+
+@contextmanager
+def names_as_they_are() -> Iterator[None]:
+    """While PEFT puts an adapter on a model: without its translation of the names of older models (peft#3711).
+
+    It takes gate_proj, up_proj and down_proj of dense layers and of shared experts for those of the routed experts.
+    """
+    translate = require(older_names, "convert_peft_config_for_transformers", "peft")
+    older_names.convert_peft_config_for_transformers = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        older_names.convert_peft_config_for_transformers = translate
+
+
+@contextmanager
+def own_experts(model: nn.Module, config: Any) -> Iterator[None]:
+    """The same, and experts get our wrapper instead of PEFT's."""
+    config._register_custom_module({type(experts): ParamWrapper for experts in experts_in(model).values()})
+    with names_as_they_are():
+        yield
+
+
+def set_dropout(adapted: nn.Module, rate: float) -> None:
+    """Drop inputs of all adapters alike, which PEFT refuses as soon as one of them is on a parameter."""
+    for layer in adapted.modules():
+        computed_by_peft = isinstance(layer, lora.ParamWrapper) and not isinstance(layer, ParamWrapper)
+        if rate and isinstance(layer, lora.LoraLayer) and not computed_by_peft:
+            for name in layer.lora_dropout:
+                layer.lora_dropout[name] = nn.Dropout(rate)
+
+
+def in_peft_form(model: nn.Module, trained: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Trained tensors by name, the experts' factors as PEFT has them in files."""
+    factors = {f"{path}.weight": module for path, module in model.named_modules() if isinstance(module, ExpertFactor)}
+    return {
+        name: factors[name].in_peft_form(value).contiguous() if name in factors else value
+        for name, value in trained.items()
+    }
+
+
+def taken_for_experts(model: Any, names: set[str]) -> set[str]:
+    """Those of these names of linear layers that PEFT, when it loads an adapter, would take for experts' parts."""
+    translate = require(older_names, "convert_peft_config_for_transformers", "peft")
+    taken = set()
+    for name in names:
+        config = lora.LoraConfig(target_modules=[name])
+        try:
+            translate(config, model, None)
+        except ValueError:  # one of two names that it fuses into one
+            taken.add(name)
+            continue
+        if name not in set(config.target_modules or ()):
+            taken.add(name)
+    return taken
