@@ -1,7 +1,7 @@
 """Experts with an adapter: the losses and the factors of plain PEFT, and the same logits from the saved files."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -13,10 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.distributed.test_architectures import MODELS, SMALL
 from tests.distributed.test_families import EXPERTS, FAMILIES, NOT_PACKED
 from trainer.checkpoint.weights import save_adapter
-from trainer.config import LoraSection
+from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.engine.flat_adapter import flatten_adapter
 from trainer.model.adapter import GradientCheck, adapted_layers, apply_adapter
+from trainer.model.base import load_base_model
 from trainer.model.expert_adapter import ParamWrapper
+from trainer.model.four_bit import FrozenLinear4bit, dequantized
+from trainer.model.packed_experts import PackedExperts
 from trainer.model.saved_adapter import load_adapter
 from trainer.model.targets import unadapted_layers
 
@@ -126,3 +129,86 @@ def test_losses_and_factors_are_those_of_plain_peft(model_type: str, tmp_path: P
     merged = back.merge_and_unload()
     with torch.no_grad():
         torch.testing.assert_close(merged(input_ids=ids, use_cache=False).logits, logits[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_packed_experts_learn_as_their_dequantised_values_do(
+    model_type: str, quant_type: Literal["nf4", "fp4"], tmp_path: Path
+) -> None:
+    """NF4 goes through the operator, FP4 through plain torch; experts of bitsandbytes' values, in 32 bits, by PEFT."""
+    base_of(model_type, tie_word_embeddings=False).save_pretrained(tmp_path / "base")
+    packed = load_base_model(
+        str(tmp_path / "base"),
+        ModelSection(),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        attention="eager",
+        quantization=QuantizationSection(quant_type=quant_type),
+    )
+    whole = base_of(model_type, tie_word_embeddings=False)
+    whole.set_attn_implementation("eager")
+    with torch.no_grad():
+        for path, module in packed.named_modules():
+            for name, own in module.named_parameters(recurse=False):
+                if isinstance(own, PackedExperts):
+                    whole.get_submodule(path).get_parameter(name).copy_(own.dequantized())
+                elif isinstance(module, FrozenLinear4bit) and name == "weight":
+                    values = dequantized(own, module.quant_state, torch.float32)
+                    whole.get_submodule(path).get_parameter(name).copy_(values)
+    ours = apply_adapter(packed, LoraSection(**LORA), torch.float32)
+    begin = saved(ours, tmp_path / "begin", moved=False)
+    plain = PeftModel.from_pretrained(whole, begin, is_trainable=True)
+    found, expected = (trained(each, [p for p in each.parameters() if p.requires_grad]) for each in (ours, plain))
+    assert found == pytest.approx(expected, rel=1e-5)
+    factors, wanted = saved(ours, tmp_path / "ours"), saved(plain, tmp_path / "plain")
+    reference = load_file(wanted / "adapter_model.safetensors")
+    for name, value in load_file(factors / "adapter_model.safetensors").items():
+        torch.testing.assert_close(value, reference[name], rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_dropout_reaches_the_experts_and_is_off_in_evaluation(tmp_path: Path) -> None:
+    ours = apply_adapter(base_of("qwen3_moe"), LoraSection(**LORA, dropout=0.5), torch.float32)
+    for name, parameter in ours.named_parameters():
+        if "experts" in name and "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+        elif "lora_A" in name and "experts" not in name:
+            torch.nn.init.zeros_(parameter)  # what differs comes of the experts
+    ids = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        first, second = (ours.train()(input_ids=ids, use_cache=False).logits for _ in range(2))
+        calm, again = (ours.eval()(input_ids=ids, use_cache=False).logits for _ in range(2))
+        assert not torch.equal(first, second) and torch.equal(calm, again)
+        loaded = PeftModel.from_pretrained(base_of("qwen3_moe"), saved(ours, tmp_path)).eval()
+        torch.testing.assert_close(loaded(input_ids=ids, use_cache=False).logits, calm, rtol=1e-4, atol=1e-4)
+    going_on = load_adapter(base_of("qwen3_moe"), str(tmp_path), trainable=True, dropout=0.5).train()
+    with torch.no_grad():
+        first, second = (going_on(input_ids=ids, use_cache=False).logits for _ in range(2))
+    assert not torch.equal(first, second), "an adapter that training goes on from has the dropout of the settings"
+
+
+@pytest.mark.parametrize("chosen", [(0, 1), (2, 2)])
+def test_experts_without_tokens_and_one_with_all_of_them(chosen: tuple[int, int]) -> None:
+    """The router's bias sends all tokens to the experts named; twice the same is one expert with every token."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    def route(self: Any, hidden: torch.Tensor) -> Any:
+        tokens = hidden.reshape(-1, hidden.shape[-1]).shape[0]
+        index = torch.tensor(chosen).repeat(tokens, 1)
+        return hidden.new_zeros(tokens, 4), hidden.new_full((tokens, 2), 0.5), index
+
+    lora, before = LoraSection(**LORA), Qwen3MoeTopKRouter.forward
+    Qwen3MoeTopKRouter.forward = route
+    try:
+        ours = apply_adapter(base_of("qwen3_moe", mlp_only_layers=[]), lora, torch.float32)
+        flat = flatten_adapter(ours, separate_up=False)
+        assert flat is not None
+        check = GradientCheck(ours)
+        trained(ours, flat.buffers)
+        check.finish()
+    finally:
+        Qwen3MoeTopKRouter.forward = before
+    for name, parameter in ours.named_parameters():
+        if "experts" in name and "lora_B" in name:
+            moved = {expert for expert in range(4) if parameter[expert].any()}
+            assert moved == set(chosen), "experts that no token came to have learned nothing"

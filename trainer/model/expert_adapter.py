@@ -8,6 +8,7 @@ O out.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import peft.utils.transformers_weight_conversion as older_names
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from trainer.contract.known_versions import require
 from trainer.model.expert_forward import Adapter, adapted_forward
-from trainer.model.expert_layers import experts_in
+from trainer.model.expert_layers import expert_shape, experts_in
 
 
 class ExpertFactor(nn.Module):
@@ -58,6 +59,13 @@ class ParamWrapper(lora.ParamWrapper):
             factors[adapter_name] = ExpertFactor(weight, self.num_experts, down=down)
         self.set_adapter(self.active_adapters, inference_mode=kwargs["config"].inference_mode)
 
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int] | tuple[None, None]:
+        """PEFT's, of the shape that packed experts stand for."""
+        experts = self.get_base_layer()
+        self.num_experts, first, second = expert_shape(experts, self.parameter_name)
+        self._param_ndim = 3
+        return first, second
+
     def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
         """s B A of all experts, in the layout and the number format of the weight."""
         a_ERI, b_EOR = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
@@ -85,7 +93,16 @@ class ParamWrapper(lora.ParamWrapper):
         if not adapters:
             plain: Tensor = layer(x, *args, **kwargs)
             return plain
-        return adapted_forward(layer, adapters, x, *args, **kwargs)
+        # Called as a module, for the hooks that gather what stage 3 has partitioned.
+        own, before = vars(layer), vars(layer).get("forward")
+        own["forward"] = partial(adapted_forward, layer, adapters)
+        try:
+            result: Tensor = layer(x, *args, **kwargs)
+            return result
+        finally:
+            del own["forward"]
+            if before is not None:
+                own["forward"] = before
 
 
 @contextmanager

@@ -39,8 +39,10 @@ def expert_names(module: nn.Module) -> list[str]:
 
 
 def expert_shape(module: Any, name: str) -> tuple[int, ...]:
-    """Of a tensor of experts as it is stored, whole: [E, out, in], or [E, in, out]."""
-    return tuple(whole_shape(getattr(module, name)))
+    """Of a tensor of experts as the model has it, whole and not packed: [E, out, in], or [E, in, out]."""
+    parameter = getattr(module, name)
+    packing = getattr(parameter, "packing", None)
+    return tuple(whole_shape(parameter)) if packing is None else tuple(packing.shape)
 
 
 def takes_all_tokens(module: Any) -> bool:
