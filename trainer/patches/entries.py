@@ -212,6 +212,17 @@ UNTIL_THE_MODEL = (
         "tests/unit/test_workarounds.py: test_peft_refuses_dropout_on_experts",
     ),
     Patch(
+        "forward of experts without an adapter",
+        "transformers",
+        "5.23.0",
+        "the operator computes them as it computes adapted ones",
+        "on a GPU, experts whose activation the operator knows",
+        "trainer/patches/fused_experts.py: compute_experts",
+        UNDONE,
+        "tests/unit/test_experts.py",
+        ("trainer/patches/fused_experts.py: forward",),
+    ),
+    Patch(
         "the translation of targets' names",
         "peft",
         "0.21.2",
