@@ -12,8 +12,9 @@ from torch import nn
 
 from trainer.config import LoraSection, ModelSection
 from trainer.engine.linear_layers import experts_in, is_linear
-from trainer.memory.observed import experts_of, is_experts, kept_by_activation, kept_by_norm, leaves_layout
+from trainer.memory.observed import experts_of, kept_by_activation, kept_by_norm, leaves_layout
 from trainer.memory.widths import Layer, Mixer, NormBytes, Shapes, Weight
+from trainer.model.expert_layers import holds_experts
 from trainer.model.model_kind import caps_scores
 from trainer.patches.model_facts import CAPPED, facts_of_base, why_head_apart
 
@@ -102,7 +103,7 @@ def _layer(block: nn.Module, hidden: int, *, rotary: nn.Module | None, in_mxfp4:
         projections = _projections(module)
         if projections:
             mixers.append(_mixer(module, projections, rotary=rotary))
-        if is_experts(module):
+        if holds_experts(module):
             mixers.append(replace(experts_of(block, module, hidden), packed=in_mxfp4))
     norms = [child for child in block.children() if is_norm_of(child, hidden)]
     return Layer(hidden, _kept_by_norms(norms, hidden), tuple(mixers))

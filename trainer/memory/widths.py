@@ -67,8 +67,8 @@ class Mixer:
     """Experts that a token visits; widths of experts are those of one."""
     packed: bool = False
     """Whether experts are stored in 4 bits, whatever the rest of the base is in."""
-    merged: int = 0
-    """Elements of experts' weights that an adapter is added to in every forward pass."""
+    by_operator: bool = False
+    """Whether our operator computes the experts, and keeps the frozen product of gate and up and h of each visit."""
 
 
 @dataclass(frozen=True)
