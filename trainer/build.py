@@ -12,7 +12,7 @@ from trainer.engine.deepspeed_engine import DTYPES, partitioning_announced
 from trainer.engine.layer_gather.shards import LayerShards
 from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
 from trainer.model.base import grows_vocabulary, load_base_model, match_vocabulary
-from trainer.model.expert_layers import experts_in
+from trainer.model.expert_layers import expert_modules
 from trainer.model.targets import unadapted_layers
 from trainer.patches.fused_experts import compute_experts
 from trainer.patches.liger import PARTS, apply_liger, line_of
@@ -98,7 +98,7 @@ def _patch_adapted(
 
 
 def _compute_experts(model: Any, config: RunConfig, device: torch.device) -> list[str]:
-    if not experts_in(model):
+    if not expert_modules(model):
         return []
     if device.type == "cuda":
         _load_operators(config)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainer.contract.known_versions import require
 from trainer.model.expert_forward import Adapter, adapted_forward
-from trainer.model.expert_layers import expert_shape, experts_in
+from trainer.model.expert_layers import expert_modules, expert_shape
 
 
 class ExpertFactor(nn.Module):
@@ -122,7 +122,7 @@ def names_as_they_are() -> Iterator[None]:
 @contextmanager
 def own_experts(model: nn.Module, config: Any) -> Iterator[None]:
     """The same, and experts get our wrapper instead of PEFT's."""
-    config._register_custom_module({type(experts): ParamWrapper for experts in experts_in(model).values()})
+    config._register_custom_module({type(experts): ParamWrapper for experts in expert_modules(model).values()})
     with names_as_they_are():
         yield
 

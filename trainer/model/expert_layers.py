@@ -19,7 +19,7 @@ VISITED = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_exp
 """How configurations call the number of experts that a token visits."""
 
 
-def experts_in(model: nn.Module) -> dict[str, nn.Module]:
+def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that hold fused experts, by path; the model may be without weights, or adapted."""
     return {path: module for path, module in model.named_modules() if holds_experts(module)}
 

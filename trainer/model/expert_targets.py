@@ -12,7 +12,7 @@ from torch import nn
 
 from trainer.config import LoraSection, UserError
 from trainer.engine.partitioned import whole_shape
-from trainer.model.expert_layers import USUAL_NAMES, expert_names, expert_width, experts_in, visited_experts
+from trainer.model.expert_layers import USUAL_NAMES, expert_modules, expert_names, expert_width, visited_experts
 
 NO_START = ("pissa", "pissa_niter_16", "olora", "loftq", "orthogonal")
 ALL_LINEAR = ("all-linear",)
@@ -24,7 +24,7 @@ def expert_targets(model: nn.Module, lora: LoraSection, beyond: str | None = Non
         return []
     excluded = "|".join(filter(None, [*(_below(name) for name in lora.exclude_modules), beyond]))
     found = []
-    for path, module in experts_in(model).items():
+    for path, module in expert_modules(model).items():
         for name in expert_names(module):
             known = aliases(path, name)
             wanted = lora.target_modules == ALL_LINEAR or any(
@@ -37,7 +37,7 @@ def expert_targets(model: nn.Module, lora: LoraSection, beyond: str | None = Non
 
 def other_parameters(model: nn.Module, lora: LoraSection) -> list[str]:
     """Paths of what `lora.target_parameters` names beside experts, and of routers named as targets: their weights."""
-    experts = set(experts_in(model))
+    experts = set(expert_modules(model))
     found = []
     for path, parameter in model.named_parameters():
         parent, _, own = path.rpartition(".")
@@ -63,7 +63,7 @@ def aliases(path: str, name: str) -> list[str]:
 
 def names_of_experts(model: nn.Module) -> list[str]:
     """Every name that a tensor of fused experts goes by."""
-    layers = experts_in(model).items()
+    layers = expert_modules(model).items()
     return [alias for path, module in layers for name in expert_names(module) for alias in aliases(path, name)]
 
 
@@ -95,7 +95,7 @@ def check_experts(model: Any, lora: LoraSection, beyond: str | None = None) -> N
 
 def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
     """Every name in `lora.target_parameters` must be that of a matrix, or of experts."""
-    experts = experts_in(model)
+    experts = expert_modules(model)
     known = names_of_experts(model)
     matrices = [path for path, parameter in model.named_parameters() if len(whole_shape(parameter)) in (2, 3)]
     for name in lora.target_parameters:

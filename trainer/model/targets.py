@@ -17,7 +17,7 @@ from trainer.config import LoraSection, UserError
 from trainer.engine.linear_layers import is_linear, packed_state
 from trainer.engine.partitioned import whole_shape
 from trainer.model.expert_adapter import taken_for_experts
-from trainer.model.expert_layers import USUAL_NAMES, experts_in
+from trainer.model.expert_layers import USUAL_NAMES, expert_modules
 from trainer.model.expert_targets import (
     ALL_LINEAR,
     check_experts,
@@ -48,7 +48,7 @@ class Targets:
 def targets_of(model: Any, lora: LoraSection) -> Targets | None:
     """What gets an adapter, path by path, where names do not say it: in models with experts, and their relatives."""
     ambiguous = taken_for_experts(model, {"gate", *(name for names in USUAL_NAMES.values() for name in names)})
-    if lora.adapter_path or not (ambiguous or experts_in(model) or lora.target_parameters):
+    if lora.adapter_path or not (ambiguous or expert_modules(model) or lora.target_parameters):
         return None
     return Targets(
         tuple(_layers_to_adapt(model, lora)),
@@ -61,7 +61,7 @@ def targets_of(model: Any, lora: LoraSection) -> Targets | None:
 def _layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
     from transformers.pytorch_utils import Conv1D
 
-    excluded, head, experts = excluded_modules(model, lora), model.get_output_embeddings(), experts_in(model)
+    excluded, head, experts = excluded_modules(model, lora), model.get_output_embeddings(), expert_modules(model)
     for path, module in model.named_modules():
         if lora.target_modules == ALL_LINEAR:
             wanted = isinstance(module, nn.Linear | Conv1D) and module is not head

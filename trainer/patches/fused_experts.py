@@ -8,7 +8,7 @@ from torch import nn
 
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.expert_forward import activation_of, adapted_forward
-from trainer.model.expert_layers import experts_in
+from trainer.model.expert_layers import expert_modules
 from trainer.patches.replace import replace
 
 
@@ -19,7 +19,7 @@ def compute_experts(model: nn.Module, *, on_gpu: bool) -> list[str]:
         if isinstance(module, ParamWrapper):
             wrapped.setdefault(id(module.get_base_layer()), []).append(module)
     counts: Counter[tuple[str, str]] = Counter()
-    for experts in experts_in(model).values():
+    for experts in expert_modules(model).values():
         by_operator = activation_of(experts) is not None
         if id(experts) in wrapped:
             what = _described(wrapped[id(experts)])

@@ -21,7 +21,7 @@ from trainer.config import UserError
 from trainer.contract.known_versions import require
 from trainer.model.base import empty_model, load_model_config
 from trainer.model.expert_forward import activation_of
-from trainer.model.expert_layers import DOWN, GATE_UP, UP, expert_names, expert_shape, experts_in, takes_all_tokens
+from trainer.model.expert_layers import DOWN, GATE_UP, UP, expert_modules, expert_names, expert_shape, takes_all_tokens
 
 PARTS = {GATE_UP: ("gate_proj", "up_proj"), UP: ("up_proj",), DOWN: ("down_proj",)}
 STORED_AS = {"gate_proj": ("gate_proj", "w1"), "up_proj": ("up_proj", "w3", "w1"), "down_proj": ("down_proj", "w2")}
@@ -51,7 +51,7 @@ def write_per_expert(adapter: Path, output: Path, base_model: str, section: Any)
 
 def _pairs(tensors: dict[str, Tensor], model: Any) -> dict[str, tuple[Tensor, Tensor]]:
     """A [R, in] and B [out, R] of each layer, and of each part of each expert, by their paths in the model."""
-    experts = experts_in(model)
+    experts = expert_modules(model)
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for name, a in tensors.items():
         path, found, rest = name.removeprefix(PREFIX).partition(".lora_A.")
@@ -116,7 +116,7 @@ class _StoredNames:
 
         self._model = model
         self._revert = require(core_model_loading, "revert_weight_conversion", "transformers")
-        self._experts = set(experts_in(model))
+        self._experts = set(expert_modules(model))
         self._of_experts: dict[str, dict[tuple[int, str], str]] = {}
 
     def of_layer(self, path: str) -> str:
