@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.distributed.test_architectures import MODELS, SMALL
-from tests.distributed.test_families import EXPERTS, FAMILIES, NOT_PACKED
+from tests.distributed.test_families import EXPERTS, FAMILIES
 from trainer.checkpoint.weights import save_adapter
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.engine.flat_adapter import flatten_adapter
@@ -33,7 +33,7 @@ DENSE_FIRST = {"first_k_dense_replace": 1, "n_shared_experts": 1, **SHARED}
 MODELS_OF: dict[str, dict[str, Any]] = {
     "mixtral": EXPERTS,
     "qwen3_moe": EXPERTS | {"mlp_only_layers": [0]},
-    "gpt_oss": NOT_PACKED["gpt_oss"] | {"intermediate_size": 32},
+    "gpt_oss": FAMILIES["gpt_oss"] | {"intermediate_size": 32},
     "olmoe": EXPERTS | {"intermediate_size": 32},
     "deepseek_v3": LATENT,
     "glm4_moe": EXPERTS | DENSE_FIRST | {"head_dim": 16},

@@ -153,6 +153,16 @@ UNTIL_THE_MODEL = (
         ("trainer/patches/packed_attention.py: AttentionInterface.register",),
     ),
     Patch(
+        "attention sinks of packed documents",
+        "torch",
+        "2.13.0",
+        "flash attention knows no sinks; given out' and lse' with the sink, its own backward is exact",
+        "dataset.packing with gpt-oss",
+        "trainer/patches/attention_sinks.py: flash_with_sinks",
+        "nothing is replaced: torch's private operators are called",
+        "tests/unit/test_attention_sinks.py",
+    ),
+    Patch(
         "forward of RMSNorm and gated MLPs; apply_rotary_pos_emb of modeling files",
         "transformers",
         "5.23.0",
