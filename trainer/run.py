@@ -29,6 +29,7 @@ from trainer.memory.oom_recovery import Recovery
 from trainer.memory.preflight import MemoryPlan, peak_over_ranks, plan_memory, record_memory
 from trainer.model.adapter import GradientCheck, count_parameters
 from trainer.model.answers import answer_prompt
+from trainer.monitor.expert_load import ExpertLoad
 from trainer.monitor.metrics import Metrics
 from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.profiler import StepProfiler
@@ -270,8 +271,13 @@ class Run:
             steering=self.steering,
             gradient_check=GradientCheck(engine.module, finite=self.precision != "fp16"),
             mfu=MfuMeter.of(engine.module, self.device, self.precision) if self.ranks.is_main else None,
+            experts=self._expert_load(engine),
             profiler=StepProfiler.of_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
         )
+
+    def _expert_load(self, engine: Engine) -> ExpertLoad | None:
+        compiled = self.config.training.torch_compile
+        return ExpertLoad.of(engine.module, compiled=compiled) if self.ranks.is_main else None
 
     @phase("evaluate")
     def _evaluate(self, engine: Engine) -> tuple[float, int]:

@@ -74,6 +74,14 @@ def test_losses_are_those_of_plain_peft_at_every_stage(runs: Matrix, name: str) 
         assert runs[f"{name}-{other}"].losses == pytest.approx(expected, rel=1e-6), other
 
 
+def test_the_load_of_experts_is_a_metric(runs: Matrix) -> None:
+    run = runs["mixtral-2"]
+    busiest, idlest = run.records("experts/busiest_share"), run.records("experts/idlest_share")
+    assert all(0.25 <= most <= 0.5 for most in busiest) and all(0 <= least <= 0.25 for least in idlest)
+    assert all(0 < entropy <= 1 for entropy in run.records("experts/entropy"))
+    assert run.records("experts/adapters_without_token")[-1] == 0
+
+
 def test_losses_are_the_same_where_deepspeed_gathers_module_by_module(runs: Matrix) -> None:
     assert runs["mixtral-module"].losses == pytest.approx(runs["mixtral-2"].losses, rel=1e-6)
 
