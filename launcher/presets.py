@@ -25,6 +25,10 @@ PRESETS = {
     "phi3-mini": "phi3-mini",
     "qwen2.5-7b": "qwen2.5-7b",
     "granite-4.0-h-1b": "granite-4.0-h-1b",
+    "qwen3-30b-a3b": "qwen3-30b-a3b",
+    "gpt-oss-20b": "gpt-oss-20b",
+    "mixtral-8x7b": "mixtral-8x7b",
+    "olmoe": "olmoe-1b-7b",
     "tinyllama": "tinyllama-1.1b",
     "smollm2": "smollm2-135m",
 }
