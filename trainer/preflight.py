@@ -32,6 +32,7 @@ def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None,
     from trainer.checkpoint.output_folder import check_free, check_place
     from trainer.engine.deepspeed_engine import check_extra_keys, resolve_precision
     from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
+    from trainer.model.expert_targets import check_router_loss
     from trainer.model.model_kind import check_kind
     from trainer.model.targets import check_targets
     from trainer.monitor.metrics import check_reporters
@@ -69,6 +70,7 @@ def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None,
     check_supported(config.model, empty)
     if config.adapter != "none":
         check_targets(empty, config.lora)
+    check_router_loss(empty, config.training.router_aux_loss, None if config.adapter == "none" else config.lora)
     if config.adapter == "qlora":
         check_packable(empty)
     if config.dataset.packing:

@@ -197,7 +197,8 @@ class Run:
             multiple = elements_per_buffer(config.training.optimizer, self.ranks.world_size)
             flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio), multiple=multiple)
         optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads)
-        self.token_loss = TokenLoss(model, fused=self.decided.fused_head.value, say=self.say)
+        balance = config.training.router_aux_loss
+        self.token_loss = TokenLoss(model, fused=self.decided.fused_head.value, say=self.say, balance=balance)
         engine = start_engine(model, optimizer, self.deepspeed_config)
         if flat is not None:
             flat.repoint()

@@ -4,6 +4,7 @@ PEFT names them in `target_parameters`. Its own translation of older names (peft
 up_proj and down_proj of dense layers and of shared experts for those of the experts, and so leaves these out.
 """
 
+import inspect
 import re
 from difflib import get_close_matches
 from typing import Any
@@ -113,6 +114,23 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
                 raise UserError(f"lora.target_modules={name}: this model has no experts; name layers, or all-linear")
 
 
+def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None) -> None:
+    """Raise UserError where the load-balancing loss is asked for and nothing would follow it; `lora` None: all do."""
+    setting = f"training.router_aux_loss={weight}"
+    if not weight:
+        return
+    if "output_router_logits" not in inspect.signature(type(model).forward).parameters or not expert_modules(model):
+        raise UserError(f"{setting}: {type(model).__name__} computes no load-balancing loss; set it to 0")
+    named = () if lora is None else (*lora.target_modules, *lora.modules_to_save, *lora.target_parameters)
+    routers = [path for path, module in model.named_modules() if is_router(module) or _last(path) in ("gate", "router")]
+    if lora is not None and not any(_ends(path, name.removesuffix(".weight")) for path in routers for name in named):
+        name = _last(routers[0]) if routers else "gate"
+        raise UserError(
+            f"{setting}: the router is not trained, so that nothing follows it; add {name} to lora.modules_to_save or "
+            "to the names in lora.target_modules, or set it to 0"
+        )
+
+
 def expert_rank(model: Any, lora: LoraSection) -> int:
     """The rank of each expert's adapter."""
     if lora.expert_rank == "r":
@@ -125,6 +143,10 @@ def expert_rank(model: Any, lora: LoraSection) -> int:
 def _below(name: str) -> str:
     """Matches every path that has `name` in it, as whole words, and all that is below."""
     return rf"(?:.*\.)?{re.escape(name)}(?:\..*)?"
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _ends(path: str, name: str) -> bool:
