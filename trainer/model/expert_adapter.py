@@ -11,13 +11,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import peft.utils.transformers_weight_conversion as older_names
 from peft.tuners import lora
 from torch import Tensor, nn
 
-from trainer.contract.known_versions import require
 from trainer.model.expert_forward import Adapter, adapted_forward
 from trainer.model.expert_layers import expert_modules, expert_shape
+from trainer.model.older_names import names_as_they_are
 
 
 class ExpertFactor(nn.Module):
@@ -106,20 +105,6 @@ class ParamWrapper(lora.ParamWrapper):
 
 
 @contextmanager
-def names_as_they_are() -> Iterator[None]:
-    """While PEFT puts an adapter on a model: without its translation of the names of older models (peft#3711).
-
-    It takes gate_proj, up_proj and down_proj of dense layers and of shared experts for those of the routed experts.
-    """
-    translate = require(older_names, "convert_peft_config_for_transformers", "peft")
-    older_names.convert_peft_config_for_transformers = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        older_names.convert_peft_config_for_transformers = translate
-
-
-@contextmanager
 def own_experts(model: nn.Module, config: Any) -> Iterator[None]:
     """The same, and experts get our wrapper instead of PEFT's."""
     config._register_custom_module({type(experts): ParamWrapper for experts in expert_modules(model).values()})
@@ -143,19 +128,3 @@ def in_peft_form(model: nn.Module, trained: dict[str, Tensor]) -> dict[str, Tens
         name: factors[name].in_peft_form(value).contiguous() if name in factors else value
         for name, value in trained.items()
     }
-
-
-def taken_for_experts(model: Any, names: set[str]) -> set[str]:
-    """Those of these names of linear layers that PEFT, when it loads an adapter, would take for experts' parts."""
-    translate = require(older_names, "convert_peft_config_for_transformers", "peft")
-    taken = set()
-    for name in names:
-        config = lora.LoraConfig(target_modules=[name])
-        try:
-            translate(config, model, None)
-        except ValueError:  # one of two names that it fuses into one
-            taken.add(name)
-            continue
-        if name not in set(config.target_modules or ()):
-            taken.add(name)
-    return taken

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ops
 from ops.experts import Activation
 from trainer.model.expert_layers import DOWN, GATE_UP, UP, is_transposed, takes_all_tokens
-from trainer.model.packed_experts import MXFP4, NESTED_BLOCK, PackedExperts
+from trainer.model.mxfp4 import MXFP4
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def adapted_forward(
     operands = _operands(experts, hidden)
     if operands is not None:
         return ops.experts_mlp(hidden, index, weights.to(hidden.dtype), operands, _for_operator(adapters))
-    if any(isinstance(own, PackedExperts) for own in experts.parameters(recurse=False)):
+    if any(_packing(own) is not None for own in experts.parameters(recurse=False)):
         # What is dequantised is not kept until the backward pass, which does it again.
         tensors = (hidden, index, weights)
         result: Tensor = checkpoint(_in_plain_torch, experts, adapters, *tensors, use_reentrant=False)
@@ -83,11 +83,19 @@ def _operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | None:
     )
 
 
+def _packing(weight: Any) -> Any | None:
+    """How a tensor of experts is packed in 4 bits (trainer/model/packed_experts.py); None of any other."""
+    return getattr(weight, "packing", None)
+
+
 def _matrix(experts: Any, name: str, hidden: Tensor) -> ops.ExpertMatrix | None:
     weight = getattr(experts, name)
-    if not isinstance(weight, PackedExperts):
+    layout = _packing(weight)
+    if layout is None:
         return ops.ExpertMatrix.plain(weight, is_transposed(experts)) if weight.dtype == hidden.dtype else None
-    layout, sections = weight.packing, weight.sections()
+    from trainer.model.packed_experts import NESTED_BLOCK  # here: it brings bitsandbytes
+
+    sections = weight.sections()
     if layout.dtype != hidden.dtype or layout.rows * layout.cols % layout.block:
         return None
     if layout.kind == MXFP4:
@@ -183,7 +191,7 @@ class _Products:
         self.factors = (adapter.a_ERI.unbind(0), adapter.b_EOR.unbind(0)) if adapter is not None else None
 
     def __call__(self, expert: int, x: Tensor) -> Tensor:
-        if isinstance(self.weight, PackedExperts):
+        if _packing(self.weight) is not None:
             weight = self.weight.expert(expert)
         else:
             weight = self.weight[expert].t() if self.transposed else self.weight[expert]

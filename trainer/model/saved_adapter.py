@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from trainer.model.expert_adapter import ParamWrapper, own_experts, set_dropout, taken_for_experts
+from trainer.model.expert_adapter import ParamWrapper, own_experts, set_dropout
+from trainer.model.older_names import taken_for_experts
 from trainer.model.targets import Targets
 
 

@@ -16,7 +16,6 @@ from torch import nn
 from trainer.config import LoraSection, UserError
 from trainer.engine.linear_layers import is_linear, packed_state
 from trainer.engine.partitioned import whole_shape
-from trainer.model.expert_adapter import taken_for_experts
 from trainer.model.expert_layers import USUAL_NAMES, expert_modules
 from trainer.model.expert_targets import (
     ALL_LINEAR,
@@ -28,6 +27,7 @@ from trainer.model.expert_targets import (
     names_of_experts,
     other_parameters,
 )
+from trainer.model.older_names import taken_for_experts
 
 
 @dataclass(frozen=True)

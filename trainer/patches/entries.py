@@ -238,10 +238,10 @@ UNTIL_THE_MODEL = (
         "0.21.2",
         "gate_proj, up_proj and down_proj of dense layers and shared experts pass for those of the routed experts",
         "while an adapter is put on a model",
-        "trainer/model/expert_adapter.py: names_as_they_are",
+        "trainer/model/older_names.py: names_as_they_are",
         "when the adapter is there",
         "tests/unit/test_workarounds.py: test_peft_takes_dense_layers_for_experts",
-        ("trainer/model/expert_adapter.py: convert_peft_config_for_transformers",),
+        ("trainer/model/older_names.py: convert_peft_config_for_transformers",),
     ),
     Patch(
         "forward of PEFT's LoRA layers",
