@@ -21,6 +21,7 @@ from launcher.submit import submit
 from launcher.supervision.supervisor import EXIT_FAILED, EXIT_USAGE
 from launcher.supervision.terminal import say
 from trainer.config import UserError, dump_yaml, load_config
+from trainer.config.errors import mistake_in_path, one_line
 from trainer.config.messages import as_override
 from trainer.config.reference import json_schema, reference_text
 
@@ -158,7 +159,7 @@ def main() -> int:
         return int(app(args=words, prog_name="zerolora", standalone_mode=False) or 0)
     except UsageError as error:
         hint = error.ctx.command_path if error.ctx else "zerolora"
-        mistake = _mistake(error, words)
+        mistake = one_line(_mistake(error, words))
         say(f"error: {mistake}{'' if mistake.endswith(('.', '?')) else ';'} `{hint} --help` says how")
         return EXIT_USAGE
     except typer.Abort:
@@ -168,6 +169,9 @@ def main() -> int:
         say(f"error: {error}")
         return EXIT_USAGE
     except OSError as error:
+        if in_path := mistake_in_path(error):
+            say(f"error: {in_path}")
+            return EXIT_USAGE
         if error.filename is None:
             raise  # perhaps of what is printed: launcher/entry.py knows
         say(f"error: {error}")

@@ -151,6 +151,23 @@ def _check_adapter_folder(config: RunConfig) -> None:
 
         if problem := damage_of_adapter(Path(path)):
             raise UserError(f"lora.adapter_path={path}: {problem}")
+    elif path:
+        _check_adapter_on_hub(path)
+
+
+def _check_adapter_on_hub(name: str) -> None:
+    """Raise UserError where the hub, or its cache, does not give an adapter's settings: before weights are loaded."""
+    from peft import PeftConfig
+
+    from trainer.contract.hub_patience import ask_once_without_network
+    from trainer.model.model_source import check_source, unreadable
+
+    check_source("lora.adapter_path", name)
+    ask_once_without_network(name)
+    try:
+        PeftConfig.from_pretrained(name)
+    except Exception as error:  # what its values make of PEFT's classes is as bad as a file that is not there
+        raise unreadable("lora.adapter_path", name, error) from None
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from trainer.contract import known_versions
 from trainer.contract.folder_lock import FolderLock
 from trainer.course import Course
 from trainer.data import Batches, StreamBatches, evaluation_batches
-from trainer.data.prepared import Prepared, samples_of
-from trainer.data.step_count import count_steps, step_warnings, steps_line
+from trainer.data.prepared import Prepared, samples_of, share_stream
+from trainer.data.shared_blocks import folder_of_run
+from trainer.data.step_count import count_steps, smaller_batch_line, step_warnings, steps_line
 from trainer.decisions import VARLEN, Decisions
 from trainer.engine.deepspeed_engine import deepspeed_config, resolve_precision, start_engine
 from trainer.engine.eight_bit_moments import elements_per_buffer
@@ -119,7 +121,7 @@ class Run:
         engine = self._start_engine(model)
         position, total_steps = self._restore(engine)
         self.steering = self._steer(engine, position, total_steps)
-        self.metrics = self.folder.open(model, position, total_steps, self.device)
+        self.metrics = self.folder.open(model, position, total_steps, self.device, self.precision)
         before = self._evaluate_and_sample(engine, position, "before") if position.step == 0 else None
         Loop(self._parts(engine, total_steps), self.config.training, position, total_steps).run()
         after = None
@@ -142,6 +144,9 @@ class Run:
         training = self.config.training
         world = meet(self.ranks, self.config, self.lock.token if self.lock is not None else "")
         form_process_group(self.ranks, collective_timeout(training))
+        if world.hosts > 1:
+            blocks = folder_of_run(Path(self.config.output_dir) / "logs", world.token, is_main=self.ranks.is_main)
+            self.prepared = share_stream(self.prepared, blocks)
         self.say(world.summary)
         if (warning := known_versions.warning()) is not None:
             self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
@@ -162,6 +167,8 @@ class Run:
         samples, ranks = samples_of(self.prepared), self.ranks.world_size
         warnings = step_warnings(self.config, samples, ranks)
         self.say(f"steps: {steps_line(self.config.training, samples, ranks)}")
+        if smaller := smaller_batch_line(training, self.config.training, ranks):
+            self.say(f"note: {smaller}")
         for warning in warnings:
             self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
 

@@ -37,11 +37,11 @@ def test_outputs_and_gradients_are_those_of_the_softmax_with_its_sink(window: in
     k, v = (torch.randn(1, SHARED, tokens, WIDTH, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     sinks = torch.randn(HEADS, device="cuda", dtype=torch.bfloat16)
     grad = torch.randn(1, tokens, HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
-    leaves = [each.clone().requires_grad_() for each in (q, k, v, sinks)]
-    exact = [each.double().requires_grad_() for each in (q, k, v, sinks)]
+    leaves = q, k, v, sinks = tuple(each.clone().requires_grad_() for each in (q, k, v, sinks))
+    exact = tuple(each.detach().double().requires_grad_() for each in leaves)
     bounds = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
-    out = flash_with_sinks(*leaves, bounds, max(LENGTHS), 1 / math.sqrt(WIDTH), window)
-    truth = in_plain_torch(*exact, window)
+    out = flash_with_sinks(q, k, v, sinks, bounds, max(LENGTHS), 1 / math.sqrt(WIDTH), window)
+    truth = in_plain_torch(exact[0], exact[1], exact[2], exact[3], window)
     found = torch.autograd.grad(out, leaves, grad)
     expected = torch.autograd.grad(truth, exact, grad.double())
     for got, wanted in zip((out.detach(), *found), (truth.detach(), *expected), strict=True):

@@ -312,8 +312,11 @@ def test_a_trial_ends_with_the_code_of_its_error(
             raise error
 
     failing = Failing(close=lambda: None, say=print)
-    monkeypatch.setattr(compare_run, "MeasuredRun", lambda *_: failing)
+    monkeypatch.setattr(compare_run, "Run", lambda *_: failing)
+    monkeypatch.setattr(compare_run, "HeldOutDocuments", lambda *_: SimpleNamespace(evaluate=None))
+    monkeypatch.setattr(compare_run, "open_console", lambda *_: None)
+    loaded: Any = SimpleNamespace(config=SimpleNamespace(output_dir="unused", training=None))
     nothing: Any = None
-    assert compare_run._train(nothing, nothing, nothing) == code
+    assert compare_run._train(loaded, nothing, nothing) == code
     out, err = capfd.readouterr()
     assert out.strip() == said and ("Traceback" in err) == (not isinstance(error, UserError))

@@ -1,4 +1,4 @@
-"""The list of what is replaced in libraries: complete, true, printed, and written out as docs/workarounds.md."""
+"""The list of what is replaced in libraries: complete, true, printed, and written as docs/reference/workarounds.md."""
 
 import ast
 import json
@@ -197,8 +197,8 @@ def test_every_fault_with_a_test_is_listed() -> None:
 
 
 def test_the_document_is_the_list() -> None:
-    written = (ROOT / "docs" / "workarounds.md").read_text()
-    assert written == register.markdown(), "python -m trainer.patches.register --markdown > docs/workarounds.md"
+    written = (ROOT / "docs" / "reference" / "workarounds.md").read_text()
+    assert written == register.markdown(), "trainer.patches.register --markdown"
 
 
 def _calls(function: ast.FunctionDef, local: dict[str, ast.FunctionDef]) -> Iterator[str]:

@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"lora.exclude_modules=k_prj: matches no module.*did you mean k_proj\?",
     ),
     "tower": ({"exclude_modules": ("vision_tower",)}, r"lora.exclude_modules=vision_tower: matches no module"),
-    "everything": ({"exclude_modules": ("model",)}, r"lora.exclude_modules=\['model'\]: leaves no layer to adapt"),
+    "everything": ({"exclude_modules": ("model",)}, r"lora.exclude_modules=\[model\]: leaves no layer to adapt"),
     "saved": ({"modules_to_save": ("head",)}, r"lora.modules_to_save=head: matches no module.*lm_head"),
 }
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from trainer.checkpoint.adapter_files import damage_of_adapter
 from trainer.checkpoint.checkpoint_files import whole_checkpoints
 from trainer.config import RunConfig, UserError
+from trainer.config.errors import one_line
 from trainer.data.chat import chat_template_of
 from trainer.engine.deepspeed_engine import DTYPES, resolve_precision
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
@@ -148,7 +149,7 @@ def exit_code_of(command: Callable[[], None], *expected: type[Exception]) -> int
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except expected as error:
-        print(f"failed: {error}", file=sys.stderr)
+        print(f"failed: {one_line(str(error))}", file=sys.stderr)
         return 1
     return 0
 

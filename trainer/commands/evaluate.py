@@ -96,7 +96,9 @@ def evaluate(
     model: Any, documents: Sequence[Sample], pad_token_id: int, *, batch_size: int, resamples: int, seed: int
 ) -> Evaluation:
     """Measure a PEFT model with and without its adapter on the same documents."""
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    # Where there is no terminal a bar that is taken away leaves an empty line.
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("evaluating", total=2 * len(documents))
         losses = {}
         for name in ("base", "adapter"):

@@ -6,14 +6,13 @@ that is published in MXFP4 alone (gpt-oss) is written so again, and what that co
 """
 
 import argparse
-import os
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 
 from trainer.checkpoint.finished_run import (
@@ -24,8 +23,8 @@ from trainer.checkpoint.finished_run import (
     quiet_libraries,
     saved_tokenizer,
 )
-from trainer.checkpoint.run_record import note_written
 from trainer.commands.requantised import in_mxfp4_again
+from trainer.commands.whole_output import check_output, put_in_place, writing
 from trainer.config import CommandParser, UserError
 from trainer.engine.deepspeed_engine import DTYPES
 from trainer.model.base import load_base_model, load_model_config
@@ -41,45 +40,30 @@ def merge(run: FinishedRun, output: Path, *, dtype: str = "auto") -> Path:
     was read back is not what was written, or not finite.
     """
     check_output(output)
-    tokenizer = saved_tokenizer(run)
-    stored = _stored_dtype(run)  # refuses a quantised base
-    model = merged_model(run, tokenizer, stored if dtype == "auto" else DTYPES[dtype])
+    model, tokenizer = load_merged(run, dtype=dtype)
     values = in_mxfp4_again(model, run.config) if dtype == "auto" else None
-    _check_room(model, output)
-    # Written beside and renamed when whole: a folder of the name is a model that can be used.
-    building = output.with_name(f".writing-{output.name}")
-    note_written(output.parent, [output.name, building.name])
-    shutil.rmtree(building, ignore_errors=True)
-    try:
-        model.save_pretrained(building, max_shard_size=SHARD_SIZE, state_dict=values)
-        tokenizer.save_pretrained(building)
-        check_saved(model, building, values)
-        if output.exists():
-            output.rmdir()  # empty, or check_output would have refused it
-        os.replace(building, output)
-    except (OSError, SafetensorError) as error:
-        raise RuntimeError(f"{output}: cannot be written ({error}); make room, or name another folder") from None
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+    check_room(model, output)
+    with writing(output) as folder:
+        save_merged(model, tokenizer, folder, values)
+        put_in_place(folder, output)
     return output
 
 
-def check_output(output: Path) -> None:
-    """Raise UserError unless `output` is free: not there, or an empty folder."""
-    if output.name in ("", ".."):
-        raise UserError(f"{output}: a new folder is written, which needs a name; name one in it with --output")
-    try:
-        occupied = os.path.lexists(output) and (not output.is_dir() or any(output.iterdir()))
-        os.lstat(output.with_name(f".writing-{output.name}"))
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:
-        raise UserError(f"{output}: cannot be written ({error.strerror}); name another folder with --output") from None
-    if occupied:
-        raise UserError(f"{output}: exists and would be overwritten; remove it, or name another folder with --output")
-    existing = next(parent for parent in output.absolute().parents if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(f"{output}: cannot be written in {existing}; name another folder with --output")
+def load_merged(run: FinishedRun, *, dtype: str = "auto") -> tuple[Any, Any]:
+    """The merged model on the CPU, and its tokenizer. Raises UserError if there is no full-precision base."""
+    tokenizer = saved_tokenizer(run)
+    stored = _stored_dtype(run)  # refuses a quantised base
+    return merged_model(run, tokenizer, stored if dtype == "auto" else DTYPES[dtype]), tokenizer
+
+
+def save_merged(model: Any, tokenizer: Any, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
+    """Write model and tokenizer, and read the weights back; RuntimeError if they differ.
+
+    `values` are what is saved, where that is not what the model holds.
+    """
+    model.save_pretrained(folder, max_shard_size=SHARD_SIZE, state_dict=values)
+    tokenizer.save_pretrained(folder)
+    check_saved(model, folder, values)
 
 
 def merged_model(run: FinishedRun, tokenizer: Any, dtype: torch.dtype) -> Any:
@@ -131,7 +115,8 @@ def _stored_dtype(run: FinishedRun) -> torch.dtype:
     return stored if stored in DTYPES.values() else torch.bfloat16
 
 
-def _check_room(model: nn.Module, output: Path) -> None:
+def check_room(model: nn.Module, output: Path) -> None:
+    """Raise UserError where the disk of `output` has less free than the weights take."""
     needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     existing = next(parent for parent in output.absolute().parents if parent.exists())
     free = shutil.disk_usage(existing).free

@@ -13,7 +13,13 @@ from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.checkpoint.output_folder import obstacle
 from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.data.prepared import Prepared, samples_of
-from trainer.data.step_count import step_warnings, steps_line, with_global_batch, with_looks_in_steps
+from trainer.data.step_count import (
+    smaller_batch_line,
+    step_warnings,
+    steps_line,
+    with_global_batch,
+    with_looks_in_steps,
+)
 from trainer.preflight import prepare_to_resume
 
 
@@ -58,6 +64,8 @@ def findings(config: RunConfig, prepared: Prepared) -> list[str]:
     samples = samples_of(prepared)
     on_one = with_looks_in_steps(with_global_batch(config, samples, 1), samples, 1)
     lines.append(f"steps: {steps_line(on_one.training, samples, 1)}{_on_more(config)}")
+    if smaller := smaller_batch_line(config.training, on_one.training, 1):
+        lines.append(f"note: {smaller}")
     lines += [f"warning: {warning}" for warning in step_warnings(on_one, samples, 1)]
     lines.append(f"output: {Path(config.output_dir).absolute()}")
     return lines

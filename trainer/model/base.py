@@ -67,6 +67,7 @@ def _read_tokenizer(base_model: str, section: ModelSection) -> Any:
 
     setting, name = ("model.tokenizer", section.tokenizer) if section.tokenizer else ("base_model", base_model)
     check_source(setting, name)
+    ask_once_without_network(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=section.revision or "main", trust_remote_code=section.trust_remote_code

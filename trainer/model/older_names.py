@@ -1,4 +1,4 @@
-"""PEFT's translation of the names that layers of mixtures had in older models, and what it takes for experts (peft#3711).
+"""PEFT's translation of the names that layers of mixtures had in older models, which mistakes some (peft#3711).
 
 transformers 5 holds experts as parameters where each was a module before. PEFT translates gate_proj, up_proj and
 down_proj (w1, w2, w3) into `target_parameters` of these, and drops the dense layers and shared experts of that name.

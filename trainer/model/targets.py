@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from trainer.config import LoraSection, UserError
+from trainer.config.errors import shown
 from trainer.engine.linear_layers import is_linear, packed_state
 from trainer.engine.partitioned import whole_shape
 from trainer.model.expert_layers import USUAL_NAMES, expert_modules
@@ -88,19 +89,19 @@ def check_targets(model: Any, lora: LoraSection) -> None:
         found = {path for path in paths if path == name or path.endswith(f".{name}")}
         within = {path for path in found if not (beyond and re.fullmatch(beyond, path))}
         if found and not within:
-            raise UserError(f"lora.target_modules={name}: is beyond the language model, where text never comes")
+            raise UserError(f"lora.target_modules={shown(name)}: is beyond the language model, where text never comes")
         if not found & linear:
             below = _names_of(path for path in linear if any(path.startswith(f"{parent}.") for parent in within))
             advice = f"is no layer but holds some; name those: {below}" if below else _nothing(name, linear, "layer")
-            raise UserError(f"lora.target_modules={name}: {advice}")
+            raise UserError(f"lora.target_modules={shown(name)}: {advice}")
     # A tower may be named, though it is left out anyway; what is only in one would leave out nothing.
     known = {path for path in paths if path in towers or not (beyond and re.fullmatch(beyond, path))} | {*of_experts}
     for name in lora.exclude_modules:
         if not any(re.fullmatch(_below(name), path) for path in known):
-            raise UserError(f"lora.exclude_modules={name}: {_nothing(name, known, 'module')}")
+            raise UserError(f"lora.exclude_modules={shown(name)}: {_nothing(name, known, 'module')}")
     for name in lora.modules_to_save:
         if not any(path == name or path.endswith(f".{name}") for path in paths):
-            raise UserError(f"lora.modules_to_save={name}: {_nothing(name, set(paths), 'module')}")
+            raise UserError(f"lora.modules_to_save={shown(name)}: {_nothing(name, set(paths), 'module')}")
     excluded = excluded_modules(model, lora)
     targets = [path for path in linear if _ends_in(path, lora.target_modules)]
     if lora.target_modules == ALL_LINEAR:
@@ -110,7 +111,7 @@ def check_targets(model: Any, lora: LoraSection) -> None:
         ]
     kept = [path for path in targets if not (excluded and re.fullmatch(excluded, path))]
     if targets and not kept and not expert_targets(model, lora, beyond):
-        raise UserError(f"lora.exclude_modules={list(lora.exclude_modules)}: leaves no layer to adapt; name fewer")
+        raise UserError(f"lora.exclude_modules={shown(lora.exclude_modules)}: leaves no layer to adapt; name fewer")
     widths = [min(whole_shape(own)) for path in kept for own in paths[path].parameters(recurse=False) if own.dim() == 2]
     if widths and lora.r > max(widths) and not lora.adapter_path:
         raise UserError(

@@ -179,8 +179,8 @@ def _training_rows(records: list[Record], config: Mapping[str, Any], run: Mappin
         size, micro = training["batch_size"], training["gradient_accumulation_steps"]
         rows.append(("batch", f"{size * micro * ranks} sequences = {size} x {micro} micro-steps x {ranks} ranks"))
         rows.append(("learning rate", f"{training['learning_rate']:g}, {training['lr_scheduler']}"))
-        stage = config["zero"]["stage"]
-        rows.append(("optimizer", f"{training['optimizer']}, precision {training['precision']}, ZeRO stage {stage}"))
+        stage, precision = config["zero"]["stage"], run.get("precision") or training["precision"]
+        rows.append(("optimizer", f"{training['optimizer']}, precision {precision}, ZeRO stage {stage}"))
     return rows
 
 
