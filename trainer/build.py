@@ -14,7 +14,6 @@ from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
 from trainer.model.base import grows_vocabulary, load_base_model, match_vocabulary
 from trainer.model.expert_layers import expert_modules
 from trainer.model.targets import unadapted_layers
-from trainer.patches.fused_experts import compute_experts
 from trainer.patches.liger import PARTS, apply_liger, line_of
 from trainer.patches.mamba import call_projections_of_mamba, unadapted_lines, unquantized_lines
 from trainer.patches.norm_mlp_rope import forget_inputs, replace_elementwise
@@ -100,6 +99,8 @@ def _patch_adapted(
 def _compute_experts(model: Any, config: RunConfig, device: torch.device) -> list[str]:
     if not expert_modules(model):
         return []
+    from trainer.patches.fused_experts import compute_experts  # brings peft, and with it bitsandbytes
+
     if device.type == "cuda":
         _load_operators(config)
     return compute_experts(model, on_gpu=device.type == "cuda")

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer.engine.flat_adapter import trained_parameters
 from trainer.engine.partitioned import is_partitioned
-from trainer.model.expert_adapter import in_peft_form
+from trainer.model.expert_factor import in_peft_form
 
 
 def save_adapter(

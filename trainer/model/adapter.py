@@ -13,7 +13,6 @@ from trainer.config import LoraSection, UserError
 from trainer.engine.flat_adapter import FLAT, flat_adapter_of, trained_parameters
 from trainer.engine.linear_layers import packed_state
 from trainer.engine.partitioned import whole_shape, whole_size
-from trainer.model.expert_adapter import own_experts, set_dropout
 from trainer.model.saved_adapter import load_adapter, tail, write_for_peft
 from trainer.model.targets import Targets, excluded_modules, targets_of
 
@@ -91,6 +90,8 @@ def apply_adapter(
     2023) reads the full-precision weights whose quantisation error the adapter starts with.
     """
     from peft import get_peft_model
+
+    from trainer.model.expert_adapter import own_experts, set_dropout
 
     if lora.adapter_path:
         adapted = _load_existing(model, lora)

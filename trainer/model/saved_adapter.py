@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import nn
 
-from trainer.model.expert_adapter import ParamWrapper, own_experts, set_dropout
 from trainer.model.older_names import taken_for_experts
 from trainer.model.targets import Targets
 
@@ -19,6 +18,8 @@ def load_adapter(
     `in_32_bits` a 16-bit adapter is widened. Raises what PEFT raises where it does not fit.
     """
     from peft import PeftConfig, PeftModel
+
+    from trainer.model.expert_adapter import ParamWrapper, own_experts, set_dropout
 
     config: Any = PeftConfig.from_pretrained(folder)
     widen = {"autocast_adapter_dtype": in_32_bits}

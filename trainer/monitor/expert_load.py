@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.engine.partitioned import is_partitioned
-from trainer.model.expert_adapter import ParamWrapper
+from trainer.model.expert_factor import ExpertFactor
 from trainer.model.expert_layers import DOWN, expert_modules, expert_shape, takes_all_tokens
 
 
@@ -17,7 +17,7 @@ class ExpertLoad:
 
     def __init__(self, model: nn.Module) -> None:
         self._experts = [each for each in expert_modules(model).values() if not takes_all_tokens(each)]
-        self._adapters = [each for each in model.modules() if isinstance(each, ParamWrapper)]
+        self._adapters = [each for each in model.modules() if isinstance(each, ExpertFactor) and not each.down]
         self._all_had_tokens = False
         self._visits: dict[int, Tensor] = {}
         for layer, experts in enumerate(self._experts):
@@ -62,7 +62,7 @@ class ExpertLoad:
 
     def _without_token(self) -> int | None:
         """Experts whose B is zero as it began: a gradient comes with the first token. None where stage 3 has shares."""
-        factors = [each.lora_B[name].weight for each in self._adapters for name in each.active_adapters]
+        factors = [each.weight for each in self._adapters]
         if any(is_partitioned(factor) for factor in factors):
             return None
         with torch.no_grad():

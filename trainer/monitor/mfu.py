@@ -15,7 +15,7 @@ from torch import nn
 
 from trainer.data import MicroBatch
 from trainer.engine.partitioned import whole_size
-from trainer.model.expert_adapter import ExpertFactor
+from trainer.model.expert_factor import ExpertFactor
 from trainer.model.expert_layers import (
     DOWN,
     expert_elements,
