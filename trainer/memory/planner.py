@@ -157,7 +157,8 @@ class Planner:
         training = config.training
         length = min(self.lengths.longest, config.dataset.max_length)
         attention = decided.attention.value
-        eager = attention == "eager"
+        # Attention sinks without flash attention: the model's own code, as if one document were the whole pack.
+        eager = attention == "eager" or (attention == VARLEN and not self.machine.flash)
         masked = config.dataset.packing and attention != VARLEN and not attention.startswith("flash_attention")
         masked |= attention == "sdpa" and self.shapes.facts.masked
         without_flash = self.machine.on_gpu and not self.machine.flash and attention == "sdpa"
