@@ -17,6 +17,7 @@ from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.data import prepare_data
 from trainer.data.chat import chat_template_of
 from trainer.data.prepared import Prepared, samples_of
+from trainer.data.reference_text import reference_samples
 from trainer.data.step_count import step_warnings, with_global_batch
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None,
     from trainer.monitor.metrics import check_reporters
     from trainer.patches.mamba import check_packable
     from trainer.patches.packed_attention import check_supported
+    from trainer.scu.law_settings import law_of
 
     check_reporters(config.logging)
     check_place(config)
@@ -86,7 +88,15 @@ def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None,
     )
     if data.stats.records:
         tell(f"{data.stats.records:,} records, {data.stats.documents:,} documents to train on")
-    prepared = Prepared(tokenizer, model_config, data, tuple(notes))
+    reference = None
+    if config.scu.enabled:
+        # A size below 2B stands in for the model's, which is counted when its weights are there.
+        law_of(config.scu, total_steps=1, base_parameters=1)
+        if config.scu.reference is not None:
+            reference = reference_samples(
+                config.dataset, tokenizer, config.scu.reference, setting="scu.reference", seed=config.seed
+            )
+    prepared = Prepared(tokenizer, model_config, data, tuple(notes), reference)
     # More ranks take fewer steps: what does not go on one goes on none.
     step_warnings(with_global_batch(config, samples_of(prepared), 1), samples_of(prepared), 1)
     return prepared

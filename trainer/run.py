@@ -23,7 +23,7 @@ from trainer.decisions import VARLEN, Decisions
 from trainer.engine.deepspeed_engine import deepspeed_config, resolve_precision, start_engine
 from trainer.engine.eight_bit_moments import elements_per_buffer
 from trainer.engine.flat_adapter import flatten_adapter
-from trainer.engine.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
+from trainer.engine.optimizer import build_optimizer, build_schedule, planned_rates, rate_floor, restore_schedule
 from trainer.engine.protocol import Engine
 from trainer.engine.update_guard import UpdateGuard
 from trainer.loop import Loop, Parts, Position, report_evaluation
@@ -43,6 +43,7 @@ from trainer.ranks.group import Ranks, extend_timeouts, form_process_group
 from trainer.ranks.progress import phase
 from trainer.ranks.signals import StopRequest
 from trainer.run_folder import RunFolder
+from trainer.scu.base_samples import divergence_of
 from trainer.scu.controller import Steering
 from trainer.step import evaluate_loss
 
@@ -56,6 +57,8 @@ class Measurement:
 
     evaluate: Callable[[Engine], tuple[float, int]]
     """Held-out loss of the engine's model, nats per target token, and the number of target tokens."""
+    at_the_end: Callable[[Engine], None]
+    """What more is measured of the trained model."""
 
 
 class Run:
@@ -129,6 +132,8 @@ class Run:
             self.course.return_to_best(engine, position)
             after = self._evaluate_and_sample(engine, position, "after")
             self._save_result(engine)
+            if self.measurement is not None:
+                self.measurement.at_the_end(engine)
         self.stop.saved = True
         if self.steering is not None and self.ranks.is_main:
             self.steering.settle()
@@ -228,7 +233,7 @@ class Run:
         self.batches = make_batches(self.config, self.prepared, self.ranks, flat=self.flat_packs)
         total_steps = count_steps(training, samples_of(self.prepared), self.ranks.world_size)
         assert total_steps is not None  # a stream without max_steps was refused
-        self.schedule = build_schedule(self.optimizer, training, total_steps)
+        self.schedule = build_schedule(self.optimizer, training, total_steps, floor=rate_floor(self.config.scu))
         position, state = self.course.restore(engine, total_steps)
         if state:
             restore_schedule(self.schedule, int(state["schedule_steps"]))
@@ -239,26 +244,37 @@ class Run:
 
     @phase("steer")
     def _steer(self, engine: Engine, position: Position, total_steps: int) -> Steering | None:
-        """The Shannon Control Unit, its target found reachable, or as it was in the checkpoint."""
+        """The Shannon Control Unit, as it was in the checkpoint if there is one, its target found reachable."""
         section = self.config.scu
         if not section.enabled:
             return None
+        divergence = None
+        if section.measure == "kl":
+            divergence = divergence_of(
+                self.config, self.prepared, self.ranks, engine, self.token_loss,
+                flat=self.flat_packs, resumes=position.step > 0, say=self.say,
+            )  # fmt: skip
         steering = Steering(
             section,
             engine.module,
             target_tokens=self.prepared.data.stats.target_tokens,
             total_steps=total_steps,
             base_parameters=count_parameters(engine.module)[1],
+            divergence=divergence,
         )
-        if position.step == 0:
-            batches, _ = self.batches.step(0, 0)
-            loss, _ = evaluate_loss(engine, self.token_loss, batches)
-            rates = planned_rates(self.schedule, total_steps)
-            ratio = self.config.lora.loraplus_lr_ratio or 1.0
-            for warning in steering.check_target(loss / math.log(2), rates, b_ratio=ratio):
-                self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
-        elif self.restored_scu:
-            steering.load_state_dict(self.restored_scu, step=position.step, run_dir=self.folder.path)
+        notes: list[str] = []
+        if self.restored_scu:
+            notes = steering.load_state_dict(self.restored_scu, step=position.step, run_dir=self.folder.path)
+        elif position.step:
+            notes = ["scu.enabled=true: the checkpoint has no controller; it begins anew"]
+        batches, _ = self.batches.step(position.epoch, position.offset)
+        loss, _ = evaluate_loss(engine, self.token_loss, batches)
+        rates = planned_rates(self.schedule, total_steps)[position.step :]
+        ratio = self.config.lora.loraplus_lr_ratio or 1.0
+        resumes = position.step > 0
+        warnings = steering.check_target(loss / math.log(2), rates, b_ratio=ratio, resumes=resumes)
+        for warning in [*notes, *warnings]:
+            self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
         return steering
 
     def _parts(self, engine: Engine, total_steps: int) -> Parts:

@@ -121,7 +121,7 @@ def train_step(
         if is_last and steering is not None:
             # Every rank adds the whole term and the engine averages over ranks: only the accumulation is undone.
             total = total + steering.term(step) * len(batches)
-            sums[1] = steering.squares_local()
+            sums[1] = steering.measured_local()
         with phase("backward"):
             engine.backward(total)
         if is_last:

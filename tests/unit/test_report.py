@@ -55,7 +55,7 @@ def make_run(run_dir: Path, *, scu: bool = False, name: str = "a run", evaluate:
         if scu:
             share = 0.03 - 0.01 * step / STEPS
             values |= {"scu/s_ratio": share, "scu/target": 0.02, "scu/error": share - 0.02, "scu/lambda": 0.5}
-            values |= {"scu/data_bpt": loss / np.log(2), "scu/param_bpt": 0.05}
+            values |= {"scu/data_bpt": loss / np.log(2), "scu/param_bpt": 0.05, "scu/s_smoothed": share}
         metrics.log(step, values)
         if evaluate and step in (1, STEPS // 2, STEPS):
             metrics.log(step, {"eval/loss": {1: 4.0, STEPS // 2: 1.5, STEPS: 2.0}[step]})

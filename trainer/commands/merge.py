@@ -19,11 +19,14 @@ from trainer.checkpoint.finished_run import (
     FinishedRun,
     exit_code_of,
     find_run,
+    load_trained,
     put_adapter,
     quiet_libraries,
+    run_device,
     saved_tokenizer,
 )
 from trainer.commands.requantised import in_mxfp4_again
+from trainer.commands.scale import AUTO, scale_adapter, scale_of
 from trainer.commands.whole_output import check_output, put_in_place, writing
 from trainer.config import CommandParser, UserError
 from trainer.engine.deepspeed_engine import DTYPES
@@ -33,14 +36,16 @@ from trainer.model.model_kind import is_mxfp4
 SHARD_SIZE = "5GB"
 
 
-def merge(run: FinishedRun, output: Path, *, dtype: str = "auto") -> Path:
+def merge(run: FinishedRun, output: Path, *, dtype: str = "auto", scale: float | str = 1.0) -> Path:
     """Write the merged model and its tokenizer to `output`; `auto` is the number format the base is stored in.
+
+    `scale`: how much of the adapter's update is added; `auto`: what is best on the text that the run held out.
 
     Raises UserError if `output` holds something, has no room, or there is no full-precision base; RuntimeError if what
     was read back is not what was written, or not finite.
     """
     check_output(output)
-    model, tokenizer = load_merged(run, dtype=dtype)
+    model, tokenizer = load_merged(run, dtype=dtype, scale=scale)
     values = in_mxfp4_again(model, run.config) if dtype == "auto" else None
     check_room(model, output)
     with writing(output) as folder:
@@ -49,11 +54,12 @@ def merge(run: FinishedRun, output: Path, *, dtype: str = "auto") -> Path:
     return output
 
 
-def load_merged(run: FinishedRun, *, dtype: str = "auto") -> tuple[Any, Any]:
+def load_merged(run: FinishedRun, *, dtype: str = "auto", scale: float | str = 1.0) -> tuple[Any, Any]:
     """The merged model on the CPU, and its tokenizer. Raises UserError if there is no full-precision base."""
     tokenizer = saved_tokenizer(run)
     stored = _stored_dtype(run)  # refuses a quantised base
-    return merged_model(run, tokenizer, stored if dtype == "auto" else DTYPES[dtype]), tokenizer
+    factor = _best_on_held_out(run, tokenizer) if isinstance(scale, str) else scale
+    return merged_model(run, tokenizer, stored if dtype == "auto" else DTYPES[dtype], scale=factor), tokenizer
 
 
 def save_merged(model: Any, tokenizer: Any, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
@@ -66,7 +72,7 @@ def save_merged(model: Any, tokenizer: Any, folder: Path, values: dict[str, torc
     check_saved(model, folder, values)
 
 
-def merged_model(run: FinishedRun, tokenizer: Any, dtype: torch.dtype) -> Any:
+def merged_model(run: FinishedRun, tokenizer: Any, dtype: torch.dtype, *, scale: float = 1.0) -> Any:
     """The base in `dtype` on the CPU with the adapter added to its weights, embedding grown for added tokens."""
     base = load_base_model(
         run.config.base_model,
@@ -78,10 +84,33 @@ def merged_model(run: FinishedRun, tokenizer: Any, dtype: torch.dtype) -> Any:
     )
     # In 32 bits the sum is rounded once, and not its second term before it.
     adapted = put_adapter(base, tokenizer, run, in_32_bits=True)
+    scale_adapter(adapted, scale)
     _untie_head(adapted)
     model = adapted.merge_and_unload().to(dtype)
     model.config.use_cache = True  # training had it off, and it would be saved so
     return model
+
+
+def _best_on_held_out(run: FinishedRun, tokenizer: Any) -> float:
+    """The scale with the lowest held-out loss, said. Raises UserError if the run held nothing out."""
+    from trainer.commands.evaluate import evaluate, held_out_documents
+
+    try:
+        documents = held_out_documents(run, tokenizer, None, None)
+    except UserError as error:
+        raise UserError(f"--scale=auto: {str(error).partition('; ')[0]}; give a number, such as --scale 0.5") from None
+    training = run.config.training
+    found = evaluate(
+        load_trained(run, tokenizer, run_device()),
+        documents,
+        tokenizer.pad_token_id,
+        batch_size=training.eval_batch_size or training.batch_size,
+        resamples=1,
+        seed=run.config.seed,
+        scale=AUTO,
+    )
+    print(f"--scale=auto: {found.scale:g} is best on {found.documents:,} held-out documents", file=sys.stderr)
+    return found.scale
 
 
 def _untie_head(adapted: Any) -> None:
@@ -160,6 +189,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=("auto", *DTYPES), default="auto", help="number format (auto: as the base is stored)"
     )
+    parser.add_argument(
+        "--scale",
+        type=scale_of,
+        default=1.0,
+        metavar="X",
+        help="how much of the adapter is added, or auto (1)",
+    )
     parser.add_argument("--base-model", metavar="MODEL", help="where the full-precision base is, if not where it was")
     return parser.parse_args(argv)
 
@@ -173,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> None:
     run = find_run(arguments.run, arguments.base_model)
-    print(merge(run, arguments.output or arguments.run / "merged", dtype=arguments.dtype))
+    print(merge(run, arguments.output or arguments.run / "merged", dtype=arguments.dtype, scale=arguments.scale))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ class Prepared:
     data: PreparedData
     notes: tuple[str, ...] = ()
     """What is worth a line on the console."""
+    reference: Samples | None = None
+    """The texts of scu.reference."""
 
 
 def share_stream(prepared: Prepared, folder: Path) -> Prepared:
