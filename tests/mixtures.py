@@ -39,6 +39,14 @@ ONE_BY_ONE: dict[str, dict[str, Any]] = {
     "glm4_moe": GROUPS,
     "phimoe": {},
     "lfm2_moe": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    "jamba": {
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 1,
+        "expert_layer_offset": 0,
+    },
     "qwen3_next": LINEAR_ATTENTION,
     "qwen3_5_moe_text": LINEAR_ATTENTION,
 }

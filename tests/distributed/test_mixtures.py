@@ -1,4 +1,4 @@
-"""Mixtures of experts under ZeRO: frozen experts in 16 bits, NF4 and MXFP4 train as at stage 0, wherever they lie."""
+"""Mixtures of experts under ZeRO: with experts in full precision, NF4 and MXFP4 they train as at stage 0."""
 
 import json
 from pathlib import Path
@@ -30,14 +30,21 @@ KINDS: dict[str, dict[str, Any]] = {
     "qlora": {"base_model": "mixtral", "adapter": "qlora"},
     "mxfp4": {"base_model": "gpt_oss"},
 }
-FEW = {"training__max_steps": 3, "training__learning_rate": 1e-2, "lora__target_modules": "q_proj,k_proj,v_proj,o_proj"}
+ATTENTION = {"lora__target_modules": "q_proj,k_proj,v_proj,o_proj"}
+FEW = {"training__max_steps": 3, "training__learning_rate": 1e-2}
+ADAPTED = ("layer-recomputed", "offloaded", "module-recomputed")
+"""Where the experts of gpt-oss are adapted as well."""
 
 
 def _plan() -> list[dict[str, Any]]:
-    cases = [case(f"{kind}-0", zero__stage=0, **settings, **FEW) for kind, settings in KINDS.items()]
+    cases = []
     for kind, settings in KINDS.items():
-        cases += [case(f"{kind}-{place}", **settings, **where, **FEW) for place, where in PLACES.items()]
-    return cases
+        frozen = {**settings, **FEW, **ATTENTION}
+        cases.append(case(f"{kind}-0", zero__stage=0, **frozen))
+        cases += [case(f"{kind}-{place}", **frozen, **where) for place, where in PLACES.items()]
+    adapted = {**KINDS["mxfp4"], **FEW}
+    cases.append(case("adapted-0", zero__stage=0, **adapted))
+    return cases + [case(f"adapted-{place}", **adapted, **PLACES[place]) for place in ADAPTED]
 
 
 def make_models(folder: Path) -> None:
@@ -57,8 +64,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     return Matrix(folder, _plan())
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [*((kind, place) for kind in KINDS for place in PLACES), *(("adapted", each) for each in ADAPTED)],
+)
 def test_losses_are_those_of_stage_0(runs: Matrix, kind: str, place: str) -> None:
     expected, found = runs[f"{kind}-0"], runs[f"{kind}-{place}"]
     assert len(found.losses) == 3

@@ -17,6 +17,7 @@ from trainer.model.base import load_base_model
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12)
 ATTENTION = LoraSection(r=4, init="gaussian", target_modules=("q_proj", "v_proj"))
+EXPERTS = LoraSection(r=4, init="gaussian")
 
 
 def run(rank: int, folder: Path) -> None:
@@ -25,15 +26,19 @@ def run(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for kind in ("lora", "qlora", "mxfp4"):
-        for recompute in (False, True):
+        for lora, recompute in ((ATTENTION, False), (ATTENTION, True), (EXPERTS, False), (EXPERTS, True)):
             path = folder / ("gpt_oss" if kind == "mxfp4" else "mixtral")
             quantization = QuantizationSection() if kind == "qlora" else None
             shards = LayerShards(CPU)
             order: list[str] = []
-            cut = _gradients(path, quantization, shards, order, rank, recompute=recompute)
-            whole = _gradients(path, quantization, None, [], rank, recompute=False)
+            cut = _gradients(path, quantization, lora, shards, order, rank, recompute=recompute)
+            whole = _gradients(path, quantization, lora, None, [], rank, recompute=False)
             worst = max(float((a - b).abs().max()) for a, b in zip(cut, whole, strict=True))
-            found[f"{kind}-{recompute}"] = {"order": order, "worst": worst, "some": any(each.any() for each in cut)}
+            found[f"{kind}-{lora is EXPERTS}-{recompute}"] = {
+                "order": order,
+                "worst": worst,
+                "some": any(each.any() for each in cut),
+            }
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -41,6 +46,7 @@ def run(rank: int, folder: Path) -> None:
 def _gradients(
     path: Path,
     quantization: QuantizationSection | None,
+    lora: LoraSection,
     shards: LayerShards | None,
     order: list[str],
     rank: int,
@@ -70,7 +76,8 @@ def _gradients(
         model.enable_input_require_grads()
     for _ in range(2):  # as in gradient accumulation
         model(input_ids=IDS + rank, labels=IDS + rank, use_cache=False).loss.backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
 
 
 def _all_to_the_first(module: Any, inputs: Any, output: Any) -> Any:

@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.mixtures import make_mixture, store_in_mxfp4
+from tests.mixtures import EXPERTS, SMALL, make_mixture, store_in_mxfp4
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.model import mxfp4
 from trainer.model.base import check_weights, load_base_model, load_model_config
 from trainer.model.model_kind import check_kind
 from trainer.model.packed_experts import PackedExperts
+from trainer.model.published_shapes import SHAPES
 
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12)
@@ -85,6 +86,19 @@ def test_unpacked_weights_are_those_of_transformers(folder: Path) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+def test_random_weights_may_be_drawn_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantised = {"quantization_config": {"quant_method": "mxfp4"}}
+    monkeypatch.setitem(SHAPES, "oss", {"model_type": "gpt_oss", **SMALL, **EXPERTS, "head_dim": 16, **quantised})
+    how: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "attention": "eager"}
+    model = load_base_model("random:oss", ModelSection(), **how)
+    packed = [each for each in model.parameters() if isinstance(each, PackedExperts)]
+    assert len(packed) == 4
+    for each in packed:
+        assert 0.015 < float(each.dequantized().std()) < 0.03
+    again = load_base_model("random:oss", ModelSection(), unpack_mxfp4=True, **how)
+    assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 
 def test_all_weights_cannot_be_trained_in_it(folder: Path) -> None:

@@ -56,6 +56,8 @@ class Work:
     capped_logits: bool
     """The model caps its logits by a hyperbolic tangent, whose results are kept too."""
     packed_weights: bool
+    frozen_by_operator: bool = False
+    """Our operator computes experts without an adapter too (trainer/patches/fused_experts.py)."""
     """4-bit weights, dequantised where they are used."""
 
     @property
@@ -123,7 +125,7 @@ def kept_by_experts(mixer: Mixer, work: Work) -> int:
         called_with = work.tokens * mixer.choices * (INDEX + work.element)
         return work.kept_input(mixer.width_in, of_norm=True) + called_with
     rows = work.tokens * mixer.choices
-    if mixer.by_operator:
+    if mixer.by_operator or (mixer.known_gate and work.frozen_by_operator):
         indices = 3 * INDEX  # order, choices and their weights, as the router keeps them
         kept = work.kept_input(mixer.width_in, of_norm=True)
         return kept + rows * (mixer.width_projected * work.element + indices)
@@ -135,7 +137,8 @@ def kept_by_experts(mixer: Mixer, work: Work) -> int:
 
 def computed_again(mixer: Mixer, work: Work) -> bool:
     """Whether experts are packed and have no adapter (trainer/model/frozen_experts.py)."""
-    return not mixer.trained_out and (work.packed_weights or mixer.packed)
+    by_operator = mixer.known_gate and work.frozen_by_operator
+    return not (mixer.trained_out or by_operator) and (work.packed_weights or mixer.packed)
 
 
 def kept_by_recurrence(mixer: Mixer, work: Work) -> int:

@@ -108,4 +108,5 @@ def experts_of(block: nn.Module, module: Any, hidden: int) -> Mixer:
         activated=projected + USUAL * inner if found is None else found[0] / FP32 + (0 if found[1] else inner),
         choices=choices,
         by_operator=bool(adapters) and activation_of(module) is not None,
+        known_gate=activation_of(module) is not None,
     )

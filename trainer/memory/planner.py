@@ -183,6 +183,7 @@ class Planner:
             softcap=self.shapes.softcap,
             capped_logits=self.shapes.facts.caps,
             packed_weights=config.adapter == "qlora",
+            frozen_by_operator=self.machine.on_gpu and config.adapter != "none",
         )
 
     def _placement(self, config: RunConfig, decided: Decisions) -> Placement:

@@ -69,6 +69,8 @@ class Mixer:
     """Whether experts are stored in 4 bits, whatever the rest of the base is in."""
     by_operator: bool = False
     """Whether our operator computes the experts, and keeps the frozen product of gate and up and h of each visit."""
+    known_gate: bool = False
+    """Whether it can: on a GPU it then computes experts without an adapter as well."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import nn
 
 from trainer.config import LoraSection, UserError
 from trainer.engine.flat_adapter import FLAT, flat_adapter_of, trained_parameters
-from trainer.engine.linear_layers import packed_state
-from trainer.engine.partitioned import whole_shape, whole_size
+from trainer.engine.linear_layers import model_shape
+from trainer.engine.partitioned import whole_size
 from trainer.model.saved_adapter import load_adapter, tail, write_for_peft
 from trainer.model.targets import Targets, excluded_modules, targets_of
 
@@ -148,9 +148,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     for name, parameter in model.named_parameters():
         if name.startswith(FLAT):
             continue  # PEFT's own parameters are views of it
-        state = packed_state(parameter)
-        shape = state.shape if state is not None else whole_shape(parameter)
-        size = int(torch.Size(shape).numel())
+        size = model_shape(parameter).numel()
         total += size
         trainable += size if id(parameter) in trained else 0
     return trainable, total

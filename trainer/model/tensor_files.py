@@ -38,10 +38,6 @@ class SafetensorsFiles:
             self._headers |= headers
             self._file_of |= dict.fromkeys(headers, file)
 
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._file_of)
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors."""
         return {name: shape for name, (shape, _) in self._headers.items()}
