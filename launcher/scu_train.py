@@ -107,7 +107,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--kp", type=float, default=0.6, help="proportional gain")
     add("--ki", type=float, default=0.1, help="integral gain")
     add("--control-frequency", type=int, default=5, help="optimizer steps between updates of lambda")
-    add("--memory-fraction", type=float, help="share of the GPU's memory that the run may take")
+    add("--memory-fraction", type=float, help="fraction of the GPU's memory that the run may take")
     add("--gradient-checkpointing", action="store_true", help="recompute activations: less memory, more time")
     add("--model", default=MODEL, help="folder or hub name of the base model")
     add("--data", help="file, folder or hub name of the text; without it, Python's standard library")

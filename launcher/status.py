@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 import typer
 
-from launcher.supervision.silence import read_beats
 from trainer.config import UserError
+from trainer.contract.heartbeat import read_heartbeats
 from trainer.contract.whole_files import write_whole
 
 JOB_FILE = "slurm-job"
@@ -48,7 +48,7 @@ def status(
     run = Path(target)
     if not run.is_dir():
         raise UserError(f"{target}: neither a job's number nor the folder of a run")
-    if not any((run / name).exists() for name in OF_A_RUN) and not read_beats(run / "logs"):
+    if not any((run / name).exists() for name in OF_A_RUN) and not read_heartbeats(run / "logs"):
         raise UserError(f"{target}: no run has written into this folder; name the output_dir of one, or a job's number")
     noted = run / "logs" / JOB_FILE
     # Where SLURM cannot be asked the folder has to do.
@@ -123,7 +123,7 @@ def job_lines(job: Mapping[str, str]) -> list[tuple[str, str]]:
 def run_lines(run: Path, *, over: str | None = None) -> list[tuple[str, str]]:
     """What the run has written; `over` is the state of its job if that runs no more."""
     lines = [("run", str(run))]
-    beats = read_beats(run / "logs")
+    beats = read_heartbeats(run / "logs")
     ended = {beat.exit_code for beat in beats.values()}
     if beats:
         silent = time.time() - max(beat.time for beat in beats.values())
@@ -138,7 +138,7 @@ def run_lines(run: Path, *, over: str | None = None) -> list[tuple[str, str]]:
         else:
             slowest = min(beats.values(), key=lambda beat: beat.step)
             lines.append(("state", f"running on {', '.join(sorted({beat.host for beat in beats.values()}))}, rank "
-                                   f"{slowest.rank} at {slowest.place()}"))  # fmt: skip
+                                   f"{slowest.rank} at {slowest.where()}"))  # fmt: skip
     everything = _records(run / "metrics.jsonl")
     records = [record for record in everything if "train/loss" in record]
     if not records:

@@ -183,8 +183,8 @@ def reference_backward(
         rank = downs[i].shape[0]
         grad_TO = grads[i].reshape(-1, weight.shape[0])
         down, up, h_TR = downs[i].to(x.dtype), ups[i].to(x.dtype), h[:, begin : begin + rank]
-        share, grad_down, grad_up = reference.backward(grad_TO, x_TI, weight, down, up, h_TR, scales[i], mask)
-        grad_x += share
+        part, grad_down, grad_up = reference.backward(grad_TO, x_TI, weight, down, up, h_TR, scales[i], mask)
+        grad_x += part
         grad_downs.append(grad_down.to(downs[i].dtype))
         grad_ups.append(grad_up.to(ups[i].dtype))
         begin += padded(rank)

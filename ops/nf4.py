@@ -9,7 +9,7 @@ Formulas: ops/reference.py with W = dequantize_nf4(packed, state). Layout: bitsa
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,87 +69,126 @@ class Nf4Weight:
         return Nf4Weight(parameter, tensors, rows, cols, state.blocksize, inner.blocksize)
 
 
-def _weights(
-    packed: Sequence[Tensor],
-    states: Sequence[Tensor],
-    rows: Sequence[int],
-    cols: int,
-    block: int,
-    nested_block: int,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    each = len(states) // len(packed)
-    split = [states[i * each : (i + 1) * each] for i in range(len(packed))]
-    for weight, out in zip(packed, rows, strict=True):
+class ForwardArguments(NamedTuple):
+    """Of `nf4_forward`, in the order of its schema; autograd's questions and answers have the same places."""
+
+    x: Tensor
+    packed: Sequence[Tensor]
+    states: Sequence[Tensor]
+    """Those of all siblings, one after the other."""
+    rows: Sequence[int]
+    block: int
+    nested_block: int
+    biases: Sequence[Tensor]
+    downs: Sequence[Tensor]
+    ups: Sequence[Tensor]
+    scales: Sequence[float]
+    p: float
+    seed: Tensor | None
+    h: Tensor | None
+
+
+class BackwardArguments(NamedTuple):
+    """Of `nf4_backward`, in the order of its schema."""
+
+    grads: Sequence[Tensor]
+    x: Tensor
+    packed: Sequence[Tensor]
+    states: Sequence[Tensor]
+    rows: Sequence[int]
+    block: int
+    nested_block: int
+    downs: Sequence[Tensor]
+    ups: Sequence[Tensor]
+    h: Tensor
+    scales: Sequence[float]
+    p: float
+    seed: Tensor | None
+    need_x: bool
+    need_down: bool
+    need_up: bool
+
+
+def _weights(of: ForwardArguments | BackwardArguments) -> list[Tensor]:
+    """The weights of all siblings, in the type of x."""
+    each, cols = len(of.states) // len(of.packed), of.x.shape[-1]
+    split = [of.states[i * each : (i + 1) * each] for i in range(len(of.packed))]
+    for weight, out in zip(of.packed, of.rows, strict=True):
         _check_packed(weight, out, cols)
     return [
-        reference.dequantize_nf4(weight, state, out, cols, block, nested_block, dtype)
-        for weight, state, out in zip(packed, split, rows, strict=True)
+        reference.dequantize_nf4(weight, state, out, cols, of.block, of.nested_block, of.x.dtype)
+        for weight, state, out in zip(of.packed, split, of.rows, strict=True)
     ]
 
 
-def reference_dequantize(  # type: ignore[no-untyped-def]
-    packed, state, rows, cols, block, nested_block, dtype
+def reference_dequantize(
+    packed: Tensor, state: Sequence[Tensor], rows: int, cols: int, block: int, nested_block: int, dtype: torch.dtype
 ) -> Tensor:
     """`dequantize_nf4` in plain torch."""
     _check_packed(packed, rows, cols)
     return reference.dequantize_nf4(packed, state, rows, cols, block, nested_block, dtype)
 
 
-def reference_forward(  # type: ignore[no-untyped-def]
-    x, packed, states, rows, block, nested_block, biases, downs, ups, scales, p, seed, h
-) -> tuple[list[Tensor], Tensor]:
+def reference_forward(*arguments: Any) -> tuple[list[Tensor], Tensor]:
     """`nf4_forward` in plain torch."""
-    weights = _weights(packed, states, rows, x.shape[-1], block, nested_block, x.dtype)
-    return lora.reference_forward(x, weights, biases, downs, ups, scales, p, seed, h)
+    of = ForwardArguments(*arguments)
+    return lora.reference_forward(of.x, _weights(of), of.biases, of.downs, of.ups, of.scales, of.p, of.seed, of.h)
 
 
-def reference_backward(  # type: ignore[no-untyped-def]
-    grads, x, packed, states, rows, block, nested_block, downs, ups, h, scales, p, seed, need_x, need_down, need_up
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+def reference_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """`nf4_backward` in plain torch."""
-    weights = _weights(packed, states, rows, x.shape[-1], block, nested_block, x.dtype)
-    return lora.reference_backward(grads, x, weights, downs, ups, h, scales, p, seed, need_x, need_down, need_up)
+    of = BackwardArguments(*arguments)
+    needs = of.need_x, of.need_down, of.need_up
+    return lora.reference_backward(
+        of.grads, of.x, _weights(of), of.downs, of.ups, of.h, of.scales, of.p, of.seed, *needs
+    )
 
 
-def _fake_dequantize(packed, state, rows, cols, block, nested_block, dtype):  # type: ignore[no-untyped-def]
+def _fake_dequantize(
+    packed: Tensor, state: Sequence[Tensor], rows: int, cols: int, block: int, nested_block: int, dtype: torch.dtype
+) -> Tensor:
     return packed.new_empty((rows, cols), dtype=dtype)
 
 
-def _fake_forward(  # type: ignore[no-untyped-def]
-    x, packed, states, rows, block, nested_block, biases, downs, ups, scales, p, seed, h
-):
-    return lora.fake_forward(x, rows, downs, ups, scales, p, h)
+def _fake_forward(*arguments: Any) -> tuple[list[Tensor], Tensor]:
+    of = ForwardArguments(*arguments)
+    return lora.fake_forward(of.x, of.rows, of.downs, of.ups, of.scales, of.p, of.h)
 
 
-def _fake_backward(  # type: ignore[no-untyped-def]
-    grads, x, packed, states, rows, block, nested_block, downs, ups, h, scales, p, seed, need_x, need_down, need_up
-):
-    return lora.fake_backward(x, downs, ups, need_x, need_down, need_up)
+def _fake_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    of = BackwardArguments(*arguments)
+    return lora.fake_backward(of.x, of.downs, of.ups, of.need_x, of.need_down, of.need_up)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
-    x, packed, states, rows, block, nested_block, biases, downs, ups, scales, p, seed, h = inputs
-    lora.refuse_given(h)
-    ctx.rows, ctx.blocks, ctx.scales, ctx.p = rows, (block, nested_block), scales, p
-    ctx.siblings, ctx.states, ctx.biases = len(packed), len(states), len(biases)
-    ctx.save_for_backward(x, output[1], seed, *packed, *downs, *ups, *states)
+    of = ForwardArguments(*inputs)
+    lora.refuse_given(of.h)
+    ctx.rows, ctx.block, ctx.nested_block, ctx.scales, ctx.p = of.rows, of.block, of.nested_block, of.scales, of.p
+    ctx.siblings, ctx.states, ctx.biases = len(of.packed), len(of.states), len(of.biases)
+    ctx.save_for_backward(of.x, output[1], of.seed, *of.packed, *of.downs, *of.ups, *of.states)
 
 
 def _backward(ctx: Any, grads: list[Tensor], _: Tensor | None) -> tuple[Any, ...]:
     n = ctx.siblings
     x, h, seed, *rest = ctx.saved_tensors
     packed, downs, ups, states = rest[:n], rest[n : 2 * n], rest[2 * n : 3 * n], rest[3 * n :]
-    need = ctx.needs_input_grad
-    ctx.need_x = need[0]
-    flags = need[0], any(need[7]), any(need[8])
-    result = torch.ops.zerolora.nf4_backward(
-        grads, x, packed, states, ctx.rows, *ctx.blocks, downs, ups, h, ctx.scales, ctx.p, seed, *flags
-    )
-    grad_x, grad_downs, grad_ups = lora.grads_of_adapters(ctx, result, n)
-    bias_grads = lora.grads_of_biases(grads, need[6]) if ctx.biases else []
-    no_packed, no_states = [None] * n, [None] * ctx.states
-    return grad_x, no_packed, no_states, None, None, None, bias_grads, grad_downs, grad_ups, None, None, None, None
+    need: Any = ForwardArguments(*ctx.needs_input_grad)
+    ctx.need_x = need.x
+    backward = BackwardArguments(
+        grads, x, packed, states, ctx.rows, ctx.block, ctx.nested_block, downs, ups, h, ctx.scales, ctx.p, seed,
+        need_x=need.x, need_down=any(need.downs), need_up=any(need.ups),
+    )  # fmt: skip
+    grad_x, grad_downs, grad_ups = lora.grads_of_adapters(ctx, torch.ops.zerolora.nf4_backward(*backward), n)
+    none: dict[str, Any] = dict.fromkeys(ForwardArguments._fields)
+    found = none | {
+        "x": grad_x,
+        "packed": [None] * n,
+        "states": [None] * ctx.states,
+        "biases": lora.grads_of_biases(grads, need.biases) if ctx.biases else [],
+        "downs": grad_downs,
+        "ups": grad_ups,
+    }
+    return tuple(found.values())
 
 
 torch.library.impl("zerolora::dequantize_nf4", "cpu")(reference_dequantize)
@@ -193,19 +232,20 @@ def nf4_group(
             raise ValueError(f"{found} for x {tuple(x.shape)} on {x.device}: expected [O, {x.shape[-1]}] beside x")
         if weight is not first and weight.layout() != first.layout():
             raise ValueError("siblings quantised with different block sizes: call the operator for each alone")
-    ys, _ = _FORWARD(
-        x,
-        [weight.packed for weight in weights],
-        [tensor for weight in weights for tensor in weight.state],
-        rows,
-        first.block,
-        first.nested_block,
-        lora.fill_biases(x, biases, rows),
-        downs,
-        ups,
-        scales,
-        dropout,
-        lora.draw_seed(x, dropout),
-        None,
+    arguments = ForwardArguments(
+        x=x,
+        packed=[weight.packed for weight in weights],
+        states=[tensor for weight in weights for tensor in weight.state],
+        rows=rows,
+        block=first.block,
+        nested_block=first.nested_block,
+        biases=lora.fill_biases(x, biases, rows),
+        downs=downs,
+        ups=ups,
+        scales=scales,
+        p=dropout,
+        seed=lora.draw_seed(x, dropout),
+        h=None,
     )
+    ys, _ = _FORWARD(*arguments)
     return ys

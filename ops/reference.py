@@ -99,7 +99,7 @@ def backward(
     scale: float,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dX[T,I], dA[R,I], dB[O,R]; without a weight dX is the adapter's share alone."""
+    """dX[T,I], dA[R,I], dB[O,R]; without a weight dX is the adapter's part alone."""
     grad_h_TR = scale * (grad_y @ up)
     grad_up_OR = grad_y.t() @ h
     grad_down_RI = grad_h_TR.t() @ (x if mask is None else x * mask)

@@ -15,6 +15,7 @@ from trainer.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engi
 from trainer.engine.flat_adapter import flatten_adapter
 from trainer.engine.optimizer import build_optimizer
 from trainer.model.adapter import apply_adapter
+from trainer.patches.deepspeed_workarounds import answer_faults
 
 IDS = torch.arange(3, 35)[None]
 
@@ -70,6 +71,7 @@ def adapted_engine(
     optimizer = build_optimizer(model, section, LoraSection(loraplus_lr_ratio=loraplus or None), fused=fused)
     settings = deepspeed_config(section, ZeroSection(stage=stage), precision, on_gpu=True, one_gradient=True)
     engine = start_engine(model, optimizer, settings)
+    answer_faults(engine)
     if one_buffer is not None:
         one_buffer.repoint()
     return engine

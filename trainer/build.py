@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from trainer.config import RunConfig, UserError, trained_in_full
+from trainer.config import RunConfig, trained_in_full
 from trainer.data import Batches, Samples, StreamBatches
 from trainer.data.prepared import Prepared
 from trainer.decisions import VARLEN, Decisions
@@ -12,13 +12,11 @@ from trainer.engine.deepspeed_engine import DTYPES, partitioning_announced
 from trainer.engine.layer_gather.shards import LayerShards
 from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
 from trainer.model.base import grows_vocabulary, load_base_model, match_vocabulary
-from trainer.model.expert_layers import expert_modules
 from trainer.model.targets import unadapted_layers
-from trainer.patches.liger import PARTS, apply_liger, line_of
-from trainer.patches.mamba import call_projections_of_mamba, unadapted_lines, unquantized_lines
-from trainer.patches.norm_mlp_rope import forget_inputs, replace_elementwise
-from trainer.patches.packed_attention import choose_attention, use_varlen
-from trainer.patches.recompute import enable_recomputation
+from trainer.patches.installation import Wanted, install
+from trainer.patches.liger import PARTS
+from trainer.patches.mamba import unadapted_lines, unquantized_lines
+from trainer.patches.packed_attention import choose_attention
 from trainer.ranks.group import Ranks, set_seed
 
 
@@ -43,13 +41,14 @@ def build_model(
         config.model,
         dtype=dtype,
         device=device,
-        attention=choose_attention(config.model, device, dtype),
+        attention=choose_attention(config.model),
         quantization=config.quantization if config.adapter == "qlora" else None,
         deepspeed_config=engine_config if engine_config["zero_optimization"]["stage"] == 3 else None,
         shards=shards,
     )
     match_vocabulary(model, tokenizer)
-    lines = [decided.line(), *_patch_base(model, config, decided, device, dtype)]
+    wanted = patches_wanted(config, decided, device, dtype, tokenizer.pad_token_id, shards)
+    lines = [decided.line(), *install("base", model, wanted)]
     # The adapter's first values depend on the seed alone, not on what loading drew before.
     set_seed(config.seed)
     if config.adapter != "none":
@@ -60,84 +59,11 @@ def build_model(
         lines += unadapted_lines(model, quantized=config.adapter == "qlora")
         if config.adapter == "qlora":
             lines += unquantized_lines(model)
-        lines += _patch_adapted(model, config, decided, shards, tokenizer.pad_token_id, device)
+    lines += install("adapted", model, wanted)
     if config.zero.stage == 3:
         lines.append(_gathering(decided, shards))
     set_seed(config.seed + ranks.rank)
-    recomputation = enable_recomputation(model, config.training)
-    return model, lines + ([recomputation] if recomputation else [])
-
-
-def _patch_base(
-    model: Any, config: RunConfig, decided: Decisions, device: torch.device, dtype: torch.dtype
-) -> list[str]:
-    """What is replaced in the base, in the order of trainer/patches/entries.py: before adapters are added."""
-    if decided.attention.value == VARLEN:
-        use_varlen(model, device, dtype)
-    return _replace_elementwise(model, config, decided)
-
-
-def _patch_adapted(
-    model: Any,
-    config: RunConfig,
-    decided: Decisions,
-    shards: LayerShards | None,
-    any_token: int,
-    device: torch.device,
-) -> list[str]:
-    """What is replaced in the adapted model, in the same order; each forward holds the one that was there before."""
-    lines = call_projections_of_mamba(model)
-    if shards is not None:
-        shards.attach(model)
-    lines += _compute_experts(model, config, device)
-    lines += _fuse(model, config, decided, any_token, device)
-    if decided.recomputed_results.value != "none":
-        forget_inputs(model)
-    return lines
-
-
-def _compute_experts(model: Any, config: RunConfig, device: torch.device) -> list[str]:
-    if not expert_modules(model):
-        return []
-    from trainer.patches.fused_experts import compute_experts  # brings peft, and with it bitsandbytes
-
-    if device.type == "cuda":
-        _load_operators(config)
-    return compute_experts(model, on_gpu=device.type == "cuda")
-
-
-def _replace_elementwise(model: Any, config: RunConfig, decided: Decisions) -> list[str]:
-    """Our norms, SwiGLU and rotary embedding, Liger's for what is left, as decided."""
-    parts = dict(zip(PARTS, (decided.norms, decided.swiglu, decided.rotary), strict=True))
-    lines: list[str] = []
-    done: set[str] = set()
-    if decided.own_elementwise.value:
-        _load_operators(config)
-        recomputed = decided.recomputed_results.value
-        replaced = replace_elementwise(
-            model,
-            frozen_norms=config.adapter != "none",
-            recompute=recomputed != "none",
-            recompute_norms=recomputed == "norms",
-        )
-        lines, done = replaced.lines(), replaced.whole()
-        for part in sorted(done ^ {part for part, choice in parts.items() if choice.value == "ours"}):
-            now = "ours" if part in done else "not ours"
-            lines.append(f"[yellow]warning:[/yellow] {PARTS[part]}: {now} on this device; the memory estimate is off")
-    if decided.liger.value and len(done) < len(PARTS):
-        apply_liger(model, done)
-    elif config.ops.elementwise == "liger":
-        raise UserError(f"ops.elementwise=liger: {decided.liger.reason}; use ops.elementwise: auto")
-    return [*lines, line_of(done, decided.liger.reason)]
-
-
-def _load_operators(config: RunConfig) -> None:
-    import ops
-
-    try:
-        ops.load(config.ops.backend if config.ops.backend != "peft" else "auto")
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    return model, lines
 
 
 def _layer_shards(
@@ -164,24 +90,33 @@ def _gathering(decided: Decisions, shards: LayerShards | None) -> str:
     return f"base: gathered by DeepSpeed (zero.gather: module, {decided.gather.reason})"
 
 
-def _fuse(model: Any, config: RunConfig, decided: Decisions, any_token: int, device: torch.device) -> list[str]:
-    """Swap in the fused operators, as decided."""
-    if decided.adapters.value == "peft":
-        return [f"adapters: PEFT's own forward ({decided.adapters.reason})"]
-    from trainer.patches.fused_lora import fuse  # brings bitsandbytes and the operators
-
-    backend = config.ops.backend
-    assert backend != "peft"
-    no_groups = None if decided.siblings.value else decided.siblings.reason
-    few = torch.full((1, 8), any_token, device=device)
-    tokens = config.training.batch_size * config.dataset.max_length
-    try:
-        report = fuse(
-            model, backend, forward=lambda: model(input_ids=few, use_cache=False), no_groups=no_groups, tokens=tokens
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    return report.lines()
+def patches_wanted(
+    config: RunConfig,
+    decided: Decisions,
+    device: torch.device,
+    dtype: torch.dtype,
+    any_token: int,
+    shards: LayerShards | None = None,
+) -> Wanted:
+    """What `trainer/patches/installation.py` is to install on the model of a run, and on its engine."""
+    parts = dict(zip(PARTS, (decided.norms, decided.swiglu, decided.rotary), strict=True))
+    return Wanted(
+        config=config,
+        device=device,
+        dtype=dtype,
+        varlen=decided.attention.value == VARLEN,
+        own_elementwise=decided.own_elementwise.value,
+        ours=frozenset(part for part, choice in parts.items() if choice.value == "ours"),
+        liger=decided.liger.value,
+        liger_refusal=decided.liger.reason,
+        recomputed=decided.recomputed_results.value,
+        adapters=decided.adapters.value,
+        adapters_reason=decided.adapters.reason,
+        no_siblings=None if decided.siblings.value else decided.siblings.reason,
+        clips_on_device=decided.clips_on_device.value,
+        any_token=any_token,
+        shards=shards,
+    )
 
 
 def make_batches(config: RunConfig, prepared: Prepared, ranks: Ranks, *, flat: bool) -> Batches | StreamBatches:

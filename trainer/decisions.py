@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 from typing import Generic, Literal, TypeVar
 
 from trainer.config import RunConfig, engine_stage, engine_zero, gathers_by_layer, why_not_by_layer
+from trainer.engine.deepspeed_engine import guards_on_device
 from trainer.engine.flat_adapter import why_not_flat
-from trainer.engine.update_guard import guards_on_device
 from trainer.patches.liger import KNOWN, PARTS, why_not_liger
 from trainer.patches.model_facts import ModelFacts
 

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from trainer.build import build_model, make_batches
+from trainer.build import build_model, make_batches, patches_wanted
 from trainer.config import LoadedConfig, RunConfig, collective_timeout, engine_zero
 from trainer.contract import known_versions
 from trainer.contract.folder_lock import FolderLock
@@ -20,12 +20,11 @@ from trainer.data.prepared import Prepared, samples_of, share_stream
 from trainer.data.shared_blocks import folder_of_run
 from trainer.data.step_count import count_steps, smaller_batch_line, step_warnings, steps_line
 from trainer.decisions import VARLEN, Decisions
-from trainer.engine.deepspeed_engine import deepspeed_config, resolve_precision, start_engine
+from trainer.engine.deepspeed_engine import DTYPES, deepspeed_config, resolve_precision, start_engine
 from trainer.engine.eight_bit_moments import elements_per_buffer
 from trainer.engine.flat_adapter import flatten_adapter
 from trainer.engine.optimizer import build_optimizer, build_schedule, planned_rates, rate_floor, restore_schedule
 from trainer.engine.protocol import Engine
-from trainer.engine.update_guard import UpdateGuard
 from trainer.loop import Loop, Parts, Position, report_evaluation
 from trainer.memory.oom_recovery import Recovery
 from trainer.memory.preflight import MemoryPlan, peak_over_ranks, plan_memory, record_memory
@@ -36,6 +35,7 @@ from trainer.monitor.metrics import Metrics
 from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.profiler import StepProfiler
 from trainer.monitor.summary import start_summary
+from trainer.patches.installation import install
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packing_probe import check_causal, keep_documents_apart
 from trainer.ranks.agreement import meet
@@ -212,12 +212,11 @@ class Run:
         balance = config.training.router_aux_loss
         self.token_loss = TokenLoss(model, fused=self.decided.fused_head.value, say=self.say, balance=balance)
         engine = start_engine(model, optimizer, self.deepspeed_config)
+        any_token = self.prepared.tokenizer.pad_token_id
+        install("engine", engine, patches_wanted(config, self.decided, self.device, DTYPES[self.precision], any_token))
         if flat is not None:
             flat.repoint()
-        if self.decided.clips_on_device.value:
-            UpdateGuard(engine, config.training.max_grad_norm)
         self.optimizer = optimizer
-        any_token = self.prepared.tokenizer.pad_token_id
         check_causal(self.token_loss, engine.module, any_token, self.device, config.base_model)
         self.flat_packs = config.dataset.packing and keep_documents_apart(
             self.token_loss, engine.module, any_token, self.device

@@ -31,12 +31,12 @@ from launcher.doctor.this_host import (
 from launcher.start import ENVIRONMENT_FILE, OF_CPU_RANKS, Request, plan
 from launcher.supervision.processes import end_sessions
 from launcher.supervision.remote import ThroughSsh
-from launcher.supervision.silence import own_host
 from launcher.targets.environment import write_environment
 from launcher.targets.hostfile import choose_slots, read_hostfile
 from launcher.targets.local import CPU_RANKS, Command, visible_gpus
 from launcher.targets.slurm import in_allocation, read_allocation
 from trainer.config import LoadedConfig, UserError, load_config
+from trainer.contract.rank_variables import host_name
 
 PROBE_PATIENCE_S = 300.0
 RANKS_PATIENCE_S = 300.0
@@ -69,7 +69,7 @@ def doctor(
     arguments = [] if config is None else [str(config), *(overrides or [])]
     if only_here:
         checks = check_this_host(loaded, arguments, num_gpus or len(visible_gpus()) or CPU_RANKS, port=None)
-        for line in answer_lines(own_host(), checks):
+        for line in answer_lines(host_name(), checks):
             typer.echo(line)
         return
     request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)

@@ -14,11 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from launcher.doctor.this_host import Check
-from launcher.supervision.silence import own_host
 from launcher.targets.environment import exported_variables
 from launcher.targets.hostfile import SSH, check_reachable
 from launcher.targets.slurm import Allocation
 from trainer.config import UserError
+from trainer.contract.rank_variables import host_name
 
 MARK = "zerolora-doctor: "
 # srun passes lines on in pieces of 1,024 bytes, with those of other nodes between them.
@@ -54,7 +54,7 @@ def ask_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[Check]:
     for host, done in zip(hosts, answers, strict=True):
         told = checks_told(done.stdout)
         checks += told or [Check("doctor", "FAIL", f"does not run there: {_last(done)}", "the same by hand", host)]
-    return [check for check in checks if check.host != own_host()]
+    return [check for check in checks if check.host != host_name()]
 
 
 def ask_by_srun(allocation: Allocation, arguments: Sequence[str]) -> list[Check]:
@@ -65,7 +65,7 @@ def ask_by_srun(allocation: Allocation, arguments: Sequence[str]) -> list[Check]
     checks = checks_told(done.stdout)
     silent = set(allocation.nodes) - {check.host for check in checks}
     checks += [Check("doctor", "FAIL", f"does not run there: {_last(done)}", "sinfo -R", node) for node in silent]
-    return [check for check in checks if check.host != own_host()]
+    return [check for check in checks if check.host != host_name()]
 
 
 def _here(arguments: Sequence[str]) -> list[str]:

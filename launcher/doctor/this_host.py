@@ -15,9 +15,9 @@ import psutil
 
 from launcher.doctor.build_locks import extensions_folder, find_locks
 from launcher.doctor.requirements import GIB, gpu_findings, package_findings
-from launcher.supervision.silence import own_host
 from trainer.config import RunConfig, collective_timeout
 from trainer.contract.known_versions import unproven
+from trainer.contract.rank_variables import host_name
 
 State = Literal["OK", "WARN", "FAIL"]
 LEAST_FREE_GIB = 1.0
@@ -169,8 +169,8 @@ def check_port(port: int | None, address: str = "") -> Check:
             users = _listeners(port)
             by = f" by {', '.join(users)}" if users else ""
             fix = "another --master-port, or end that process"
-            return Check("port", "FAIL", f"{port} on {own_host()} is taken{by} ({error.strerror})", fix)
-    return Check("port", "OK", f"{port} is free on {own_host()}")
+            return Check("port", "FAIL", f"{port} on {host_name()} is taken{by} ({error.strerror})", fix)
+    return Check("port", "OK", f"{port} is free on {host_name()}")
 
 
 def _listeners(port: int) -> list[str]:

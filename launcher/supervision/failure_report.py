@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.supervision.silence import Beat, own_host, read_beats
 from launcher.supervision.terminal import say
 from trainer.config import UserError
+from trainer.contract.heartbeat import Heartbeat, read_heartbeats
+from trainer.contract.rank_variables import host_name
 
 TRACEBACK_LINES = 12
 TAIL_LINES = 6
@@ -67,7 +68,7 @@ class Failure:
 
         A mistake of the user takes one line, anything else about 15.
         """
-        beats = read_beats(self.logs)
+        beats = read_heartbeats(self.logs)
         texts = {rank: _new_text(self.logs / f"rank-{rank}.log", self.old_sizes) for rank in self.deaths}
         if self.code == UserError.exit_code:
             said = [texts[rank] for rank in sorted(texts)] + [_new_text(self.logs / "launcher.log", self.old_sizes)]
@@ -121,14 +122,14 @@ class Failure:
             return self.deaths[rank].status or 0
         return status_of(self.code)
 
-    def _who(self, rank: int, beats: Mapping[int, Beat]) -> str:
-        host = beats[rank].host if rank in beats else own_host()
+    def _who(self, rank: int, beats: Mapping[int, Heartbeat]) -> str:
+        host = beats[rank].host if rank in beats else host_name()
         return f"rank {rank} on {host}"
 
-    def _cause(self, status: int, beat: Beat | None) -> list[str]:
+    def _cause(self, status: int, beat: Heartbeat | None) -> list[str]:
         """What probably lies behind a signal, with the evidence."""
         if status == -signal.SIGKILL:
-            here = beat is None or beat.host == own_host()
+            here = beat is None or beat.host == host_name()
             return _killed(self.oom_struck if here else None, beat)
         if status == -signal.SIGBUS:
             return [f"  usually /dev/shm is full: {_shared_memory(beat)}; in a container start it with --shm-size=8g"]
@@ -191,7 +192,7 @@ def last_stack(text: str) -> list[str]:
     return frames[-TRACEBACK_LINES:]
 
 
-def _killed(oom_struck: bool | None, beat: Beat | None) -> list[str]:
+def _killed(oom_struck: bool | None, beat: Heartbeat | None) -> list[str]:
     """Likely causes of a SIGKILL, which leaves no last words."""
     left = "" if beat is None else f" (at its last sign of life {beat.free_memory_gib:.1f} GiB were free)"
     if oom_struck:
@@ -208,8 +209,8 @@ def _killed(oom_struck: bool | None, beat: Beat | None) -> list[str]:
     return lines
 
 
-def _shared_memory(beat: Beat | None) -> str:
-    if beat is not None and beat.host != own_host():
+def _shared_memory(beat: Heartbeat | None) -> str:
+    if beat is not None and beat.host != host_name():
         return f"{beat.free_shm_gib:.2f} GiB were free at its last sign of life"
     try:
         now = shutil.disk_usage("/dev/shm").free / GIB
@@ -219,8 +220,8 @@ def _shared_memory(beat: Beat | None) -> str:
     return f"{now:.2f} GiB free now{then}"
 
 
-def _place(beat: Beat | None) -> str:
-    return "" if beat is None else f" ({beat.place()})"
+def _place(beat: Heartbeat | None) -> str:
+    return "" if beat is None else f" ({beat.where()})"
 
 
 def last_traceback(text: str) -> list[str]:

@@ -7,14 +7,15 @@ from collections.abc import Collection, Iterable
 
 import psutil
 
-from launcher.supervision.silence import Beat, own_host
+from trainer.contract.heartbeat import Heartbeat
+from trainer.contract.rank_variables import host_name
 
 
-def find_noted_ranks(beats: Iterable[Beat]) -> dict[int, psutil.Process]:
+def find_noted_ranks(beats: Iterable[Heartbeat]) -> dict[int, psutil.Process]:
     """Rank -> process, of the ranks whose heartbeats say that they run on this host."""
     ranks: dict[int, psutil.Process] = {}
     for beat in beats:
-        if beat.host != own_host() or beat.exit_code is not None:
+        if beat.host != host_name() or beat.exit_code is not None:
             continue
         try:
             process = psutil.Process(beat.pid)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Protocol
 
 from launcher.supervision.failure_report import status_of
-from launcher.supervision.silence import Beat, read_beats
 from launcher.supervision.terminal import ConsoleFile
 from launcher.targets.hostfile import Slots, run_on
 from launcher.targets.slurm import Allocation, slurmd_timeout
+from trainer.contract.heartbeat import Heartbeat, read_heartbeats
 
 END_PATIENCE_S = 20.0
 # "mpirun noticed that process rank 1 with PID 0 on node n2 exited on signal 9 (Killed)."
@@ -41,7 +41,7 @@ class Reach(Protocol):
     def awaited(self) -> str:
         """What tells of the end of a host that has fallen silent."""
 
-    def statuses(self, log: str, beats: Mapping[int, Beat]) -> dict[int, int]:
+    def statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
         """Rank -> how it ended, negative for a signal, as far as the launcher's log tells."""
 
 
@@ -61,7 +61,7 @@ class ThroughLauncher:
         while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.1)
 
-    def statuses(self, log: str, beats: Mapping[int, Beat]) -> dict[int, int]:
+    def statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
         return {int(rank): -int(number) for rank, number in _MPIRUN_WORDS.findall(log)}
 
 
@@ -74,7 +74,7 @@ class ThroughSrun(ThroughLauncher):
     def awaited(self) -> str:
         return f"SLURM gives a lost node up after its SlurmdTimeout ({slurmd_timeout()}); waiting for that"
 
-    def statuses(self, log: str, beats: Mapping[int, Beat]) -> dict[int, int]:
+    def statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
         told: dict[int, int] = {}
         for ranks, code, words in _SRUN_WORDS.findall(_SRUN_ENDS.split(log)[0]):
             status = int(code) if code else -_SIGNALS.get(words, 0)
@@ -95,7 +95,7 @@ class ThroughSsh:
         return "waiting for its connection to end"
 
     def stop(self, process: subprocess.Popen[bytes], logs: Path) -> None:
-        alive = {rank: beat for rank, beat in sorted(read_beats(logs).items()) if beat.exit_code is None}
+        alive = {rank: beat for rank, beat in sorted(read_heartbeats(logs).items()) if beat.exit_code is None}
         rank, beat = next(iter(alive.items()), (0, None))
         if beat is not None:
             run_on(self._host_of_rank[rank], f"kill -USR1 {beat.pid}")
@@ -110,7 +110,7 @@ class ThroughSsh:
         with ThreadPoolExecutor(max_workers=64) as pool:
             list(pool.map(lambda host: run_on(host, f"pkill -KILL -f '{pattern}'"), self._hosts))
 
-    def statuses(self, log: str, beats: Mapping[int, Beat]) -> dict[int, int]:
+    def statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
         told: dict[int, int] = {}
         for label, code in _PDSH_WORDS.findall(log):
             ranks = [rank for rank, host in enumerate(self._host_of_rank) if _is_label(label, host)]

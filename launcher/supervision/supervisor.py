@@ -25,12 +25,14 @@ from launcher.supervision.kernel_oom import oom_kills
 from launcher.supervision.launcher_log import LauncherLog
 from launcher.supervision.processes import end_sessions, find_noted_ranks, is_alive, is_stopped, send, with_children
 from launcher.supervision.remote import Reach
-from launcher.supervision.silence import SILENCE_S, Silence, SilentHosts, clear_beats, own_host, read_beats, read_hang
+from launcher.supervision.silence import SILENCE_S, Silence, SilentHosts, clear_beats, read_hang
 from launcher.supervision.stop_signals import EXIT_PREEMPTED, PASSED_ON, STOPPED, exit_code_of, is_stopped_by_us
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
 from trainer.config import UserError
+from trainer.contract.heartbeat import read_heartbeats
 from trainer.contract.launcher_process import keep_alive_file
+from trainer.contract.rank_variables import host_name
 from trainer.contract.restart_note import EXIT_RESTART, RestartNote
 
 POLL_S = 0.1
@@ -140,7 +142,7 @@ class Supervisor:
         if now - self._looked_at < 1.0:
             return
         self._looked_at = now
-        beats = read_beats(self.logs)
+        beats = read_heartbeats(self.logs)
         self._trains = any(beat.step for beat in beats.values())
         if self.reach is not None:
             self.ranks = find_noted_ranks(beats.values()) | self.ranks
@@ -150,7 +152,7 @@ class Supervisor:
         waiting = [beat for beat in beats.values() if beat.waits_for_build]
         if waiting and not self._has_told_wait:
             self._has_told_wait = True
-            whom = build_waited_for() if waiting[0].host == own_host() else "the build of an operator there"
+            whom = build_waited_for() if waiting[0].host == host_name() else "the build of an operator there"
             say(f"rank {waiting[0].rank} on {waiting[0].host} waits for {whom}")
         if now > self._locks_due_at:
             # Another run may be killed while it builds what this one waits for, but only before the first step.
@@ -170,7 +172,7 @@ class Supervisor:
         now = time.monotonic()
         if self._stop_sent_at is None:
             first = signal.Signals(self.signals[0])
-            self._trains = any(beat.step for beat in read_beats(self.logs).values())
+            self._trains = any(beat.step for beat in read_heartbeats(self.logs).values())
             again = "Ctrl-C" if first == signal.SIGUSR1 else "once more"
             doing = "saving a checkpoint, then stopping" if self._trains else "stopping, before the first step"
             say(f"{first.name}: {doing}; {again} stops at once")
@@ -178,7 +180,7 @@ class Supervisor:
             self._stop_sent_at = self._reminded_at = now
         elif not self._trains and now - self._stop_sent_at > FAILURE_PATIENCE_S:
             # One that waits for the others in native code does not hear the signal, and there is nothing to save.
-            self._trains = any(beat.step for beat in read_beats(self.logs).values())
+            self._trains = any(beat.step for beat in read_heartbeats(self.logs).values())
             return not self._trains
         elif now - self._reminded_at > REMINDER_S:
             say("still saving; Ctrl-C stops at once")
@@ -255,7 +257,7 @@ class Supervisor:
         How one ended that could not say it itself stands in the launcher's log.
         """
         now, to_monotonic = time.monotonic(), time.monotonic() - time.time()
-        beats = read_beats(self.logs)
+        beats = read_heartbeats(self.logs)
         told = reach.statuses(self.log.text(), beats)
         fallen: dict[int, Death] = {}
         for rank, beat in beats.items():
@@ -269,4 +271,4 @@ class Supervisor:
     def _all_succeeded(self, codes: list[int]) -> bool:
         if any(codes):
             return False
-        return self.reach is None or all(beat.exit_code == 0 for beat in read_beats(self.logs).values())
+        return self.reach is None or all(beat.exit_code == 0 for beat in read_heartbeats(self.logs).values())

@@ -32,6 +32,7 @@ def main() -> int:
         with open(arguments[arguments.index("--console") + 1], "w") as console:
             print(f"console line of {behaviour}", file=console)
     beat = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid(), "step": 7, "phase": "backward"}
+    beat |= {"collective": None, "place": None, "collectives_begun": None, "idle_s": 0.0, "stuck": False}
     beat |= {"exit_code": None, "free_memory_gib": 8.0, "free_shm_gib": 8.0, "time": time.time()}
     if behaviour != "early":
         # The step is written at its begin, the rest every two seconds.

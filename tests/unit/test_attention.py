@@ -24,6 +24,7 @@ from trainer.patches.packed_attention import (
     _register,
     check_supported,
     choose_attention,
+    copy_heads_without_flash,
     copy_shared_heads,
     sdpa_with_own_heads,
     varlen_attention,
@@ -170,7 +171,7 @@ def test_without_flash_attention_sdpa_has_own_heads(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     try:
-        assert choose_attention(ModelSection(), torch.device("cuda"), dtype) is None
+        copy_heads_without_flash(torch.device("cuda"), dtype)
         assert (AttentionInterface()["sdpa"] is sdpa_with_own_heads) == own
     finally:
         AttentionInterface.register("sdpa", sdpa_attention_forward)
@@ -183,7 +184,7 @@ def test_auto_is_eager_where_the_model_knows_nothing_else(folder: Path) -> None:
     )  # fmt: skip
     Gemma2ForCausalLM(Gemma2Config(**sizes)).save_pretrained(folder / "gemma2")
     device, dtype = torch.device("cpu"), torch.float32
-    attention = choose_attention(ModelSection(), device, dtype)
+    attention = choose_attention(ModelSection())
     model = load_base_model(str(folder / "gemma2"), ModelSection(), dtype=dtype, device=device, attention=attention)
     assert model.config._attn_implementation == "eager"
     with pytest.raises(UserError, match=r"model.attn_implementation=sdpa: Gemma2ForCausalLM does not support it; use"):

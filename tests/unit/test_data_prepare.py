@@ -80,7 +80,7 @@ def test_documents_keep_the_order_of_the_file(tokenizer: PreTrainedTokenizerBase
     assert (stats.records, stats.documents, stats.samples, stats.dropped, stats.truncated) == (30, 30, 30, 0, 0)
     assert stats.tokens == sum(len(sample.input_ids) for sample in samples_of(data))
     assert stats.target_tokens == sum(sum(sample.trained) for sample in samples_of(data)) > 0
-    assert stats.trained_share == stats.target_tokens / stats.tokens
+    assert stats.trained_fraction == stats.target_tokens / stats.tokens
     assert stats.lines()[0] == "dataset: format messages (found by the field messages)"
 
 

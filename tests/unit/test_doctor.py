@@ -27,13 +27,12 @@ from launcher.doctor.this_host import (
     check_port,
     check_timeouts,
 )
-from launcher.supervision.silence import read_beats
 from launcher.targets.local import Command
 from trainer.commands.doctor.probe import check_data, check_model, missing_shards
 from trainer.commands.doctor.ranks import check_all_reduce
 from trainer.config import DatasetSection, RunConfig, TrainingSection
+from trainer.contract.heartbeat import BUILD_LOCK, Heartbeat, read_heartbeats
 from trainer.ranks.agreement import Report, differences
-from trainer.ranks.vital_signs import BUILD_LOCK
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -103,10 +102,9 @@ def test_a_rank_that_waits_for_a_build_says_whose_it_is(tmp_path: Path, monkeypa
     assert build_waited_for() == f"whoever holds {lock}, a process of another host or user"
     with lock.open():
         assert build_waited_for() == f"process {os.getpid()}, which compiles cpu_adam"
-    line = {"rank": 1, "host": "n1", "pid": 2, "step": 0, "phase": "start engine", "exit_code": None, "time": 0.0}
-    line |= {"free_memory_gib": 1.0, "free_shm_gib": 1.0, "place": BUILD_LOCK}
-    (tmp_path / "heartbeat-1.json").write_text(json.dumps(line))
-    assert read_beats(tmp_path)[1].waits_for_build
+    beat = Heartbeat(1, "n1", 2, 0, "start engine", None, BUILD_LOCK, None, 0.0, False, 1.0, 1.0, 0.0)
+    (tmp_path / "heartbeat-1.json").write_bytes(beat.line())
+    assert read_heartbeats(tmp_path)[1].waits_for_build
 
 
 def test_more_memory_and_disk_than_there_is_fails(tmp_path: Path) -> None:

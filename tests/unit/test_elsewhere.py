@@ -3,20 +3,35 @@
 import pytest
 
 from launcher.supervision.remote import Reach, ThroughLauncher, ThroughSrun, ThroughSsh
-from launcher.supervision.silence import Beat
 from launcher.targets.slurm import Allocation
+from trainer.contract.heartbeat import Heartbeat
 
 SSH = ThroughSsh({"n1": [0, 1], "user@n2.example.org": [0, 1]})
 SRUN = ThroughSrun(Allocation(7, ("n1", "n2"), 2))
 PDSH = "pdsh@login: {}: ssh exited with exit code {}\n"
 
 
-def beats(**changes: object) -> dict[int, Beat]:
+def beats(**changes: object) -> dict[int, Heartbeat]:
     """Four ranks, of which the third fell silent first; `r1=1` gives rank 1 that exit code."""
     codes = {int(name[1:]): code for name, code in changes.items()}
     times = (20.0, 20.0, 11.0, 19.0)
     return {
-        rank: Beat(rank, f"n{rank // 2 + 1}", 1, 5, "", codes.get(rank), 1.0, 1.0, time)  # type: ignore[arg-type]
+        rank: Heartbeat(
+            rank,
+            f"n{rank // 2 + 1}",
+            1,
+            5,
+            "",
+            None,
+            None,
+            None,
+            0.0,
+            False,
+            1.0,
+            1.0,
+            time,
+            codes.get(rank),  # type: ignore[arg-type]
+        )
         for rank, time in enumerate(times)
     }
 

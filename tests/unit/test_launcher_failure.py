@@ -68,6 +68,7 @@ def test_exit_codes_are_put_in_words(code: int, status: int, words: str) -> None
 
 def leave_beat(logs: Path, rank: int, **values: object) -> None:
     beat = {"rank": rank, "host": f"n{rank}", "pid": 1, "step": 7, "phase": "backward", "exit_code": None}
+    beat |= {"collective": None, "place": None, "collectives_begun": None, "idle_s": 0.0, "stuck": False}
     beat |= {"free_memory_gib": 0.25, "free_shm_gib": 8.0, "time": 0.0}
     (logs / f"heartbeat-{rank}.json").write_text(json.dumps(beat | values))
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.engine import adapted_engine, backward, one_rank
 from trainer.config import UserError
-from trainer.engine.deepspeed_workarounds import loss_scaler, raise_the_loss_scale_last
+from trainer.patches.deepspeed_workarounds import loss_scaler, raise_the_loss_scale_last
 
 GRADIENT = torch.tensor([0.3, -0.4])
 

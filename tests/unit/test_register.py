@@ -16,6 +16,7 @@ from trainer.contract.known_versions import KNOWN, installed
 from trainer.patches import register
 from trainer.patches.entries import PATCHES
 from trainer.patches.fused_lora import fuse
+from trainer.patches.installation import INSTALLATIONS
 from trainer.patches.norm_mlp_rope import forget_inputs, replace_elementwise
 from trainer.patches.packed_attention import copy_shared_heads, sdpa_with_own_heads, share_heads_again
 from trainer.patches.recompute import enable_recomputation
@@ -45,7 +46,7 @@ VALUES = {
     "trainer/commands/requantised.py: quantization_config": "a model that is written out",
     "trainer/engine/optimizer.py: _last_lr": "a schedule, from a checkpoint",
     "trainer/engine/optimizer.py: last_epoch": "a schedule, from a checkpoint",
-    "trainer/engine/update_guard.py: grad": "of a scratch tensor",
+    "trainer/patches/update_guard.py: grad": "of a scratch tensor",
     "trainer/monitor/display.py: bar_width": "of rich's progress bar, to the terminal's width",
     "trainer/model/adapter.py: init_lora_weights": "a PEFT configuration around a save",
     "trainer/model/base.py: use_cache": "public",
@@ -202,7 +203,7 @@ def test_the_document_is_the_list() -> None:
 
 
 def _calls(function: ast.FunctionDef, local: dict[str, ast.FunctionDef]) -> Iterator[str]:
-    """Names of the functions that it calls, in the order of its lines, those of its own file followed inwards."""
+    """Names of the functions that it calls, in the order of its lines, the local ones followed inwards."""
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
         name = ast.unparse(call.func)
@@ -211,13 +212,24 @@ def _calls(function: ast.FunctionDef, local: dict[str, ast.FunctionDef]) -> Iter
             yield from _calls(local[name], local)
 
 
-def test_the_build_comes_to_them_in_the_order_of_the_list() -> None:
-    tree = ast.parse((ROOT / "trainer" / "build.py").read_text())
-    local = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    listed = [patch.installed_by.partition(": ")[2] for patch in PATCHES]
-    done = [name for name in _calls(local["build_model"], local) if name in listed]
-    assert done == [name for name in listed if name in done]
-    assert len(done) >= 7
+def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list() -> None:
+    """But those of one pass alone, which are undone at its end."""
+    files = sorted((ROOT / "trainer" / "patches").glob("*.py"))
+    local = {
+        node.name: node
+        for path in files
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    entries = {patch.replaces: patch for patch in PATCHES}
+    for step in INSTALLATIONS:
+        called = {*_calls(local[step.install.__name__], local), "LayerShards.attach"}
+        for name in step.replaces:
+            assert entries[name].installed_by.partition(": ")[2] in called, name
+    listed = {name for step in INSTALLATIONS for name in step.replaces}
+    apart = [patch for patch in PATCHES if patch.replaces not in listed]
+    of_one_pass = {"trainer/patches/model_facts.py: why_head_apart", "trainer/patches/loss_head.py: _head_replaced"}
+    assert {patch.installed_by for patch in apart if "trainer/patches/" in patch.installed_by} == of_one_pass
 
 
 def test_the_command_prints_every_entry_with_the_installed_version_and_without_torch() -> None:

@@ -158,7 +158,7 @@ def test_scu_plots_come_with_scu_metrics(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text()
     names = {path.stem for path in (tmp_path / "plots").iterdir() if path.stem.startswith("scu")}
     assert names == {"scu_s", "scu_lambda", "scu_data_bpt", "scu_param_bpt"}
-    assert rows_of(page)["SCU share S"] == "first 2.987%, last 2.000%, target 2.000%"
+    assert rows_of(page)["SCU S"] == "first 2.987%, last 2.000%, target 2.000%"
 
 
 def test_s_is_drawn_against_target_and_deadband(tmp_path: Path) -> None:

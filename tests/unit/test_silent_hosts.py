@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 
 from launcher.supervision.remote import ThroughSrun
-from launcher.supervision.silence import Beat, SilentHosts
+from launcher.supervision.silence import SilentHosts
 from launcher.targets.slurm import Allocation
+from trainer.contract.heartbeat import Heartbeat
 
 
-def beat(rank: int, host: str, at: float, exit_code: int | None = None) -> Beat:
-    return Beat(rank, host, 1, 3, "forward", exit_code, 1.0, 1.0, at)
+def beat(rank: int, host: str, at: float, exit_code: int | None = None) -> Heartbeat:
+    return Heartbeat(rank, host, 1, 3, "forward", None, None, None, 0.0, False, 1.0, 1.0, at, exit_code)
 
 
 def test_a_host_that_falls_silent_is_named_once() -> None:

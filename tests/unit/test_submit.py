@@ -194,6 +194,7 @@ def test_the_folder_of_a_run_tells_where_it_stands(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
     beat = {"rank": 0, "host": "n1", "pid": 1, "step": 41, "phase": "backward", "exit_code": None}
+    beat |= {"collective": None, "place": None, "collectives_begun": None, "idle_s": 0.0, "stuck": False}
     beat |= {"free_memory_gib": 1.0, "free_shm_gib": 1.0, "time": time.time()}
     (logs / "heartbeat-0.json").write_text(json.dumps(beat))
     record = {"step": 40, "train/loss": 1.25, "train/epoch": 0.8, "perf/tokens_per_second": 12345.6}

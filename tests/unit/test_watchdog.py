@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.supervision.silence import Silence, clear_beats, read_beats, read_hang
-from trainer.contract.heartbeat import LINE_BYTES, Folder, Heartbeat
+from launcher.supervision.silence import Silence, clear_beats, read_hang
+from trainer.contract.heartbeat import LINE_BYTES, Folder, Heartbeat, read_heartbeats
 from trainer.contract.rank_variables import host_name
 from trainer.ranks.group import Ranks
 from trainer.ranks.progress import PROGRESS, Progress
@@ -104,7 +104,7 @@ def test_the_folder_is_not_made_and_the_launcher_reads_what_ranks_write(tmp_path
     assert not logs.exists(), "a run that is refused leaves nothing behind"
     logs.mkdir()
     folder.publish(replace(BEAT, rank=1, time=time.time()))
-    assert folder.read()[1].step == read_beats(logs)[1].step == 412
+    assert folder.read()[1].step == read_heartbeats(logs)[1].step == 412
     Folder(logs, rank=0, world_size=2).publish(replace(BEAT, time=time.time()))
     assert sorted(folder.read()) == [0, 1]
     clear_beats(logs)

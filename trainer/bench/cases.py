@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "nf4-recompute-offload": {"adapter": "qlora", **_OFFLOAD},
 }
 MOST_SEQUENCES = 64  # of a micro-batch, where `auto` is still to say
-IN_REACH = 1e-6  # a share that any adapter passes in its first steps
+IN_REACH = 1e-6  # an S that any adapter passes in its first steps
 PROFILED = 4  # steps under the profiler, the first of which is left out
 
 

@@ -134,9 +134,9 @@ def profile_table(profile: dict[str, Any]) -> Table:
         table.add_column(heading, justify="right")
     for category, milliseconds in profile["by_category_ms"].items():
         least = floor.get(category, 0.0)
-        share = milliseconds / profile["step_ms"]
+        fraction = milliseconds / profile["step_ms"]
         gap = f"{milliseconds - least:+.1f}" if floor else "-"
-        table.add_row(category, f"{milliseconds:.1f}", f"{share:.1%}", f"{least:.1f}" if least else "", gap)
+        table.add_row(category, f"{milliseconds:.1f}", f"{fraction:.1%}", f"{least:.1f}" if least else "", gap)
     whole = sum(floor.values())
     gap = f"{profile['step_ms'] - whole:+.1f}" if floor else "-"
     table.add_row("step", f"{profile['step_ms']:.1f}", "", f"{whole:.1f}" if floor else "", gap)

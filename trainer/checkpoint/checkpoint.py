@@ -25,9 +25,9 @@ from safetensors.torch import load_file, save_file
 from trainer.checkpoint.checkpoint_files import FORMAT, damage, oldest_beyond, publish, read_state
 from trainer.config import UserError
 from trainer.contract.full_disk import disk_errors_into
-from trainer.engine.deepspeed_workarounds import loss_scale_state, loss_scaler
 from trainer.engine.optimizer_state import EngineState
 from trainer.engine.protocol import Engine
+from trainer.patches.deepspeed_workarounds import loss_scale_state, loss_scaler
 from trainer.ranks.group import Ranks
 from trainer.ranks.progress import phase
 

@@ -20,7 +20,7 @@ from trainer.data.chat import chat_template_of
 from trainer.engine.deepspeed_engine import DTYPES, resolve_precision
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
 from trainer.model.saved_adapter import load_adapter
-from trainer.patches.packed_attention import choose_attention
+from trainer.patches.packed_attention import choose_attention, copy_heads_without_flash
 from trainer.ranks.group import set_seed
 
 CONFIG = "training_config.json"
@@ -114,12 +114,13 @@ def load_trained(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
     """
     config = run.config
     dtype = DTYPES[resolve_precision(config.training.precision, device)]
+    copy_heads_without_flash(device, dtype)
     base = load_base_model(
         config.base_model,
         config.model,
         dtype=dtype,
         device=device,
-        attention=choose_attention(config.model, device, dtype),
+        attention=choose_attention(config.model),
         quantization=config.quantization if config.adapter == "qlora" else None,
     )
     return put_adapter(base, tokenizer, run)

@@ -1,6 +1,6 @@
 """`python -m trainer.commands.inspect CONFIG [key=value ...] [--examples N]`: the data as the model will see it.
 
-Shows examples with the tokens that carry loss in colour (in ⟦brackets⟧ where there are no colours), the share of
+Shows examples with the tokens that carry loss in colour (in ⟦brackets⟧ where there are no colours), the fraction of
 trained tokens, what was cut, how full the packs are, and warns of masks that are usually mistakes.
 """
 
@@ -38,7 +38,7 @@ def show_data(data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: C
         style = "bold yellow" if line.startswith("warning: ") else ""
         console.print(Text(line, style=style), soft_wrap=True)
     if stats is not data.stats:
-        console.print(f"of the first {len(seen)} samples: {stats.trained_share:.1%} of the tokens are trained")
+        console.print(f"of the first {len(seen)} samples: {stats.trained_fraction:.1%} of the tokens are trained")
     for warning in warnings(stats, seen, tokenizer):
         console.print(Text(f"warning: {warning}", style="bold yellow"), soft_wrap=True)
 
@@ -83,8 +83,8 @@ def _panel(sample: Sample, tokenizer: PreTrainedTokenizerBase, number: int, *, c
         text.append(f"\n──── and {more} more document{'s' * (more > 1)} in this pack ────", style="cyan")
     tokens, trained_tokens = len(sample.input_ids), sum(sample.trained)
     several = f", {len(sample.document_lengths)} documents" if len(sample.document_lengths) > 1 else ""
-    share = trained_tokens / tokens if tokens else 0.0
-    return Panel(text, title=f"example {number}: {tokens} tokens{several}, {trained_tokens} trained ({share:.0%})")
+    fraction = trained_tokens / tokens if tokens else 0.0
+    return Panel(text, title=f"example {number}: {tokens} tokens{several}, {trained_tokens} trained ({fraction:.0%})")
 
 
 def _documents(sample: Sample) -> list[Sample]:

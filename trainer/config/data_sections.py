@@ -8,10 +8,10 @@ from trainer.config.paths import PathText, TemplateText
 from trainer.config.types import Positive, PositiveInt, Section, Words
 
 
-def _share(value: Any) -> Any:
+def _fraction(value: Any) -> Any:
     """Other trainers take a number of records as well."""
     if isinstance(value, (int, float)) and value >= 1:
-        raise ValueError("a number of records; write a share of the records, such as 0.05, and 0.5 at most")
+        raise ValueError("a number of records; write a fraction of the records, such as 0.05, and 0.5 at most")
     return value
 
 
@@ -51,7 +51,7 @@ class DatasetSection(SourceSection):
     """Several sources instead of `path`, each with its weight."""
     evaluation: SourceSection | None = None
     """A held-out source of its own, instead of `val_split`."""
-    val_split: Annotated[float, Field(ge=0.0, le=0.5), BeforeValidator(_share)] = 0.0
+    val_split: Annotated[float, Field(ge=0.0, le=0.5), BeforeValidator(_fraction)] = 0.0
     """Share of the records held out for evaluation."""
     max_length: Annotated[int, Field(ge=1, le=2**24)] = 2048
     """Longest sequence in tokens; longer ones are cut at the end and counted. With packing, the length of a pack."""

@@ -11,10 +11,12 @@ import os
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 LINE_BYTES, STEP_BYTES = 768, 16
+BUILD_LOCK = "the lock of an extension build (zerolora doctor finds it)"
+"""A rank's `place` while it waits for another process that compiles an operator."""
 VERDICT_FILE = "hang.json"
 
 
@@ -44,6 +46,16 @@ class Heartbeat:
     exit_code: int | None = None
     """Set by a rank that has ended by itself."""
 
+    @property
+    def waits_for_build(self) -> bool:
+        """For the lock of another process that compiles an operator."""
+        return self.place == BUILD_LOCK
+
+    def where(self) -> str:
+        """Where in the run it was, as "step 412, phase backward"."""
+        step = f"step {self.step}" if self.step else "before the first step"
+        return f"{step}, phase {self.phase}" if self.phase else step
+
     def line(self) -> bytes:
         """One line of JSON of always the same length, so that a reader never sees the rest of a longer one."""
         values = asdict(self) | {name: round(getattr(self, name), 3) for name in ("idle_s", "time")}
@@ -56,6 +68,22 @@ class Heartbeat:
             return cls(**json.loads(line))
         except (ValueError, TypeError):
             return None
+
+
+def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
+    """Rank -> its last heartbeat, for all that have left one; a half-written line is left out."""
+    beats: dict[int, Heartbeat] = {}
+    for path in logs.glob("heartbeat-*.json"):
+        try:
+            line, _, step = path.read_bytes().partition(b"\n")
+            beat = Heartbeat.parse(line)
+            if beat is not None and step.strip() and int(step) > beat.step:
+                beat = replace(beat, step=int(step), phase="")  # the phase is of the step before
+        except (OSError, ValueError):
+            continue
+        if beat is not None:
+            beats[beat.rank] = beat
+    return beats
 
 
 class Folder:

@@ -49,7 +49,7 @@ class DataStats:
     evaluation: "DataStats | None" = None
 
     @property
-    def trained_share(self) -> float:
+    def trained_fraction(self) -> float:
         """Target tokens over all tokens."""
         return self.target_tokens / self.tokens if self.tokens else 0.0
 
@@ -77,23 +77,25 @@ class DataStats:
         if self.empty > WORTH_SAYING * self.answers:
             found.append(f"{self.empty:,} of {self.answers:,} answers are empty, and teach to say nothing")
         if self.truncated > WORTH_SAYING * self.documents:
-            share = self.truncated / self.documents
+            fraction = self.truncated / self.documents
             found.append(
-                f"{share:.1%} of the documents are cut at dataset.max_length={self.max_length}, and lose their end"
+                f"{fraction:.1%} of the documents are cut at dataset.max_length={self.max_length}, and lose their end"
             )
         if self.dropped > WORTH_SAYING * self.records:
             found.append(f"{self.dropped / self.records:.1%} of the records are dropped for lack of trained tokens")
         if self.too_long > WORTH_SAYING * self.records:
-            share = self.too_long / self.records
+            fraction = self.too_long / self.records
             found.append(
-                f"{share:.1%} of the records are longer than dataset.max_length={self.max_length} and left out"
+                f"{fraction:.1%} of the records are longer than dataset.max_length={self.max_length} and left out"
             )
         if self.copies > MANY_COPIES * self.documents:
             found.append(f"{self.copies / self.documents:.1%} of the documents are exact copies of others")
         held_out = self.evaluation
         if held_out and held_out.copies > WORTH_SAYING * held_out.documents:
-            share = held_out.copies / held_out.documents
-            found.append(f"{share:.1%} of the held-out documents are trained on as well: the held-out loss is too low")
+            fraction = held_out.copies / held_out.documents
+            found.append(
+                f"{fraction:.1%} of the held-out documents are trained on as well: the held-out loss is too low"
+            )
         return found
 
     def _figures(self, name: str) -> list[str]:
@@ -103,7 +105,7 @@ class DataStats:
         losses += [f"{self.dropped:,} dropped for lack of trained tokens"] if self.dropped else []
         return [
             f"{name}: {self.documents:,} documents{packs}, {self.tokens:,} tokens, "
-            f"{self.target_tokens:,} of them trained ({self.trained_share:.1%})"
+            f"{self.target_tokens:,} of them trained ({self.trained_fraction:.1%})"
             + "".join(f"; {loss}" for loss in losses)
         ]
 

@@ -57,19 +57,19 @@ def with_global_batch(config: RunConfig, samples: int | None, world_size: int) -
         return config
     if wanted == AUTO:
         most = LARGEST_GLOBAL_BATCH if samples is None else training.epochs * samples / ENOUGH_STEPS
-        share = min(LARGEST_GLOBAL_BATCH, max(1.0, most)) / world_size
-        share = 2 ** math.floor(math.log2(share)) if share > 1 else 1
+        of_rank = min(LARGEST_GLOBAL_BATCH, max(1.0, most)) / world_size
+        of_rank = 2 ** math.floor(math.log2(of_rank)) if of_rank > 1 else 1
     elif wanted % world_size:
         near = max(1, round(wanted / world_size)) * world_size
         raise UserError(
             f"training.global_batch_size={wanted}: {world_size} ranks cannot share it evenly; use {near}, or auto"
         )
     else:
-        share = wanted // world_size
-    changes = {"global_batch_size": share * world_size}
+        of_rank = wanted // world_size
+    changes = {"global_batch_size": of_rank * world_size}
     if training.batch_size != AUTO:
-        batch_size = next(size for size in range(min(training.batch_size, share), 0, -1) if share % size == 0)
-        changes |= {"batch_size": batch_size, "gradient_accumulation_steps": share // batch_size}
+        batch_size = next(size for size in range(min(training.batch_size, of_rank), 0, -1) if of_rank % size == 0)
+        changes |= {"batch_size": batch_size, "gradient_accumulation_steps": of_rank // batch_size}
     return config.model_copy(update={"training": training.model_copy(update=changes)})
 
 
@@ -132,7 +132,7 @@ def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> li
     if warmup > total:
         raise UserError(
             f"training.warmup_steps={warmup}: more than the run's {total:,} steps, so that the learning rate would "
-            "never reach its peak; warm up for fewer, or remove it (training.warmup_ratio is a share of the steps)"
+            "never reach its peak; warm up for fewer, or remove it (training.warmup_ratio is a fraction of the steps)"
         )
     warnings = []
     if total < FEW_STEPS and training.max_steps is None:

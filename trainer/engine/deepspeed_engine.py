@@ -8,11 +8,9 @@ import torch
 
 from trainer.config import AUTO, TrainingSection, UserError, ZeroSection
 from trainer.config.errors import shown
-from trainer.engine.deepspeed_workarounds import raise_the_loss_scale_last, scale_the_loss, undo_the_step_of_zeros
 from trainer.engine.layer_gather.shards import layer_shards_of
 from trainer.engine.partitioned import require_own_values_kept, require_partitioned, whole_size
 from trainer.engine.protocol import Engine
-from trainer.engine.update_guard import guards_on_device
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -85,6 +83,12 @@ def deepspeed_config(
     return _merged(config, zero.extra)
 
 
+def guards_on_device(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> bool:
+    """Whether the optimizer itself clips and skips: bf16 and 32-bit AdamW on a GPU at stages 1 and 2."""
+    in_one_piece = zero.stage in (1, 2) and not zero.offload_optimizer
+    return on_gpu and precision == "bf16" and in_one_piece and training.optimizer == "adamw"
+
+
 def check_extra_keys(training: TrainingSection, zero: ZeroSection) -> None:
     """Raise UserError if DeepSpeed refuses a key of `zero.extra`, or the type of its value."""
     if not zero.extra:
@@ -120,7 +124,7 @@ def partitioning_announced(config: dict[str, Any]) -> Iterator[None]:
 
 
 def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Engine:
-    """The DeepSpeed engine around a model and its optimizer."""
+    """DeepSpeed's engine around a model and its optimizer, as it comes: its faults are answered in trainer/patches."""
     import deepspeed
 
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -131,14 +135,7 @@ def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, confi
     if layer_shards_of(model) is not None:
         require_own_values_kept()
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trainable, config=config)
-    stage = partition["stage"]
-    if stage == 0 and engine.optimizer is not engine.basic_optimizer:  # in 16 bits it is wrapped
-        undo_the_step_of_zeros(engine.optimizer)
-    if engine.fp16_enabled():
-        raise_the_loss_scale_last(engine.optimizer, scaled_norm=stage == 0)
-        if stage == 0:
-            scale_the_loss(engine)
-    if stage == 3:
+    if partition["stage"] == 3:
         require_partitioned(trainable)
         _gather_with_the_adapted_layer(model)
     return engine

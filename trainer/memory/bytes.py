@@ -26,7 +26,7 @@ CUBLAS_WORKSPACE = 2 * 32 * 2**20
 CONTEXT = 3 * GIB // 4
 """CUDA context, kernels and NCCL's buffers, which torch does not count."""
 FRAGMENTATION = 0.04
-"""Share of the peak that torch's allocator holds beyond it."""
+"""Fraction of the peak that torch's allocator holds beyond it."""
 EIGHT_BIT_FLOOR = 4096
 """bitsandbytes keeps the moments of smaller tensors in 32 bits."""
 GATHERED_LAYERS = 2

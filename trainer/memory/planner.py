@@ -17,7 +17,7 @@ from trainer.memory.widths import Shapes
 LARGEST_BATCH = 256
 """Micro-batches beyond this are no faster on any card."""
 SPARE = 0.05
-"""Share of the peak that a micro-batch found here leaves: an estimate may be 3 % too low, and slack be more."""
+"""Fraction of the peak that a micro-batch found here leaves: an estimate may be 3 % too low, and slack be more."""
 STAGES = (0, 1, 2, 3)
 # Where there is no GPU, memory is not what decides: the default.
 CPU_STAGE = 2

@@ -19,8 +19,8 @@ from trainer.memory.widths import Layer, Shapes
 PROCESS = 550 * 2**20
 """Python, torch, transformers, DeepSpeed and gloo in a process that has trained a model of next to nothing."""
 LEFT_IN_HEAP = 0.7
-"""Share of what all layers keep that the C library's heap holds beside it at the peak: it gives back little of what is
-freed between tensors that stay. Measured in fp32 and bf16, 256 to 4,096 tokens, recomputed and not: 0.4 to 0.9."""
+"""Fraction of what all layers keep that the C library's heap holds beside it at the peak: it gives back little of what
+is freed between tensors that stay. Measured in fp32 and bf16, 256 to 4,096 tokens, recomputed and not: 0.4 to 0.9."""
 MAPPED = 32 * 2**20
 """Bytes from which on glibc asks the kernel for every tensor alone, and gives it back (its largest mmap threshold)."""
 CGROUP = Path("/sys/fs/cgroup")

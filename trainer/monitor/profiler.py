@@ -65,7 +65,7 @@ class StepProfiler:
         self._profile = None
 
     def _start(self) -> None:
-        # A method may be a replacement itself (trainer/engine/deepspeed_workarounds.py): what was there is put back.
+        # A method may be a replacement itself (trainer/patches/deepspeed_workarounds.py): what was there is put back.
         self._replaced = [(owner, name, vars(owner).get(name)) for owner, name, _ in self._named]
         for owner, name, label in self._named:
             setattr(owner, name, _in_range(getattr(owner, name), label))

@@ -13,7 +13,7 @@ from trainer.monitor.report.write import next_commands
 
 
 def start_summary(model: nn.Module, config: RunConfig, precision: str, devices: str) -> list[Any]:
-    """The adapted layers by name and shape, and what share of the parameters is trained."""
+    """The adapted layers by name and shape, and what fraction of the parameters is trained."""
     lines: list[Any] = []
     if config.adapter != "none":
         table = Table(box=None, pad_edge=False)
@@ -23,8 +23,8 @@ def start_summary(model: nn.Module, config: RunConfig, precision: str, devices: 
             table.add_row(layer.name, layer.shape, str(layer.count), f"{layer.parameters:,}")
         lines.append(table)
     trainable, total = count_parameters(model)
-    share = f"trains {trainable:,} of {total:,} parameters ({trainable / total:.2%})"
-    return [*lines, f"{share} in {precision}, ZeRO stage {config.zero.stage}, {devices}"]
+    trains = f"trains {trainable:,} of {total:,} parameters ({trainable / total:.2%})"
+    return [*lines, f"{trains} in {precision}, ZeRO stage {config.zero.stage}, {devices}"]
 
 
 def end_summary(

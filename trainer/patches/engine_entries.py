@@ -22,7 +22,7 @@ AFTER_THE_MODEL = (
         "it makes the state by an update with gradients of zero, which decays the weights and counts as a step: the "
         "first update would be 0.74 of what is due",
         "zero.stage: 0 in bf16 or fp16",
-        "trainer/engine/deepspeed_workarounds.py: undo_the_step_of_zeros",
+        "trainer/patches/deepspeed_workarounds.py: undo_the_step_of_zeros",
         "once, at the start",
         "tests/unit/test_workarounds.py: test_stage_0_takes_a_step_of_zeros",
     ),
@@ -33,14 +33,14 @@ AFTER_THE_MODEL = (
         "the loss scale is doubled before gradients are divided by it: the step in which it rises is half a step; at "
         "stage 0 the norm is reported times the scale",
         "fp16",
-        "trainer/engine/deepspeed_workarounds.py: raise_the_loss_scale_last",
+        "trainer/patches/deepspeed_workarounds.py: raise_the_loss_scale_last",
         WITH_ENGINE,
         "tests/unit/test_workarounds.py: test_the_loss_scale_rises_before_gradients_are_divided_by_it, "
         "test_stage_0_reports_the_norm_times_the_loss_scale; tests/unit/test_loss_scale.py",
         (
-            "trainer/engine/deepspeed_workarounds.py: _global_grad_norm",
-            "trainer/engine/deepspeed_workarounds.py: _update_scale",
-            "trainer/engine/deepspeed_workarounds.py: step",
+            "trainer/patches/deepspeed_workarounds.py: _global_grad_norm",
+            "trainer/patches/deepspeed_workarounds.py: _update_scale",
+            "trainer/patches/deepspeed_workarounds.py: step",
         ),
     ),
     Patch(
@@ -49,10 +49,10 @@ AFTER_THE_MODEL = (
         "0.19.8",
         "stage 0 divides gradients by a loss scale with which it never multiplied the loss",
         "zero.stage: 0 in fp16; seen in the first gradient, and left out where DeepSpeed does multiply",
-        "trainer/engine/deepspeed_workarounds.py: scale_the_loss",
+        "trainer/patches/deepspeed_workarounds.py: scale_the_loss",
         WITH_ENGINE,
         "tests/unit/test_workarounds.py: test_stage_0_divides_by_a_loss_scale_that_it_never_applied",
-        ("trainer/engine/deepspeed_workarounds.py: backward",),
+        ("trainer/patches/deepspeed_workarounds.py: backward",),
     ),
     Patch(
         "get_grad_norm_direct",
@@ -60,14 +60,15 @@ AFTER_THE_MODEL = (
         "0.19.8",
         "it waits twice for the device and writes -1 over what is not finite, which would pass as a norm",
         "bf16 on a GPU at stages 1 and 2 with AdamW in 32 bits",
-        "trainer/engine/update_guard.py: UpdateGuard",
+        "trainer/patches/update_guard.py: UpdateGuard",
         WITH_ENGINE,
         "tests/unit/test_workarounds.py: test_deepspeeds_norm_hides_what_is_not_finite; "
         "tests/unit/test_update_guard.py",
         (
-            "trainer/engine/update_guard.py: _global_grad_norm",
-            "trainer/engine/update_guard.py: register_step_pre_hook",
-            "trainer/engine/update_guard.py: setattr",
+            "trainer/patches/update_guard.py: _global_grad_norm",
+            "trainer/patches/update_guard.py: register_step_pre_hook",
+            "trainer/patches/update_guard.py: NORM_METHOD",
+            "trainer/patches/installation.py: update_guard",
         ),
     ),
     Patch(
@@ -76,10 +77,10 @@ AFTER_THE_MODEL = (
         "2.13.0",
         "the optimizer divides and skips by itself, and the host waits for nothing; tried on a scratch tensor first",
         "bf16 on a GPU at stages 1 and 2 with AdamW in 32 bits",
-        "trainer/engine/update_guard.py: UpdateGuard",
+        "trainer/patches/update_guard.py: UpdateGuard",
         "with the optimizer",
         "tests/unit/test_update_guard.py",
-        ("trainer/engine/update_guard.py: found_inf", "trainer/engine/update_guard.py: grad_scale"),
+        ("trainer/patches/update_guard.py: found_inf", "trainer/patches/update_guard.py: grad_scale"),
     ),
     Patch(
         "forward of what lies below the head of an empty model",

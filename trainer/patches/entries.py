@@ -279,6 +279,7 @@ UNTIL_THE_MODEL = (
             "trainer/patches/recompute.py: _gradient_checkpointing_func",
             "trainer/patches/recompute.py: forward",
             "trainer/patches/recompute.py: register_forward_pre_hook",
+            "trainer/patches/recompute.py: recomputation_hook",
         ),
     ),
     Patch(

@@ -72,8 +72,8 @@ def unadapted_lines(model: nn.Module, *, quantized: bool) -> list[str]:
     for kind, counts in found.items():
         words = [f"{name} ({count} of {' x '.join(map(str, shape))})" for (name, shape), count in counts.items()]
         elements = sum(count * torch.Size(shape).numel() for (_, shape), count in counts.items())
-        share = elements / count_parameters(model)[1]
-        lines.append(f"without adapter{kind}: {', '.join(words)}: {share:.1%} of all parameters")
+        fraction = elements / count_parameters(model)[1]
+        lines.append(f"without adapter{kind}: {', '.join(words)}: {fraction:.1%} of all parameters")
     return lines
 
 

@@ -37,14 +37,15 @@ def check_supported(section: ModelSection, model: Any) -> None:
         raise UserError(f"model.attn_implementation={chosen}: {type(model).__name__} does not support it; use auto")
 
 
-def choose_attention(section: ModelSection, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What to load a model with; None leaves the choice to transformers: sdpa where the model knows it, else eager.
+def choose_attention(section: ModelSection) -> str | None:
+    """What to load a model with; None leaves the choice to transformers: sdpa where the model knows it, else eager."""
+    return None if section.attn_implementation == "auto" else section.attn_implementation
 
-    Where there is no flash attention, transformers' sdpa is replaced in this process.
-    """
+
+def copy_heads_without_flash(device: torch.device, dtype: torch.dtype) -> None:
+    """`copy_shared_heads` on a GPU that has no flash attention."""
     if device.type == "cuda" and not has_flash(device, dtype):
         copy_shared_heads()
-    return None if section.attn_implementation == "auto" else section.attn_implementation
 
 
 def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
@@ -57,6 +58,13 @@ def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
     if takes_ours and (by_kernels or has_sinks(model)):
         _register()
         model.set_attn_implementation(VARLEN)
+
+
+def leave_varlen(model: Any) -> None:
+    """The opposite: transformers' sdpa, which makes a mask for packs."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if base.config._attn_implementation == VARLEN:
+        base.set_attn_implementation("sdpa")
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:

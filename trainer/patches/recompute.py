@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.config import TrainingSection, UserError
 from trainer.contract.known_versions import changed
-from trainer.patches.replace import replace
+from trainer.patches.replace import replace, undo
 
 
 def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
@@ -35,7 +35,7 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
     if training.offload_activations:
         offload = HostCopies()
         run = partial(_with_offload, offload, run)
-        model.register_forward_pre_hook(offload.start_pass)
+        model.recomputation_hook = model.register_forward_pre_hook(offload.start_pass)
         kept = "kept in host memory"
     if mode == "selective":
         parts = feed_forward_parts(model)
@@ -54,6 +54,17 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
     for layer in layers:
         replace(layer, "_gradient_checkpointing_func", run)
     return f"recomputed in the backward pass: every layer; their inputs are {kept}"
+
+
+def disable_recomputation(model: Any) -> None:
+    """The opposite; forwards come back by `undo`."""
+    undo(model)
+    if (hook := vars(model).pop("recomputation_hook", None)) is not None:
+        hook.remove()
+    if model.is_gradient_checkpointing:
+        model.gradient_checkpointing_disable()
+    if hasattr(model, "_require_grads_hook"):
+        model.disable_input_require_grads()
 
 
 def _draws(model: Any) -> bool:

@@ -2,7 +2,8 @@
 
 `zerolora doctor --patches` prints it with the installed versions; docs/reference/workarounds.md is written from it by
 `python -m trainer.patches.register --markdown`. tests/unit/test_register.py looks through the tree for replacements
-that are not listed. The entries are in trainer/patches/entries.py, in the order in which a run comes to them.
+that are not listed. The entries are in trainer/patches/entries.py, in the order in which a run comes to them;
+installation.py puts those of a model and its engine in place, and takes them back.
 """
 
 import argparse

@@ -16,7 +16,7 @@ class _Absent:
 
 
 def replace(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute of a module of the model or of a Python module; `undo` puts back what was there."""
+    """Set an attribute of a module, a Python module or an engine; `undo` and `undo_on` put back what was there."""
     own = vars(owner)
     own.setdefault(_BEFORE, []).append((name, own.get(name, _Absent)))
     setattr(owner, name, value)
@@ -28,10 +28,11 @@ def undo(model: nn.Module) -> int:
     What was replaced in a modeling file is put back for all models of this process.
     """
     files = {sys.modules[type(module).__module__] for module in model.modules()}
-    return sum(_undo_one(owner) for owner in (*model.modules(), *files))
+    return sum(undo_on(owner) for owner in (*model.modules(), *files))
 
 
-def _undo_one(owner: Any) -> int:
+def undo_on(owner: Any) -> int:
+    """The same for one owner alone."""
     notes: list[tuple[str, Any]] = vars(owner).pop(_BEFORE, [])
     for name, before in reversed(notes):
         if before is _Absent:

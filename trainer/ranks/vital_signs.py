@@ -12,9 +12,10 @@ from typing import Any
 
 import psutil
 
+from trainer.contract.heartbeat import BUILD_LOCK
+
 GIB = 2**30
 CHECKOUT = str(Path(__file__).parents[2]) + os.sep
-BUILD_LOCK = "the lock of an extension build (zerolora doctor finds it)"
 # One percent of a core, and more than the watchdog itself reads and writes between two looks.
 LEAST_CPU_SHARE = 0.01
 LEAST_BYTES = 256 * 1024

@@ -23,12 +23,11 @@ import torch
 import torch.distributed
 
 from trainer.config import FIRST_STEP_FACTOR
-from trainer.contract.heartbeat import Folder, Heartbeat
+from trainer.contract.heartbeat import BUILD_LOCK, Folder, Heartbeat
 from trainer.contract.rank_variables import host_name
 from trainer.ranks.group import Ranks
 from trainer.ranks.progress import LONG_PHASES, PROGRESS
 from trainer.ranks.vital_signs import (
-    BUILD_LOCK,
     Work,
     collective_of,
     free_host_memory,

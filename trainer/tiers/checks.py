@@ -125,15 +125,15 @@ def smoothed_loss_falls(run: TierRun) -> Check:
     return Check("smoothed loss falls", len(means) > 2 and slope < 0 and means[-1] < means[0], text)
 
 
-def loss_fell(share: float) -> Checker:
-    """The mean of the last 10 training losses is at least this share under that of the first 10."""
+def loss_fell(fraction: float) -> Checker:
+    """The mean of the last 10 training losses is lower by at least this fraction than that of the first 10."""
 
     def check(run: TierRun) -> Check:
         def compare() -> Check:
             losses = run.values("train/loss")
             first, last = (fmean(part or [math.nan]) for part in (losses[:10], losses[-10:]))
-            text = f"mean of 10 steps {first:.3f} -> {last:.3f} ({last / first - 1:+.1%}), at least -{share:.0%}"
-            return Check("training loss", len(losses) >= 20 and last <= (1 - share) * first, text)
+            text = f"mean of 10 steps {first:.3f} -> {last:.3f} ({last / first - 1:+.1%}), at least -{fraction:.0%}"
+            return Check("training loss", len(losses) >= 20 and last <= (1 - fraction) * first, text)
 
         return _on_real_weights(run, "training loss", compare)
 

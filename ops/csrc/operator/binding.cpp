@@ -200,7 +200,7 @@ void adapter_backward_(const Tensor& grad, const Tensor& x, const Tensor& down, 
   const Matrix dh = rows_of(dh_tensor);
   const Outer outer{rows_of(grad), adapters.ups[0], rows_of(h), dh, rows_of(grad_up), static_cast<float>(scale)};
   backward_outer({outer}, accumulate, x, stream);
-  share_of_x(rows_of(grad_x), dh, adapters.downs, accumulate, {}, x, stream);
+  adapters_part_of_x(rows_of(grad_x), dh, adapters.downs, accumulate, {}, x, stream);
   backward_inner(rows, dh, layout, {grad_down}, {}, accumulate, x, stream);
 }
 
@@ -239,7 +239,7 @@ Tensor rank_expand(const Tensor& h, const Tensor& q, double dropout_p, const std
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(h.get_device());
   const Dropout dropout = dropout_of(dropout_p, seed);
   if (q.is_contiguous()) expand(rows_of(h), rows_of(q), false, {}, rows_of(y), false, dropout, h, stream);
-  else share_of_x(rows_of(y), rows_of(h), rows_of(q.t()), false, dropout, h, stream);
+  else adapters_part_of_x(rows_of(y), rows_of(h), rows_of(q.t()), false, dropout, h, stream);
   return y;
 }
 

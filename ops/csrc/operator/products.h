@@ -83,7 +83,7 @@ inline void output(const Matrix& y, const Matrix& x, const Matrix& weight, const
 }
 
 // target = keep * (dh A), or added to it.
-inline void share_of_x(const Matrix& target, const Matrix& dh, const Matrix& downs, bool accumulate,
+inline void adapters_part_of_x(const Matrix& target, const Matrix& dh, const Matrix& downs, bool accumulate,
                        const Dropout& dropout, const Tensor& like, cudaStream_t stream) {
   if (dropout.seed == nullptr) {
     if (accumulate || !prefill(target, dh, downs, true, like, stream))
@@ -94,13 +94,13 @@ inline void share_of_x(const Matrix& target, const Matrix& dh, const Matrix& dow
 }
 
 // dX = sum of dY W + keep * (dh A): siblings go together as far as their weights may, and the first of them take the
-// adapter's share with them where our kernel does them, which needs the mask's bits; else it comes before the products,
+// adapter's part with them where our kernel does them, which needs the mask's bits; else it comes before the products,
 // or after them.
 inline Tensor gradient_of_x(const Tensor& x, const std::vector<Outer>& siblings, const Weights& weights,
                             const Matrix& dh, const Matrix& downs, const Dropout& dropout, cudaStream_t stream) {
   Tensor grad_x = at::empty(x.sizes(), x.options());
   const Matrix target = rows_of(grad_x);
-  const bool share_first = target.rows >= kFewTokens;
+  const bool adapter_first = target.rows >= kFewTokens;
   const bool mask_known = dropout.seed == nullptr || dropout.stored;
   const size_t most = std::min(weights.at_once, static_cast<size_t>(kMaxParts));
   for (size_t done = 0; done < siblings.size();) {
@@ -114,13 +114,13 @@ inline Tensor gradient_of_x(const Tensor& x, const std::vector<Outer>& siblings,
     if (first && mask_known &&
         run_frozen_if_best(frozen_job(target, together, dh, downs, false, {}, dropout.bits), x, stream))
       continue;
-    if (first && share_first) share_of_x(target, dh, downs, false, dropout, x, stream);
+    if (first && adapter_first) adapters_part_of_x(target, dh, downs, false, dropout, x, stream);
     for (const Operand& operand : together) {
-      const bool onto = share_first || !first || &operand != together.data();
+      const bool onto = adapter_first || !first || &operand != together.data();
       frozen_product(target, operand.x, operand.weight, false, onto ? 1.f : 0.f, stream);
     }
   }
-  if (!share_first) share_of_x(target, dh, downs, true, dropout, x, stream);
+  if (!adapter_first) adapters_part_of_x(target, dh, downs, true, dropout, x, stream);
   return grad_x;
 }
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from trainer.engine.layer_gather.unit import ShardedUnit, slots_of
 from trainer.engine.layer_gather.units_of_model import UnitPlan, plan_units
@@ -59,6 +60,7 @@ class LayerShards:
         self._modules: set[int] = set()
         self._unit_of: dict[int, ShardedUnit] = {}
         self._steps: list[_Step] = []
+        self._hooks: list[RemovableHandle] = []
         self._current: ShardedUnit | None = None
         self._in_backward = False
 
@@ -89,9 +91,17 @@ class LayerShards:
         assert not self._plan, f"never filled: {sorted(self._plan)}"
         self._steps = list(self._readers(model))
         for index, step in enumerate(self._steps):
-            step.module.register_forward_pre_hook(partial(self._before_forward, index))
-            step.module.register_forward_hook(partial(self._after_forward, index))
+            before, after = partial(self._before_forward, index), partial(self._after_forward, index)
+            self._hooks.append(step.module.register_forward_pre_hook(before))
+            self._hooks.append(step.module.register_forward_hook(after))
         model.layer_shards = self
+
+    def detach(self, model: Any) -> None:
+        """The opposite: the model no longer gathers what was cut."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        del model.layer_shards
 
     def _readers(self, model: nn.Module) -> Iterator[_Step]:
         """The modules to hook: the outermost ones whose own forward may read a unit's weights without calling a child.

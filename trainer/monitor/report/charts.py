@@ -69,17 +69,17 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
 
 
 def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:
-    share, target, smoothed = (series(records, f"scu/{name}") for name in ("s_ratio", "target", "s_smoothed"))
-    if not len(share):
+    s_ratio, target, smoothed = (series(records, f"scu/{name}") for name in ("s_ratio", "target", "s_smoothed"))
+    if not len(s_ratio):
         return _divergence_charts(records)
-    curves = [Curve(_times(share, 100), "pale", "blue", "S of the step")]
+    curves = [Curve(_times(s_ratio, 100), "pale", "blue", "S of the step")]
     if len(smoothed):
         curves.append(Curve(_times(smoothed, 100), "line", "blue", "S smoothed"))
     curves.append(Curve(_times(target, 100), "dashed", "orange", "target"))
     goal = 100 * target.values[-1] if len(target) else None
     band = (goal - 100 * deadband, goal + 100 * deadband) if goal is not None and deadband else None
     return [
-        Chart("SCU: share S", "%", tuple(curves), low=0.0, band=band),
+        Chart("SCU: S", "%", tuple(curves), low=0.0, band=band),
         Chart("SCU: strength λ", "", (Curve(series(records, "scu/lambda"), "line", "blue"),), low=0.0),
         Chart("SCU: DataBPT", "bits per token", with_mean(series(records, "scu/data_bpt"), "blue", "per step")),
         Chart("SCU: ParamBPT", "bits per token", (Curve(series(records, "scu/param_bpt"), "line", "blue"),), low=0.0),

@@ -49,7 +49,7 @@ def draw_plots(records: list[Record], folder: Path, *, deadband: float | None = 
         ("Gradient norm", "gradient_norm", ("train/grad_norm",), _draw_gradient_norm),
         ("Throughput", "throughput", ("perf/tokens_per_second_per_gpu",), _draw_throughput),
         ("Peak memory", "memory", ("memory/peak_gib",), _draw_memory),
-        ("SCU: share S", "scu_s", ("scu/s_ratio",), lambda axes, rows: _draw_s(axes, rows, deadband)),
+        ("SCU: S", "scu_s", ("scu/s_ratio",), lambda axes, rows: _draw_s(axes, rows, deadband)),
         ("SCU: K, adapter from base", "scu_kl", ("scu/kl_bits",), _draw_k),
         ("SCU: regularisation strength λ", "scu_lambda", ("scu/lambda",), _draw_lambda),
         ("SCU: DataBPT, information in the data", "scu_data_bpt", ("scu/data_bpt",), _draw_data_bits),
@@ -122,8 +122,8 @@ def _draw_memory(axes: Any, records: list[Record]) -> None:
 
 
 def _draw_s(axes: Any, records: list[Record], deadband: float | None) -> None:
-    share, target, smoothed = (series(records, f"scu/{name}") for name in ("s_ratio", "target", "s_smoothed"))
-    axes.plot(share.steps, 100 * share.values, color=BLUE, alpha=0.3, linewidth=1, label="S of the step")
+    s_ratio, target, smoothed = (series(records, f"scu/{name}") for name in ("s_ratio", "target", "s_smoothed"))
+    axes.plot(s_ratio.steps, 100 * s_ratio.values, color=BLUE, alpha=0.3, linewidth=1, label="S of the step")
     if len(smoothed):
         axes.plot(smoothed.steps, 100 * smoothed.values, color=BLUE, linewidth=2, label="S smoothed")
     if len(target):
@@ -159,7 +159,7 @@ def _draw_data_bits(axes: Any, records: list[Record]) -> None:
 
 
 def _draw_parameter_bits(axes: Any, records: list[Record]) -> None:
-    # Apart from DataBPT: at a share of 1 or 2 % it would be a line along the bottom of a common axis.
+    # Apart from DataBPT: at an S of 1 or 2 % it would be a line along the bottom of a common axis.
     bits = series(records, "scu/param_bpt")
     axes.plot(bits.steps, bits.values, color=BLUE, linewidth=2)
     axes.set_ylabel("bits/token")

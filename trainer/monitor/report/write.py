@@ -175,8 +175,8 @@ def _training_rows(records: list[Record], config: Mapping[str, Any], run: Mappin
     rows.append(("optimizer steps", f"{steps:,.0f}" + (f" ({epochs[-1]:.2f} epochs)" if epochs else "")))
     tokens, targets = values_of(records, "train/tokens"), values_of(records, "train/target_tokens")
     if tokens:
-        share = f", {targets[-1]:,.0f} of them with loss" if targets else ""
-        rows.append(("tokens", f"{tokens[-1]:,.0f}{share}"))
+        with_loss = f", {targets[-1]:,.0f} of them with loss" if targets else ""
+        rows.append(("tokens", f"{tokens[-1]:,.0f}{with_loss}"))
     if config:
         training, ranks = config["training"], run.get("world_size", 1)
         size, micro = training["batch_size"], training["gradient_accumulation_steps"]
@@ -207,10 +207,10 @@ def _result_rows(records: list[Record]) -> list[tuple[str, str]]:
     if memory:
         rows.append(("peak memory of rank 0", f"{max(memory):.2f} GiB"))
     rows.append(("time", _duration(training_seconds(records)) + ", evaluations and checkpoints included"))
-    share, target = values_of(records, "scu/s_ratio"), values_of(records, "scu/target")
-    if share:
+    s, target = values_of(records, "scu/s_ratio"), values_of(records, "scu/target")
+    if s:
         aim = f", target {target[-1]:.3%}" if target else ""
-        rows.append(("SCU share S", f"first {share[0]:.3%}, last {share[-1]:.3%}{aim}"))
+        rows.append(("SCU S", f"first {s[0]:.3%}, last {s[-1]:.3%}{aim}"))
     return rows
 
 

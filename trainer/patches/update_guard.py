@@ -13,20 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.config import TrainingSection, ZeroSection
 from trainer.contract.known_versions import changed, require
 from trainer.engine.protocol import Engine
+from trainer.patches.replace import replace, undo_on
 
 NORM_METHOD = "get_grad_norm_direct"
 TRIED_WEIGHT, TRIED_GRADIENT, TRIED_SCALE, TRIED_RATE = 0.5, 3.0, 4.0, 0.25
 TRIED_ERROR = 1e-2
 """Relative. On a GPU 1 - beta2 is rounded to fp32, 5e-5 of it for 0.999; a scale not applied is a factor of 4."""
-
-
-def guards_on_device(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> bool:
-    """Whether the optimizer itself clips and skips: bf16 and 32-bit AdamW on a GPU at stages 1 and 2."""
-    in_one_piece = zero.stage in (1, 2) and not zero.offload_optimizer
-    return on_gpu and precision == "bf16" and in_one_piece and training.optimizer == "adamw"
 
 
 class UpdateGuard:
@@ -42,8 +36,16 @@ class UpdateGuard:
         self._measured: list[Tensor] = []
         self._norm: Tensor | None = None
         self._updated = 0
-        setattr(self._zero, NORM_METHOD, self._measure)
-        engine.basic_optimizer.register_step_pre_hook(self._before_update)
+        replace(self._zero, NORM_METHOD, self._measure)
+        self._hook = engine.basic_optimizer.register_step_pre_hook(self._before_update)
+        self._optimizer = engine.basic_optimizer
+
+    def remove(self) -> None:
+        """The opposite: DeepSpeed measures, and nothing is divided or skipped by the optimizer."""
+        self._hook.remove()
+        undo_on(self._zero)
+        for name in ("grad_scale", "found_inf"):
+            vars(self._optimizer).pop(name, None)
 
     def _measure(self, gradients: Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
         """Replaces DeepSpeed's (0.19.8), which writes -1 over what is not finite and waits twice for that."""

@@ -1,4 +1,4 @@
-"""Faults of DeepSpeed 0.19.8 that would change what is trained, and what is done about each.
+"""Faults of DeepSpeed 0.19.8's engine that would change what is trained, and what is done about each.
 
 tests/unit/test_workarounds.py has a test for every one that fails when DeepSpeed has mended it: then it goes.
 """
@@ -10,6 +10,18 @@ import torch
 
 from trainer.contract.known_versions import changed, require
 from trainer.engine.protocol import Engine
+from trainer.patches.replace import replace
+
+
+def answer_faults(engine: Engine) -> None:
+    """What is done about the faults that a new engine has at its stage, in its precision; `undo_on` is the opposite."""
+    at_stage_0 = engine.zero_optimization_stage() == 0
+    if at_stage_0 and engine.optimizer is not engine.basic_optimizer:  # in 16 bits it is wrapped
+        undo_the_step_of_zeros(engine.optimizer)
+    if engine.fp16_enabled():
+        raise_the_loss_scale_last(engine.optimizer, scaled_norm=at_stage_0)
+        if at_stage_0:
+            scale_the_loss(engine)
 
 
 def undo_the_step_of_zeros(optimizer: Any) -> None:
@@ -45,7 +57,8 @@ def raise_the_loss_scale_last(optimizer: Any, *, scaled_norm: bool) -> None:
             update(False)
         return result
 
-    optimizer.step, optimizer._update_scale = step_and_update, update_after_overflow
+    replace(optimizer, "step", step_and_update)
+    replace(optimizer, "_update_scale", update_after_overflow)
 
 
 def scale_the_loss(engine: Engine) -> None:
@@ -73,7 +86,7 @@ def scale_the_loss(engine: Engine) -> None:
         own.register_hook(scaled)
         return backward(own, *args, **kwargs)
 
-    engine.backward = backward_of_scaled
+    replace(engine, "backward", backward_of_scaled)
 
 
 def loss_scaler(optimizer: Any) -> Any:

@@ -1,0 +1,163 @@
+"""What is replaced on a model and its engine: all of it installed from one list, all of it taken back, nothing left."""
+
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface
+
+from tests.engine import adapted_engine, one_rank
+from tests.tiny import make_model
+from trainer.config import LoraSection, ModelSection, RunConfig
+from trainer.engine.layer_gather.shards import LayerShards
+from trainer.engine.protocol import Engine
+from trainer.model.adapter import apply_adapter
+from trainer.model.base import load_base_model
+from trainer.patches.entries import PATCHES
+from trainer.patches.installation import INSTALLATIONS, Wanted, install, uninstall
+from trainer.patches.replace import undo
+
+CPU = torch.device("cpu")
+IDS = torch.arange(8)[None]
+OWN_ALREADY = {"_parameters", "_buffers", "_modules", "training", "_hf_hook"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with one_rank(tmp_path_factory.mktemp("rank")):
+        yield
+
+
+def wanted(folder: Path, **changes: Any) -> Wanted:
+    """All of it, also what only a GPU would have."""
+    settings = {
+        "base_model": str(folder),
+        "output_dir": str(folder / "out"),
+        "dataset": {"path": "none.jsonl", "max_length": 32},
+        "training": {"batch_size": 1, "gradient_checkpointing": "non_reentrant", "offload_activations": True},
+        "ops": {"backend": "reference"},
+    }
+    nothing = Wanted(
+        RunConfig.model_validate(settings), CPU, torch.float32, True, True, frozenset({"rms_norm", "swiglu", "rope"}),
+        False, "not asked for", "norms", "reference", "", None, True, 1,
+    )  # fmt: skip
+    return replace(nothing, **changes)
+
+
+def state_of(modules: list[Any]) -> dict[tuple[int, str], Any]:
+    """Every attribute of the modules but weights and children, hooks as what they call; functions of their files."""
+    found: dict[tuple[int, str], Any] = {}
+    for index, module in enumerate(modules):
+        for name, value in vars(module).items():
+            if name.endswith("_hooks") and not name.endswith("_with_kwargs_hooks"):
+                value = tuple(value.values()) if hasattr(value, "values") else tuple(value)
+            if name not in OWN_ALREADY:
+                found[index, name] = value
+    for file in {sys.modules[type(module).__module__] for module in modules}:
+        found |= {(id(file), name): value for name, value in vars(file).items() if callable(value)}
+    found[0, "sdpa"] = AttentionInterface()["sdpa"]
+    return found
+
+
+def differences(before: dict[tuple[int, str], Any], now: dict[tuple[int, str], Any]) -> set[str]:
+    names = before.keys() | now.keys()
+    nothing: tuple[None, ...] = ()
+    return {
+        name
+        for place, name in names
+        if before.get((place, name), nothing) is not (after := now.get((place, name), nothing))
+        and before.get((place, name), nothing) != after
+    }
+
+
+def test_all_is_installed_and_all_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_model(tmp_path / "model", vocab_size=4096)
+    monkeypatch.setattr("trainer.patches.packed_attention.has_flash", lambda *_: True)
+    shards = LayerShards(CPU)
+    how: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "attention": "sdpa"}
+    base = load_base_model(str(folder), ModelSection(), shards=shards, **how)
+    undo(base)  # what an earlier test of this process has left in the modeling file
+    of_base = [module for module in base.modules() if not isinstance(module, torch.nn.Linear)]
+    attention, before = base.config._attn_implementation, state_of(of_base)
+    asked = wanted(folder, shards=shards)
+
+    assert any("element-wise operators: " in line for line in install("base", base, asked))
+    assert base.config._attn_implementation != attention
+    assert {"forward", "apply_rotary_pos_emb"} <= differences(before, state_of(of_base))
+
+    model = apply_adapter(base, LoraSection(r=4), torch.float32)
+    adapted = [module for module in model.modules() if module not in of_base]
+    before_adapted = state_of(adapted)
+    install("adapted", model, asked)
+    assert differences(before_adapted, state_of(adapted)) >= {"forward", "_forward_pre_hooks", "layer_shards"}
+    changed = differences(before, state_of(of_base))
+    assert {"_gradient_checkpointing_func", "_forward_hooks", "gradient_checkpointing"} <= changed
+
+    uninstall(model)
+    assert base.config._attn_implementation == attention
+    # transformers leaves its own function on layers whose recomputation was turned on and off again; PEFT its settings.
+    left = {"_gradient_checkpointing_func", "gradient_checkpointing", "peft_config"}
+    assert differences(before, state_of(of_base)) <= left
+    assert not any(module.gradient_checkpointing for module in of_base if hasattr(module, "gradient_checkpointing"))
+    assert differences(before_adapted, state_of(adapted)) == set()
+    uninstall(model)  # nothing is left, and that is no error
+
+
+def test_sdpa_of_a_card_without_flash_attention_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_model(tmp_path / "model")
+    monkeypatch.setattr("trainer.patches.packed_attention.has_flash", lambda *_: False)
+    how: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "attention": "sdpa"}
+    base = load_base_model(str(folder), ModelSection(), **how)
+    usual = AttentionInterface()["sdpa"]
+    asked = wanted(folder, device=torch.device("cuda"), own_elementwise=False)
+    install("base", base, asked)
+    assert AttentionInterface()["sdpa"] is not usual
+    uninstall(base)
+    assert AttentionInterface()["sdpa"] is usual
+
+
+@pytest.mark.parametrize(("precision", "stage"), [("fp16", 0), ("fp16", 2), ("bf16", 2)])
+def test_an_engine_is_as_it_came(precision: str, stage: int, tmp_path: Path) -> None:
+    engine = adapted_engine(precision, stage, CPU)
+    uninstall(engine.module, engine)  # what the helper has installed
+    owners = (engine, engine.optimizer, engine.basic_optimizer)
+    names = ("backward", "step", "_update_scale", "get_grad_norm_direct", "update_guard", "grad_scale")
+
+    def own() -> list[dict[str, Any]]:
+        return [{name: vars(owner)[name] for name in names if name in vars(owner)} for owner in owners]
+
+    def hooks() -> int:
+        return len(engine.basic_optimizer._optimizer_step_pre_hooks)
+
+    before, hooks_before = own(), hooks()
+    install("engine", engine, wanted(tmp_path, clips_on_device=precision == "bf16"))
+    assert own() != before
+    uninstall(engine.module, engine)
+    assert own() == before and hooks() == hooks_before
+
+
+def test_the_list_follows_the_entries() -> None:
+    """Each step names the entries that describe it, in their order."""
+    entries = [patch.replaces for patch in PATCHES]
+    places = [entries.index(name) for step in INSTALLATIONS for name in step.replaces]
+    assert places == sorted(places)
+    assert [step.stage for step in INSTALLATIONS] == sorted(
+        (step.stage for step in INSTALLATIONS), key=["base", "adapted", "engine"].index
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_engine_has_what_is_used_of_it(stage: int) -> None:
+    engine = adapted_engine("bf16", stage, CPU)
+    fields = set(Engine.__annotations__)
+    methods = {name for name, what in vars(Engine).items() if inspect.isfunction(what) and not name.startswith("_")}
+    assert len(fields) == 9 and len(methods) == 13
+    assert {name for name in fields | methods if not hasattr(engine, name)} == set()
+    for name in methods:
+        ours, theirs = (inspect.signature(getattr(owner, name)).parameters for owner in (Engine, type(engine)))
+        assert set(ours) <= set(theirs) or "kwargs" in theirs, name

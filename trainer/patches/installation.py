@@ -1,0 +1,244 @@
+"""What runs in place of a library's code on a model and its engine: one list, installed in order, undone last first.
+
+Each forward holds the one that was there before it. On one adapted layer up to five may lie on each other, from the
+inside: PEFT's forward, the fused operator, recomputation of its input, the checkpoint of its layer, hooks that gather.
+What is replaced for one pass alone (the head, the empty model's forwards) is not here; entries.py lists everything.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from trainer.config import RunConfig, UserError
+from trainer.engine.layer_gather.shards import LayerShards
+from trainer.model.expert_layers import expert_modules
+from trainer.patches.deepspeed_workarounds import answer_faults
+from trainer.patches.liger import PARTS, apply_liger, line_of
+from trainer.patches.mamba import call_projections_of_mamba
+from trainer.patches.norm_mlp_rope import forget_inputs, replace_elementwise
+from trainer.patches.packed_attention import copy_heads_without_flash, leave_varlen, share_heads_again, use_varlen
+from trainer.patches.recompute import disable_recomputation, enable_recomputation
+from trainer.patches.replace import undo, undo_on
+from trainer.patches.update_guard import UpdateGuard
+
+Stage = Literal["base", "adapted", "engine"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run wants of the patches: its settings, and what was decided (trainer/decisions.py)."""
+
+    config: RunConfig
+    device: torch.device
+    dtype: torch.dtype
+    varlen: bool
+    """Packs are computed by the variable-length attention."""
+    own_elementwise: bool
+    ours: frozenset[str]
+    """Parts (of liger.PARTS) that are expected to be ours; a difference is said, for memory was estimated by it."""
+    liger: bool
+    liger_refusal: str
+    recomputed: str
+    """`none`, `activations`, or `norms` as well."""
+    adapters: str
+    """Whose forward: `cuda`, `reference`, `peft`, or `none`."""
+    adapters_reason: str
+    no_siblings: str | None
+    """Why siblings are not computed together; None if they are."""
+    clips_on_device: bool
+    any_token: int
+    shards: LayerShards | None = None
+
+
+@dataclass(frozen=True)
+class Installation:
+    """One step of the list."""
+
+    replaces: tuple[str, ...]
+    """The entries' words for it (trainer/patches/entries.py)."""
+    stage: Stage
+    """What it is installed on: the base, before adapters are added; the adapted model; DeepSpeed's engine."""
+    install: Callable[[Any, Wanted], list[str]]
+    """On that owner; lines for the console."""
+    undo: Callable[[Any], object]
+    """The opposite, on the same owner; nothing where it was not installed."""
+
+
+def install(stage: Stage, owner: Any, wanted: Wanted) -> list[str]:
+    """Put in place what belongs to this stage, in the order of the list; lines for the console."""
+    return [line for step in INSTALLATIONS if step.stage == stage for line in step.install(owner, wanted)]
+
+
+def uninstall(model: Any, engine: Any = None) -> None:
+    """Take everything back, last first; what the libraries had is there again."""
+    for step in reversed(INSTALLATIONS):
+        if step.stage != "engine":
+            step.undo(model)
+        elif engine is not None:
+            step.undo(engine)
+
+
+def _own_heads(_: Any, wanted: Wanted) -> list[str]:
+    copy_heads_without_flash(wanted.device, wanted.dtype)
+    return []
+
+
+def _varlen(model: Any, wanted: Wanted) -> list[str]:
+    if wanted.varlen:
+        use_varlen(model, wanted.device, wanted.dtype)
+    return []
+
+
+def _elementwise(model: Any, wanted: Wanted) -> list[str]:
+    """Our norms, SwiGLU and rotary embedding, Liger's for what is left."""
+    lines: list[str] = []
+    done: set[str] = set()
+    if wanted.own_elementwise:
+        _load_operators(wanted.config)
+        replaced = replace_elementwise(
+            model,
+            frozen_norms=wanted.config.adapter != "none",
+            recompute=wanted.recomputed != "none",
+            recompute_norms=wanted.recomputed == "norms",
+        )
+        lines, done = replaced.lines(), replaced.whole()
+        for part in sorted(done ^ wanted.ours):
+            now = "ours" if part in done else "not ours"
+            lines.append(f"[yellow]warning:[/yellow] {PARTS[part]}: {now} on this device; the memory estimate is off")
+    if wanted.liger and len(done) < len(PARTS):
+        apply_liger(model, done)
+    elif wanted.config.ops.elementwise == "liger":
+        raise UserError(f"ops.elementwise=liger: {wanted.liger_refusal}; use ops.elementwise: auto")
+    return [*lines, line_of(done, wanted.liger_refusal)]
+
+
+def _load_operators(config: RunConfig) -> None:
+    import ops
+
+    try:
+        ops.load(config.ops.backend if config.ops.backend != "peft" else "auto")
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _mamba(model: Any, wanted: Wanted) -> list[str]:
+    return call_projections_of_mamba(model) if wanted.config.adapter != "none" else []
+
+
+def _layer_gather(model: Any, wanted: Wanted) -> list[str]:
+    if wanted.shards is not None:
+        wanted.shards.attach(model)
+    return []
+
+
+def _ungather(model: Any) -> None:
+    if (shards := vars(model).get("layer_shards")) is not None:
+        shards.detach(model)
+
+
+def _experts(model: Any, wanted: Wanted) -> list[str]:
+    if wanted.config.adapter == "none" or not expert_modules(model):
+        return []
+    from trainer.patches.fused_experts import compute_experts  # brings peft, and with it bitsandbytes
+
+    on_gpu = wanted.device.type == "cuda"
+    if on_gpu:
+        _load_operators(wanted.config)
+    return compute_experts(model, on_gpu=on_gpu)
+
+
+def _fused_lora(model: Any, wanted: Wanted) -> list[str]:
+    if wanted.adapters == "none":
+        return []
+    if wanted.adapters == "peft":
+        return [f"adapters: PEFT's own forward ({wanted.adapters_reason})"]
+    from trainer.patches.fused_lora import fuse  # brings bitsandbytes and the operators
+
+    backend = wanted.config.ops.backend
+    assert backend != "peft"
+    few = torch.full((1, 8), wanted.any_token, device=wanted.device)
+    tokens = wanted.config.training.batch_size * wanted.config.dataset.max_length
+    try:
+        report = fuse(
+            model,
+            backend,
+            forward=lambda: model(input_ids=few, use_cache=False),
+            no_groups=wanted.no_siblings,
+            tokens=tokens,
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return report.lines()
+
+
+def _forgotten_inputs(model: Any, wanted: Wanted) -> list[str]:
+    if wanted.recomputed != "none":
+        forget_inputs(model)
+    return []
+
+
+def _recomputation(model: Any, wanted: Wanted) -> list[str]:
+    line = enable_recomputation(model, wanted.config.training)
+    return [line] if line else []
+
+
+def _faults(engine: Any, _: Wanted) -> list[str]:
+    answer_faults(engine)
+    return []
+
+
+def _unanswer(engine: Any) -> None:
+    undo_on(engine.optimizer)
+    undo_on(engine)
+
+
+def _guard(engine: Any, wanted: Wanted) -> list[str]:
+    if wanted.clips_on_device:
+        engine.update_guard = UpdateGuard(engine, wanted.config.training.max_grad_norm)
+    return []
+
+
+def _unguard(engine: Any) -> None:
+    if (guard := vars(engine).pop("update_guard", None)) is not None:
+        guard.remove()
+
+
+INSTALLATIONS = (
+    Installation(("transformers' attention `sdpa`",), "base", _own_heads, lambda _: share_heads_again()),
+    Installation(("the attention of packed documents",), "base", _varlen, leave_varlen),
+    Installation(
+        (
+            "forward of RMSNorm and gated MLPs; apply_rotary_pos_emb of modeling files",
+            "norms, SwiGLU and rotary embedding, by Liger's own patching",
+        ),
+        "base",
+        _elementwise,
+        undo,  # not of Liger's, which replaces functions of transformers for the process
+    ),
+    Installation(("mamba2_split_conv1d_scan_combined of modeling files",), "adapted", _mamba, undo),
+    Installation(("how stage 3 gathers a frozen base",), "adapted", _layer_gather, _ungather),
+    Installation(("forward of experts without an adapter",), "adapted", _experts, undo),
+    Installation(("forward of PEFT's LoRA layers",), "adapted", _fused_lora, undo),
+    Installation(("forward of adapted layers, once more",), "adapted", _forgotten_inputs, undo),
+    Installation(
+        ("_gradient_checkpointing_func of decoder layers; forward of their feed-forward parts",),
+        "adapted",
+        _recomputation,
+        disable_recomputation,
+    ),
+    Installation(
+        (
+            "state and masters of the 16-bit optimizer of stage 0 after its start",
+            "optimizer.step and _update_scale",
+            "engine.backward",
+        ),
+        "engine",
+        _faults,
+        _unanswer,
+    ),
+    Installation(
+        ("get_grad_norm_direct", "grad_scale and found_inf of torch's fused AdamW"), "engine", _guard, _unguard
+    ),
+)
