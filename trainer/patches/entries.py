@@ -158,7 +158,7 @@ UNTIL_THE_MODEL = (
         "2.13.0",
         "flash attention knows no sinks; given out' and lse' with the sink, its own backward is exact",
         "dataset.packing with gpt-oss",
-        "trainer/patches/attention_sinks.py: flash_with_sinks",
+        "trainer/patches/packed_attention.py: use_varlen",
         "nothing is replaced: torch's private operators are called",
         "tests/unit/test_attention_sinks.py",
     ),

@@ -207,7 +207,9 @@ def _unguard(engine: Any) -> None:
 
 INSTALLATIONS = (
     Installation(("transformers' attention `sdpa`",), "base", _own_heads, lambda _: share_heads_again()),
-    Installation(("the attention of packed documents",), "base", _varlen, leave_varlen),
+    Installation(
+        ("the attention of packed documents", "attention sinks of packed documents"), "base", _varlen, leave_varlen
+    ),
     Installation(
         (
             "forward of RMSNorm and gated MLPs; apply_rotary_pos_emb of modeling files",
