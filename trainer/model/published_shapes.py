@@ -178,6 +178,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "gpt-oss-20b": {
         "model_type": "gpt_oss",
+        "quantization_config": {"quant_method": "mxfp4"},
         "vocab_size": 201088,
         "hidden_size": 2880,
         "intermediate_size": 2880,
