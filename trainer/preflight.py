@@ -33,6 +33,7 @@ def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None,
     from trainer.checkpoint.output_folder import check_free, check_place
     from trainer.engine.deepspeed_engine import check_extra_keys, resolve_precision
     from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
+    from trainer.model.expert_targets import check_router_loss
     from trainer.model.model_kind import check_kind
     from trainer.model.targets import check_targets
     from trainer.monitor.metrics import check_reporters
@@ -55,7 +56,7 @@ def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None,
         raise UserError("lora.init=loftq: PEFT computes it on a GPU, and this machine has none; use lora.init: default")
     tell(f"checking the model {config.base_model}")
     model_config = load_model_config(config.base_model, config.model)
-    check_kind(config.base_model, model_config)
+    check_kind(config.base_model, model_config, all_trained=config.adapter == "none")
     notes = check_weights(config.base_model, config.model, model_config)
     longest = context_length(model_config)
     if longest and config.dataset.max_length > longest:
@@ -71,6 +72,7 @@ def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None,
     check_supported(config.model, empty)
     if config.adapter != "none":
         check_targets(empty, config.lora)
+    check_router_loss(empty, config.training.router_aux_loss, None if config.adapter == "none" else config.lora)
     if config.adapter == "qlora":
         check_packable(empty)
     if config.dataset.packing:

@@ -30,6 +30,7 @@ from trainer.memory.oom_recovery import Recovery
 from trainer.memory.preflight import MemoryPlan, peak_over_ranks, plan_memory, record_memory
 from trainer.model.adapter import GradientCheck, count_parameters
 from trainer.model.answers import answer_prompt
+from trainer.monitor.expert_load import ExpertLoad
 from trainer.monitor.metrics import Metrics
 from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.profiler import StepProfiler
@@ -208,7 +209,8 @@ class Run:
             multiple = elements_per_buffer(config.training.optimizer, self.ranks.world_size)
             flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio), multiple=multiple)
         optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads)
-        self.token_loss = TokenLoss(model, fused=self.decided.fused_head.value, say=self.say)
+        balance = config.training.router_aux_loss
+        self.token_loss = TokenLoss(model, fused=self.decided.fused_head.value, say=self.say, balance=balance)
         engine = start_engine(model, optimizer, self.deepspeed_config)
         any_token = self.prepared.tokenizer.pad_token_id
         install("engine", engine, patches_wanted(config, self.decided, self.device, DTYPES[self.precision], any_token))
@@ -292,8 +294,13 @@ class Run:
             steering=self.steering,
             gradient_check=GradientCheck(engine.module, finite=self.precision != "fp16"),
             mfu=MfuMeter.of(engine.module, self.device, self.precision) if self.ranks.is_main else None,
+            experts=self._expert_load(engine),
             profiler=StepProfiler.of_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
         )
+
+    def _expert_load(self, engine: Engine) -> ExpertLoad | None:
+        compiled = self.config.training.torch_compile
+        return ExpertLoad.of(engine.module, compiled=compiled) if self.ranks.is_main else None
 
     @phase("evaluate")
     def _evaluate(self, engine: Engine) -> tuple[float, int]:

@@ -117,7 +117,7 @@ def train_step(
         is_last = index == len(batches) - 1
         loss_local = token_loss(engine, batch, device)
         sums[0] += loss_local.detach()
-        total = loss_local * to_engine
+        total = (loss_local + token_loss.balancing) * to_engine
         if is_last and steering is not None:
             # Every rank adds the whole term and the engine averages over ranks: only the accumulation is undone.
             total = total + steering.term(step) * len(batches)

@@ -10,11 +10,13 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from safetensors.torch import load_file
 
 from tests.mixtures import MIXTURES, make_mixture
-from trainer.config import ModelSection, QuantizationSection
+from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.engine.linear_layers import experts_in
+from trainer.model.adapter import apply_adapter, count_parameters
 from trainer.model.base import load_base_model, load_model_config
 from trainer.model.packed_experts import PackedExperts, nf4_layout
 from trainer.model.streamed_weights import load_streamed
+from trainer.patches.mamba import unadapted_lines
 
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12)
@@ -83,6 +85,18 @@ def test_packed_experts_compute_what_bitsandbytes_makes_of_each(folders: dict[st
         results.append((logits.detach(), embedded.grad))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
+
+
+def test_parameters_are_counted_as_what_they_stand_for_and_packed_experts_are_listed(folders: dict[str, Path]) -> None:
+    lora = LoraSection(target_modules=("q_proj",))
+    plain = apply_adapter(whole(folders["mixtral"]), lora, torch.float32)
+    packed = apply_adapter(streamed(folders["mixtral"], QuantizationSection()), lora, torch.float32)
+    assert count_parameters(packed) == count_parameters(plain)
+    router, experts = unadapted_lines(packed, quantized=True)
+    assert router.startswith("without adapter, being no linear layers, and not in 4 bits: gate (2 of 4 x 64): ")
+    assert experts.startswith(
+        "without adapter, in NF4: experts.gate_up_proj (2 of 4 x 256 x 64), experts.down_proj (2 "
+    )
 
 
 @pytest.mark.parametrize("double_quant", [True, False])

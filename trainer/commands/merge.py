@@ -1,7 +1,8 @@
 """`zerolora merge RUN`: base and adapter as one model of safetensors that needs neither PEFT nor zerolora.
 
 Each adapted weight becomes W + s B A, added in 32 bits and rounded once to the model's number format. The base is read
-in full precision for QLoRA runs too: a sum that is quantised to 4 bits again loses most of what an adapter adds.
+in full precision for QLoRA runs too: a sum that is quantised to 4 bits again loses most of what an adapter adds. A base
+that is published in MXFP4 alone (gpt-oss) is written so again, and what that costs is said.
 """
 
 import argparse
@@ -24,11 +25,13 @@ from trainer.checkpoint.finished_run import (
     run_device,
     saved_tokenizer,
 )
+from trainer.commands.requantised import in_mxfp4_again
 from trainer.commands.scale import AUTO, scale_adapter, scale_of
 from trainer.commands.whole_output import check_output, put_in_place, writing
 from trainer.config import CommandParser, UserError
 from trainer.engine.deepspeed_engine import DTYPES
 from trainer.model.base import load_base_model, load_model_config
+from trainer.model.model_kind import is_mxfp4
 
 SHARD_SIZE = "5GB"
 
@@ -43,9 +46,10 @@ def merge(run: FinishedRun, output: Path, *, dtype: str = "auto", scale: float |
     """
     check_output(output)
     model, tokenizer = load_merged(run, dtype=dtype, scale=scale)
+    values = in_mxfp4_again(model, run.config) if dtype == "auto" else None
     check_room(model, output)
     with writing(output) as folder:
-        save_merged(model, tokenizer, folder)
+        save_merged(model, tokenizer, folder, values)
         put_in_place(folder, output)
     return output
 
@@ -58,17 +62,25 @@ def load_merged(run: FinishedRun, *, dtype: str = "auto", scale: float | str = 1
     return merged_model(run, tokenizer, stored if dtype == "auto" else DTYPES[dtype], scale=factor), tokenizer
 
 
-def save_merged(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write model and tokenizer, and read the weights back; RuntimeError if they differ."""
-    model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+def save_merged(model: Any, tokenizer: Any, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
+    """Write model and tokenizer, and read the weights back; RuntimeError if they differ.
+
+    `values` are what is saved, where that is not what the model holds.
+    """
+    model.save_pretrained(folder, max_shard_size=SHARD_SIZE, state_dict=values)
     tokenizer.save_pretrained(folder)
-    check_saved(model, folder)
+    check_saved(model, folder, values)
 
 
 def merged_model(run: FinishedRun, tokenizer: Any, dtype: torch.dtype, *, scale: float = 1.0) -> Any:
     """The base in `dtype` on the CPU with the adapter added to its weights, embedding grown for added tokens."""
     base = load_base_model(
-        run.config.base_model, run.config.model, dtype=dtype, device=torch.device("cpu"), attention="eager"
+        run.config.base_model,
+        run.config.model,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        attention="eager",
+        unpack_mxfp4=True,
     )
     # In 32 bits the sum is rounded once, and not its second term before it.
     adapted = put_adapter(base, tokenizer, run, in_32_bits=True)
@@ -122,7 +134,7 @@ def _untie_head(adapted: Any) -> None:
 def _stored_dtype(run: FinishedRun) -> torch.dtype:
     """The number format that the base's weights are stored in, 32 bits if its configuration does not say."""
     config = load_model_config(run.config.base_model, run.config.model)
-    if getattr(config, "quantization_config", None) is not None:
+    if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config):
         raise UserError(
             f"base_model={run.config.base_model}: is stored quantised, and merging needs full precision; name the "
             "model that it was made from with --base-model"
@@ -144,9 +156,12 @@ def check_room(model: nn.Module, output: Path) -> None:
         )
 
 
-def check_saved(model: nn.Module, folder: Path) -> None:
-    """Read the saved files back, a tensor at a time; RuntimeError if one is missing, differs or is not finite."""
-    expected = model.state_dict()
+def check_saved(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
+    """Read the saved files back, a tensor at a time; RuntimeError if one is missing, differs or is not finite.
+
+    `values` are what was saved, where that is not what the model holds.
+    """
+    expected = model.state_dict() if values is None else values
     stored_elements = 0
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as handle:
@@ -159,6 +174,8 @@ def check_saved(model: nn.Module, folder: Path) -> None:
                 if name in expected and not torch.equal(value, expected[name]):
                     raise RuntimeError(f"{file.name}: {name} read back differs from what was merged; check the disk")
     elements = sum(parameter.numel() for parameter in model.parameters())
+    if values is not None:
+        elements = sum(value.numel() for value in {value.data_ptr(): value for value in values.values()}.values())
     if stored_elements < elements:
         raise RuntimeError(f"{folder}: holds {stored_elements:,} weights of the model's {elements:,}")
 

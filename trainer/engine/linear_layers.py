@@ -46,6 +46,17 @@ def packed_state(parameter: nn.Parameter) -> Any | None:
 REFUSALS = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, AssertionError, ImportError)
 
 
+def packed_experts_layout(parameter: nn.Parameter) -> Any | None:
+    """How the experts in a parameter are packed (trainer/model/packed_experts.py); None of any other parameter."""
+    return getattr(parameter, "packing", None)
+
+
+def model_shape(parameter: nn.Parameter) -> torch.Size:
+    """The shape of the values that a parameter stands for: all of them, however they are packed or partitioned."""
+    packed = packed_state(parameter) or packed_experts_layout(parameter)
+    return whole_shape(parameter) if packed is None else torch.Size(packed.shape)
+
+
 @cache
 def _acts_linear(kind: Any) -> bool:
     x = torch.linspace(-1.0, 1.0, 8, device="cpu").view(2, 4)

@@ -158,7 +158,8 @@ class Planner:
         training = config.training
         length = min(self.lengths.longest, config.dataset.max_length)
         attention = decided.attention.value
-        eager = attention == "eager"
+        # Attention sinks without flash attention: the model's own code, as if one document were the whole pack.
+        eager = attention == "eager" or (attention == VARLEN and not self.machine.flash)
         masked = config.dataset.packing and attention != VARLEN and not attention.startswith("flash_attention")
         masked |= attention == "sdpa" and self.shapes.facts.masked
         without_flash = self.machine.on_gpu and not self.machine.flash and attention == "sdpa"
@@ -182,6 +183,7 @@ class Planner:
             softcap=self.shapes.softcap,
             capped_logits=self.shapes.facts.caps,
             packed_weights=config.adapter == "qlora",
+            frozen_by_operator=self.machine.on_gpu and config.adapter != "none",
         )
 
     def _placement(self, config: RunConfig, decided: Decisions) -> Placement:

@@ -15,6 +15,9 @@ from torch import nn
 from trainer.config import QuantizationSection
 from trainer.engine.linear_layers import is_linear
 
+READ_DIRECTLY = ("dt_proj",)
+"""The time step of Mamba-1 (Jamba): its weight is multiplied without calling the layer."""
+
 
 class _FrozenLinear4bit(torch.autograd.Function):
     """y[T,O] = x[T,I] W^T with W[O,I] dequantised on the fly; dX = dY W. W gets no gradient."""
@@ -76,9 +79,9 @@ class FrozenLinear4bit(bnb.nn.Linear4bit):
         return y.to(x.dtype)
 
 
-def should_quantize(module: nn.Module) -> bool:
-    """Every linear layer is quantised; the caller leaves the output head out."""
-    return is_linear(module)
+def should_quantize(path: str, module: nn.Module) -> bool:
+    """Every linear layer is quantised but those of which a model reads the weight itself; the caller keeps the head."""
+    return is_linear(module) and path.rpartition(".")[2] not in READ_DIRECTLY
 
 
 def quantized_linear(linear: nn.Module, section: QuantizationSection, compute_dtype: torch.dtype) -> nn.Module:

@@ -5,14 +5,20 @@ same name always gives the same weights on the same kind of device.
 """
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from trainer.config import UserError
+from trainer.engine.linear_layers import experts_in
+from trainer.model.mxfp4 import BLOCK as MXFP4_BLOCK
 from trainer.model.published_shapes import shape_settings
+from trainer.model.stored_layout import BLOCKS, SCALES
 
 STANDARD_DEVIATION = 0.02
+UNDECLARED = ("rope_theta", "rope_scaling", "head_dim")  # read by models whose configurations have no default for them
+MXFP4_EXPONENT = 120  # 2^-7 x 2.9, the root mean square of the 16 values
 MOST, MOST_LAYERS = 10_000_000, 1000  # what a setting of a shape may be
 END, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -29,10 +35,11 @@ def random_config(base_model: str) -> Any:
     settings = shape_settings(base_model)
     model_type = settings.pop("model_type")
     known = AutoConfig.for_model(model_type)
-    unknown = [key for key in settings if not hasattr(known, key) and key not in ("rope_theta", "rope_scaling")]
+    published = shape_settings(base_model.split(",")[0])
+    others = {*UNDECLARED, *published}
+    unknown = [key for key in settings if not hasattr(known, key) and key not in others]
     if unknown:
         raise UserError(f"base_model={base_model}: {unknown[0]} is no setting of a {model_type} configuration")
-    published = shape_settings(base_model.split(",")[0])
     for key, value in settings.items():
         if key not in published or published[key] != value:
             settings[key] = _of_its_kind(base_model, key, value, known)
@@ -96,25 +103,33 @@ class RandomTensors:
     zero. Each tensor, of experts each one's, is seeded by its name, so that the order of reading does not matter.
     """
 
-    def __init__(self, base_model: str, model: torch.nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, base_model: str, model: torch.nn.Module, device: torch.device, *, in_mxfp4: bool = False
+    ) -> None:
+        """`in_mxfp4`: experts are drawn as blocks and scales, as gpt-oss stores them."""
         self._base_model = base_model
         self._device = device
         self._like = dict(model.named_parameters(remove_duplicate=False))
-
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self._like)
+        self._packed: dict[str, tuple[int, ...]] = {}
+        for path, module in model.named_modules() if in_mxfp4 else ():
+            for name, experts in experts_in(module).items():
+                count, wide, out = experts.shape
+                del self._like[f"{path}.{name}"]
+                self._packed[f"{path}.{name}{BLOCKS}"] = (count, out, wide // MXFP4_BLOCK, MXFP4_BLOCK // 2)
+                self._packed[f"{path}.{name}{SCALES}"] = (count, out, wide // MXFP4_BLOCK)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors."""
-        return {name: tuple(like.shape) for name, like in self._like.items()}
+        return {name: tuple(like.shape) for name, like in self._like.items()} | self._packed
 
     def read(self, name: str, index: int | None = None) -> torch.Tensor:
         """One tensor, on the device; with `index` that part of its first dimension, which stays, of length one."""
+        if name in self._packed:
+            count, *shape = self._packed[name]
+            return torch.cat([self._packed_of(name, each, shape) for each in _chosen(count, index)])
         like = self._like[name]
         if like.dim() == 3 and ".experts." in name:
-            indices = range(like.shape[0]) if index is None else [index]
-            return torch.cat([self._drawn(f"{name} {each}", like[:1]) for each in indices])
+            return torch.cat([self._drawn(f"{name} {each}", like[:1]) for each in _chosen(len(like), index)])
         if like.dim() < 2:
             # "D" is the skip connection of a state-space layer.
             value = 1.0 if name.endswith((".weight", ".D")) else 0.0
@@ -122,8 +137,21 @@ class RandomTensors:
         whole = self._drawn(name, like)
         return whole if index is None else whole[index : index + 1]
 
-    def _drawn(self, name: str, like: torch.Tensor) -> torch.Tensor:
+    def _packed_of(self, name: str, expert: int, shape: list[int]) -> torch.Tensor:
+        """Any codes, of which with this exponent the standard deviation is about that of the others."""
+        if name.endswith(SCALES):
+            return torch.full((1, *shape), MXFP4_EXPONENT, dtype=torch.uint8, device=self._device)
+        generator = self._generator(f"{name} {expert}")
+        return torch.randint(256, (1, *shape), generator=generator, dtype=torch.uint8, device=self._device)
+
+    def _generator(self, name: str) -> torch.Generator:
         seed = int.from_bytes(hashlib.sha256(f"{self._base_model} {name}".encode()).digest()[:6], "big")
-        generator = torch.Generator(self._device).manual_seed(seed)
+        return torch.Generator(self._device).manual_seed(seed)
+
+    def _drawn(self, name: str, like: torch.Tensor) -> torch.Tensor:
         drawn = torch.empty(like.shape, dtype=like.dtype, device=self._device)
-        return drawn.normal_(0.0, STANDARD_DEVIATION, generator=generator)
+        return drawn.normal_(0.0, STANDARD_DEVIATION, generator=self._generator(name))
+
+
+def _chosen(count: int, index: int | None) -> Sequence[int]:
+    return range(count) if index is None else [index]

@@ -17,7 +17,8 @@ from trainer.engine.layer_gather.shards import LayerShards
 from trainer.engine.linear_layers import experts_in, is_transposed
 from trainer.model.four_bit import quantized_linear, should_quantize
 from trainer.model.frozen_experts import compute_dequantized
-from trainer.model.model_kind import auto_class
+from trainer.model.model_kind import auto_class, is_mxfp4
+from trainer.model.mxfp4 import full_precision
 from trainer.model.packed_experts import ExpertsLayout, PackedExperts, mxfp4_layout, nf4_layout
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import RandomTensors
@@ -48,17 +49,18 @@ def load_streamed(
     """
     from accelerate import init_empty_weights
 
+    plain = full_precision(config)
     with init_empty_weights(include_buffers=False):
-        model = auto_class(config).from_config(
-            config, dtype=dtype, attn_implementation=attention, trust_remote_code=section.trust_remote_code
+        model = auto_class(plain).from_config(
+            plain, dtype=dtype, attn_implementation=attention, trust_remote_code=section.trust_remote_code
         )
     model.tie_weights()
     files: Tensors
     if is_random(base_model):
-        files = RandomTensors(base_model, model, device)
+        files = RandomTensors(base_model, model, device, in_mxfp4=is_mxfp4(config))
     else:
         files = SafetensorsFiles(base_model, section)
-        check_weights_fit(f"base_model={base_model}", type(model), config, files.shapes())
+        check_weights_fit(f"base_model={base_model}", type(model), config, files)
     layout = stored_layout(model, files, base_model)
     output_head = model.get_output_embeddings()
     if shards is not None:
@@ -78,7 +80,7 @@ def load_streamed(
         if to_pack:
             compute_dequantized(module)
         _load_buffers(module, path, layout, files, device)
-        if quantization is not None and should_quantize(module) and module is not output_head:
+        if quantization is not None and should_quantize(path, module) and module is not output_head:
             module = quantized_linear(module, quantization, compute_dtype=dtype)
             _replace(model, path, module)
         if deepspeed_config is not None:

@@ -13,6 +13,7 @@ import torch
 
 from trainer.config import RunConfig, UserError
 from trainer.engine.layer_gather.shards import LayerShards
+from trainer.model.expert_layers import expert_modules
 from trainer.patches.deepspeed_workarounds import answer_faults
 from trainer.patches.liger import PARTS, apply_liger, line_of
 from trainer.patches.mamba import call_projections_of_mamba
@@ -137,6 +138,17 @@ def _ungather(model: Any) -> None:
         shards.detach(model)
 
 
+def _experts(model: Any, wanted: Wanted) -> list[str]:
+    if wanted.config.adapter == "none" or not expert_modules(model):
+        return []
+    from trainer.patches.fused_experts import compute_experts  # brings peft, and with it bitsandbytes
+
+    on_gpu = wanted.device.type == "cuda"
+    if on_gpu:
+        _load_operators(wanted.config)
+    return compute_experts(model, on_gpu=on_gpu)
+
+
 def _fused_lora(model: Any, wanted: Wanted) -> list[str]:
     if wanted.adapters == "none":
         return []
@@ -195,7 +207,9 @@ def _unguard(engine: Any) -> None:
 
 INSTALLATIONS = (
     Installation(("transformers' attention `sdpa`",), "base", _own_heads, lambda _: share_heads_again()),
-    Installation(("the attention of packed documents",), "base", _varlen, leave_varlen),
+    Installation(
+        ("the attention of packed documents", "attention sinks of packed documents"), "base", _varlen, leave_varlen
+    ),
     Installation(
         (
             "forward of RMSNorm and gated MLPs; apply_rotary_pos_emb of modeling files",
@@ -207,6 +221,7 @@ INSTALLATIONS = (
     ),
     Installation(("mamba2_split_conv1d_scan_combined of modeling files",), "adapted", _mamba, undo),
     Installation(("how stage 3 gathers a frozen base",), "adapted", _layer_gather, _ungather),
+    Installation(("forward of experts without an adapter",), "adapted", _experts, undo),
     Installation(("forward of PEFT's LoRA layers",), "adapted", _fused_lora, undo),
     Installation(("forward of adapted layers, once more",), "adapted", _forgotten_inputs, undo),
     Installation(

@@ -25,13 +25,24 @@ class TokenLoss:
     """
 
     def __init__(
-        self, module: nn.Module, *, fused: bool | None = None, say: Callable[[str], None] | None = None
+        self,
+        module: nn.Module,
+        *,
+        fused: bool | None = None,
+        say: Callable[[str], None] | None = None,
+        balance: float = 0.0,
     ) -> None:
-        """`fused` is what was decided (trainer/decisions.py), None to observe it; `say` hears of a difference."""
+        """`fused` is what was decided (trainer/decisions.py), None to observe it; `say` hears of a difference.
+
+        `balance` is the weight of the model's own load-balancing loss, which training adds (`balancing`).
+        """
         from peft import PeftModel
 
         self._module = module
         self._decided, self._say = fused, say
+        self._balance = balance
+        self.balancing: torch.Tensor | float = 0.0
+        """Of the latest batch, times its targets, so that it is weighted over batches and ranks as the loss is."""
         base: Any = module
         if isinstance(module, PeftModel):
             base = module.get_base_model()
@@ -47,7 +58,8 @@ class TokenLoss:
         """sum_t -log p(target_t) over the targets of the batch, nats, fp32."""
         self._observe(batch, device)
         if self._head is None:
-            logits, targets = self.logits(model, batch, device)
+            inputs, targets = self._inputs(batch, device)
+            logits, targets = self._called(model, inputs, batch).logits, to_device(targets, device)
             return F.cross_entropy(
                 logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
             )
@@ -65,8 +77,15 @@ class TokenLoss:
             return token_loss_sum(rows.to(weight.dtype), weight, chosen, factor=self._factor or 1.0).view(1, 1, 1)
 
         with _head_replaced(self._head, loss_of):
-            scaled: torch.Tensor = model(**inputs, use_cache=False).logits
+            scaled: torch.Tensor = self._called(model, inputs, batch).logits
         return scaled.view(()) / (self._factor or 1.0)
+
+    def _called(self, model: Any, inputs: dict[str, Any], batch: MicroBatch) -> Any:
+        if not (self._balance and torch.is_grad_enabled()):
+            return model(**inputs, use_cache=False)
+        result = model(**inputs, use_cache=False, output_router_logits=True)
+        self.balancing = self._balance * result.aux_loss * batch.target_count
+        return result
 
     def divergence(self, model: Any, batch: MicroBatch, device: torch.device, *, with_gradient: bool) -> torch.Tensor:
         """sum_t KL(adapted_t || base_t) over the targets' places, nats, fp32: two forward passes, one without adapter.

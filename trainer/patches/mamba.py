@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from trainer.config import UserError
-from trainer.engine.linear_layers import is_linear
-from trainer.engine.partitioned import whole_shape
+from trainer.engine.linear_layers import is_linear, model_shape, packed_experts_layout
 from trainer.model.adapter import count_parameters
 from trainer.model.targets import beyond_text
 from trainer.patches.replace import replace
@@ -44,9 +43,9 @@ def unquantized_lines(model: nn.Module) -> list[str]:
 
 
 def unadapted_lines(model: nn.Module, *, quantized: bool) -> list[str]:
-    """A line on the weight matrices that are no linear layers and have no adapter, such as fused experts; or none.
+    """Lines on the weight matrices that are no linear layers and have no adapter, such as fused experts; or none.
 
-    A model of linear layers, embeddings and norms alone has no such line.
+    A model of linear layers, embeddings and norms alone has no such line. Packed experts have one of their own.
     """
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
@@ -58,22 +57,24 @@ def unadapted_lines(model: nn.Module, *, quantized: bool) -> list[str]:
     towers = tuple(f"{path}." for path in beyond_text(_base_of(model)))
     wrappers: list[Any] = [module for module in model.modules() if isinstance(module, ParamWrapper)]
     adapted = {id(wrapper.get_param()) for wrapper in wrappers}
-    counts: dict[tuple[str, tuple[int, ...]], int] = {}
+    found: dict[str, Counter[tuple[str, tuple[int, ...]]]] = {}
     for path, module in _base_of(model).named_modules():
         if isinstance(module, linear) or f"{path}.".startswith(towers):
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            shape = tuple(whole_shape(parameter))
+            shape = tuple(model_shape(parameter))
             if len(shape) > 1 and not parameter.requires_grad and id(parameter) not in adapted:
                 where = _last_name(path) if name == "weight" else f"{_last_name(path)}.{name}"
-                counts[where, shape] = counts.get((where, shape), 0) + 1
-    if not counts:
-        return []
-    words = [f"{name} ({count} of {' x '.join(map(str, shape))})" for (name, shape), count in counts.items()]
-    elements = sum(count * torch.Size(shape).numel() for (_, shape), count in counts.items())
-    fraction = elements / count_parameters(model)[1]
-    bits = ", and not in 4 bits" if quantized else ""
-    return [f"without adapter, being no linear layers{bits}: {', '.join(words)}: {fraction:.1%} of all parameters"]
+                packing = packed_experts_layout(parameter)
+                bits = ", being no linear layers, and not in 4 bits" if quantized else ", being no linear layers"
+                found.setdefault(f", in {packing.kind.upper()}" if packing else bits, Counter())[where, shape] += 1
+    lines = []
+    for kind, counts in found.items():
+        words = [f"{name} ({count} of {' x '.join(map(str, shape))})" for (name, shape), count in counts.items()]
+        elements = sum(count * torch.Size(shape).numel() for (_, shape), count in counts.items())
+        fraction = elements / count_parameters(model)[1]
+        lines.append(f"without adapter{kind}: {', '.join(words)}: {fraction:.1%} of all parameters")
+    return lines
 
 
 def _base_of(model: Any) -> Any:
