@@ -21,7 +21,8 @@ _GATE = (
 )
 for _schema in (
     "expert_sort(Tensor index, int experts) -> (Tensor order, Tensor ends)",
-    "expert_plan(Tensor order, Tensor ends) -> (Tensor place, Tensor tiles)",
+    "expert_plan(Tensor order, Tensor ends) -> (Tensor place, Tensor tiles, Tensor pairs)",
+    "expert_product(Tensor x, Tensor w, Tensor? h, Tensor? q, Tensor ends, Tensor pairs, bool forward) -> Tensor",
     f"expert_project(Tensor z, {_ROWS}, int per_source, Tensor? p, float scale, bool copy, {_DROPOUT})"
     " -> (Tensor u, Tensor copied)",
     f"expert_gradient(Tensor z, Tensor v, {_ROWS}, int per_source, int rank, bool transposed, ScalarType dtype,"
@@ -37,6 +38,8 @@ for _schema in (
 ):
     torch.library.define(f"zerolora::{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2])
 _ops: Any = torch.ops.zerolora
+OWN_PRODUCTS = True  # with an adapter's term, on Hopper
+OWN_PLAIN_PRODUCTS = False  # without, torch's are as fast
 _grouped: Callable[..., Tensor] = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
 
 
@@ -90,9 +93,9 @@ class _Call:
         self.a_d, self.b_d = _factors(down_factors, x.dtype)
         self.bias_gu: Tensor | None = biases[0].to(x.dtype).contiguous() if biases else None
         self.bias_d: Tensor | None = biases[1].to(x.dtype).contiguous() if biases else None
-        self.place, tiles = _ops.expert_plan(order, ends)
+        self.place, tiles, self.pairs = _ops.expert_plan(order, ends)
         self.rows = order, ends, tiles
-        self.ends = ends
+        self.ends, self.own = ends, OWN_PRODUCTS and torch.cuda.get_device_capability(x.device) == (9, 0)
         self.gate = _KINDS.index(form[2]), form[3] == "interleaved", alpha, limit
 
     def gate_up(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -101,9 +104,19 @@ class _Call:
     def down(self, tensors: Sequence[Tensor]) -> Tensor:
         return dense_weight(tensors, self.form[1], (self.E, self.H, self.inner, *self.blocks), self.dtype)
 
-    def grouped(self, rows: Tensor, weight: Tensor) -> Tensor:
-        """rows[N,D] weight[E,D,O], each row with its expert's."""
-        return _grouped(rows, weight, offs=self.ends)
+    def product(self, rows: Tensor, weight: Tensor, h: Tensor | None = None, q: Tensor | None = None) -> Tensor:
+        """rows[N,K] weight[E,K,D] + h[N,R] q^T for q[E,D,R], each row with its expert's; weight and q may be views."""
+        by_column = weight.stride(1) == 1
+        if self.own and (h is not None or OWN_PLAIN_PRODUCTS or rows.dtype != torch.bfloat16):
+            w = weight.transpose(1, 2) if by_column else weight
+            if q is not None:
+                q = (q if by_column else q.transpose(1, 2)).contiguous()
+            y: Tensor = _ops.expert_product(rows, w, h, q, self.ends, self.pairs, by_column)
+            return y
+        y = _grouped(rows, weight, offs=self.ends)
+        if h is not None and q is not None:
+            _ops.expert_expand_(y, h, q.contiguous(), None, *self.rows, 0.0, None)
+        return y
 
 
 def forward(  # type: ignore[no-untyped-def]
@@ -118,15 +131,14 @@ def forward(  # type: ignore[no-untyped-def]
     order, ends = _ops.expert_sort(index.contiguous(), shape[0])
     call = _Call(x, biases, gate_up_factors, down_factors, shape, form, numbers, seed, order, ends)
     h_gu, rows = _ops.expert_project(x.contiguous(), *call.rows, K, call.a_gu, call.s_gu, True, call.p, call.seeds[0])
-    u0 = call.grouped(rows, call.gate_up(gate_up).transpose(1, 2))
+    u0 = call.product(rows, call.gate_up(gate_up).transpose(1, 2))
     del rows
     act = _ops.expert_gate(u0, h_gu, call.b_gu, call.bias_gu, *call.rows, *call.gate)
     h_d, _ = _ops.expert_project(act, *call.rows, 0, call.a_d, call.s_d, False, call.p, call.seeds[1])
-    out = call.grouped(act, call.down(down).transpose(1, 2))
+    out = call.product(act, call.down(down).transpose(1, 2), h_d if call.b_d is not None else None, call.b_d)
     del act
-    if call.b_d is not None or call.bias_d is not None:
-        h = h_d if call.b_d is not None else None
-        _ops.expert_expand_(out, h, call.b_d, call.bias_d, *call.rows, 0.0, None)
+    if call.bias_d is not None:
+        _ops.expert_expand_(out, None, None, call.bias_d, *call.rows, 0.0, None)
     y = _ops.expert_combine(out, call.place, ends, weights.float().contiguous().view(-1), K)
     return y, u0, h_gu, h_d, order, ends
 
@@ -148,7 +160,7 @@ def backward(  # type: ignore[no-untyped-def]
     w_rows = flat[order.long()][:, None].to(x.dtype) if down_factors and need_factors else None
     p_d = _turned(call.b_d)
     dh_d, dy = _ops.expert_project(grad, *call.rows, K, p_d, call.s_d * kept, True, 0.0, None)
-    g = call.grouped(dy, call.down(down))
+    g = call.product(dy, call.down(down))
     grads_d: list[Tensor] = []
     if down_factors and need_factors:
         grad_b = _gradient(dy, w_rows * h_d, call, 0, down_factors[1], True, None)
@@ -172,8 +184,10 @@ def backward(  # type: ignore[no-untyped-def]
         ]
     grad_x = x.new_empty(0)
     if need_x:
-        dx = call.grouped(du, call.gate_up(gate_up))
-        if call.a_gu is not None:
+        inside = call.a_gu is not None and call.p == 0.0  # a mask would lie between the two products
+        q = call.a_gu.transpose(1, 2) if call.a_gu is not None and inside else None
+        dx = call.product(du, call.gate_up(gate_up), dh_gu if inside else None, q)
+        if call.a_gu is not None and not inside:
             _ops.expert_expand_(dx, dh_gu, _turned(call.a_gu), None, *call.rows, call.p, call.seeds[0])
         grad_x = _ops.expert_combine(dx, call.place, ends, None, K)
     grad_weights = dw.view(weights.shape).to(weights.dtype) if need_weights else weights.new_empty(0)

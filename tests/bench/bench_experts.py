@@ -36,7 +36,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--routing", default="ragged")
+    parser.add_argument("--products", choices=["own", "torch"], default="own", help="who adds the adapter's term")
     options = parser.parse_args()
+    experts_kernels.OWN_PRODUCTS = options.products == "own"
     ops.load("cuda")
     T, rank = options.tokens, options.rank
     torch.manual_seed(0)
@@ -52,13 +54,24 @@ def main() -> None:
     shapes = [(E, rank, H), (E, 2 * INNER, rank), (E, rank, INNER), (E, H, rank)]
     factors = [normal(*shape, size=0.05).requires_grad_() for shape in shapes]
     adapter = ExpertAdapter(*factors, gate_up_scale=2.0, down_scale=2.0)
-    ends = torch.ops.zerolora.expert_sort(index, E)[1]
-    rows, wide = normal(T * K, H), normal(T * K, 2 * INNER)
+    order, ends = torch.ops.zerolora.expert_sort(index, E)
+    pairs = torch.ops.zerolora.expert_plan(order, ends)[2]
+    product = torch.ops.zerolora.expert_product
+    h = normal(T * K, rank)
+    a_gu, b_gu, a_d, b_d = (normal(*shape) for shape in shapes)
+    rows, wide, act = (normal(T * K, width) for width in (H, 2 * INNER, INNER))
     floor = {
         "gate_up": lambda: experts_kernels._grouped(rows, gate_up.transpose(1, 2), offs=ends),
-        "down": lambda: experts_kernels._grouped(wide[:, :INNER], down.transpose(1, 2), offs=ends),
+        "down": lambda: experts_kernels._grouped(act, down.transpose(1, 2), offs=ends),
         "down dX": lambda: experts_kernels._grouped(rows, down, offs=ends),
         "gate_up dX": lambda: experts_kernels._grouped(wide, gate_up, offs=ends),
+    }
+    ours = {
+        "gate_up": lambda: product(rows, gate_up, h, b_gu, ends, pairs, True),
+        "gate_up, no adapter": lambda: product(rows, gate_up, None, None, ends, pairs, True),
+        "down": lambda: product(act, down, h, b_d, ends, pairs, True),
+        "down dX": lambda: product(rows, down, h, a_d, ends, pairs, False),
+        "gate_up dX": lambda: product(wide, gate_up, h, a_gu, ends, pairs, False),
     }
     taken = {name: milliseconds(product) for name, product in floor.items()}
     with torch.no_grad():
@@ -75,7 +88,9 @@ def main() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         both()
         torch.cuda.synchronize()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, T={T} r={rank} {options.routing}")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, T={T} r={rank} {options.routing}, products: {options.products}"
+    )
     for event in sorted(profile.key_averages(), key=lambda event: -event.device_time_total)[:24]:
         print(f"  {event.device_time_total:8.0f} us {event.count:3}  {event.key[:90]}")
     print(
@@ -83,6 +98,9 @@ def main() -> None:
         ", ".join(f"{name} {ms:.3f}" for name, ms in taken.items()),
         f"= {sum(taken.values()):.3f} ms",
     )
+    if options.products == "own" and torch.cuda.get_device_capability() == (9, 0):
+        own = {name: milliseconds(call) for name, call in ours.items()}
+        print("with adapters inside:", ", ".join(f"{name} {ms:.3f}" for name, ms in own.items()))
     print(f"experts: forward {forward:.3f} ms, both {whole:.3f} ms, more memory at the peak {peak:.0f} MiB")
 
 

@@ -104,12 +104,13 @@ def test_sorting(T, K, E):
     order, ends = torch.ops.zerolora.expert_sort(index, E)
     expected, expected_ends = experts_plain.sort_rows(index, E)
     assert torch.equal(order, expected) and torch.equal(ends, expected_ends)
-    place, tiles = torch.ops.zerolora.expert_plan(order, ends)
+    place, tiles, pairs = torch.ops.zerolora.expert_plan(order, ends)
     assert torch.equal(place[order.long()], torch.arange(T * K, device="cuda", dtype=torch.int32))
     begins = [0, *ends.tolist()]
-    wanted = [[e, row] for e in range(E) for row in range(begins[e], begins[e + 1], 64)]
-    found = tiles.tolist()
-    assert found[: len(wanted)] == wanted and all(tile[0] == -1 for tile in found[len(wanted) :])
+    for found, rows in ((tiles.tolist(), 64), (pairs.tolist()[:-1], 256)):
+        wanted = [[e, row] for e in range(E) for row in range(begins[e], begins[e + 1], rows)]
+        assert found[: len(wanted)] == wanted and all(tile[0] == -1 for tile in found[len(wanted) :])
+    assert pairs[-1, 0] == len(wanted)
 
 
 def test_twenty_runs_give_the_same_bits(monkeypatch):
@@ -170,3 +171,43 @@ def test_packed_weights_give_what_dense_ones_do(monkeypatch):
     y, grads = run(problem, packed)
     expected = results(dense, monkeypatch)
     assert torch.equal(y, expected.pop("y")) and all(torch.equal(grads[name], expected[name]) for name in expected)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="the kernel is Hopper's (sm_90a)"
+)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("by_column", [True, False])
+@pytest.mark.parametrize(
+    ("T", "E", "K", "D", "rank", "routing"),
+    [
+        (1, 3, 8, 8, 16, "one"),
+        (300, 5, 200, 520, 0, "ragged"),
+        (700, 12, 264, 1032, 16, "ragged"),
+        (900, 4, 136, 264, 80, "skewed"),
+        (4096, 32, 768, 2048, 16, "skewed"),
+        (2048, 3, 2048, 1536, 64, "one"),
+    ],
+)
+def test_product_with_the_adapter_inside(T, E, K, D, rank, routing, by_column, dtype):
+    generator = torch.Generator().manual_seed(0)
+    index = expert_cases.route(routing, T, 2, E, generator).cuda()
+    order, ends = torch.ops.zerolora.expert_sort(index, E)
+    pairs = torch.ops.zerolora.expert_plan(order, ends)[2]
+
+    def normal(*shape, size=1.0):
+        return (torch.randn(shape, generator=generator) * size).to(dtype).cuda()
+
+    x, h = normal(2 * T, K), normal(2 * T, rank)
+    w, q = normal(E, K, D, size=K**-0.5), normal(E, rank, D)
+    laid = [t.transpose(1, 2).contiguous() if by_column else t for t in (w, q)]
+    given = (h, laid[1]) if rank else (None, None)
+    got = torch.ops.zerolora.expert_product(x, laid[0], *given, ends, pairs, by_column)
+    begin = 0
+    for e, end in enumerate(ends.tolist()):
+        rows = slice(begin, end)
+        truth = x[rows].double() @ w[e].double() + h[rows].double() @ q[e].double()
+        terms = x[rows].double().abs() @ w[e].double().abs() + h[rows].double().abs() @ q[e].double().abs()
+        bound = (2.0**-8 if dtype == torch.bfloat16 else 2.0**-11) * truth.abs() + 2 * (K + rank) * 2.0**-24 * terms
+        assert bool(((got[rows].double() - truth).abs() <= bound + 1e-30).all()), e
+        begin = end

@@ -90,6 +90,7 @@ template <int kRowPieces> __device__ __forceinline__ uint32_t place_of(int row, 
 // One CTA an expert and 128 columns; a warp has 32 of them and all ranks.
 template <typename T, int kRanks, bool kMask>
 __global__ void __launch_bounds__(128) gradient_kernel(const ExpertGradient job, int rank_begin, bool f32) {
+#if __CUDA_ARCH__ >= 800
   extern __shared__ __align__(128) char raw[];
   const uint32_t base = shared_address(raw);
   const int e = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -167,6 +168,7 @@ __global__ void __launch_bounds__(128) gradient_kernel(const ExpertGradient job,
         if (f32) static_cast<float*>(job.g)[at] = value;
         else static_cast<T*>(job.g)[at] = from_float<T>(value);
       }
+#endif
 }
 
 template <typename T, int kRanks, bool kMask>

@@ -77,19 +77,24 @@ __global__ void __launch_bounds__(kSortPairs) place_kernel(const ExpertSort job)
   job.order[row] = static_cast<int>(pair);
 }
 
-__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const ExpertPlan job, int64_t most) {
+__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const ExpertPlan job) {
   __shared__ int sums[32], total;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kPlanThreads + threadIdx.x;
   if (row < job.N) job.place[job.order[row]] = static_cast<int>(row);
   if (blockIdx.x > 0) return;
   const int e = threadIdx.x;
   const int begin = e == 0 || e >= job.E ? 0 : job.ends[e - 1], end = e < job.E ? job.ends[e] : begin;
-  const int tiles = (max(end - begin, 0) + kTileRows - 1) / kTileRows;
-  const int first = exclusive_sum(tiles, sums);
-  for (int i = 0; i < tiles; ++i) job.tiles[first + i] = make_int2(e, begin + i * kTileRows);
-  if (threadIdx.x == kPlanThreads - 1) total = first + tiles;
+  const auto list = [&](int2* target, int64_t room, int rows) {
+    const int tiles = (max(end - begin, 0) + rows - 1) / rows, first = exclusive_sum(tiles, sums);
+    for (int i = 0; i < tiles; ++i) target[first + i] = make_int2(e, begin + i * rows);
+    if (threadIdx.x == kPlanThreads - 1) total = first + tiles;
+    __syncthreads();
+    for (int64_t i = total + threadIdx.x; i < room; i += kPlanThreads) target[i] = make_int2(-1, 0);
+  };
+  list(job.pairs, most_pairs(job.N, job.E), kPairRows);
+  if (e == 0) job.pairs[most_pairs(job.N, job.E)] = make_int2(total, 0);
   __syncthreads();
-  for (int64_t i = total + threadIdx.x; i < most; i += kPlanThreads) job.tiles[i] = make_int2(-1, 0);
+  list(job.tiles, most_tiles(job.N, job.E), kTileRows);
 }
 
 }  // namespace
@@ -106,7 +111,7 @@ cudaError_t launch_expert_sort(const ExpertSort& job, cudaStream_t stream) {
 cudaError_t launch_expert_plan(const ExpertPlan& job, cudaStream_t stream) {
   if (job.E < 1 || job.E > kMaxExperts) return cudaErrorInvalidValue;
   const unsigned blocks = static_cast<unsigned>((job.N + kPlanThreads - 1) / kPlanThreads);
-  plan_kernel<<<blocks == 0 ? 1 : blocks, kPlanThreads, 0, stream>>>(job, most_tiles(job.N, job.E));
+  plan_kernel<<<blocks == 0 ? 1 : blocks, kPlanThreads, 0, stream>>>(job);
   return cudaGetLastError();
 }
 

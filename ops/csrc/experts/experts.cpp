@@ -1,4 +1,5 @@
 // The steps of the experts' operator as torch operators, which ops/experts_kernels.py composes and declares.
+#include <ATen/record_function.h>
 #include <torch/library.h>
 
 #include <tuple>
@@ -60,15 +61,45 @@ Pair expert_sort(const Tensor& index, int64_t experts) {
   return {std::move(order), std::move(ends)};
 }
 
-Pair expert_plan(const Tensor& order, const Tensor& ends) {
+std::tuple<Tensor, Tensor, Tensor> expert_plan(const Tensor& order, const Tensor& ends) {
   const c10::cuda::CUDAGuard guard(order.device());
   ExpertPlan job;
   job.order = order.const_data_ptr<int>(), job.ends = ends.const_data_ptr<int>();
   job.N = order.numel(), job.E = static_cast<int>(ends.numel());
   Tensor place = at::empty_like(order), tiles = at::empty({most_tiles(job.N, job.E), 2}, order.options());
+  Tensor pairs = at::empty({most_pairs(job.N, job.E) + 1, 2}, order.options());
   job.place = place.mutable_data_ptr<int>(), job.tiles = reinterpret_cast<int2*>(tiles.mutable_data_ptr<int>());
+  job.pairs = reinterpret_cast<int2*>(pairs.mutable_data_ptr<int>());
   check(launch_expert_plan(job, stream_of(order)), "planning the experts' tiles");
-  return {std::move(place), std::move(tiles)};
+  return {std::move(place), std::move(tiles), std::move(pairs)};
+}
+
+// y = h q + x w: w[E,D,K] and q[E,D,R] (forward), or w[E,K,D] and q[E,R,D].
+Tensor expert_product(const Tensor& x, const Tensor& w, const std::optional<Tensor>& h, const std::optional<Tensor>& q,
+                      const Tensor& ends, const Tensor& pairs, bool forward) {
+  const c10::cuda::CUDAGuard on_device(x.device());
+  check_ready(x, "x");
+  ExpertProduct job;
+  job.dtype = type_of(x), job.N = x.size(0), job.K = x.size(1), job.E = ends.numel(), job.forward = forward;
+  job.D = w.size(forward ? 1 : 2), job.R = h.has_value() ? static_cast<int>(h->size(1)) : 0;
+  const auto shape = [&](int64_t depth) {
+    return forward ? std::vector<int64_t>{job.E, job.D, depth} : std::vector<int64_t>{job.E, depth, job.D};
+  };
+  check_operand(w, "w", x, shape(job.K));
+  check_operand(q, "q", x, shape(job.R));
+  check_operand(h, "h", x, {job.N, job.R});
+  TORCH_CHECK_VALUE(pairs.numel() == 2 * (most_pairs(job.N, job.E) + 1), "pairs ", text(pairs), " for ", text(job.N),
+                    " rows");
+  Tensor y = at::empty({job.N, job.D}, x.options());
+  job.x = x.const_data_ptr(), job.w = w.const_data_ptr(), job.h = data_of(h), job.q = data_of(q);
+  job.y = y.mutable_data_ptr(), job.ends = ends.const_data_ptr<int>();
+  job.pairs = reinterpret_cast<const int2*>(pairs.const_data_ptr<int>());
+  job.pair_count = reinterpret_cast<const int*>(job.pairs + most_pairs(job.N, job.E));
+  TORCH_CHECK_VALUE(expert_product_supported(job, card_of(x)), "product of the experts for ", text(x), " in ",
+                    type_name(x), ": the kernel needs compute capability 9.0 and 16 bits");
+  RECORD_FUNCTION("zerolora::frozen_product", c10::ArrayRef<const c10::IValue>());
+  check(launch_expert_product(job, card_of(x), stream_of(x)), "launching the experts' frozen product");
+  return y;
 }
 
 Pair expert_project(const Tensor& z, const Tensor& order, const Tensor& ends, const Tensor& tiles, int64_t per_source,
@@ -244,6 +275,7 @@ Tensor expert_mxfp4(const Tensor& blocks, const Tensor& scales, at::ScalarType d
 TORCH_LIBRARY_IMPL(zerolora, CUDA, library) {
   library.impl("expert_sort", expert_sort);
   library.impl("expert_plan", expert_plan);
+  library.impl("expert_product", expert_product);
   library.impl("expert_project", expert_project);
   library.impl("expert_gradient", expert_gradient);
   library.impl("expert_expand_", expert_expand);

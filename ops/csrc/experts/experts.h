@@ -9,7 +9,9 @@ namespace zerolora {
 constexpr int kTileRows = 64;  // rows of one expert that a CTA takes together
 constexpr int kMaxExperts = 1024;
 constexpr int kSortPairs = 512;  // pairs that a CTA of the sort takes
-inline int64_t most_tiles(int64_t N, int64_t E) { return (N + kTileRows - 1) / kTileRows + E; }
+constexpr int kPairRows = kFrozenRows * kFrozenCluster;
+__host__ __device__ constexpr int64_t most_pairs(int64_t N, int64_t E) { return (N + kPairRows - 1) / kPairRows + E; }
+__host__ __device__ constexpr int64_t most_tiles(int64_t N, int64_t E) { return (N + kTileRows - 1) / kTileRows + E; }
 
 // order[N]: the pair t K + k of each row; rows of pairs without an expert come last, behind ends[E - 1].
 struct ExpertSort {
@@ -21,15 +23,31 @@ struct ExpertSort {
 };
 cudaError_t launch_expert_sort(const ExpertSort& job, cudaStream_t stream);
 
-// place[N]: the row of each pair; tiles[most_tiles]: expert and first row of each, or -1.
+// place[N]: the row of each pair; tiles[most_tiles]: expert and first row of each, or -1; pairs[most_pairs]: the same
+// of two products' tiles, one above the other, and behind them how many there are.
 struct ExpertPlan {
   const int *order = nullptr, *ends = nullptr;
   int64_t N = 0;
   int E = 0;
   int* place = nullptr;
-  int2* tiles = nullptr;
+  int2 *tiles = nullptr, *pairs = nullptr;
 };
 cudaError_t launch_expert_plan(const ExpertPlan& job, cudaStream_t stream);
+
+// Y[N,D] = H[N,R] Q + X[N,K] W, on Hopper. forward: W is [E,D,K] and Q [E,D,R]; else W is [E,K,D] and Q [E,R,D].
+struct ExpertProduct {
+  DType dtype = DType::bf16;
+  int64_t N = 0, K = 0, D = 0, E = 0;
+  bool forward = true;
+  const void *x = nullptr, *w = nullptr, *h = nullptr, *q = nullptr;
+  int R = 0;
+  void* y = nullptr;
+  const int* ends = nullptr;
+  const int2* pairs = nullptr;
+  const int* pair_count = nullptr;
+};
+bool expert_product_supported(const ExpertProduct& job, const Device& device);
+cudaError_t launch_expert_product(const ExpertProduct& job, const Device& device, cudaStream_t stream);
 
 // Where the rows of an operand are.
 struct ExpertRows {
