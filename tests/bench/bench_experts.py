@@ -88,9 +88,8 @@ def main() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         both()
         torch.cuda.synchronize()
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, T={T} r={rank} {options.routing}, products: {options.products}"
-    )
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    print(f"T={T} r={rank} {options.routing}, {options.products} products")
     for event in sorted(profile.key_averages(), key=lambda event: -event.device_time_total)[:24]:
         print(f"  {event.device_time_total:8.0f} us {event.count:3}  {event.key[:90]}")
     print(
