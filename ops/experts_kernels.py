@@ -13,6 +13,7 @@ from torch import Tensor
 from ops import experts_plain
 
 MAX_EXPERTS = 1024
+MOST_FUSED = 32
 _KINDS = ("silu", "gelu", "gelu_tanh", "clamped")
 _ROWS = "Tensor order, Tensor ends, Tensor tiles"
 _DROPOUT = "float dropout, Tensor? seed"
@@ -29,9 +30,9 @@ for _schema in (
     f" {_DROPOUT}) -> Tensor",
     f"expert_expand_(Tensor(a!) y, Tensor? h, Tensor? q, Tensor? bias, {_ROWS}, {_DROPOUT}) -> ()",
     "expert_combine(Tensor rows, Tensor place, Tensor ends, Tensor? w, int per_token) -> Tensor",
-    f"expert_gate({_GATE.format('')}) -> Tensor",
-    f"expert_gate_backward(Tensor g, {_GATE.format('Tensor? dh, Tensor? a, Tensor w, ')}, {_DROPOUT})"
-    " -> (Tensor act, Tensor du, Tensor dw)",
+    f"expert_gate({_GATE.format('')}, Tensor? p, float scale, {_DROPOUT}) -> (Tensor act, Tensor projected)",
+    f"expert_gate_backward(Tensor g, {_GATE.format('Tensor? dh, Tensor? a, Tensor w, ')}, Tensor? p, float scale,"
+    f" {_DROPOUT}) -> (Tensor act, Tensor du, Tensor dw, Tensor projected)",
     "expert_nf4(Tensor packed, Tensor[] state, int experts, int rows, int cols, int block, int nested_block,"
     " ScalarType dtype) -> Tensor",
     "expert_mxfp4(Tensor blocks, Tensor scales, ScalarType dtype) -> Tensor",
@@ -77,6 +78,11 @@ def _factors(factors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor | No
 def _turned(factor: Tensor | None) -> Tensor | None:
     """[E,D,R] of [E,R,D], or the reverse: the kernels read ranks or columns side by side."""
     return None if factor is None else factor.transpose(1, 2).contiguous()
+
+
+def _fused(p: Tensor | None) -> Tensor | None:
+    """P where the kernel before can project its result on it, which costs registers for every rank."""
+    return p if p is not None and p.shape[1] <= MOST_FUSED else None
 
 
 class _Call:
@@ -133,8 +139,11 @@ def forward(  # type: ignore[no-untyped-def]
     h_gu, rows = _ops.expert_project(x.contiguous(), *call.rows, K, call.a_gu, call.s_gu, True, call.p, call.seeds[0])
     u0 = call.product(rows, call.gate_up(gate_up).transpose(1, 2))
     del rows
-    act = _ops.expert_gate(u0, h_gu, call.b_gu, call.bias_gu, *call.rows, *call.gate)
-    h_d, _ = _ops.expert_project(act, *call.rows, 0, call.a_d, call.s_d, False, call.p, call.seeds[1])
+    p = _fused(call.a_d)
+    rank = p, call.s_d, call.p, call.seeds[1]
+    act, h_d = _ops.expert_gate(u0, h_gu, call.b_gu, call.bias_gu, *call.rows, *call.gate, *rank)
+    if call.a_d is not None and p is None:
+        h_d, _ = _ops.expert_project(act, *call.rows, 0, call.a_d, call.s_d, False, call.p, call.seeds[1])
     out = call.product(act, call.down(down).transpose(1, 2), h_d if call.b_d is not None else None, call.b_d)
     del act
     if call.bias_d is not None:
@@ -163,11 +172,13 @@ def backward(  # type: ignore[no-untyped-def]
     g = call.product(dy, call.down(down))
     grads_d: list[Tensor] = []
     if down_factors and need_factors:
-        grad_b = _gradient(dy, w_rows * h_d, call, 0, down_factors[1], True, None)
+        # The tokens' own gradients: an eighth of the rows' memory, which the L2 holds.
+        grad_b = _gradient(grad, w_rows * h_d, call, K, down_factors[1], True, None)
     del dy
-    act, du, dw = _ops.expert_gate_backward(
+    p_gu = _turned(call.b_gu)
+    act, du, dw, dh_gu = _ops.expert_gate_backward(
         g, u0, h_gu, call.b_gu, call.bias_gu, dh_d if p_d is not None else None, _turned(call.a_d), flat, *call.rows,
-        *call.gate, call.p, call.seeds[1]
+        *call.gate, _fused(p_gu), call.s_gu * kept, call.p, call.seeds[1]
     )  # fmt: skip
     del g
     if down_factors and need_factors:
@@ -175,7 +186,8 @@ def backward(  # type: ignore[no-untyped-def]
     del act
     if call.bias_d is not None and need_weights:
         dw = dw + _bias_share(grad, call.bias_d, order, ends, K)
-    dh_gu, _ = _ops.expert_project(du, *call.rows, 0, _turned(call.b_gu), call.s_gu * kept, False, 0.0, None)
+    if p_gu is not None and _fused(p_gu) is None:
+        dh_gu, _ = _ops.expert_project(du, *call.rows, 0, p_gu, call.s_gu * kept, False, 0.0, None)
     grads_gu: list[Tensor] = []
     if gate_up_factors and need_factors:
         grads_gu = [

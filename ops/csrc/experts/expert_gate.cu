@@ -32,7 +32,8 @@ __device__ __forceinline__ Gated gated(Gate kind, float gate, float up, float al
   return {gate * normal, normal + gate * 0.3989422804014327f * expf(-0.5f * gate * gate), up, true};
 }
 
-template <typename T, bool kBackward, bool kInterleaved>
+// kTiles: tiles of 8 ranks of what is projected on the way.
+template <typename T, bool kBackward, bool kInterleaved, int kTiles>
 __global__ void __launch_bounds__(kWarps * 32) gate_kernel(const ExpertGate job) {
   const Span span = span_of(job.rows, blockIdx.x);
   if (span.expert < 0) return;
@@ -47,12 +48,15 @@ __global__ void __launch_bounds__(kWarps * 32) gate_kernel(const ExpertGate job)
   const T* const bias = typed<T>(job.bias) + e * width;
   const Mask mask(job.dropout, I);
   const bool masked = job.dropout.seed != nullptr;
+  const int64_t projected_width = kBackward ? width : I;
+  const T* const p = typed<T>(job.p) + (e * job.R_out + lane / 4) * projected_width;
+  float sums[kTiles > 0 ? kTiles : 1][4] = {};
   int64_t pair[2] = {0, 0};
   float w[2] = {0.f, 0.f}, dw[2] = {0.f, 0.f};
-  if constexpr (kBackward) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      if (valid[i]) pair[i] = job.rows.order[row[i]], w[i] = job.w[pair[i]];
+  for (int i = 0; i < 2; ++i) {
+    if (valid[i] && (kBackward || masked)) pair[i] = job.rows.order[row[i]];
+    if (valid[i] && kBackward) w[i] = job.w[pair[i]];
   }
   for (int64_t first = 0; first < I; first += 32) {
     const int64_t c = first + lane % 4 * 8;
@@ -93,7 +97,7 @@ __global__ void __launch_bounds__(kWarps * 32) gate_kernel(const ExpertGate job)
         for (int j = 0; j < 8; ++j) g[i][j] += share[i][j];
       }
     }
-    if (!inside) continue;
+    uint4 packed[2], gradient[2][2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float act[8], out[2][8];
@@ -110,16 +114,35 @@ __global__ void __launch_bounds__(kWarps * 32) gate_kernel(const ExpertGate job)
           out[side_up][at_up] = f.up_inside ? grad * f.value : 0.f;
         }
       }
-      if (!valid[i]) continue;
-      if (job.act != nullptr) *reinterpret_cast<uint4*>(static_cast<T*>(job.act) + row[i] * I + c) = pack<T>(act);
+      packed[i] = pack<T>(act);
+      if (job.act != nullptr && valid[i] && inside)
+        *reinterpret_cast<uint4*>(static_cast<T*>(job.act) + row[i] * I + c) = packed[i];
       if constexpr (kBackward) {
 #pragma unroll
-        for (int side = 0; side < 2; ++side)
-          *reinterpret_cast<uint4*>(static_cast<T*>(job.du) + row[i] * width + base[side] + lane % 4 * kStride) =
-              pack<T>(out[side]);
+        for (int side = 0; side < 2; ++side) {
+          gradient[side][i] = pack<T>(out[side]);
+          if (valid[i] && inside)
+            *reinterpret_cast<uint4*>(static_cast<T*>(job.du) + row[i] * width + base[side] + lane % 4 * kStride) =
+                gradient[side][i];
+        }
       }
     }
+    // Beyond the last column a and du are those of zeros and of biases that are not there: P is zero there.
+    if constexpr (kTiles > 0 && kBackward) {
+#pragma unroll
+      for (int side = 0; side < 2; ++side)
+        project_octets<T, kTiles>(sums, gradient[side][0], gradient[side][1], p + base[side] + lane % 4 * kStride,
+                                  projected_width, inside);
+    } else if constexpr (kTiles > 0) {
+      if (masked)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) packed[i] = zero_dropped(packed[i], mask.draw(mask.counter(pair[i], c)));
+      project_octets<T, kTiles>(sums, packed[0], packed[1], p + c, projected_width, inside);
+    }
   }
+  if constexpr (kTiles > 0)
+    store_projected<T, kTiles>(sums, static_cast<T*>(job.projected), job.R_out, valid, row,
+                               job.scale * (!kBackward && masked ? job.dropout.keep_scale : 1.f));
   if constexpr (kBackward) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -130,20 +153,24 @@ __global__ void __launch_bounds__(kWarps * 32) gate_kernel(const ExpertGate job)
   }
 }
 
-template <typename T> void start(const ExpertGate& job, cudaStream_t stream) {
+template <typename T, bool kBackward, bool kInterleaved> void by_ranks(const ExpertGate& job, cudaStream_t stream) {
   const unsigned tiles = static_cast<unsigned>(most_tiles(job.rows.N, job.rows.E));
   constexpr int kThreads = kWarps * 32;
-  if (job.du != nullptr) {
-    if (job.interleaved) gate_kernel<T, true, true><<<tiles, kThreads, 0, stream>>>(job);
-    else gate_kernel<T, true, false><<<tiles, kThreads, 0, stream>>>(job);
-  } else if (job.interleaved) gate_kernel<T, false, true><<<tiles, kThreads, 0, stream>>>(job);
-  else gate_kernel<T, false, false><<<tiles, kThreads, 0, stream>>>(job);
+  if (job.R_out == 0) gate_kernel<T, kBackward, kInterleaved, 0><<<tiles, kThreads, 0, stream>>>(job);
+  else if (job.R_out == 16) gate_kernel<T, kBackward, kInterleaved, 2><<<tiles, kThreads, 0, stream>>>(job);
+  else gate_kernel<T, kBackward, kInterleaved, 4><<<tiles, kThreads, 0, stream>>>(job);
+}
+
+template <typename T> void start(const ExpertGate& job, cudaStream_t stream) {
+  if (job.du != nullptr) job.interleaved ? by_ranks<T, true, true>(job, stream) : by_ranks<T, true, false>(job, stream);
+  else job.interleaved ? by_ranks<T, false, true>(job, stream) : by_ranks<T, false, false>(job, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_expert_gate(const ExpertGate& job, cudaStream_t stream) {
-  if (job.I % 8 != 0 || job.R % 16 != 0 || job.R_down % 16 != 0) return cudaErrorInvalidValue;
+  if (job.I % 8 != 0 || job.R % 16 != 0 || job.R_down % 16 != 0 || job.R_out % 16 != 0 || job.R_out > kMostFused)
+    return cudaErrorInvalidValue;
   if (job.rows.N == 0) return cudaSuccess;
   return by_half(job.dtype, [&](auto* type) { start<std::remove_pointer_t<decltype(type)>>(job, stream); });
 }

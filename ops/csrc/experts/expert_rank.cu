@@ -36,28 +36,14 @@ __global__ void __launch_bounds__(kWarps * 32) project_kernel(const ExpertProjec
         top = zero_dropped(top, mask.draw(mask.counter(pair0, d)));
         bottom = zero_dropped(bottom, mask.draw(mask.counter(pair1, d)));
       }
-      const uint32_t a0[4] = {top.x, bottom.x, top.y, bottom.y}, a1[4] = {top.z, bottom.z, top.w, bottom.w};
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const uint4 b = load16(p + n * 8 * job.D + d, inside);
-        mma<T>(sums[n], a0, b.x, b.y);
-        mma<T>(sums[n], a1, b.z, b.w);
-      }
+      project_octets<T, kTiles>(sums, top, bottom, p + d, job.D, inside);
     }
   }
   if constexpr (kTiles > 0) {
     const float scale = job.scale * (kMask ? job.dropout.keep_scale : 1.f);
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const int64_t column = rank_begin + n * 8 + lane % 4 * 2;
-      T* const u = static_cast<T*>(job.u) + column;
-      if (valid0)
-        *reinterpret_cast<uint32_t*>(u + static_cast<int64_t>(row0) * job.R) =
-            pack2<T>(sums[n][0] * scale, sums[n][1] * scale);
-      if (valid1)
-        *reinterpret_cast<uint32_t*>(u + static_cast<int64_t>(row1) * job.R) =
-            pack2<T>(sums[n][2] * scale, sums[n][3] * scale);
-    }
+    const bool valid[2] = {valid0, valid1};
+    const int64_t row[2] = {row0, row1};
+    store_projected<T, kTiles>(sums, static_cast<T*>(job.u) + rank_begin, job.R, valid, row, scale);
   }
 }
 

@@ -73,6 +73,31 @@ __device__ __forceinline__ void add_ranks(float (&v)[2][8], const T* h0, const T
   }
 }
 
+// The other way: sums[tile of 8 ranks][4] += z[16, 8 columns a lane] p^T, where p is at the lane's rank of the first
+// tile and its columns; D: columns of p.
+template <typename T, int kTiles>
+__device__ __forceinline__ void project_octets(float (&sums)[kTiles][4], uint4 top, uint4 bottom, const T* p, int64_t D,
+                                               bool inside) {
+  const uint32_t a0[4] = {top.x, bottom.x, top.y, bottom.y}, a1[4] = {top.z, bottom.z, top.w, bottom.w};
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    const uint4 b = load16(p + n * 8 * D, inside);
+    mma<T>(sums[n], a0, b.x, b.y);
+    mma<T>(sums[n], a1, b.z, b.w);
+  }
+}
+template <typename T, int kTiles>
+__device__ __forceinline__ void store_projected(const float (&sums)[kTiles][4], T* u, int R, const bool (&valid)[2],
+                                                const int64_t (&row)[2], float scale) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (valid[i])
+        *reinterpret_cast<uint32_t*>(u + row[i] * R + n * 8 + threadIdx.x % 4 * 2) =
+            pack2<T>(sums[n][2 * i] * scale, sums[n][2 * i + 1] * scale);
+}
+
 }  // namespace
 
 template <typename Run> cudaError_t by_half(DType dtype, Run run) {

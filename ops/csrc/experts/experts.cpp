@@ -190,22 +190,35 @@ ExpertGate gate_job(const Tensor& u0, const Tensor& h, const std::optional<Tenso
   return job;
 }
 
-Tensor expert_gate(const Tensor& u0, const Tensor& h, const std::optional<Tensor>& b, const std::optional<Tensor>& bias,
-                   const Tensor& order, const Tensor& ends, const Tensor& tiles, int64_t kind, bool interleaved,
-                   double alpha, double limit) {
-  const c10::cuda::CUDAGuard guard(u0.device());
-  ExpertGate job = gate_job(u0, h, b, bias, order, ends, tiles, kind, interleaved, alpha, limit);
-  Tensor act = at::empty({job.rows.N, job.I}, u0.options());
-  job.act = act.mutable_data_ptr();
-  check(launch_expert_gate(job, stream_of(u0)), "the experts' activation");
-  return act;
+// The projection of the result: p[E,R_out,width] and where it goes, empty without one.
+Tensor add_projection(ExpertGate& job, const std::optional<Tensor>& p, double scale, int64_t width,
+                      const Tensor& like) {
+  job.R_out = p.has_value() ? static_cast<int>(p->size(1)) : 0, job.scale = static_cast<float>(scale);
+  check_operand(p, "p", like, {job.rows.E, job.R_out, width});
+  TORCH_CHECK_VALUE(job.R_out <= kMostFused, text(job.R_out), " ranks: the kernel projects on at most ",
+                    text(kMostFused));
+  Tensor projected = at::empty({job.rows.N, job.R_out}, like.options());
+  job.p = data_of(p), job.projected = projected.mutable_data_ptr();
+  return projected;
 }
 
-std::tuple<Tensor, Tensor, Tensor> expert_gate_backward(
+Pair expert_gate(const Tensor& u0, const Tensor& h, const std::optional<Tensor>& b, const std::optional<Tensor>& bias,
+                 const Tensor& order, const Tensor& ends, const Tensor& tiles, int64_t kind, bool interleaved,
+                 double alpha, double limit, const std::optional<Tensor>& p, double scale, double dropout,
+                 const std::optional<Tensor>& seed) {
+  const c10::cuda::CUDAGuard guard(u0.device());
+  ExpertGate job = gate_job(u0, h, b, bias, order, ends, tiles, kind, interleaved, alpha, limit);
+  Tensor act = at::empty({job.rows.N, job.I}, u0.options()), projected = add_projection(job, p, scale, job.I, u0);
+  job.act = act.mutable_data_ptr(), job.dropout = dropout_of(dropout, seed);
+  check(launch_expert_gate(job, stream_of(u0)), "the experts' activation");
+  return {std::move(act), std::move(projected)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> expert_gate_backward(
     const Tensor& g, const Tensor& u0, const Tensor& h, const std::optional<Tensor>& b,
     const std::optional<Tensor>& bias, const std::optional<Tensor>& dh, const std::optional<Tensor>& a, const Tensor& w,
     const Tensor& order, const Tensor& ends, const Tensor& tiles, int64_t kind, bool interleaved, double alpha,
-    double limit, double dropout, const std::optional<Tensor>& seed) {
+    double limit, const std::optional<Tensor>& p, double scale, double dropout, const std::optional<Tensor>& seed) {
   const c10::cuda::CUDAGuard guard(u0.device());
   ExpertGate job = gate_job(u0, h, b, bias, order, ends, tiles, kind, interleaved, alpha, limit);
   check_operand(g, "g", u0, {job.rows.N, job.I});
@@ -219,8 +232,9 @@ std::tuple<Tensor, Tensor, Tensor> expert_gate_backward(
   job.g = g.const_data_ptr(), job.dh = data_of(dh), job.a = data_of(a), job.w = w.const_data_ptr<float>();
   job.act = act.mutable_data_ptr(), job.du = du.mutable_data_ptr(), job.dw = dw.mutable_data_ptr<float>();
   job.dropout = dropout_of(dropout, seed);
+  Tensor projected = add_projection(job, p, scale, 2 * job.I, u0);
   check(launch_expert_gate(job, stream_of(u0)), "the derivative of the experts' activation");
-  return {std::move(act), std::move(du), std::move(dw)};
+  return {std::move(act), std::move(du), std::move(dw), std::move(projected)};
 }
 
 // state: [absmax, code] or, double-quantised, [absmax, code, nested absmax, nested code, offset], stacked by expert.

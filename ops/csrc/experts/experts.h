@@ -129,8 +129,15 @@ struct ExpertGate {
   const float* w = nullptr;
   float* dw = nullptr;
   void* du = nullptr;  // [N,2I]; not null: the backward
-  Dropout dropout;     // of dh A
+  // What reads the result next, where its ranks are few (kMostFused): scale (m*a) P^T with P[E,R_out,I] forward, and
+  // scale du P^T with P[E,R_out,2I] backward.
+  const void* p = nullptr;
+  int R_out = 0;
+  float scale = 1.f;
+  void* projected = nullptr;
+  Dropout dropout;  // of a forward, of dh A backward
 };
+constexpr int kMostFused = 32;
 cudaError_t launch_expert_gate(const ExpertGate& job, cudaStream_t stream);
 
 // W[E, count] in `dtype`, every expert quantised by itself: see ops/experts.py, ExpertMatrix.
