@@ -37,7 +37,8 @@ def check(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.
     for name, true in truth.items():
         mine, theirs = ours[name].double() - true, plain[name].double() - true
         assert ours[name].dtype == plain[name].dtype and torch.isfinite(mine).all(), name
-        floor = 1e-3 * float(true.square().mean().sqrt())
+        # Of a few values, the roundings of either may happen to be small.
+        floor = (1e-3 + 1e-2 * true.numel() ** -0.5) * float(true.square().mean().sqrt())
         rms, other = float(mine.square().mean().sqrt()), float(theirs.square().mean().sqrt())
         assert rms <= 1.1 * other + floor, f"{name}: rms error {rms:.3e}, plain torch {other:.3e}"
         top, other = float(mine.abs().max()), float(theirs.abs().max())
