@@ -1,14 +1,15 @@
 """Which code runs for CUDA tensors: our kernels, or the reference. CPU tensors always run the reference."""
 
 import logging
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ops import elementwise, experts, lora, nf4, plain
+from ops import elementwise, experts, experts_kernels, lora, nf4, plain
 
 _logger = logging.getLogger(__name__)
-_REFERENCE = {
+_REFERENCE: dict[str, Callable[..., Any]] = {
     "lora_forward": lora.reference_forward,
     "lora_backward": lora.reference_backward,
     "nf4_forward": nf4.reference_forward,
@@ -29,7 +30,7 @@ class Backend(NamedTuple):
 
 
 _loaded: Backend | None = None
-_reference_library: torch.library.Library | None = None
+_library: torch.library.Library | None = None
 
 
 def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool = False) -> Backend:
@@ -52,6 +53,7 @@ def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool =
 
         try:
             LoraOpBuilder().load(verbose=verbose)
+            _implement({"experts_forward": experts_kernels.forward, "experts_backward": experts_kernels.backward})
             _loaded = Backend("cuda", "kernels built for this card")
         except BuildError as error:
             # A build that fails on a machine that has everything for it is a defect and must not pass as a choice.
@@ -68,8 +70,12 @@ def loaded() -> Backend | None:
 
 
 def _use_reference(reason: str) -> Backend:
-    global _reference_library
-    _reference_library = torch.library.Library("zerolora", "IMPL")  # kept: its registrations end with it
-    for name, function in _REFERENCE.items():
-        _reference_library.impl(name, function, "CUDA")
+    _implement(_REFERENCE)
     return Backend("reference", reason)
+
+
+def _implement(functions: Mapping[str, Callable[..., Any]]) -> None:
+    global _library
+    _library = torch.library.Library("zerolora", "IMPL")  # kept: its registrations end with it
+    for name, function in functions.items():
+        _library.impl(name, function, "CUDA")

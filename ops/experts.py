@@ -15,7 +15,7 @@ Rows are sorted on the device and the counts stay there: no shape depends on the
 The dropout mask of gate_up is that of a matrix [N,H] whose row is t K + k, that of down one of [N,I] with another seed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -300,4 +300,7 @@ torch.library.register_fake("zerolora::experts_backward")(_fake_backward)
 torch.library.register_autograd("zerolora::experts_forward", _backward, setup_context=_setup_context)
 torch.library.register_autograd("zerolora::experts_backward", lora.refuse_second_derivative)
 _FORWARD = torch.ops.zerolora.experts_forward.default
-REFERENCE = {"experts_forward": _reference_forward, "experts_backward": experts_plain.backward}
+REFERENCE: dict[str, Callable[..., Any]] = {
+    "experts_forward": _reference_forward,
+    "experts_backward": experts_plain.backward,
+}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ops import reference
+from ops import experts, reference
 from ops.experts import Activation, ExpertAdapter, ExpertMatrix, ExpertWeights
 
 ROUTINGS = ("ragged", "even", "one", "skewed", "doubled")
@@ -167,3 +167,19 @@ def truth(problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
     grads = torch.autograd.grad(y, list(wide.trained().values()), wide.grad, allow_unused=True)
     named = zip(wide.trained().items(), grads, strict=True)
     return y.detach(), {name: torch.zeros_like(t) if grad is None else grad for (name, t), grad in named}
+
+
+def run(problem: Problem, frozen: ExpertWeights | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """y and the gradients by the operator, with the problem's own seeds."""
+    trained = problem.trained()
+    for tensor in trained.values():
+        tensor.requires_grad_()
+    drawn = experts._draw_seeds
+    experts._draw_seeds = lambda x, p: problem.seed
+    try:
+        args = problem.hidden, problem.index, problem.weights, frozen or problem.frozen(), problem.adapter()
+        y = experts.experts_mlp(*args)
+    finally:
+        experts._draw_seeds = drawn
+    grads = torch.autograd.grad(y, list(trained.values()), problem.grad)
+    return y.detach(), dict(zip(trained, grads, strict=True))

@@ -5,25 +5,7 @@ import torch
 
 from ops.experts import ExpertAdapter, ExpertMatrix, ExpertWeights, experts_mlp
 from tests.numerics import expert_cases
-from tests.numerics.expert_cases import Problem, make, truth
-
-
-def run(problem: Problem, frozen: ExpertWeights | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """y and the gradients by the operator, with the problem's own seed."""
-    from ops import experts
-
-    trained = problem.trained()
-    for tensor in trained.values():
-        tensor.requires_grad_()
-    drawn = experts._draw_seeds
-    experts._draw_seeds = lambda x, p: problem.seed  # type: ignore[assignment]
-    try:
-        args = problem.hidden, problem.index, problem.weights, frozen or problem.frozen(), problem.adapter()
-        y = experts_mlp(*args)
-    finally:
-        experts._draw_seeds = drawn
-    grads = torch.autograd.grad(y, list(trained.values()), problem.grad)
-    return y.detach(), dict(zip(trained, grads, strict=True))
+from tests.numerics.expert_cases import Problem, make, run, truth
 
 
 def assert_true(problem: Problem, tolerance: float = 1e-12) -> None:

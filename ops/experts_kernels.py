@@ -1,0 +1,226 @@
+"""The experts' operator on CUDA cards: our kernels around torch's grouped products, nothing waits for the host.
+
+Symbols and formulas: ops/experts.py. What the kernels do not take (32 bits, widths that are no multiple of 8, cards
+before Ampere) goes expert by expert, which asks the device for the counts.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops import experts_plain
+
+MAX_EXPERTS = 1024
+MOST_FUSED = 32
+_KINDS = ("silu", "gelu", "gelu_tanh", "clamped")
+_ROWS = "Tensor order, Tensor ends, Tensor tiles"
+_DROPOUT = "float dropout, Tensor? seed"
+_GATE = (
+    f"Tensor u0, Tensor h, Tensor? b, Tensor? bias, {{}}{_ROWS}, int kind, bool interleaved, float alpha, float limit"
+)
+for _schema in (
+    "expert_sort(Tensor index, int experts) -> (Tensor order, Tensor ends)",
+    "expert_plan(Tensor order, Tensor ends) -> (Tensor place, Tensor tiles, Tensor pairs)",
+    "expert_product(Tensor x, Tensor w, Tensor? h, Tensor? q, Tensor ends, Tensor pairs, bool forward) -> Tensor",
+    f"expert_project(Tensor z, {_ROWS}, int per_source, Tensor? p, float scale, bool copy, {_DROPOUT})"
+    " -> (Tensor u, Tensor copied)",
+    f"expert_gradient(Tensor z, Tensor v, {_ROWS}, int per_source, int rank, bool transposed, ScalarType dtype,"
+    f" {_DROPOUT}) -> Tensor",
+    f"expert_expand_(Tensor(a!) y, Tensor? h, Tensor? q, Tensor? bias, {_ROWS}, {_DROPOUT}) -> ()",
+    "expert_combine(Tensor rows, Tensor place, Tensor ends, Tensor? w, int per_token) -> Tensor",
+    f"expert_gate({_GATE.format('')}, Tensor? p, float scale, {_DROPOUT}) -> (Tensor act, Tensor projected)",
+    f"expert_gate_backward(Tensor g, {_GATE.format('Tensor? dh, Tensor? a, Tensor w, ')}, Tensor? p, float scale,"
+    f" {_DROPOUT}) -> (Tensor act, Tensor du, Tensor dw, Tensor projected)",
+    "expert_nf4(Tensor packed, Tensor[] state, int experts, int rows, int cols, int block, int nested_block,"
+    " ScalarType dtype) -> Tensor",
+    "expert_mxfp4(Tensor blocks, Tensor scales, ScalarType dtype) -> Tensor",
+):
+    torch.library.define(f"zerolora::{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2])
+_ops: Any = torch.ops.zerolora
+OWN_PRODUCTS = True  # with an adapter's term, on Hopper
+OWN_PLAIN_PRODUCTS = False  # without, torch's are as fast
+_grouped: Callable[..., Tensor] = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+
+
+def takes(x: Tensor, shape: Sequence[int]) -> bool:
+    """Whether the kernels take these types and widths."""
+    E, inner, H, block, _ = shape
+    wide = x.dtype in (torch.bfloat16, torch.float16) and inner % 8 == 0 and H % 8 == 0 and block % 8 == 0
+    return wide and 1 <= E <= MAX_EXPERTS and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
+def dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """[E, rows, cols]; what is quantised comes in memory that torch's allocator hands to the next call again."""
+    E, rows, cols, block, nested_block = shape
+    if storage == "nf4":
+        experts_plain.check_packed(tensors[0], E, rows, cols)
+        dense: Tensor = _ops.expert_nf4(tensors[0], tensors[1:], E, rows, cols, block, nested_block, dtype)
+    elif storage == "mxfp4":
+        dense = _ops.expert_mxfp4(tensors[0], tensors[1], dtype)
+    else:
+        return experts_plain.dense_weight(tensors, storage, shape, dtype)
+    return dense
+
+
+def _factors(factors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """A[E,R,D] and B[E,O,R] in the type of x, R padded to 16 with zeros."""
+    if not factors:
+        return None, None
+    down, up = (factor.to(dtype) for factor in factors)
+    missing = -down.shape[1] % 16
+    if missing:
+        down, up = torch.nn.functional.pad(down, (0, 0, 0, missing)), torch.nn.functional.pad(up, (0, missing))
+    return down.contiguous(), up.contiguous()
+
+
+def _turned(factor: Tensor | None) -> Tensor | None:
+    """[E,D,R] of [E,R,D], or the reverse: the kernels read ranks or columns side by side."""
+    return None if factor is None else factor.transpose(1, 2).contiguous()
+
+
+def _fused(p: Tensor | None) -> Tensor | None:
+    """P where the kernel before can project its result on it, which costs registers for every rank."""
+    return p if p is not None and p.shape[1] <= MOST_FUSED else None
+
+
+class _Call:
+    """What both directions need: the shapes, the factors, the seeds and the order of the rows."""
+
+    def __init__(  # type: ignore[no-untyped-def]
+        self, x, biases, gate_up_factors, down_factors, shape, form, numbers, seed, order, ends
+    ) -> None:
+        self.E, self.inner, self.H, *self.blocks = shape
+        self.s_gu, self.s_d, self.p, alpha, limit = numbers
+        self.seeds = (None, None) if self.p == 0.0 else (seed[:1], seed[1:])
+        self.form, self.dtype = form, x.dtype
+        self.a_gu, self.b_gu = _factors(gate_up_factors, x.dtype)
+        self.a_d, self.b_d = _factors(down_factors, x.dtype)
+        self.bias_gu: Tensor | None = biases[0].to(x.dtype).contiguous() if biases else None
+        self.bias_d: Tensor | None = biases[1].to(x.dtype).contiguous() if biases else None
+        self.place, tiles, self.pairs = _ops.expert_plan(order, ends)
+        self.rows = order, ends, tiles
+        self.ends, self.own = ends, OWN_PRODUCTS and torch.cuda.get_device_capability(x.device) == (9, 0)
+        self.gate = _KINDS.index(form[2]), form[3] == "interleaved", alpha, limit
+
+    def gate_up(self, tensors: Sequence[Tensor]) -> Tensor:
+        return dense_weight(tensors, self.form[0], (self.E, 2 * self.inner, self.H, *self.blocks), self.dtype)
+
+    def down(self, tensors: Sequence[Tensor]) -> Tensor:
+        return dense_weight(tensors, self.form[1], (self.E, self.H, self.inner, *self.blocks), self.dtype)
+
+    def product(self, rows: Tensor, weight: Tensor, h: Tensor | None = None, q: Tensor | None = None) -> Tensor:
+        """rows[N,K] weight[E,K,D] + h[N,R] q^T for q[E,D,R], each row with its expert's; weight and q may be views."""
+        by_column = weight.stride(1) == 1
+        if self.own and (h is not None or OWN_PLAIN_PRODUCTS or rows.dtype != torch.bfloat16):
+            w = weight.transpose(1, 2) if by_column else weight
+            if q is not None:
+                q = (q if by_column else q.transpose(1, 2)).contiguous()
+            y: Tensor = _ops.expert_product(rows, w, h, q, self.ends, self.pairs, by_column)
+            return y
+        y = _grouped(rows, weight, offs=self.ends)
+        if h is not None and q is not None:
+            _ops.expert_expand_(y, h, q.contiguous(), None, *self.rows, 0.0, None)
+        return y
+
+
+def forward(  # type: ignore[no-untyped-def]
+    x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed
+) -> tuple[Tensor, ...]:
+    """`experts_forward`."""
+    if not takes(x, shape) or index.numel() == 0:
+        return experts_plain.forward(
+            x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed
+        )
+    K = index.shape[1]
+    order, ends = _ops.expert_sort(index.contiguous(), shape[0])
+    call = _Call(x, biases, gate_up_factors, down_factors, shape, form, numbers, seed, order, ends)
+    h_gu, rows = _ops.expert_project(x.contiguous(), *call.rows, K, call.a_gu, call.s_gu, True, call.p, call.seeds[0])
+    u0 = call.product(rows, call.gate_up(gate_up).transpose(1, 2))
+    del rows
+    p = _fused(call.a_d)
+    rank = p, call.s_d, call.p, call.seeds[1]
+    act, h_d = _ops.expert_gate(u0, h_gu, call.b_gu, call.bias_gu, *call.rows, *call.gate, *rank)
+    if call.a_d is not None and p is None:
+        h_d, _ = _ops.expert_project(act, *call.rows, 0, call.a_d, call.s_d, False, call.p, call.seeds[1])
+    out = call.product(act, call.down(down).transpose(1, 2), h_d if call.b_d is not None else None, call.b_d)
+    del act
+    if call.bias_d is not None:
+        _ops.expert_expand_(out, None, None, call.bias_d, *call.rows, 0.0, None)
+    y = _ops.expert_combine(out, call.place, ends, weights.float().contiguous().view(-1), K)
+    return y, u0, h_gu, h_d, order, ends
+
+
+def backward(  # type: ignore[no-untyped-def]
+    grad, x, weights, gate_up, down, biases, gate_up_factors, down_factors, u0, h_gu, h_d, order, ends, shape, form,
+    numbers, seed, need_x, need_weights, need_factors
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
+    """`experts_backward`."""
+    if not takes(x, shape) or order.numel() == 0:
+        return experts_plain.backward(
+            grad, x, weights, gate_up, down, biases, gate_up_factors, down_factors, u0, h_gu, h_d, order, ends, shape,
+            form, numbers, seed, need_x, need_weights, need_factors
+        )  # fmt: skip
+    K, grad, x = weights.shape[1], grad.contiguous(), x.contiguous()
+    call = _Call(x, biases, gate_up_factors, down_factors, shape, form, numbers, seed, order, ends)
+    kept = 1.0 / (1.0 - call.p)  # dh has the mask's factor, which keep * (dh A) and the gradient of A then lack
+    flat = weights.float().contiguous().view(-1)
+    w_rows = flat[order.long()][:, None].to(x.dtype) if down_factors and need_factors else None
+    p_d = _turned(call.b_d)
+    dh_d, dy = _ops.expert_project(grad, *call.rows, K, p_d, call.s_d * kept, True, 0.0, None)
+    g = call.product(dy, call.down(down))
+    grads_d: list[Tensor] = []
+    if down_factors and need_factors:
+        # The tokens' own gradients: an eighth of the rows' memory, which the L2 holds.
+        grad_b = _gradient(grad, w_rows * h_d, call, K, down_factors[1], True, None)
+    del dy
+    p_gu = _turned(call.b_gu)
+    act, du, dw, dh_gu = _ops.expert_gate_backward(
+        g, u0, h_gu, call.b_gu, call.bias_gu, dh_d if p_d is not None else None, _turned(call.a_d), flat, *call.rows,
+        *call.gate, _fused(p_gu), call.s_gu * kept, call.p, call.seeds[1]
+    )  # fmt: skip
+    del g
+    if down_factors and need_factors:
+        grads_d = [_gradient(act, w_rows * dh_d, call, 0, down_factors[0], False, call.seeds[1]), grad_b]
+    del act
+    if call.bias_d is not None and need_weights:
+        dw = dw + _bias_share(grad, call.bias_d, order, ends, K)
+    if p_gu is not None and _fused(p_gu) is None:
+        dh_gu, _ = _ops.expert_project(du, *call.rows, 0, p_gu, call.s_gu * kept, False, 0.0, None)
+    grads_gu: list[Tensor] = []
+    if gate_up_factors and need_factors:
+        grads_gu = [
+            _gradient(x, dh_gu, call, K, gate_up_factors[0], False, call.seeds[0]),
+            _gradient(du, h_gu, call, 0, gate_up_factors[1], True, None),
+        ]
+    grad_x = x.new_empty(0)
+    if need_x:
+        inside = call.a_gu is not None and call.p == 0.0  # a mask would lie between the two products
+        q = call.a_gu.transpose(1, 2) if call.a_gu is not None and inside else None
+        dx = call.product(du, call.gate_up(gate_up), dh_gu if inside else None, q)
+        if call.a_gu is not None and not inside:
+            _ops.expert_expand_(dx, dh_gu, _turned(call.a_gu), None, *call.rows, call.p, call.seeds[0])
+        grad_x = _ops.expert_combine(dx, call.place, ends, None, K)
+    grad_weights = dw.view(weights.shape).to(weights.dtype) if need_weights else weights.new_empty(0)
+    return grad_x, grad_weights, grads_gu, grads_d
+
+
+def _gradient(
+    z: Tensor, v: Tensor, call: _Call, per_source: int, factor: Tensor, transposed: bool, seed: Tensor | None
+) -> Tensor:
+    """The gradient of A[E,R,D], or of B[E,D,R] (transposed), in its own type."""
+    rank = factor.shape[2 if transposed else 1]
+    p = call.p if seed is not None else 0.0
+    grad: Tensor = _ops.expert_gradient(z, v, *call.rows, per_source, rank, transposed, factor.dtype, p, seed)
+    return grad
+
+
+def _bias_share(grad: Tensor, bias: Tensor, order: Tensor, ends: Tensor, K: int) -> Tensor:
+    """dy.bias of every pair: all products of tokens and experts, of which K a token are taken."""
+    row = torch.arange(order.numel(), device=order.device)
+    expert = torch.searchsorted(ends.long(), row, right=True)  # len(ends) for pairs of no expert
+    wide = torch.nn.functional.pad(grad.float() @ bias.float().t(), (0, 1))
+    share = torch.empty_like(row, dtype=torch.float32)
+    share[order.long()] = wide[order.long() // K, expert]
+    return share
