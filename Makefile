@@ -1,6 +1,6 @@
 # Everything people type here. Each target first makes or refreshes .venv; nothing happens when it is up to date.
 .DEFAULT_GOAL := help
-.PHONY: help setup system nvcc demo lint test test-slow test-gpu canary bench clean
+.PHONY: help setup system nvcc demo lint test test-slow test-gpu canary bench clean docs
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
@@ -30,7 +30,7 @@ nvcc: setup  ## CUDA's compiler for the test that compiles ops/csrc, where the m
 demo: setup  ## fine-tune SmolLM2-135M with LoRA: about 5 minutes on 2 CPU cores, less on GPUs
 	@overrides=$$(python -m trainer.demo) && eval "zerolora train configs/demo.yaml $$overrides"
 
-lint: setup  ## ruff, clang-format, typos, mypy (strict), import-linter, deptry
+lint: setup  ## ruff, clang-format, typos, mypy (strict), import-linter, deptry, links of the documentation
 	ruff check .
 	ruff format --check .
 	clang-format --dry-run --Werror ops/csrc/*/*
@@ -38,6 +38,10 @@ lint: setup  ## ruff, clang-format, typos, mypy (strict), import-linter, deptry
 	mypy
 	lint-imports --no-logo
 	deptry .
+	NO_MKDOCS_2_WARNING=1 mkdocs build -q
+
+docs: setup  ## the documentation as a site, in runs/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 mkdocs build -q && echo runs/site/index.html
 
 test: lint  ## lint and the fast tests: at most 15 minutes on 2 cores
 	@command -v chromium >/dev/null || scripts/system.sh chromium

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from launcher.become import become_module
 from launcher.doctor.command import doctor
+from launcher.importing.command import import_
 from launcher.job_starts import settings_to_go_on
 from launcher.presets import init
 from launcher.scu_train import run as run_scu_train
@@ -20,7 +21,9 @@ from launcher.status import status
 from launcher.submit import submit
 from launcher.supervision.supervisor import EXIT_FAILED, EXIT_USAGE
 from launcher.supervision.terminal import say
+from launcher.sweep import sweep
 from trainer.config import UserError, dump_yaml, load_config
+from trainer.config.errors import mistake_in_path, one_line
 from trainer.config.messages import as_override
 from trainer.config.reference import json_schema, reference_text
 
@@ -124,7 +127,9 @@ def show_config(
 
 
 app.command("init")(init)
+app.command("import", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(import_)
 app.command("submit")(submit)
+app.command("sweep", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(sweep)
 app.command("status")(status)
 app.command("doctor")(doctor)
 
@@ -139,9 +144,7 @@ def scu_train(context: typer.Context) -> None:
 
 def _add_passed_on(name: str, module: str, text: str) -> None:
     def passed_on(context: typer.Context) -> None:
-        # The process becomes the other one: its exit code, signals and terminal are then right without any help.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until launcher/module.py is there
-        os.execv(sys.executable, [sys.executable, "-m", "launcher.module", module, *context.args])
+        become_module(module, context.args)
 
     app.command(name, help=text, add_help_option=False, context_settings=AS_TYPED)(passed_on)
 
@@ -158,7 +161,7 @@ def main() -> int:
         return int(app(args=words, prog_name="zerolora", standalone_mode=False) or 0)
     except UsageError as error:
         hint = error.ctx.command_path if error.ctx else "zerolora"
-        mistake = _mistake(error, words)
+        mistake = one_line(_mistake(error, words))
         say(f"error: {mistake}{'' if mistake.endswith(('.', '?')) else ';'} `{hint} --help` says how")
         return EXIT_USAGE
     except typer.Abort:
@@ -168,6 +171,9 @@ def main() -> int:
         say(f"error: {error}")
         return EXIT_USAGE
     except OSError as error:
+        if in_path := mistake_in_path(error):
+            say(f"error: {in_path}")
+            return EXIT_USAGE
         if error.filename is None:
             raise  # perhaps of what is printed: launcher/entry.py knows
         say(f"error: {error}")

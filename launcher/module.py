@@ -11,6 +11,7 @@ def _command() -> int:
     import runpy
 
     from launcher.entry import quiet_libraries
+    from trainer.config.errors import mistake_in_path
     from trainer.contract.launcher_process import LauncherWatch
 
     LauncherWatch(os.environ, is_rank=False).start()
@@ -18,11 +19,11 @@ def _command() -> int:
     del sys.argv[0]
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    except PermissionError as error:
-        if error.filename is None:
+    except OSError as error:
+        mistake = mistake_in_path(error)
+        if mistake is None:
             raise
-        # Of a folder of the user that may not be looked into: any question about its files ends so.
-        print(f"error: {error.filename}: {error.strerror}; give this user the right to read it", file=sys.stderr)
+        print(f"error: {mistake}", file=sys.stderr)
         return EXIT_USAGE
     return 0
 

@@ -6,11 +6,12 @@ import shlex
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from pydantic import BaseModel
 
+from launcher.become import become_module
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import nearest
 from trainer.config.yaml_core import plain
@@ -25,8 +26,13 @@ PRESETS = {
     "phi3-mini": "phi3-mini",
     "qwen2.5-7b": "qwen2.5-7b",
     "granite-4.0-h-1b": "granite-4.0-h-1b",
+    "qwen3-30b-a3b": "qwen3-30b-a3b",
+    "gpt-oss-20b": "gpt-oss-20b",
+    "mixtral-8x7b": "mixtral-8x7b",
+    "olmoe": "olmoe-1b-7b",
     "tinyllama": "tinyllama-1.1b",
     "smollm2": "smollm2-135m",
+    "scu-kl": "scu-kl",
 }
 # For a model that no preset is made for: settings that fit most, and a model that runs on a laptop if none is named.
 FOR_ANY_MODEL, FOR_NO_MODEL = "tinyllama", "smollm2"
@@ -41,15 +47,23 @@ def init(
     model: Annotated[str | None, typer.Option(help="Folder or hub name of the model, instead of the preset's.")] = None,
     data: Annotated[str | None, typer.Option(help="File, folder or hub name of the data to train on.")] = None,
     output: Annotated[Path | None, typer.Option(help="The file to write; default: NAME.yaml in this folder.")] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(help="Look at the data and make the file for so many GPUs, each setting with its reason."),
+    ] = None,
+    gpu_memory: Annotated[str | None, typer.Option(help="With --gpus: of each, such as 24GiB.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
 ) -> None:
     """Write a commented configuration to start from."""
     preset = preset or (nearest_preset(model) if model else FOR_NO_MODEL)
     name = _short(model) if model else preset
-    text = preset_text(preset, output := output or Path(f"{name}.yaml"), model=model, data=data)
+    output = output or Path(f"{name}.yaml")
+    text = preset_text(preset, output, model=model, data=data)
     try:
         if output.exists() and not force:
             raise UserError(f"--output {output}: is there already; name another file, or add --force")
+        if gpus is not None or gpu_memory is not None:
+            _tailor(model, data, gpus, gpu_memory, output)
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -57,6 +71,15 @@ def init(
     typed = shlex.quote(str(output))
     first = "now" if data else "set dataset.path, then"
     typer.echo(f"{output}: {first}\n  zerolora validate {typed}\n  zerolora train {typed}")
+
+
+def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: str | None, output: Path) -> NoReturn:
+    """Go on as the program that looks at the model and the data, which takes torch."""
+    if not (model and data):
+        raise UserError("--gpus: the file is made for a model and data; name both with --model and --data")
+    words = ["--model", model, "--data", data, "--gpus", str(gpus or 1), "--output", str(output)]
+    words += ["--gpu-memory", gpu_memory] if gpu_memory else []
+    become_module("trainer.commands.tailor", [*words, "--output-dir", f"runs/{_short(model)}"])
 
 
 def nearest_preset(model: str) -> str:

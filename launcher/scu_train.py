@@ -149,6 +149,7 @@ def settings(options: argparse.Namespace, data: str, held_out: str | None) -> di
         "scu": {
             "enabled": True,
             "measure": options.measure,
+            "law": "published",
             "target": options.target_s,
             "kp": options.kp,
             "ki": options.ki,

@@ -134,6 +134,7 @@ def start(
     command = build(list(arguments))  # its refusals come before any work
     if dry_run:
         print(command.shell())
+        say("note: model and data were not looked at; `zerolora validate` does that")
         return 0
     resumes = loaded.config.training.resume_from_checkpoint == "auto"
     refuse_if_held(run_dir, resumes=resumes)

@@ -21,7 +21,7 @@ from trainer.contract.whole_files import write_whole
 
 TEMPLATE = HOME / "slurm" / "train.sbatch"
 JOB_SCRIPT, SWEEP_FILE = "job.sbatch", "sweep.txt"
-_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d+){0,2})")
+_TIME = re.compile(r"(?:(?P<days>[0-9]{1,9})-)?(?P<rest>[0-9]{1,9}(?::[0-9]{1,9}){0,2})")
 MOST_GRACE_S = 65535
 # SLURM looks at limits every half minute, and sends the signal up to a minute sooner than asked for.
 EARLIER_S = 60

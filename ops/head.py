@@ -1,5 +1,7 @@
 """The output head and its loss in one: sum over tokens of -log softmax(h W^T)[target], without all logits at once.
 
+The same for the divergence between two models that share a head, an adapted one and its base.
+
 Legend: K tokens with a target, H hidden size, V vocabulary, C tokens of a chunk. The head is frozen, so that its only
 gradient is dh = (softmax(h W^T) - onehot(target)) W, which is computed in the forward pass, chunk by chunk, while the
 logits of the chunk are there (the idea of Liger's fused linear cross-entropy; unlike it, nothing here waits for the
@@ -53,6 +55,54 @@ class _TokenLossSum(torch.autograd.Function):
                 torch.mm(logits_CV, weight, out=grad_KH[start:end])
         ctx.save_for_backward(*([grad_KH] if grad_KH is not None else []))
         return losses.sum()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_KH,) = ctx.saved_tensors
+        return grad_KH * grad_output.to(grad_KH.dtype), None, None, None
+
+
+def divergence_sum(hidden: Tensor, base_hidden: Tensor, weight: Tensor, *, factor: float = 1.0) -> Tensor:
+    """sum_k KL(p_k || q_k), nats, fp32, with p = softmax(factor h W^T) and q the same of base_hidden.
+
+    hidden, base_hidden [K, H], weight [V, H], frozen as base_hidden is. The gradient, dh = p (ln p - ln q - KL) W, is
+    computed with the value, chunk by chunk, as that of `token_loss_sum` is. Raises ValueError for shapes that do not
+    fit.
+    """
+    if hidden.dim() != 2 or hidden.shape != base_hidden.shape or hidden.shape[1:] != weight.shape[1:]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, base_hidden {tuple(base_hidden.shape)}, weight {tuple(weight.shape)}: "
+            "expected [K, H], [K, H] and [V, H]"
+        )
+    if weight.requires_grad or base_hidden.requires_grad:
+        raise ValueError("the head or base_hidden requires a gradient: this divergence has one of hidden alone")
+    if factor != 1.0:
+        hidden, base_hidden = hidden * factor, base_hidden * factor
+    with_gradient = hidden.requires_grad and torch.is_grad_enabled()
+    divergence: Tensor = _DivergenceSum.apply(hidden, base_hidden, weight, with_gradient)
+    return divergence
+
+
+class _DivergenceSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, base_hidden: Tensor, weight: Tensor, with_gradient: bool) -> Tensor:
+        tokens, vocabulary = hidden.shape[0], weight.shape[0]
+        divergences = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+        grad_KH = torch.empty_like(hidden) if with_gradient else None
+        # Four matrices of 32 bits are there at once.
+        size = max(1, min(tokens, LOGITS_AT_ONCE // (8 * vocabulary)))
+        for start in range(0, tokens, size):
+            chunk = slice(start, min(start + size, tokens))
+            log_p_CV = torch.log_softmax((hidden[chunk] @ weight.t()).float(), dim=1)
+            difference_CV = log_p_CV - torch.log_softmax((base_hidden[chunk] @ weight.t()).float(), dim=1)
+            p_CV = log_p_CV.exp_()
+            divergences[chunk] = (p_CV * difference_CV).sum(1)
+            if grad_KH is not None:
+                gradient_CV = difference_CV.sub_(divergences[chunk, None]).mul_(p_CV)
+                torch.mm(gradient_CV.to(weight.dtype), weight, out=grad_KH[chunk])
+        ctx.save_for_backward(*([grad_KH] if grad_KH is not None else []))
+        return divergences.sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable

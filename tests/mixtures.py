@@ -63,3 +63,25 @@ def make_mixture(folder: Path, name: str, *, seed: int = 0, **changes: Any) -> P
             torch.nn.init.normal_(parameter, std=0.1)  # a bias that is zero would hide one that is left out
     model.save_pretrained(folder)
     return folder
+
+
+def store_in_mxfp4(folder: Path) -> Path:
+    """Store the experts of a model that was saved in full precision as gpt-oss's checkpoints have them."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    stored = load_file(folder / "model.safetensors")
+    draw = torch.Generator().manual_seed(0)
+    for name in [name for name in stored if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, wide, out = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, out, wide // 32, 16), generator=draw, dtype=torch.uint8)
+        stored[f"{name}_blocks"] = blocks
+        stored[f"{name}_scales"] = torch.randint(118, 124, blocks.shape[:3], generator=draw, dtype=torch.uint8)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": left}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

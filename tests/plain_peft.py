@@ -12,6 +12,8 @@ from trainer.data.samples import Sample, Samples
 from trainer.engine.optimizer import build_schedule
 from trainer.model.adapter import lora_config
 from trainer.model.base import load_base_model
+from trainer.model.older_names import names_as_they_are
+from trainer.model.targets import targets_of
 from trainer.preflight import prepare
 from trainer.ranks.group import set_seed
 
@@ -73,7 +75,9 @@ def _with_adapter(model: Any, config: RunConfig, excluded: str | None) -> Any:
     from peft import get_peft_model
 
     # In the precision of the base first and widened afterwards: the same first values as in training in 16 bits.
-    adapted = get_peft_model(model, lora_config(config.lora, excluded=excluded), autocast_adapter_dtype=False)
+    settings = lora_config(config.lora, excluded=excluded, targets=targets_of(model, config.lora))
+    with names_as_they_are():
+        adapted = get_peft_model(model, settings, autocast_adapter_dtype=False)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(model.dtype).float()

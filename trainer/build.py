@@ -12,6 +12,7 @@ from trainer.engine.deepspeed_engine import DTYPES, partitioning_announced
 from trainer.engine.layer_gather.shards import LayerShards
 from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
 from trainer.model.base import grows_vocabulary, load_base_model, match_vocabulary
+from trainer.model.expert_layers import expert_modules
 from trainer.model.targets import unadapted_layers
 from trainer.patches.liger import PARTS, apply_liger, line_of
 from trainer.patches.mamba import call_projections_of_mamba, unadapted_lines, unquantized_lines
@@ -88,10 +89,21 @@ def _patch_adapted(
     lines = call_projections_of_mamba(model)
     if shards is not None:
         shards.attach(model)
+    lines += _compute_experts(model, config, device)
     lines += _fuse(model, config, decided, any_token, device)
     if decided.recomputed_results.value != "none":
         forget_inputs(model)
     return lines
+
+
+def _compute_experts(model: Any, config: RunConfig, device: torch.device) -> list[str]:
+    if not expert_modules(model):
+        return []
+    from trainer.patches.fused_experts import compute_experts  # brings peft, and with it bitsandbytes
+
+    if device.type == "cuda":
+        _load_operators(config)
+    return compute_experts(model, on_gpu=device.type == "cuda")
 
 
 def _replace_elementwise(model: Any, config: RunConfig, decided: Decisions) -> list[str]:

@@ -137,6 +137,8 @@ def _attention(config: RunConfig, machine: Machine, model: ModelFacts | None) ->
     asked = config.model.attn_implementation
     if asked != "auto":
         return Decided(asked, "asked for")
+    if model is not None and model.sinks and model.registry and config.dataset.packing:
+        return Decided(VARLEN, "" if machine.flash else "attention sinks: document by document in plain torch")
     if model is not None and not model.sdpa:
         return Decided("eager", "the model knows no other")
     if not config.dataset.packing:

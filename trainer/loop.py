@@ -14,6 +14,7 @@ from trainer.engine.protocol import Engine
 from trainer.memory.oom_recovery import Recovery
 from trainer.memory.peak import peak_memory_gib
 from trainer.model.adapter import GradientCheck
+from trainer.monitor.expert_load import ExpertLoad
 from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.profiler import StepProfiler
 from trainer.patches.loss_head import TokenLoss
@@ -83,6 +84,7 @@ class Parts:
     gradient_check: GradientCheck | None = None
     steering: Steering | None = None
     mfu: MfuMeter | None = None
+    experts: ExpertLoad | None = None
     profiler: StepProfiler | None = None
 
 
@@ -219,6 +221,8 @@ class Loop:
             values |= parts.steering.metrics()
         parts.reporter.progress(step, values)
         if step % self._training.logging_steps == 0 or step == self._total_steps:
+            if parts.experts is not None:
+                values |= parts.experts.values()
             parts.reporter.log(step, values)
 
     def _evaluate_if_due(self) -> None:

@@ -17,6 +17,7 @@ from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.data import prepare_data
 from trainer.data.chat import chat_template_of
 from trainer.data.prepared import Prepared, samples_of
+from trainer.data.reference_text import reference_samples
 from trainer.data.step_count import step_warnings, with_global_batch
 
 if TYPE_CHECKING:
@@ -32,11 +33,13 @@ def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None,
     from trainer.checkpoint.output_folder import check_free, check_place
     from trainer.engine.deepspeed_engine import check_extra_keys, resolve_precision
     from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
+    from trainer.model.expert_targets import check_router_loss
     from trainer.model.model_kind import check_kind
     from trainer.model.targets import check_targets
     from trainer.monitor.metrics import check_reporters
     from trainer.patches.mamba import check_packable
     from trainer.patches.packed_attention import check_supported
+    from trainer.scu.law_settings import law_of
 
     check_reporters(config.logging)
     check_place(config)
@@ -53,7 +56,7 @@ def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None,
         raise UserError("lora.init=loftq: PEFT computes it on a GPU, and this machine has none; use lora.init: default")
     tell(f"checking the model {config.base_model}")
     model_config = load_model_config(config.base_model, config.model)
-    check_kind(config.base_model, model_config)
+    check_kind(config.base_model, model_config, all_trained=config.adapter == "none")
     notes = check_weights(config.base_model, config.model, model_config)
     longest = context_length(model_config)
     if longest and config.dataset.max_length > longest:
@@ -69,6 +72,7 @@ def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None,
     check_supported(config.model, empty)
     if config.adapter != "none":
         check_targets(empty, config.lora)
+    check_router_loss(empty, config.training.router_aux_loss, None if config.adapter == "none" else config.lora)
     if config.adapter == "qlora":
         check_packable(empty)
     if config.dataset.packing:
@@ -84,7 +88,15 @@ def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None,
     )
     if data.stats.records:
         tell(f"{data.stats.records:,} records, {data.stats.documents:,} documents to train on")
-    prepared = Prepared(tokenizer, model_config, data, tuple(notes))
+    reference = None
+    if config.scu.enabled:
+        # A size below 2B stands in for the model's, which is counted when its weights are there.
+        law_of(config.scu, total_steps=1, base_parameters=1)
+        if config.scu.reference is not None:
+            reference = reference_samples(
+                config.dataset, tokenizer, config.scu.reference, setting="scu.reference", seed=config.seed
+            )
+    prepared = Prepared(tokenizer, model_config, data, tuple(notes), reference)
     # More ranks take fewer steps: what does not go on one goes on none.
     step_warnings(with_global_batch(config, samples_of(prepared), 1), samples_of(prepared), 1)
     return prepared
@@ -149,6 +161,23 @@ def _check_adapter_folder(config: RunConfig) -> None:
 
         if problem := damage_of_adapter(Path(path)):
             raise UserError(f"lora.adapter_path={path}: {problem}")
+    elif path:
+        _check_adapter_on_hub(path)
+
+
+def _check_adapter_on_hub(name: str) -> None:
+    """Raise UserError where the hub, or its cache, does not give an adapter's settings: before weights are loaded."""
+    from peft import PeftConfig
+
+    from trainer.contract.hub_patience import ask_once_without_network
+    from trainer.model.model_source import check_source, unreadable
+
+    check_source("lora.adapter_path", name)
+    ask_once_without_network(name)
+    try:
+        PeftConfig.from_pretrained(name)
+    except Exception as error:  # what its values make of PEFT's classes is as bad as a file that is not there
+        raise unreadable("lora.adapter_path", name, error) from None
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +16,14 @@ from trainer.contract import known_versions
 from trainer.contract.folder_lock import FolderLock
 from trainer.course import Course
 from trainer.data import Batches, StreamBatches, evaluation_batches
-from trainer.data.prepared import Prepared, samples_of
-from trainer.data.step_count import count_steps, step_warnings, steps_line
+from trainer.data.prepared import Prepared, samples_of, share_stream
+from trainer.data.shared_blocks import folder_of_run
+from trainer.data.step_count import count_steps, smaller_batch_line, step_warnings, steps_line
 from trainer.decisions import VARLEN, Decisions
 from trainer.engine.deepspeed_engine import deepspeed_config, resolve_precision, start_engine
 from trainer.engine.eight_bit_moments import elements_per_buffer
 from trainer.engine.flat_adapter import flatten_adapter
-from trainer.engine.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
+from trainer.engine.optimizer import build_optimizer, build_schedule, planned_rates, rate_floor, restore_schedule
 from trainer.engine.protocol import Engine
 from trainer.engine.update_guard import UpdateGuard
 from trainer.loop import Loop, Parts, Position, report_evaluation
@@ -29,6 +31,7 @@ from trainer.memory.oom_recovery import Recovery
 from trainer.memory.preflight import MemoryPlan, peak_over_ranks, plan_memory, record_memory
 from trainer.model.adapter import GradientCheck, count_parameters
 from trainer.model.answers import answer_prompt
+from trainer.monitor.expert_load import ExpertLoad
 from trainer.monitor.metrics import Metrics
 from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.profiler import StepProfiler
@@ -40,6 +43,7 @@ from trainer.ranks.group import Ranks, extend_timeouts, form_process_group
 from trainer.ranks.progress import phase
 from trainer.ranks.signals import StopRequest
 from trainer.run_folder import RunFolder
+from trainer.scu.base_samples import divergence_of
 from trainer.scu.controller import Steering
 from trainer.step import evaluate_loss
 
@@ -53,6 +57,8 @@ class Measurement:
 
     evaluate: Callable[[Engine], tuple[float, int]]
     """Held-out loss of the engine's model, nats per target token, and the number of target tokens."""
+    at_the_end: Callable[[Engine], None]
+    """What more is measured of the trained model."""
 
 
 class Run:
@@ -118,7 +124,7 @@ class Run:
         engine = self._start_engine(model)
         position, total_steps = self._restore(engine)
         self.steering = self._steer(engine, position, total_steps)
-        self.metrics = self.folder.open(model, position, total_steps, self.device)
+        self.metrics = self.folder.open(model, position, total_steps, self.device, self.precision)
         before = self._evaluate_and_sample(engine, position, "before") if position.step == 0 else None
         Loop(self._parts(engine, total_steps), self.config.training, position, total_steps).run()
         after = None
@@ -126,6 +132,8 @@ class Run:
             self.course.return_to_best(engine, position)
             after = self._evaluate_and_sample(engine, position, "after")
             self._save_result(engine)
+            if self.measurement is not None:
+                self.measurement.at_the_end(engine)
         self.stop.saved = True
         if self.steering is not None and self.ranks.is_main:
             self.steering.settle()
@@ -141,6 +149,9 @@ class Run:
         training = self.config.training
         world = meet(self.ranks, self.config, self.lock.token if self.lock is not None else "")
         form_process_group(self.ranks, collective_timeout(training))
+        if world.hosts > 1:
+            blocks = folder_of_run(Path(self.config.output_dir) / "logs", world.token, is_main=self.ranks.is_main)
+            self.prepared = share_stream(self.prepared, blocks)
         self.say(world.summary)
         if (warning := known_versions.warning()) is not None:
             self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
@@ -161,6 +172,8 @@ class Run:
         samples, ranks = samples_of(self.prepared), self.ranks.world_size
         warnings = step_warnings(self.config, samples, ranks)
         self.say(f"steps: {steps_line(self.config.training, samples, ranks)}")
+        if smaller := smaller_batch_line(training, self.config.training, ranks):
+            self.say(f"note: {smaller}")
         for warning in warnings:
             self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
 
@@ -196,7 +209,8 @@ class Run:
             multiple = elements_per_buffer(config.training.optimizer, self.ranks.world_size)
             flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio), multiple=multiple)
         optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads)
-        self.token_loss = TokenLoss(model, fused=self.decided.fused_head.value, say=self.say)
+        balance = config.training.router_aux_loss
+        self.token_loss = TokenLoss(model, fused=self.decided.fused_head.value, say=self.say, balance=balance)
         engine = start_engine(model, optimizer, self.deepspeed_config)
         if flat is not None:
             flat.repoint()
@@ -219,7 +233,7 @@ class Run:
         self.batches = make_batches(self.config, self.prepared, self.ranks, flat=self.flat_packs)
         total_steps = count_steps(training, samples_of(self.prepared), self.ranks.world_size)
         assert total_steps is not None  # a stream without max_steps was refused
-        self.schedule = build_schedule(self.optimizer, training, total_steps)
+        self.schedule = build_schedule(self.optimizer, training, total_steps, floor=rate_floor(self.config.scu))
         position, state = self.course.restore(engine, total_steps)
         if state:
             restore_schedule(self.schedule, int(state["schedule_steps"]))
@@ -230,26 +244,37 @@ class Run:
 
     @phase("steer")
     def _steer(self, engine: Engine, position: Position, total_steps: int) -> Steering | None:
-        """The Shannon Control Unit, its target found reachable, or as it was in the checkpoint."""
+        """The Shannon Control Unit, as it was in the checkpoint if there is one, its target found reachable."""
         section = self.config.scu
         if not section.enabled:
             return None
+        divergence = None
+        if section.measure == "kl":
+            divergence = divergence_of(
+                self.config, self.prepared, self.ranks, engine, self.token_loss,
+                flat=self.flat_packs, resumes=position.step > 0, say=self.say,
+            )  # fmt: skip
         steering = Steering(
             section,
             engine.module,
             target_tokens=self.prepared.data.stats.target_tokens,
             total_steps=total_steps,
             base_parameters=count_parameters(engine.module)[1],
+            divergence=divergence,
         )
-        if position.step == 0:
-            batches, _ = self.batches.step(0, 0)
-            loss, _ = evaluate_loss(engine, self.token_loss, batches)
-            rates = planned_rates(self.schedule, total_steps)
-            ratio = self.config.lora.loraplus_lr_ratio or 1.0
-            for warning in steering.check_target(loss / math.log(2), rates, b_ratio=ratio):
-                self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
-        elif self.restored_scu:
-            steering.load_state_dict(self.restored_scu, step=position.step, run_dir=self.folder.path)
+        notes: list[str] = []
+        if self.restored_scu:
+            notes = steering.load_state_dict(self.restored_scu, step=position.step, run_dir=self.folder.path)
+        elif position.step:
+            notes = ["scu.enabled=true: the checkpoint has no controller; it begins anew"]
+        batches, _ = self.batches.step(position.epoch, position.offset)
+        loss, _ = evaluate_loss(engine, self.token_loss, batches)
+        rates = planned_rates(self.schedule, total_steps)[position.step :]
+        ratio = self.config.lora.loraplus_lr_ratio or 1.0
+        resumes = position.step > 0
+        warnings = steering.check_target(loss / math.log(2), rates, b_ratio=ratio, resumes=resumes)
+        for warning in [*notes, *warnings]:
+            self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
         return steering
 
     def _parts(self, engine: Engine, total_steps: int) -> Parts:
@@ -270,8 +295,13 @@ class Run:
             steering=self.steering,
             gradient_check=GradientCheck(engine.module, finite=self.precision != "fp16"),
             mfu=MfuMeter.of(engine.module, self.device, self.precision) if self.ranks.is_main else None,
+            experts=self._expert_load(engine),
             profiler=StepProfiler.of_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
         )
+
+    def _expert_load(self, engine: Engine) -> ExpertLoad | None:
+        compiled = self.config.training.torch_compile
+        return ExpertLoad.of(engine.module, compiled=compiled) if self.ranks.is_main else None
 
     @phase("evaluate")
     def _evaluate(self, engine: Engine) -> tuple[float, int]:

@@ -51,7 +51,9 @@ class RunFolder:
         if self._lock is not None:
             self._lock.check()
 
-    def open(self, model: Any, position: Position, total_steps: int, device: torch.device) -> Metrics | None:
+    def open(
+        self, model: Any, position: Position, total_steps: int, device: torch.device, precision: str
+    ) -> Metrics | None:
         """Write for the first time: every check has passed. Rank 0's metrics."""
         config, is_main = self._config, self._ranks.is_main
         moves_base = changes_base_weights(config.lora) and config.adapter == "lora"
@@ -62,7 +64,7 @@ class RunFolder:
             moved = make_way(self.path, config.output.overwrite) if position.step == 0 else None
             if moved:
                 self._say(moved)
-            write_run_record(self.path, config, self._ranks.world_size, str(device.type))
+            write_run_record(self.path, config, self._ranks.world_size, str(device.type), precision)
         if position.step == 0 and moves_base:
             save_initial_adapter(model, self.path / INITIAL_ADAPTER, is_main=is_main)
         if not is_main:

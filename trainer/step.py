@@ -117,11 +117,11 @@ def train_step(
         is_last = index == len(batches) - 1
         loss_local = token_loss(engine, batch, device)
         sums[0] += loss_local.detach()
-        total = loss_local * to_engine
+        total = (loss_local + token_loss.balancing) * to_engine
         if is_last and steering is not None:
             # Every rank adds the whole term and the engine averages over ranks: only the accumulation is undone.
             total = total + steering.term(step) * len(batches)
-            sums[1] = steering.squares_local()
+            sums[1] = steering.measured_local()
         with phase("backward"):
             engine.backward(total)
         if is_last:

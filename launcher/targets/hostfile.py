@@ -19,7 +19,7 @@ Slots = dict[str, list[int]]
 """Host -> numbers of its GPUs, in the order in which ranks are dealt out."""
 SSH_TIMEOUT_S = 15
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_TIMEOUT_S}")
-_ENTRY = re.compile(r"(\S+)\s+slots=(\d+)\s*(?:#.*)?")
+_ENTRY = re.compile(r"(\S+)\s+slots=([0-9]{1,4})\s*(?:#.*)?")
 _NAME = re.compile(r"[\w.-]+(@[\w.-]+)?")
 
 

@@ -1,7 +1,7 @@
 """Inside a SLURM allocation: which nodes and ranks it holds, and the `srun` command that starts one process per GPU.
 
-srun starts the ranks themselves, not DeepSpeed's launcher once a node: it is ready sooner (docs/cluster.md has the
-measurement), knows every rank's exit code, and passes SIGUSR1 on to all of them.
+srun starts the ranks themselves, not DeepSpeed's launcher once a node: it is ready sooner (measured in
+docs/guide/several-machines.md), knows every rank's exit code, and passes SIGUSR1 on to all of them.
 """
 
 import os

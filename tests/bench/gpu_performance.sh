@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The figures of docs/performance.md on the GPUs of this machine; one short table comes last.
+# The figures of docs/lab/performance.md on the GPUs of this machine; one short table comes last.
 #   tests/bench/gpu_performance.sh figures    1 GPU: bf16 and NF4, without and with recomputation, beside the others
 #   tests/bench/gpu_performance.sh scaling    2 or 4 GPUs: ZeRO-2 against 1 GPU, ZeRO-3 against ZeRO-2
 #   tests/bench/gpu_performance.sh profile    1 GPU: the time of a step by category, and the gap to the floor

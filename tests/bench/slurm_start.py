@@ -1,6 +1,6 @@
 """What it takes to start a run on two SLURM nodes: srun for every rank against srun of DeepSpeed's launcher per node.
 
-python -m tests.bench.slurm_start [RUNS]      as root, with Debian's slurm-wlm and munge; docs/cluster.md has the table
+python -m tests.bench.slurm_start [RUNS]      as root, with Debian's slurm-wlm and munge
 """
 
 import statistics

@@ -85,8 +85,13 @@ class Hosts:
         return [psutil.Process(int(pid)) for pid in listing.stdout.split() if psutil.pid_exists(int(pid))]
 
     def switch_off(self, host: str) -> None:
-        """End everything on a host at once, as a loss of power does."""
+        """End everything on a host at once, as a loss of power does: the others are not even told that it has ended."""
+        self.plug(host, "down")
         _kill_all(self._prefix + host)
+
+    def plug(self, host: str, state: str) -> None:
+        """Put a host's cable in (`up`) or pull it out (`down`)."""
+        _ip("-n", self._prefix + LOGIN, "link", "set", host, state)
 
     def close(self) -> None:
         """End every process of every host and remove the namespaces."""

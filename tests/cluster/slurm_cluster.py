@@ -44,7 +44,7 @@ PARTITIONS = {
     "low-cancel": "PriorityTier=1 PreemptMode=CANCEL GraceTime=90",
     "high": "PriorityTier=10 PreemptMode=OFF",
 }
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 SETTLING_S = 15.0
 ROOT = Path(__file__).parents[2]
 
@@ -98,11 +98,18 @@ class SlurmCluster:
 
     def switch_on(self, node: str) -> None:
         """Start a node's slurmd."""
+        self.hosts.plug(node, "up")
         self._daemon(node, ["slurmd", "-D", "-N", node, "-f", str(self._config)])
 
     def switch_off(self, node: str) -> None:
-        """End a node's slurmd and everything it runs, at once."""
+        """End a node's slurmd and everything it runs, at once, and cut its connections."""
         self.hosts.switch_off(node)
+
+    def kill_processes(self, node: str, *names: str) -> None:
+        """SIGKILL to a node's slurmd, slurmstepd and ranks, or to those named, while its kernel closes connections."""
+        for process in self.hosts.processes(node):
+            if not names or process.name() in names:
+                process.kill()
 
     def environment(self) -> dict[str, str]:
         """What a shell on the cluster holds."""

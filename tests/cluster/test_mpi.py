@@ -43,7 +43,7 @@ def test_zerolora_train_starts_mpirun(workplace: Path, six_steps: list[float]) -
 def test_mpirun_starts_a_rank_on_each_of_two_hosts(
     hosts: Hosts, ssh: Mapping[str, str], workplace: Path, six_steps: list[float]
 ) -> None:
-    """As docs/cluster.md has it; Open MPI passes on the variables that it is told to, and no others."""
+    """As docs/guide/several-machines.md has it; Open MPI passes on the variables that it is told to, and no others."""
     needs_programs("mpirun")
     command = ["mpirun", "-np", "2", "--host", "n1:1,n2:1", "--bind-to", "none"]
     for name in ("PATH", "PYTHONPATH", "DS_ACCELERATOR", "OMP_NUM_THREADS"):

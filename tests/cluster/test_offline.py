@@ -1,4 +1,4 @@
-"""The way of docs/cluster.md for compute nodes without the internet: download, prepare, then a job offline."""
+"""Compute nodes without the internet, as docs/guide/several-machines.md has it: download, prepare, a job offline."""
 
 import hashlib
 import json

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import ROOT, STEPS, ZEROLORA, end_of, log_of, losses, wait_for
+from tests.cluster.conftest import ROOT, STEPS, end_of, log_of, losses, wait_for
 from tests.cluster.slurm_cluster import SlurmCluster
 from trainer.checkpoint.checkpoint_files import whole_checkpoints
 
@@ -54,24 +54,30 @@ def test_a_preempted_job_saves_and_goes_on(slurm: SlurmCluster, workplace: Path,
         assert end_of(slurm, job) == "COMPLETED" and slurm.restarts(job) == 1, log_of(workplace, name)
         log = (workplace / f"{name}.log").read_text()
         assert "== preempted, queued again" in log and "start 2, on" in log, log
+        assert "SIGUSR1" not in log, "the ranks were told by SIGTERM"
         assert f"at step {stopped_at[name]}" in log, log
         assert losses(workplace / name) == pytest.approx(reference, rel=1e-4)
 
 
-def test_preemption_by_the_jobs_own_signal(slurm: SlurmCluster, workplace: Path) -> None:
-    """SIGUSR1 to the script, as before the end of the time."""
-    setting = ",preempt_send_user_signal"  # since 23.02 PreemptParameters=send_user_signal
-    slurm.reconfigure("bf_interval=2", f"bf_interval=2{setting}")
+def test_preemption_by_the_jobs_own_signal(slurm: SlurmCluster, workplace: Path, reference: list[float]) -> None:
+    """SIGUSR1 to the script, as before the end of the time, and no SIGTERM, which is told as a preemption."""
+    name = "user-signal"
+    setting = "SlurmctldParameters=preempt_send_user_signal\n"  # since 23.02 PreemptParameters=send_user_signal
+    slurm.reconfigure("PreemptMode=REQUEUE\nSlurmdTimeout", f"PreemptMode=REQUEUE\n{setting}SlurmdTimeout")
     try:
-        job = submit(slurm, workplace, "user-signal", "--partition=low", "--nodelist=n1")
-        wait_for(lambda: losses(workplace / "user-signal"), lambda: log_of(workplace, "user-signal"))
+        job = submit(slurm, workplace, name, "--partition=low", "--nodelist=n1")
+        wait_for(lambda: losses(workplace / name), lambda: log_of(workplace, name))
         high = preempt(slurm)
-        was_queued_again(slurm, workplace, "user-signal", job)
-        assert "queued again" in (workplace / "user-signal.log").read_text()
-        slurm.run("scancel", job)
+        stopped_at = was_queued_again(slurm, workplace, name, job)
+        log = (workplace / f"{name}.log").read_text()
+        assert "SIGUSR1: saving a checkpoint" in log and "== queued again" in log, log
+        assert "SIGTERM" not in log and "== preempted" not in log, log
         assert end_of(slurm, high) == "COMPLETED"
-        shown = slurm.run(*ZEROLORA, "status", job)
-        assert f"job      {job} CANCELLED" in shown and "running" not in shown, shown
+        slurm.start_now(job)
+        assert end_of(slurm, job) == "COMPLETED" and slurm.restarts(job) == 1, log_of(workplace, name)
+        log = (workplace / f"{name}.log").read_text()
+        assert "start 2, on" in log and f"at step {stopped_at}" in log, log
+        assert losses(workplace / name) == pytest.approx(reference, rel=1e-4)
     finally:
         slurm.reconfigure(setting, "")
 

@@ -5,13 +5,26 @@ import re
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.cluster.conftest import ROOT, STEPS, ZEROLORA, end_of, kill_rank, log_of, losses, wait_for
+from tests.cluster.conftest import (
+    PATIENCE_S,
+    ROOT,
+    STEPS,
+    ZEROLORA,
+    end_of,
+    environment,
+    kill_rank,
+    log_of,
+    losses,
+    wait_for,
+)
 from tests.cluster.slurm_cluster import SlurmCluster
+from tests.tiny import write_chats
 from trainer.checkpoint.checkpoint_files import whole_checkpoints
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SIZE = ["--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1", "--cpus-per-task=1", "--time=30"]
 SALLOC = ["salloc", "--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1"]
 MISCHIEF = Path(__file__).parent / "mischief"
@@ -85,6 +98,8 @@ def test_scancel_ends_a_job_for_good_and_the_ranks_save(slurm: SlurmCluster, wor
     wait_for(lambda: losses(run), lambda: log_of(workplace, "cancelled"))
     slurm.run("scancel", job)
     assert end_of(slurm, job) == "CANCELLED" and slurm.restarts(job) == 0
+    shown = slurm.run(*ZEROLORA, "status", job)
+    assert f"job      {job} CANCELLED" in shown and "running" not in shown, shown
     wait_for(lambda: "stopped at step" in log_of(workplace, "cancelled"), lambda: log_of(workplace, "cancelled"))
     assert int(whole_checkpoints(run)[-1].name.rpartition("-")[2]) == len(losses(run))
 
@@ -95,7 +110,7 @@ def test_a_lost_node_is_named_and_the_job_queued_again(
     run = workplace / "bereft"
     job = batch(slurm, workplace, "bereft")
     wait_for(lambda: whole_checkpoints(run) if run.exists() else None, lambda: log_of(workplace, "bereft"))
-    slurm.switch_off("n2")
+    slurm.kill_processes("n2")
     try:
         wait_for(lambda: slurm.restarts(job) == 1, lambda: log_of(workplace, "bereft"))
         named = re.compile(r"^(lost nodes: n2;|the run failed: rank 1 on n2 )", re.M)
@@ -105,6 +120,51 @@ def test_a_lost_node_is_named_and_the_job_queued_again(
     # Not started at once: a minute after its return slurmctld ends on the node what had this job's number.
     assert end_of(slurm, job) == "COMPLETED", log_of(workplace, "bereft")
     assert "resumed from" in (workplace / "bereft.log").read_text()
+    assert losses(run) == pytest.approx(reference, rel=1e-4)
+
+
+def test_what_is_waited_for_is_said_while_a_node_is_silent(slurm: SlurmCluster, workplace: Path) -> None:
+    """A node without power closes no connection: SLURM alone tells of it, after SlurmdTimeout (300 s by default)."""
+    slurm.reconfigure("SlurmdTimeout=15", "SlurmdTimeout=80")
+    try:
+        job = batch(slurm, workplace, "dark", "training.max_steps=100000")
+        wait_for(lambda: losses(workplace / "dark"), lambda: log_of(workplace, "dark"))
+        slurm.switch_off("n2")
+        try:
+            said = "no sign of life from n2 for 60 s; SLURM gives a lost node up after its SlurmdTimeout (80 sec)"
+            wait_for(lambda: said in (workplace / "dark.log").read_text(), lambda: log_of(workplace, "dark"))
+            wait_for(lambda: slurm.restarts(job) == 1, lambda: log_of(workplace, "dark"))
+            slurm.run("scancel", job)  # how it goes on is seen above
+        finally:
+            slurm.switch_on("n2")
+        end_of(slurm, job)
+    finally:
+        slurm.reconfigure("SlurmdTimeout=80", "SlurmdTimeout=15")
+
+
+def test_a_job_whose_own_node_is_lost_waits_for_its_predecessors_lock_and_goes_on_elsewhere(
+    slurm: SlurmCluster, workplace: Path, reference: list[float]
+) -> None:
+    """Nobody is left to give the folder back; from the other node the dead holder is told by its silence, 120 s."""
+    run, log = workplace / "moved", workplace / "moved.log"
+    job = batch(slurm, workplace, "moved", options=["--nodes=1", "--gpus-per-node=2", "--ntasks-per-node=2"])
+    wait_for(lambda: whole_checkpoints(run) if run.exists() else None, lambda: log_of(workplace, "moved"))
+    lost = slurm.field(job, "BatchHost")
+    slurm.switch_off(lost)
+    try:
+        wait_for(lambda: slurm.restarts(job) == 1, lambda: log_of(workplace, "moved"))
+        wait_for(lambda: slurm.state(job) == "PENDING", lambda: slurm.run("scontrol", "show", "job", job))
+        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # nothing of it is left where it will run
+        wait_for(lambda: slurm.state(job) == "RUNNING", lambda: slurm.run("scontrol", "show", "job", job))
+        other = slurm.field(job, "BatchHost")
+        held = re.compile(rf"held by process \d+ on {lost} of job {job}, since .*; waiting for a sign of life, 120 s")
+        wait_for(lambda: held.search(log.read_text()), lambda: log_of(workplace, "moved"))
+        wait_for(lambda: "was killed; taking its lock over" in log.read_text(), lambda: log_of(workplace, "moved"))
+        assert end_of(slurm, job) == "COMPLETED" and other != lost, log_of(workplace, "moved")
+    finally:
+        slurm.switch_on(lost)
+        slurm.wait_for_nodes()
+    assert f"start 2, on {other}" in log.read_text() and "resumed from" in log.read_text()
     assert losses(run) == pytest.approx(reference, rel=1e-4)
 
 
@@ -145,6 +205,34 @@ def test_a_shell_of_salloc_trains_and_srun_alone_does_too(
         assert losses(workplace / name) == pytest.approx(six_steps, rel=1e-4)
 
 
+def test_the_ranks_of_two_nodes_tokenise_a_stream_for_each_other(
+    slurm: SlurmCluster, workplace: Path, tmp_path: Path
+) -> None:
+    """1,300 records are 21 blocks; whoever makes one leaves its host's name in the run's folder."""
+    write_chats(tmp_path / "many.jsonl", 1300)
+    settings = [f"dataset.path={tmp_path}/many.jsonl", "dataset.streaming=true"]
+    command = [*ZEROLORA, "train", str(workplace / "config.yaml"), *settings]
+    alone = [*command, f"output_dir={tmp_path / 'alone'}"]
+    subprocess.run(alone, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, check=True)
+    run = tmp_path / "two"
+    with (tmp_path / "log").open("w") as log:
+        process = slurm.hosts.start(
+            "login", [*SALLOC, *command, f"output_dir={run}"], env=slurm.environment(), cwd=ROOT, stdout=log, stderr=log
+        )
+
+    def makers() -> set[str]:
+        return {file.read_text().partition(" ")[0] for file in run.glob("logs/stream-*/*/*/*.claim")}
+
+    def said() -> str:
+        return (tmp_path / "log").read_text()
+
+    wait_for(lambda: process.poll() is not None or makers() == {"n1", "n2"}, said)
+    assert process.poll() is None, said()
+    assert process.wait(timeout=PATIENCE_S) == 0, said()
+    assert losses(run) == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+    assert not list(run.glob("logs/stream-*"))
+
+
 def test_a_rank_killed_on_another_node_is_137(slurm: SlurmCluster, workplace: Path) -> None:
     """The other rank is halted, so that only srun has seen the end of the one."""
     run = workplace / "srun-killed"
@@ -158,6 +246,20 @@ def test_a_rank_killed_on_another_node_is_137(slurm: SlurmCluster, workplace: Pa
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 137, out
     assert "the run failed: rank 1 on n2 was killed by signal 9 (SIGKILL) (" in out
+
+
+def test_a_rank_does_not_outlive_its_slurmstepd(slurm: SlurmCluster, workplace: Path) -> None:
+    run = workplace / "orphan"
+    job = batch(slurm, workplace, "orphan", "training.max_steps=100000", "training.save_steps=0")
+    wait_for(lambda: losses(run), lambda: log_of(workplace, "orphan"))
+    ranks = [found for found in slurm.hosts.processes("n2") if "trainer.train" in found.cmdline()]
+    assert ranks
+    slurm.kill_processes("n2", "slurmstepd")
+    _, alive = psutil.wait_procs(ranks, timeout=PATIENCE_S)
+    slurm.run("scancel", job, check=False)
+    assert alive == [], log_of(workplace, "orphan")
+    end_of(slurm, job)
+    slurm.wait_for_nodes()
 
 
 def test_more_ranks_than_were_started_is_refused_on_every_node(slurm: SlurmCluster, workplace: Path) -> None:

@@ -34,11 +34,17 @@ def _status(name: str) -> int:
 def main() -> int:
     folder, ranks = join(timeout_minutes=5)
     partitioned = deepspeed_config(TrainingSection(), ZeroSection(stage=3), "fp32", on_gpu=False)
-    cases = {"whole": (None, None), "lora": (None, partitioned), "qlora": (QuantizationSection(), partitioned)}
+    cases = {
+        "whole": ("", None, None),
+        "lora": ("", None, partitioned),
+        "qlora": ("", QuantizationSection(), partitioned),
+        "experts-lora": ("-experts", None, partitioned),
+        "experts-qlora": ("-experts", QuantizationSection(), partitioned),
+    }
     peaks = {}
     for warm in (True, False):  # the first round pays for imports and communication buffers
-        path = str(folder / ("small" if warm else "model"))
-        for name, (quantization, config) in cases.items():
+        for name, (kind, quantization, config) in cases.items():
+            path = str(folder / (("small" if warm else "model") + kind))
             peaks[name] = peak_growth(
                 lambda path=path, quantization=quantization, config=config: load_base_model(
                     path,

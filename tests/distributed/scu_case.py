@@ -35,7 +35,9 @@ MODEL = LlamaConfig(
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=45, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2,
 )  # fmt: skip
-SETTINGS = dict(enabled=True, target=0.05, kp=3.0, ki=0.5, lambda_start=0.5, sigma=0.05)
+SETTINGS = dict(
+    enabled=True, law="published", target=0.05, kp=3.0, ki=0.5, lambda_start=0.5, sigma=0.05, lambda_max=10.0
+)
 
 
 def build(checkpointing: str = "none", dora: bool = False) -> nn.Module:
@@ -95,7 +97,7 @@ def one_process(measure: str, steps: int, dora: bool) -> dict[str, Any]:
                 squares = squares + (layer.scaling["default"] * b @ a).square().sum()
             else:
                 squares = squares + a.square().sum() + b.square().sum()
-        nats = squares / (2 * SETTINGS["sigma"] ** 2 * TOKENS)
+        nats = squares / (2 * 0.05**2 * TOKENS)
         (loss_sum / count(step) + state.lambda_ * nats).backward()
         out["lambda"].append(state.lambda_)
         out["squares"].append(squares.item())
@@ -121,6 +123,7 @@ def on_engine(
     engine: Any = start_engine(model, optimizer, deepspeed_config(training, zero, "fp32", on_gpu=False))
     section = ScuSection(measure=measure, check_every=7, **SETTINGS)
     steering = Steering(section, model, target_tokens=TOKENS, total_steps=steps, base_parameters=1)
+    assert steering.information is not None
     low, high = steering.information.reachable_squares(0.0, 0.0)
     rank = dist.get_rank()
     out: dict[str, Any] = {"lambda": [], "squares": [], "partitioned": 0, "before": [low, high], "norms": []}
@@ -138,7 +141,7 @@ def on_engine(
                 out["lambda"].append(steering.strength)
             engine.backward(loss)
             if last:
-                sums = torch.stack([loss_sum_local.double(), steering.squares_local()])
+                sums = torch.stack([loss_sum_local.double(), steering.measured_local()])
                 loss_sum_global, squares_global = sum_over_ranks(sums)
                 steering.observe(step, loss_sum_global, target_tokens, squares_global)
                 out["squares"].append(squares_global.item())

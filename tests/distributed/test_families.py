@@ -33,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "gpt_neox": {},
     "gptj": GPT2 | {"rotary_dim": 8},
+    "gpt_oss": EXPERTS | {"head_dim": 16, "sliding_window": 16},
     "mixtral": EXPERTS,
     "nemotron": {},
     "olmo2": {},
@@ -44,7 +45,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
 NOT_PACKED: dict[str, dict[str, Any]] = {
     "bloom": {},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
-    "gpt_oss": EXPERTS | {"head_dim": 16},
     "mpt": {"d_model": 64, "n_heads": 4, "max_seq_len": 256},
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0},
 }

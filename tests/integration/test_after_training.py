@@ -51,7 +51,7 @@ def run_process(*arguments: str, stdin: str = "") -> "subprocess.CompletedProces
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done

@@ -39,7 +39,7 @@ scu: {{sigma: 0.1, target: 0.02}}
 def python(module: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     environment = os.environ | {"DS_ACCELERATOR": "cpu"}
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=500)
 
 
 def again(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -16,7 +16,7 @@ from trainer.monitor.metrics import Metrics
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 LOSSES = [8.0 - 2.0 * step / 100 for step in range(1, 101)]
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 
 @pytest.fixture

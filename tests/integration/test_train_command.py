@@ -50,7 +50,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def finished(workplace: Path) -> subprocess.CompletedProcess[str]:
     command = [*COMMAND, str(workplace / "config.yaml"), "training.max_steps=13"]
-    return subprocess.run(command, env=environment(), cwd=workplace, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=environment(), cwd=workplace, capture_output=True, text=True, timeout=500)
 
 
 def test_it_ends_well_and_says_where_everything_lies(
@@ -105,7 +105,7 @@ def test_no_secret_is_shown_or_saved(workplace: Path, finished: subprocess.Compl
     secret = "hf_" + "x" * 20 + "Q7"
     command = [*COMMAND, str(workplace / "config.yaml"), f"output_dir={workplace / 'secret'}", "training.max_steps=1"]
     done = subprocess.run(
-        command, env=environment() | {"HF_TOKEN": secret}, cwd=workplace, capture_output=True, text=True, timeout=300
+        command, env=environment() | {"HF_TOKEN": secret}, cwd=workplace, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert secret not in done.stdout + done.stderr
@@ -135,7 +135,7 @@ def test_a_model_that_mixes_packed_documents_is_refused(workplace: Path) -> None
     changes = [f"base_model={model}", f"output_dir={workplace / 'mixed'}", "dataset.packing=true"]
     done = subprocess.run(
         [*COMMAND, str(workplace / "config.yaml"), *changes], env=environment(), cwd=workplace, capture_output=True,
-        text=True, timeout=300,
+        text=True, timeout=500,
     )  # fmt: skip
     line = "dataset.packing=true: in OPTForCausalLM documents of a pack see each other; set dataset.packing: false"
     assert done.returncode == 2, done.stdout + done.stderr
@@ -149,20 +149,20 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_end(workplace: Path) -> N
     steps = "training.max_steps=80"
     whole = workplace / "whole"
     command = [*COMMAND, config, steps, f"output_dir={whole}"]
-    assert subprocess.run(command, env=env, cwd=workplace, capture_output=True, timeout=300).returncode == 0
+    assert subprocess.run(command, env=env, cwd=workplace, capture_output=True, timeout=500).returncode == 0
     cut = workplace / "cut"
     command = [*COMMAND, config, steps, f"output_dir={cut}"]
     with subprocess.Popen(command, env=env, cwd=workplace, stdout=subprocess.PIPE, text=True) as process:
         _wait_for_step(cut / "metrics.jsonl", process)
         _a_second_run_is_refused(command, workplace, cut)
         os.kill(process.pid, signal.SIGTERM)
-        out, _ = process.communicate(timeout=300)
+        out, _ = process.communicate(timeout=500)
     assert process.returncode == 143, out
     assert "stopped at step" in out and "saved" in out
     stopped_at = int(whole_checkpoints(cut)[-1].name.split("-")[1])
     assert 0 < stopped_at < 80
     command += ["training.resume_from_checkpoint=latest"]
-    resumed = subprocess.run(command, env=env, cwd=workplace, capture_output=True, text=True, timeout=300)
+    resumed = subprocess.run(command, env=env, cwd=workplace, capture_output=True, text=True, timeout=500)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert f"at step {stopped_at}" in resumed.stdout
     assert not (cut / "logs" / "lock.json").exists()
@@ -196,7 +196,7 @@ def test_two_ranks_pass_over_a_damaged_checkpoint_together(
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     said = []
     for command in (refused, other):
-        done = subprocess.run(command, env=environment(), cwd=workplace, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=environment(), cwd=workplace, capture_output=True, text=True, timeout=500)
         assert done.returncode == 2 and "starting" not in done.stdout, done.stderr + done.stdout
         said += done.stderr.splitlines()
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
@@ -205,7 +205,7 @@ def test_two_ranks_pass_over_a_damaged_checkpoint_together(
     assert said[1].startswith("error: seed=7: checkpoint-12 was trained with 42; set it back, or allow the change")
     assert said[2].startswith("error: training.batch_size=2 x gradient_accumulation_steps=1 x 2 ranks = 4 sequences")
     command = [*common, "training.resume_from_checkpoint=latest"]
-    done = subprocess.run(command, env=environment(), cwd=workplace, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment(), cwd=workplace, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr + done.stdout
     assert done.stdout.count("warning: passed over checkpoint-13 (training_state.safetensors is damaged: ") == 1
     assert [path.name for path in whole_checkpoints(run)] == ["checkpoint-6", "checkpoint-12", "checkpoint-13"]
@@ -215,7 +215,7 @@ def test_two_ranks_pass_over_a_damaged_checkpoint_together(
 
 
 def _wait_for_step(metrics: Path, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 500
     while time.monotonic() < deadline and process.poll() is None:
         if metrics.exists() and "train/loss" in metrics.read_text():
             return
@@ -235,7 +235,7 @@ def test_torchrun_does_the_same(workplace: Path) -> None:
             cwd=workplace,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=500,
         )
         assert done.returncode == 0, done.stdout + done.stderr
     losses = [

@@ -41,8 +41,9 @@ def main() -> int:
         return 0
     if rank == 1 and behaviour == "raise":
         raise ValueError("the middle of the model is missing")
+    if behaviour == "both killed":
+        wait_for_the_other(folder, rank)
     if (behaviour == "killed" and rank == 1) or behaviour == "both killed":
-        time.sleep(2.0 * rank)
         os.kill(os.getpid(), signal.SIGKILL)
     if behaviour in ("deaf", "early"):
         while True:
@@ -52,6 +53,15 @@ def main() -> int:
     time.sleep(SAVE_S)
     (folder / f"saved-{rank}").write_text(signal.Signals(received[0]).name)
     return 75 if received[0] == signal.SIGUSR1 else 128 + received[0]
+
+
+def wait_for_the_other(folder: Path, rank: int) -> None:
+    """Rank 0: until rank 1 is there. Rank 1: until the launcher has seen and collected the end of rank 0."""
+    other = folder / f"ready-{1 - rank}"
+    while not (other.exists() and other.read_text()):
+        time.sleep(0.05)
+    while rank == 1 and Path(f"/proc/{other.read_text()}").exists():
+        time.sleep(0.05)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from trainer.commands.export.__main__ import main as export
 from trainer.commands.inspect import main as inspect
 from trainer.commands.merge import main as merge
 from trainer.commands.validate import main as validate
+from trainer.contract.folder_lock import FolderLock
 from trainer.monitor.report.__main__ import main as report
 
 CODES = {0, 1, 2}
@@ -156,16 +157,47 @@ def test_what_is_merged_is_what_was_trained(
             assert got.keys() == merged.keys() and all(torch.equal(got[name], merged[name]) for name in merged)
 
 
-def test_a_disk_that_takes_no_more_ends_a_merge_in_a_line(ground: Path) -> None:
+@pytest.mark.parametrize("form", ["merge", "peft", "hf", "gguf", "ollama", "gguf alone"])
+def test_a_disk_that_takes_no_more_is_named_in_a_line(
+    ground: Path, merged: dict[str, torch.Tensor], form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is written, to the first file or, `alone`, to the file after the merged weights; nothing is left."""
+    most = sum(value.nbytes for value in merged.values()) + 4096 if form == "gguf alone" else 4096
+    words = [str(ground / "run")] if form == "merge" else [str(ground / "run"), "--format", form.split()[0]]
     with damaged(ground, []):
         before, limits = files_of(ground, but=("run/written.txt",)), resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        capsys.readouterr()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
         try:
-            code, _ = ends(lambda: merge([str(ground / "run")]))
+            code = merge(words) if form == "merge" else export(words)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert code == 1
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert code == 1 and "the disk at " in line and "make room" in line, line
+        assert_a_line(line)
         assert files_of(ground, but=("run/written.txt",)) == before
+        assert not [path for path in (ground / "run").iterdir() if path.name.startswith((".", "export", "merged"))]
+
+
+@pytest.mark.parametrize("form", ["peft", "gguf", "ollama"])
+def test_what_fails_before_it_writes_is_on_no_list(ground: Path, form: str) -> None:
+    with damaged(ground, [("run/tokenizer.json", 9, "cut")]):
+        before = files_of(ground)
+        assert ends(lambda: export([str(ground / "run"), "--format", form]))[0] == 2
+        assert files_of(ground) == before
+
+
+def test_nothing_is_written_into_the_folder_of_a_run_that_trains(ground: Path, tmp_path: Path) -> None:
+    """It would be gone with the checkpoint that it lies in, or when another run makes way; reading does no harm."""
+    run = f"{ground}/run"
+    with damaged(ground, []), FolderLock.take(ground / "run", resumes=False, say=print):
+        before = files_of(ground, but=("run/logs",))
+        for words in ([run], [f"{run}/checkpoint-2"], [run, "--output", f"{run}/a/b"]):
+            assert ends(lambda words=words: merge(words))[0] == 2  # type: ignore[misc]
+            for form in ("peft", "gguf"):
+                assert ends(lambda words=words, form=form: export([*words, "--format", form]))[0] == 2  # type: ignore[misc]
+        assert ends(lambda: merge([run, "--output", str(tmp_path / "m")]))[0] == 0
+        assert files_of(ground, but=("run/logs",)) == before
 
 
 @example([("run/training_config.json", 4, "flip")])

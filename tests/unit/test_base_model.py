@@ -150,7 +150,7 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "gptq": (quantised("gptq", bits=4), ("already quantised (gptq)",)),
     "awq": (quantised("awq", bits=4), ("already quantised (awq)",)),
     "fp8": (quantised("fp8"), ("already quantised (fp8)",)),
-    "mxfp4": (quantised("mxfp4"), ("already quantised (mxfp4)",)),
+    "mxfp4": (quantised("mxfp4"), ("config.json says mxfp4 and no stored tensor is", "remove quantization_config")),
     "compressed": (quantised("compressed-tensors", format="float-quantized"), ("quantised (compressed-tensors)",)),
     # the tokenizer
     "no tokenizer": (

@@ -16,7 +16,7 @@ from trainer.compare import __main__ as compare
 from trainer.compare import run as compare_run
 from trainer.compare import trials as compare_trials
 from trainer.compare.report import result_tables, statements, write_results
-from trainer.compare.results import Comparison, Result, read_results
+from trainer.compare.results import Comparison, Result, read_results, t_interval, t_quantile
 from trainer.compare.run import DOCUMENTS_FILE
 from trainer.compare.trials import Setting, Trial
 from trainer.config import UserError, load_config
@@ -28,7 +28,7 @@ output_dir: runs/x
 seed: 5
 dataset: {path: data.jsonl, evaluation: {path: eval.jsonl}}
 training: {max_steps: 10, eval_steps: 5, best_checkpoint: true, save_steps: 5}
-scu: {target: 0.2, sigma: 0.3, lambda_min: 0.001, lambda_max: 2.0}
+scu: {target: 0.2, sigma: 0.3, deadband: 0.002, lambda_min: 0.001, lambda_max: 2.0}
 """
 
 
@@ -63,7 +63,14 @@ def test_every_setting_and_seed_is_one_trial(config: Path) -> None:
     assert by_name["delta-linear-1-seed5"].scu.lambda_start == 0.01
     assert by_name["delta-linear-1-seed5"].scu.lambda_max == 1.0
     pi = by_name["delta-pi-seed5"].scu
-    assert (pi.target, pi.lambda_start, pi.lambda_min, pi.lambda_max) == (0.2, 1.0, 0.001, 2.0)
+    assert (pi.target, pi.lambda_start, pi.lambda_min, pi.lambda_max) == (0.2, 0.1, 0.001, 2.0)
+
+
+def test_pi_runs_at_each_target(config: Path) -> None:
+    trials = planned(config, "--seeds", "1", "--controllers", "pi,none", "--targets", "0.005,0.01,0.02")
+    names = [trial.folder.name for trial in trials]
+    assert names == ["none-seed5", *(f"delta-pi-{target}-seed5" for target in ("0.005", "0.01", "0.02"))]
+    assert [trial.config.scu.target for trial in trials[1:]] == [0.005, 0.01, 0.02]
 
 
 def test_two_measures_share_the_run_without_a_regulariser(config: Path) -> None:
@@ -94,9 +101,9 @@ def test_a_finished_trial_is_known_by_its_settings(config: Path) -> None:
         finish(trial)
     assert all(trial.is_finished() for trial in planned(config, "--seeds", "1", "logging.progress=off"))
     # What steers PI alone makes no other run of the others.
-    fixed, pi = planned(config, "--seeds", "1", "--controllers", "fixed,pi", "--lambdas", "0.1", "scu.ki=0.5")
+    fixed, pi = planned(config, "--seeds", "1", "--controllers", "fixed,pi", "--lambdas", "0.1", "scu.ki=0.05")
     assert fixed.is_finished()
-    with pytest.raises(UserError, match=r"scu\.ki was 0\.15 and is 0\.5"):
+    with pytest.raises(UserError, match=r"scu\.ki was 0\.025 and is 0\.05"):
         pi.is_finished()
     trial = planned(config, "--seeds", "1", "--controllers", "none", "training.learning_rate=1e-3")[0]
     with pytest.raises(UserError, match=r"training\.learning_rate was 0\.0002 and is 0\.001"):
@@ -113,9 +120,10 @@ def test_a_finished_trial_is_known_by_its_settings(config: Path) -> None:
         (["dataset.evaluation=null", "dataset.val_split=0.1"], "each of 3 seeds would hold out other documents"),
         (["dataset.packing=true"], "dataset.packing=true"),
         (["training.eval_steps=0", "training.best_checkpoint=false"], "training.eval_steps=0"),
-        (["--targets", "0.1,0.2"], "--targets: 2 for 1 measures"),
+        (["--targets", "0.1", "--measures", "delta,factors"], "--targets: 1 for 2 measures"),
+        (["--measures", "delta,kl"], "--measures: lambda of kl"),
         (["training.weight_decay=0.1"], "training.weight_decay=0.1: two regularisers"),
-        (["scu.target=auto"], "scu.target=auto"),
+        (["scu.target=auto", "scu.law=published"], "scu.target=auto"),
         (["scu.sigmma=1"], "did you mean scu.sigma"),
     ],
 )
@@ -263,7 +271,52 @@ def test_what_is_said_has_its_interval(comparison: Comparison) -> None:
     assert any("delta-pi - delta-fixed-0.1" in line and line.endswith("no difference shown") for line in lines)
     assert not any("fixed-1:" in line for line in lines)
     assert "3 of 3 runs, at step 2, 2, 2, and was inside it for 75%, 75%, 75%" in lines[-1]
-    assert all("[" in line for line in lines[:-1])
+    edge = "the best fixed lambda, 0.1, is the smallest of the sweep: the optimum may lie beyond it"
+    assert [line for line in lines[:-1] if "[" not in line] == [f"{edge}; give more with --lambdas"]
+    assert all("over seeds [" in line for line in lines if " BPT, " in line)
+    assert any(line.startswith("final BPT, delta-pi - none stopped: ") for line in lines)
+
+
+def test_no_edge_is_spoken_of_where_the_best_lies_inside(config: Path) -> None:
+    tokens_D, results = np.full(20, 10.0), []
+    for trial in planned(config, "--controllers", "fixed", "--lambdas", "0.1,1,10"):
+        losses_ED = np.stack([(2.0 + abs(math.log10(trial.setting.strength or 1.0))) * tokens_D] * 3)
+        results.append(result(trial, losses_ED, tokens_D, [0.0]))
+    inside = Comparison(results, draws=100)
+    assert inside.edge("delta", "final") is None
+    largest = Comparison([one for one in results if one.trial.setting.strength != 10.0], draws=100)
+    found = largest.edge("delta", "final")
+    assert found is not None and found[0].strength == 1.0 and found[1] == "largest"
+
+
+def test_a_difference_of_three_seeds_is_said_only_where_the_seeds_agree(config: Path) -> None:
+    """Documents and drawn seeds may agree on "lower" where Student's interval has zero in it."""
+    generator, tokens_D, results = np.random.default_rng(1), np.full(200, 10.0), []
+    for trial in planned(config, "--controllers", "none,pi"):
+        shift = {5: -0.02, 6: -0.05, 7: -0.08}[trial.seed] if trial.setting.controller == "pi" else 0.0
+        losses_ED = np.stack([(2.0 + shift + 0.01 * generator.normal(size=200)) * tokens_D] * 3)
+        results.append(result(trial, losses_ED, tokens_D, [0.0]))
+    three = Comparison(results, draws=1000)
+    difference = three.difference(three.find("pi")[0], three.find("none")[0], "final")
+    assert difference is not None and difference.over_seeds is not None
+    assert difference.high < 0 < difference.over_seeds[1] and difference.sign == 0
+
+
+def test_student() -> None:
+    assert [round(t_quantile(freedom), 3) for freedom in (1, 2, 10, 11, 30)] == [12.706, 4.303, 2.228, 2.201, 2.042]
+    assert t_interval(np.array([1.0, 2.0, 3.0])) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-4)
+    assert t_interval(np.array([1.0])) is None
+
+
+def test_a_choice_is_measured_on_the_other_half_of_the_documents(config: Path) -> None:
+    """Two evaluations, each perfect on one half of the documents: a choice that saw its own half would find 0."""
+    trial = planned(config, "--controllers", "none")[0]
+    even = np.arange(10) % 2 == 0
+    losses_ED = np.stack([np.full(10, 9.0), np.where(even, 0.0, 4.0), np.where(even, 5.0, 0.0)])
+    run = result(trial, losses_ED, np.full(10, 2.0), [0.0])
+    stopped = run.losses("stopped")
+    assert stopped is not None and stopped.tolist() == np.where(even, 5.0, 4.0).tolist()
+    assert run.losses("scaled") is None and run.numbers()["scaled_bpt"] is None
 
 
 def test_files_hold_every_run(comparison: Comparison, tmp_path: Path) -> None:
@@ -312,8 +365,11 @@ def test_a_trial_ends_with_the_code_of_its_error(
             raise error
 
     failing = Failing(close=lambda: None, say=print)
-    monkeypatch.setattr(compare_run, "MeasuredRun", lambda *_: failing)
+    monkeypatch.setattr(compare_run, "Run", lambda *_: failing)
+    monkeypatch.setattr(compare_run, "HeldOutDocuments", lambda *_: SimpleNamespace(evaluate=None, measure_scales=None))
+    monkeypatch.setattr(compare_run, "open_console", lambda *_: None)
+    loaded: Any = SimpleNamespace(config=SimpleNamespace(output_dir="unused", training=None))
     nothing: Any = None
-    assert compare_run._train(nothing, nothing, nothing) == code
+    assert compare_run._train(loaded, nothing, nothing, []) == code
     out, err = capfd.readouterr()
     assert out.strip() == said and ("Traceback" in err) == (not isinstance(error, UserError))

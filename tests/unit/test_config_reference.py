@@ -30,7 +30,7 @@ def test_lines_fit_the_terminal(width: int) -> None:
         "lora.target_modules: list of text (default [all-linear])",
         "dataset.fields: map of text to text (default {})",
         "dataset.mix: list of source section (default [])",
-        "scu.target: number > 0.0, < 1.0 | auto (default auto)",
+        "scu.target: number > 0.0, <= 1000.0 | auto (default auto)",
         "zero.stage: auto | 0 | 1 | 2 | 3 (default 2)",
     ],
 )

@@ -383,3 +383,8 @@ def test_template_from_the_configuration(tokenizer: PreTrainedTokenizerBase, tmp
     assert chat_template_of(tokenizer, str(file)) == WORDS
     with pytest.raises(UserError, match=r"dataset.chat_template=missing.jinja: no template in it and no such file"):
         chat_template_of(tokenizer, "missing.jinja")
+    with pytest.raises(UserError, match=r"chat_template=.*: cannot be read \(Is a directory\); name a file that"):
+        chat_template_of(tokenizer, str(tmp_path))
+    file.write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match=r"chat_template=.*: is not UTF-8 text \(.*0xe9.*\); save it as such"):
+        chat_template_of(tokenizer, str(file))

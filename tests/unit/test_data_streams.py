@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.tiny import make_tokenizer, write_chats
 from trainer.config import DatasetSection, UserError
 from trainer.data import MicroBatch, SampleStream, StreamBatches, prepare_data
 from trainer.data.documents import DocumentEncoder
+from trainer.data.shared_blocks import folder_of_run
 
 RECORDS = 1300
 
@@ -105,7 +107,9 @@ def test_a_resumed_stream_goes_on_without_tokenising_what_was_before(
     assert rows_in(resumed.step(0, 16 * 20)[0]) == expected[20]
 
 
-def _rank(rank: int, tokenizer_folder: str, settings: dict[str, Any], steps: int, start: Any, results: Any) -> None:
+def _rank(
+    rank: int, tokenizer_folder: str, settings: dict[str, Any], hosts: int, steps: int, start: Any, results: Any
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     made: list[int] = []
     rows = DocumentEncoder.rows
@@ -116,26 +120,34 @@ def _rank(rank: int, tokenizer_folder: str, settings: dict[str, Any], steps: int
         return rows(self, records, *arguments)
 
     DocumentEncoder.rows = counted  # type: ignore[method-assign, assignment]
-    batches = batches_of(stream_of(tokenizer, **settings), rank=rank, world_size=2, accumulation=2)
+    stream = stream_of(tokenizer, **settings)
+    if hosts > 1:
+        os.environ["SLURMD_NODENAME"] = f"n{rank}"
+        folder = folder_of_run(Path("logs"), "token", is_main=rank == 0)
+        stream = SampleStream(stream.read, stream.packed, folder / stream.name, stream.name)
+    batches = batches_of(stream, rank=rank, world_size=2, accumulation=2)
     found = []
     for step in range(steps):
         start.wait()  # training keeps ranks in step
         found.append([rows_in([batch]) for batch in batches.step(0, 16 * step)[0]])
-    results.put((rank, sum(made), found, json.dumps(batches.state_dict())))
+    assert stream.shared is not None
+    makers = {file.read_text().split()[0] for file in stream.shared.rglob("*.claim")}
+    results.put((rank, sum(made), found, json.dumps(batches.state_dict()), makers))
     start.wait()
 
 
-@pytest.mark.parametrize("name", ["shuffled", "packed"])
+@pytest.mark.parametrize(("name", "hosts"), [("shuffled", 1), ("packed", 1), ("shuffled", 2), ("packed", 2)])
 def test_two_ranks_share_the_work_and_one_goes_on_with_the_same_batches(
-    tokenizer: PreTrainedTokenizerBase, tokenised: list[int], name: str
+    tokenizer: PreTrainedTokenizerBase, tokenised: list[int], name: str, hosts: int
 ) -> None:
+    """On one host, and on two that share the run's folder."""
     steps = 30
     alone = batches_of(stream_of(tokenizer, **SETTINGS[name]))
     expected = [[rows_in([batch]) for batch in alone.step(0, 16 * step)[0]] for step in range(steps + 2)]
     needed = sum(tokenised)
     context = multiprocessing.get_context("fork")
     start, results = context.Barrier(2), context.Queue()
-    arguments = (tokenizer.name_or_path, SETTINGS[name], steps, start, results)
+    arguments = (tokenizer.name_or_path, SETTINGS[name], hosts, steps, start, results)
     processes = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(2)]
     for process in processes:
         process.start()
@@ -148,6 +160,7 @@ def test_two_ranks_share_the_work_and_one_goes_on_with_the_same_batches(
     assert needed - 128 <= sum(made) <= needed + 32 * 64  # each block once, and what was made ahead
     assert max(made) < 0.75 * sum(made)
     assert ranks[0][3] == ranks[1][3]
+    assert len(ranks[0][4]) == hosts
     one = batches_of(stream_of(tokenizer, **SETTINGS[name]))
     one.load_state_dict(json.loads(ranks[0][3]))
     for step in (steps, steps + 1):
@@ -183,6 +196,39 @@ def test_a_file_that_is_edited_is_another_stream(tokenizer: PreTrainedTokenizerB
     assert before != stream_of(tokenizer, path="b.jsonl").shared
     with pytest.raises(UserError, match=r"dataset.path=gone.jsonl: no such file"):
         stream_of(tokenizer, path="gone.jsonl")
+
+
+def test_a_block_that_a_dead_rank_has_claimed_is_made_by_who_needs_it(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.shared_blocks.PATIENCE_S", 0.2)
+    stream = stream_of(tokenizer, shuffle=False)
+    expected = [rows_in(batches_of(stream, accumulation=2).step(0, 0)[0])]
+    assert stream.shared is not None
+    claim = stream.shared / "0-0" / "block-000000000.claim"
+    claim.parent.mkdir(parents=True)
+    claim.write_text("n9 1\n")
+    found = batches_of(stream, world_size=2, accumulation=1).step(0, 0)[0]
+    assert rows_in(found) == expected[0][:4]
+    assert claim.read_text() == "n9 1\n"
+
+
+def test_a_damaged_block_is_made_again(tokenizer: PreTrainedTokenizerBase) -> None:
+    stream = stream_of(tokenizer, shuffle=False)
+    expected = rows_in(batches_of(stream, world_size=2).step(0, 0)[0])
+    assert stream.shared is not None
+    block = stream.shared / "0-0" / "block-000000000.npz"
+    block.write_bytes(block.read_bytes()[:100])
+    assert rows_in(batches_of(stream, world_size=2).step(0, 0)[0]) == expected
+
+
+def test_the_blocks_of_earlier_runs_are_removed(tmp_path: Path) -> None:
+    for token in ("old", "own"):
+        (tmp_path / f"stream-{token}").mkdir()
+    assert folder_of_run(tmp_path, "own", is_main=False) == tmp_path / "stream-own"
+    assert (tmp_path / "stream-old").exists(), "that is for rank 0 to do"
+    folder_of_run(tmp_path, "own", is_main=True)
+    assert [path.name for path in tmp_path.glob("stream-*")] == ["stream-own"]
 
 
 def test_blocks_that_are_passed_are_removed(

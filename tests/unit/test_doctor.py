@@ -62,7 +62,7 @@ def test_a_stale_lock_is_found_and_one_in_use_is_not(tmp_path: Path, monkeypatch
     for lock in locks:
         lock.parent.mkdir(parents=True)
         lock.touch()
-    program = "import sys, time; f = open(sys.argv[1]); print(1, flush=True); time.sleep(60)"
+    program = "import sys, time; f = open(sys.argv[1]); print(1, flush=True); time.sleep(600)"
     builder = subprocess.Popen([sys.executable, "-c", program, str(locks[0])], stdout=subprocess.PIPE)
     try:
         assert builder.stdout is not None and builder.stdout.readline()

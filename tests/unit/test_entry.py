@@ -179,3 +179,19 @@ def test_a_folder_that_may_not_be_looked_into_is_one_line(folder: Path) -> None:
     done = subprocess.run(MODULE, cwd=folder, env=environment, capture_output=True, text=True)
     complaint = "error: closed/run.json: Permission denied; give this user the right to read it\n"
     assert (done.returncode, done.stderr) == (2, complaint)
+
+
+@pytest.mark.parametrize("closed", ["run", "run/logs", "run/metrics.jsonl"])
+def test_status_of_a_folder_that_may_not_be_looked_into(folder: Path, closed: str) -> None:
+    """The launcher's own process, not one of its modules."""
+    folder.chmod(0o755)
+    (folder / "run" / "logs").mkdir(parents=True)
+    (folder / "run" / "metrics.jsonl").touch()
+    (folder / closed).chmod(0)
+    code = "import os, sys; from launcher.commands import main; os.getuid() or os.setuid(65534); sys.exit(main())"
+    words = [sys.executable, "-c", code, "status", "run"]
+    done = subprocess.run(
+        words, cwd=folder, env=ENVIRONMENT | {"PYTHONPATH": str(CHECKOUT)}, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {closed}"), done.stderr
+    assert done.stderr.endswith(": Permission denied; give this user the right to read it\n")

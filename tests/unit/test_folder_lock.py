@@ -119,7 +119,10 @@ def test_a_run_of_another_machine_is_dead_when_it_is_silent(tmp_path: Path, at: 
     assert "held by process 4711 on n7" in said[0] and "waiting for a sign of life" in said[0] and len(said) == 2
 
 
-def test_a_run_of_another_machine_that_gives_signs_of_life_is_refused(tmp_path: Path) -> None:
+def test_a_run_of_another_machine_that_gives_signs_of_life_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STALE_S", 300.0)  # one sign is enough, whenever it comes
     path, ended = leave(tmp_path), threading.Event()
 
     def beat() -> None:
@@ -165,25 +168,35 @@ def test_a_job_that_was_queued_again_waits_for_its_earlier_start(
         take(tmp_path)  # not a later start of it
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     refuse_if_held(tmp_path, resumes=False)
-    threading.Timer(0.5, first.release).start()
     said: list[str] = []
-    take(tmp_path, said=said).release()
+
+    def say(line: str) -> None:
+        said.append(line)
+        first.release()
+
+    FolderLock.take(tmp_path, resumes=False, say=say).release()
     assert len(said) == 1 and "of job 812" in said[0] and "waiting for its end, 15 minutes at most" in said[0]
 
 
 def test_a_job_that_goes_on_from_what_it_finds_waits_but_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: subprocess.Popen[str]
 ) -> None:
-    monkeypatch.setattr(module, "WAIT_S", 0.5)
     with pytest.raises(UserError):
         take(tmp_path, resumes=True)  # by hand
     monkeypatch.setenv("PBS_JOBID", "13.head")
-    said: list[str] = []
+    monkeypatch.setattr(module, "WAIT_S", 0.5)
     with pytest.raises(UserError, match="another run is in this folder"):
-        take(tmp_path, resumes=True, said=said)
-    assert len(said) == 1
-    threading.Timer(0.2, other.kill).start()
-    take(tmp_path, resumes=True).release()
+        take(tmp_path, resumes=True)
+    monkeypatch.setattr(module, "WAIT_S", 900.0)
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        other.kill()
+
+    FolderLock.take(tmp_path, resumes=True, say=say).release()
+    assert "waiting for its end, 15 minutes at most" in said[0] and "was killed; taking its lock over" in said[1]
+    assert len(said) == 2
 
 
 def test_who_has_lost_the_folder_writes_nothing_more(tmp_path: Path) -> None:

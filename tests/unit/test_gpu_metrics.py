@@ -45,7 +45,7 @@ def test_a_thread_reads_again_and_what_the_card_does_not_tell_is_left_out() -> N
     gpu = GpuMetrics(driver, "card", every_s=0.01)
     assert set(gpu.values()) == {"gpu/utilization", "gpu/memory_gib"}
     assert gpu.values()["gpu/memory_gib"] == 3.0
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 300
     while gpu.values()["gpu/utilization"] < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert gpu.values()["gpu/utilization"] >= 3

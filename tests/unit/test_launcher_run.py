@@ -42,8 +42,6 @@ class Run:
         while not all((self.folder / f"ready-{rank}").exists() for rank in (0, 1)):
             assert self.process.poll() is None and time.monotonic() < deadline, self.text("err")
             time.sleep(0.05)
-        # The supervisor looks for ranks five times a second.
-        time.sleep(1.0)
 
     def end(self) -> int:
         return self.process.wait(timeout=PATIENCE_S)
@@ -138,7 +136,7 @@ def test_a_second_interrupt_ends_ranks_that_do_not_listen(runs: dict[str, Run]) 
 
 
 def test_every_rank_that_was_killed_is_named_at_its_step(runs: dict[str, Run]) -> None:
-    """Two seconds lie between them: the second is not killed because the first is gone."""
+    """The second dies when the end of the first is known: it is not the launcher that has killed it."""
     run = runs["both killed"]
     assert run.end() == 128 + signal.SIGKILL
     words = f"on {socket.gethostname()} was killed by signal 9 (SIGKILL) (step"

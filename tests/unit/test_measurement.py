@@ -26,11 +26,12 @@ def test_a_measured_run_trains_as_any_other_and_writes_no_checkpoint(tmp_path: P
 
     loaded = load_config(ground / "base.yaml", [held_out, "training.eval_steps=2", f"output_dir={ground / 'measured'}"])
     prepared = prepare(loaded.config)
-    documents = HeldOutDocuments(loaded.config.training, prepared)
+    documents = HeldOutDocuments(loaded.config, prepared, [])
     with (ground / "console.txt").open("w") as file, TemporaryDirectory() as store, one_rank(Path(store)):
         console = Console(file=file, width=200)
         ranks, stop = Ranks(0, 1, 0), StopRequest()
-        Run(loaded, prepared, ranks, console, stop, measurement=Measurement(documents.evaluate)).train()
+        measurement = Measurement(documents.evaluate, documents.measure_scales)
+        Run(loaded, prepared, ranks, console, stop, measurement=measurement).train()
     documents.write(ground / "measured")
 
     found = json.loads((ground / "measured" / DOCUMENTS_FILE).read_text())
@@ -38,6 +39,10 @@ def test_a_measured_run_trains_as_any_other_and_writes_no_checkpoint(tmp_path: P
     for record, evaluation in zip(usual, found["evaluations"], strict=True):
         assert evaluation["step"] == record["step"] and len(evaluation["loss_sums"]) == 6
         assert sum(evaluation["loss_sums"]) / tokens == pytest.approx(record["eval/loss"], rel=1e-5)
+    # At its whole scale the finished adapter is what the last evaluation measured.
+    assert [entry["factor"] for entry in found["scaled"]][-1] == 1.0 and len(found["scaled"]) == 10
+    assert found["scaled"][-1]["loss_sums"] == pytest.approx(found["evaluations"][-1]["loss_sums"], rel=1e-5)
+    assert found["scaled"][0]["loss_sums"] != pytest.approx(found["evaluations"][-1]["loss_sums"], rel=1e-5)
     names = {path.name for path in (ground / "measured").iterdir()}
     assert "adapter_model.safetensors" in names and "metrics.jsonl" in names
     assert not {name for name in names if name.startswith("checkpoint-")} | (names & {"report.html", "plots"})
@@ -49,4 +54,4 @@ def test_packs_are_refused(tmp_path: Path) -> None:
     held_out = f"dataset.evaluation.path={ground / 'held_out.jsonl'}"
     loaded = load_config(ground / "base.yaml", [held_out, "dataset.packing=true"])
     with pytest.raises(UserError, match=r"dataset\.packing=true: documents are measured one by one here"):
-        HeldOutDocuments(loaded.config.training, prepare(loaded.config))
+        HeldOutDocuments(loaded.config, prepare(loaded.config), [])

@@ -18,6 +18,7 @@ from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
 from trainer.memory.widths import Shapes
 from trainer.model.adapter import apply_adapter
+from trainer.model.model_kind import caps_scores
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.recompute import enable_recomputation
 
@@ -59,7 +60,10 @@ def plan(name: str, config: RunConfig, precision: str) -> tuple[Decisions, Work]
 def loaded(name: str, config: RunConfig, precision: str) -> Any:
     dtype = DTYPES[precision]
     torch.manual_seed(0)
-    model = apply_adapter(AutoModelForCausalLM.from_config(model_config(name), dtype=dtype), config.lora, dtype)
+    known = model_config(name)
+    attention = "eager" if caps_scores(known) else None  # as load_base_model does
+    model = AutoModelForCausalLM.from_config(known, dtype=dtype, attn_implementation=attention)
+    model = apply_adapter(model, config.lora, dtype)
     enable_recomputation(model, config.training)
     return model.train()
 

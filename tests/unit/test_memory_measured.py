@@ -1,4 +1,4 @@
-"""The estimate, made without a GPU, against what 32 runs used on one and 32 on two (docs/memory.md)."""
+"""The estimate, made without a GPU, against what 32 runs used on one and 32 on two (docs/guide/memory.md)."""
 
 import json
 from functools import cache, partial
@@ -14,7 +14,7 @@ from trainer.config import load_config
 from trainer.memory.planner import Planner, with_changes
 
 LENGTH, ROWS = 2048, 2
-RUNS = json.loads((Path(__file__).parents[2] / "docs/data/memory_h200.json").read_text())
+RUNS = json.loads((Path(__file__).parents[2] / "docs/lab/data/memory_h200.json").read_text())
 MEASURED = [(run["gpus"], row) for run in RUNS for row in run["rows"]]
 
 

@@ -24,7 +24,7 @@ from trainer.model.base import load_model_config
 from trainer.preflight import prepare
 
 WITHIN = 0.2
-MEASURED = json.loads((Path(__file__).parents[2] / "docs/data/memory_cpu.json").read_text())["runs"]
+MEASURED = json.loads((Path(__file__).parents[2] / "docs/lab/data/memory_cpu.json").read_text())["runs"]
 
 
 def planner(run: dict[str, Any]) -> Planner:

@@ -5,7 +5,7 @@ import torch
 
 from trainer.config import LoraSection, ModelSection
 from trainer.data import MicroBatch
-from trainer.model.adapter import lora_config
+from trainer.model.adapter import apply_adapter, lora_config
 from trainer.model.base import empty_model, load_model_config
 from trainer.monitor.mfu import MfuMeter, StepFlops, peak_flops
 
@@ -64,7 +64,7 @@ def test_a_window_bounds_what_a_token_sees() -> None:
 def test_experts_count_by_how_many_a_token_visits() -> None:
     from transformers import MixtralConfig
 
-    def per_token(visited: int) -> float:
+    def per_token(visited: int, r: int = 0) -> float:
         config = MixtralConfig(
             vocab_size=64,
             hidden_size=32,
@@ -77,9 +77,13 @@ def test_experts_count_by_how_many_a_token_visits() -> None:
         )
         model = empty_model(config, ModelSection())
         model.requires_grad_(False)
+        if r:
+            model = apply_adapter(model, LoraSection(r=r, target_modules=("experts",)), torch.float32)
         return StepFlops(model).per_token
 
     assert per_token(2) - per_token(1) == 4 * 3 * 32 * 48
+    adapters = 6 * 4 * ((32 + 96) + (48 + 32))  # of rank 4, trained
+    assert per_token(2, r=4) - per_token(2) == 2 * adapters
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ TOWERS = {
     "mistral3": r"model\.(vision_tower|multi_modal_projector)\..*",
     "llama4": r"(vision_model|multi_modal_projector)\..*|.*\.router",
 }
-TEXT_LAYERS = {"gemma4": 4 * 7 + 2 * 2 + 1, "qwen3_5": 4 * 3 + 3 * 5 + 4}  # the others have seven linear ones in each
+# The others have seven linear ones in each; one in two of Llama 4 has experts as well.
+TEXT_LAYERS = {"gemma4": 4 * 7 + 2 * 2 + 1, "qwen3_5": 4 * 3 + 3 * 5 + 4, "llama4": 4 * 7 + 2 * 2}
 RELATIVE = 1e-6
 
 

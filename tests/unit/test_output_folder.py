@@ -59,7 +59,7 @@ def refusal(settings: RunConfig) -> str:
 
 def a_run(folder: Path, *names: str) -> Path:
     """What a run leaves: its record, and files that it wrote."""
-    write_run_record(folder, config(str(folder)), 1, "cpu")
+    write_run_record(folder, config(str(folder)), 1, "cpu", "fp32")
     note_written(folder, names)
     for name in (*names, "metrics.jsonl", "plots/loss.png", "logs/rank-0.log"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -230,7 +230,7 @@ def test_deleting_leaves_what_the_run_did_not_write(place: Path) -> None:
     assert make_way(run, "delete") is None
     assert contents(run) == {**mine, "logs/rank-0.log": "of the run: logs/rank-0.log"}
     assert contents(place / "kept") == {"weights": "mine"}, "a link is deleted, not what it leads to"
-    write_run_record(run, config(), 1, "cpu")
+    write_run_record(run, config(), 1, "cpu", "fp32")
     assert {"notes.txt", "merged", "adapter_utils.py"}.isdisjoint(written_names(run) or ())
 
 
@@ -257,7 +257,7 @@ def test_a_run_without_a_list_is_moved_even_if_it_is_to_be_deleted(place: Path) 
     assert (place / "out.1" / "adapter_model.safetensors").exists()
     resumed = a_run(place / "older")
     (resumed / "written.txt").unlink()
-    write_run_record(resumed, config(), 1, "cpu")
+    write_run_record(resumed, config(), 1, "cpu", "fp32")
     assert written_names(resumed) is None
 
 
@@ -317,3 +317,9 @@ while True:
             assert len(json.loads(record.read_text())) == 5000
         writer.kill()
     assert len(json.loads(record.read_text())) == 5000
+
+
+def test_a_name_that_was_cut_short_is_not_joined_to_the_next(tmp_path: Path) -> None:
+    (tmp_path / "written.txt").write_text("run.json\nmerg")
+    note_written(tmp_path, ["checkpoint-5"])
+    assert written_names(tmp_path) == {"run.json", "checkpoint-5"}

@@ -36,7 +36,7 @@ def make_run(run_dir: Path, *, scu: bool = False, name: str = "a run", evaluate:
             "logging": {"run_name": name},
         }
     )
-    write_run_record(run_dir, config, world_size=2, device="cpu")
+    write_run_record(run_dir, config, world_size=2, device="cpu", precision="fp32")
     console = Console(file=None, quiet=True)
     section = LoggingSection(report_to=(), run_name=name)
     metrics = Metrics(run_dir, section, console, first_step=0, total_steps=STEPS)
@@ -55,7 +55,7 @@ def make_run(run_dir: Path, *, scu: bool = False, name: str = "a run", evaluate:
         if scu:
             share = 0.03 - 0.01 * step / STEPS
             values |= {"scu/s_ratio": share, "scu/target": 0.02, "scu/error": share - 0.02, "scu/lambda": 0.5}
-            values |= {"scu/data_bpt": loss / np.log(2), "scu/param_bpt": 0.05}
+            values |= {"scu/data_bpt": loss / np.log(2), "scu/param_bpt": 0.05, "scu/s_smoothed": share}
         metrics.log(step, values)
         if evaluate and step in (1, STEPS // 2, STEPS):
             metrics.log(step, {"eval/loss": {1: 4.0, STEPS // 2: 1.5, STEPS: 2.0}[step]})
@@ -75,6 +75,7 @@ def test_the_summary_says_what_was_measured(tmp_path: Path) -> None:
     assert rows["held out"] == "10.0% of the records"
     assert rows["optimizer steps"] == "80 (2.00 epochs)"
     assert rows["tokens"] == "80,000, 32,000 of them with loss"
+    assert rows["optimizer"] == "adamw, precision fp32, ZeRO stage 2", "what `auto` came to"
     assert rows["batch"] == "12 sequences = 2 x 3 micro-steps x 2 ranks"
     assert rows["training loss"] == "first 3.9750, last 2.0000, lowest 2.0000"
     assert rows["held-out loss"] == "before 4.0000, after 2.0000, lowest 1.5000 at step 40"

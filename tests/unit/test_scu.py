@@ -172,7 +172,8 @@ def test_published_gains_swing_at_three_percent_and_a_smaller_ki_does_not() -> N
     published = scu.Law(target=0.03)
     calm = scu.Law(target=0.03, ki=0.01)
     slope = scu.steepest_slope(0.03)
-    assert scu.gain_warning(published) is None
+    warning = scu.gain_warning(published)
+    assert warning is not None and "use scu.ki: 0.075" in warning and scu.gain_warning(calm) is None
     assert (scu.is_stable(published, slope), scu.is_stable(calm, slope)) == (False, True)
     assert not settled(published, odds_for(0.03, 0.3))[0]
     assert settled(calm, odds_for(0.03, 0.3))[0]
@@ -240,12 +241,94 @@ def test_gain_warning_names_the_bound() -> None:
     assert scu.gain_bound(0.5) == 4.0
     warning = scu.gain_warning(scu.Law(target=0.5, kp=3.9, ki=0.2))
     assert warning is not None and "exceeds 4 " in warning
-    assert scu.gain_warning(scu.Law(target=0.5, kp=3.9, ki=0.05)) is None
+    assert scu.gain_warning(scu.Law(target=0.5, kp=3.9, ki=0.05, ema=1.0)) is None
     assert scu.gain_warning(scu.Law(target=0.5, kp=9.0, controller="fixed")) is None
 
 
 def test_shares_and_published_targets() -> None:
     assert scu.share_of(3.0, 1.0) == 0.25
     assert scu.share_of(0.0, 0.0) == 0.0
-    assert scu.reachable_shares(0.0, 1.0, 3.0) == (0.0, 0.25)
     assert [scu.published_target(size) for size in (1_200_000_000, 3_000_000_000, 7_000_000_000)] == [0.01, 0.03, 0.03]
+
+
+def ours(**changes: Any) -> scu.Law:
+    settings: dict[str, Any] = {"target": 0.01, "form": "logit", "kp": 0.5, "ki": 0.025, "deadband": 0.05}
+    settings |= {"lambda_start": 0.1}
+    return scu.Law(**(settings | {"lambda_max": 1e4} | changes))
+
+
+def run_on_lagging_plant(law: scu.Law, slope: float, strength: float, updates: int = 1500) -> list[scu.State]:
+    """L follows L(target) - slope ln(lambda / strength) with a lag of 20 steps, from far below the target."""
+    wanted = math.log(law.target) if law.form == "kl" else math.log(law.target / (1.0 - law.target))
+    level, state, states = wanted - 6.0, scu.initial(law), []
+    for _ in range(updates):
+        # The term is off, or weak, until the target is passed: then what is measured would rise five-hundredfold.
+        far = wanted - slope * math.log(max(state.lambda_, 1e-3 * strength) / strength)
+        level += (min(far, wanted + 6.0) - level) / 20.0
+        state = scu.advance(law, state, math.exp(level) if law.form == "kl" else 1.0 / (1.0 + math.exp(-level)))
+        states.append(state)
+    return states
+
+
+@pytest.mark.parametrize("target", [0.0005, 0.01, 0.25])
+@pytest.mark.parametrize("slope", [0.7, 1.5, 3.0])
+@pytest.mark.parametrize("strength", [0.5, 33.0, 2000.0])
+def test_one_set_of_gains_holds_every_target_on_every_plant(target: float, slope: float, strength: float) -> None:
+    law = ours(target=target)
+    states = run_on_lagging_plant(law, slope, strength)
+    error = [abs(state.error or 0.0) for state in states]
+    assert max(error[-200:]) <= law.deadband
+    assert states[-1].lambda_ == pytest.approx(strength, rel=0.08)
+
+
+def test_kl_law_is_off_until_the_target_is_passed_and_holds_it() -> None:
+    law = ours(form="kl", target=0.05, ki=0.05, lambda_start=0.1)
+    states = run_on_lagging_plant(law, 2.0, 3.0)
+    first = next(index for index, state in enumerate(states) if state.share is not None and state.share >= 0.05)
+    assert {state.lambda_ for state in states[:first]} == {0.0} and not states[first - 1].started
+    assert states[first].lambda_ == 0.1 and states[first].started
+    assert max(abs(state.error or 0.0) for state in states[-200:]) <= law.deadband
+
+
+def test_logit_law_waits_for_the_target_where_the_published_law_runs_to_its_bound() -> None:
+    held, runs = scu.initial(ours()), scu.initial(scu.Law(target=0.01))
+    for _ in range(1000):
+        held, runs = scu.advance(ours(), held, 0.0), scu.advance(scu.Law(target=0.01), runs, 0.0)
+    assert held.lambda_ == 0.1 and runs.lambda_ < 1e-3
+
+
+@pytest.mark.parametrize(("kp", "ki"), [(0.5, 0.2), (0.0, 0.1), (500.0, 0.1)])
+def test_gains_that_swing_are_refused_with_stable_ones(kp: float, ki: float) -> None:
+    said = rf"kp={kp:g}: with scu.ki={ki:g} .* swings ever wider; kp: .* is stable"
+    with pytest.raises(ValueError, match=said) as refused:
+        ours(kp=kp, ki=ki)
+    words = str(refused.value).replace(";", " ").split()
+    numbers = [float(words[index + 1]) for index, word in enumerate(words) if word in ("kp:", "ki:")]
+    law = ours(kp=numbers[0], ki=numbers[1])
+    assert max(abs(state.error or 0.0) for state in run_on_lagging_plant(law, 3.0, 33.0, 6000)[-200:]) <= law.deadband
+    with pytest.raises(ValueError, match="ki=0: without it"):
+        ours(ki=0.0)
+
+
+def test_refused_gains_do_swing() -> None:
+    swinging = scu.Law(target=0.01, form="logit", controller="fixed", kp=0.5, ki=0.2, lambda_max=1e4)
+    assert not scu.is_stable(swinging, scu.SLOPE["logit"])
+    object.__setattr__(swinging, "controller", "pi")
+    states = run_on_lagging_plant(swinging, 3.0, 33.0)
+    assert max(abs(state.error or 0.0) for state in states[-200:]) > 1.0
+
+
+@given(st.floats(0.0005, 0.5), st.lists(shares, min_size=2, max_size=60), st.integers(1, 59))
+def test_state_of_the_logit_law_survives_json_to_the_bit(target: float, measured: list[float], cut: int) -> None:
+    law = ours(target=target)
+    whole = resumed = scu.initial(law)
+    for index, share in enumerate(measured):
+        if index == cut:
+            resumed = scu.State.from_dict(json.loads(json.dumps(resumed.to_dict())))
+        whole, resumed = scu.advance(law, whole, share), scu.advance(law, resumed, share)
+        assert whole == resumed and law.lambda_min <= whole.lambda_ <= law.lambda_max
+
+
+def test_checkpoints_from_before_there_was_another_law_are_read() -> None:
+    old = {name: value for name, value in scu.initial(scu.Law(target=0.1)).to_dict().items() if name != "started"}
+    assert scu.State.from_dict(old) == scu.initial(scu.Law(target=0.1))

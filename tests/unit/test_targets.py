@@ -47,7 +47,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"lora.exclude_modules=k_prj: matches no module.*did you mean k_proj\?",
     ),
     "tower": ({"exclude_modules": ("vision_tower",)}, r"lora.exclude_modules=vision_tower: matches no module"),
-    "everything": ({"exclude_modules": ("model",)}, r"lora.exclude_modules=\['model'\]: leaves no layer to adapt"),
+    "everything": ({"exclude_modules": ("model",)}, r"lora.exclude_modules=\[model\]: leaves no layer to adapt"),
     "saved": ({"modules_to_save": ("head",)}, r"lora.modules_to_save=head: matches no module.*lm_head"),
 }
 
@@ -132,15 +132,73 @@ def test_all_linear_says_what_it_left_out_and_why() -> None:
     assert lines(model_of("gpt2", **LLAMA)) == [HEAD]
 
 
-def test_dense_layers_that_peft_takes_for_experts_are_said() -> None:
-    """The first layer of DeepSeek-V3 is dense, the second has a shared expert: peft#3711."""
+def test_dense_layers_and_shared_experts_are_adapted_beside_experts() -> None:
+    """The first layer of DeepSeek-V3 is dense, the second has a shared expert: PEFT drops both (peft#3711)."""
     model = model_of("deepseek_v3", **LLAMA, **FAMILIES["deepseek_v3"])
-    assert lines(model) == [
-        "without adapter: down_proj (2), gate_proj (2), up_proj (2): PEFT keeps these names for this model's experts "
-        "(peft#3711)",
-        HEAD,
-    ]
-    assert lines(model_of("qwen3_moe", **LLAMA, **EXPERTS)) == [HEAD], "its experts are adapted, and nothing is left"
+    names = adapted(model)
+    assert {"gate_proj", "up_proj", "down_proj", "experts.gate_up_proj", "experts.down_proj"} <= set(names)
+    dense = model_of("qwen3_moe", **LLAMA, **EXPERTS, mlp_only_layers=[0, 1])
+    assert adapted(dense) == dict.fromkeys(ALL, 2), "of a family that has experts, but none in this model"
+    for model_type in ("deepseek_v3", "qwen3_moe"):
+        assert lines(model_of(model_type, **LLAMA, **FAMILIES[model_type])) == [HEAD]
+
+
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+FUSED = {"experts.gate_up_proj", "experts.down_proj"}
+NAMED: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "parts": ({"target_modules": ("gate_proj", "up_proj", "down_proj")}, FUSED),
+    "as Mixtral stores them": ({"target_modules": ("w1", "w2", "w3")}, FUSED),
+    "one part": ({"target_modules": ("q_proj", "experts.*.up_proj")}, {"q_proj", "experts.gate_up_proj"}),
+    "their module": ({"target_modules": ("mlp.experts",)}, FUSED),
+    "by one word": ({"target_modules": ("experts",)}, FUSED),
+    "parameters": ({"target_modules": ("q_proj",), "target_parameters": ("experts.down_proj",)},
+                   {"q_proj", "experts.down_proj"}),
+    "router": ({"target_modules": ("q_proj", "gate")}, {"q_proj", "gate"}),
+    "router by its weight": ({"target_parameters": ("gate.weight",)}, ATTENTION | FUSED | {"gate"}),
+    "none": ({"experts": False}, ATTENTION),
+    "excluded": ({"exclude_modules": ("experts",)}, ATTENTION),
+    "excluded in part": ({"exclude_modules": ("down_proj",)}, ATTENTION | {"experts.gate_up_proj"}),
+    "router excluded": ({"exclude_modules": ("gate",)}, ATTENTION | FUSED),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_experts_go_by_the_usual_names(case: str) -> None:
+    lora, expected = NAMED[case]
+    assert adapted(model_of("qwen3_moe", **LLAMA, **EXPERTS), **lora) == dict.fromkeys(expected, 2)
+
+
+def test_the_rank_of_experts_is_that_of_all_layers_a_number_or_divided_by_those_visited() -> None:
+    for setting, rank in (("r", 8), ("r/top_k", 4), (2, 2)):
+        section = LoraSection(r=8, expert_rank=setting)
+        model = apply_adapter(model_of("qwen3_moe", **LLAMA, **EXPERTS), section, torch.float32)
+        ranks = {name: weight.shape[-2] for name, weight in model.named_parameters() if "experts.lora_A" in name}
+        assert set(ranks.values()) == {rank}
+
+
+OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
+    "rank": ({"r": 16, "expert_rank": 48}, r"lora.expert_rank=48: an expert of this model is 32 wide"),
+    "rank of all": ({"r": 40}, r"lora.r=40: an expert of this model is 32 wide.*r/top_k is 20 here"),
+    "dora": ({"dora": True}, r"lora.dora=true: is not computed for experts.*lora.experts: false"),
+    "init": ({"init": "pissa"}, r"lora.init=pissa: is not made for experts.*lora.experts: false"),
+    "parameter": ({"target_parameters": ("experts.dwn_proj",)}, r"dwn_proj: matches no parameter.*mean down_proj\?"),
+    "named and left out": (
+        {"target_parameters": ("experts.down_proj",), "experts": False},
+        r"lora.target_parameters=experts.down_proj: names experts, and lora.experts is false",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_EXPERTS)
+def test_what_experts_cannot_have_is_refused(case: str) -> None:
+    lora, line = OF_EXPERTS[case]
+    with pytest.raises(UserError, match=line):
+        check_targets(model_of("qwen3_moe", **LLAMA, **EXPERTS), LoraSection(**lora))
+
+
+def test_experts_of_a_dense_model_are_refused() -> None:
+    with pytest.raises(UserError, match=r"lora.target_modules=mlp.experts: this model has no experts"):
+        check_targets(model_of("llama", **LLAMA), LoraSection(target_modules=("mlp.experts",)))
 
 
 def test_routers_that_are_linear_layers_by_class_alone_are_left_out() -> None:

@@ -137,7 +137,7 @@ def test_checkpoints_that_are_not_whole_are_named(case: str, words: str, tmp_pat
 
 
 def test_the_table_of_the_tiers_is_complete() -> None:
-    """Model, steps, batch and assertions of docs/tiers.md."""
+    """Model, steps, batch and assertions of docs/guide/tiers.md."""
     expected = {
         "quick": ("SmolLM2-135M", 10, ["time", "finite", "adapters", "peak memory"]),
         "convergence": ("SmolLM2-135M", 100, ["training loss", "held-out loss"]),

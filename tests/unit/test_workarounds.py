@@ -266,3 +266,27 @@ def test_datasets_puts_another_object_in_the_place_of_the_environment(tmp_path: 
 
 def _same(record: dict[str, Any]) -> dict[str, Any]:
     return copy.copy(record)
+
+
+def _experts(model_type: str) -> Any:
+    from tests.distributed.test_families import FAMILIES
+    from tests.unit.test_targets import model_of
+
+    return model_of(model_type, num_hidden_layers=2, **FAMILIES[model_type])
+
+
+def test_peft_refuses_dropout_on_experts() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["q_proj"], target_parameters=["experts.down_proj"], lora_dropout=0.1)
+    with pytest.raises(ValueError, match="dropout"):
+        get_peft_model(_experts("mixtral"), config)
+
+
+def test_peft_takes_dense_layers_for_experts() -> None:
+    """peft#3711: the first layer of this DeepSeek-V3 is dense."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(_experts("deepseek_v3"), LoraConfig(target_modules="all-linear"))
+    layers = model.get_base_model().model.layers
+    assert type(layers[0].mlp.gate_proj) is torch.nn.Linear, "without adapter, though all were asked for"

@@ -28,7 +28,9 @@ ranks = Ranks.from_environment()
 os.environ["SLURMD_NODENAME"] = f"n{ranks.rank + 1}"
 config = RunConfig.model_validate({"base_model": "m", "output_dir": "run", "dataset": {"path": "d"}})
 try:
-    print(meet(ranks, config, sys.argv[1] if ranks.is_main else "").summary)
+    world = meet(ranks, config, sys.argv[1] if ranks.is_main else "")
+    print(world.summary)
+    print(world.hosts, world.token)
 except UserError as error:
     print("refused:", error)
 """
@@ -130,7 +132,7 @@ def said_by_two(program: str, *arguments: str, folders: tuple[Path, Path] = (ROO
         )
         for rank in (0, 1)
     ]  # fmt: skip
-    return [process.communicate(timeout=240)[0].splitlines() for process in ranks]
+    return [process.communicate(timeout=500)[0].splitlines() for process in ranks]
 
 
 def test_all_ranks_hear_what_the_first_one_decides() -> None:
@@ -151,6 +153,7 @@ def test_a_folder_that_the_hosts_do_not_share_is_named_on_all_ranks(tmp_path: Pa
     with FolderLock.take(here / "run", resumes=False, say=print) as lock:
         shared = said_by_two(MEET, lock.token, folders=(here, here))
         assert all(lines[0].startswith("world        2 ranks on n1, n2: ") for lines in shared), shared
+        assert [lines[1] for lines in shared] == [f"2 {lock.token}"] * 2, "what all of them write into"
         apart = said_by_two(MEET, lock.token, folders=(here, there))
     told = "refused: output_dir=run: n2 does not see what rank 0 on n1 writes there; name a folder on a file system"
     assert all(lines[0].startswith(told) for lines in apart), apart

@@ -15,9 +15,11 @@ from pydantic import ValidationError
 from trainer.checkpoint.adapter_files import damage_of_adapter
 from trainer.checkpoint.checkpoint_files import whole_checkpoints
 from trainer.config import RunConfig, UserError
+from trainer.config.errors import one_line
 from trainer.data.chat import chat_template_of
 from trainer.engine.deepspeed_engine import DTYPES, resolve_precision
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
+from trainer.model.saved_adapter import load_adapter
 from trainer.patches.packed_attention import choose_attention
 from trainer.ranks.group import set_seed
 
@@ -128,12 +130,10 @@ def put_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: bool
 
     The adapter takes the number format it was trained in, or 32 bits whatever that of the base.
     """
-    from peft import PeftModel
-
     set_seed(run.config.seed)  # rows for added tokens are drawn: everything made of one run has the same
     match_vocabulary(base, tokenizer)
     try:
-        model = PeftModel.from_pretrained(base, str(run.folder), autocast_adapter_dtype=in_32_bits)
+        model = load_adapter(base, str(run.folder), in_32_bits=in_32_bits)
     except (ValueError, RuntimeError, OSError) as error:
         raise UserError(
             f"{run.folder}: its adapter does not fit base_model={run.config.base_model}: {_first_line(error)}"
@@ -149,7 +149,7 @@ def exit_code_of(command: Callable[[], None], *expected: type[Exception]) -> int
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except expected as error:
-        print(f"failed: {error}", file=sys.stderr)
+        print(f"failed: {one_line(str(error))}", file=sys.stderr)
         return 1
     return 0
 

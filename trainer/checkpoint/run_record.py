@@ -29,6 +29,7 @@ OF_EVERY_RUN = (
     *(CONFIG, RUN, WRITTEN, RESULT, "initial_adapter", "metrics.jsonl", "tensorboard", "wandb", "wandb-id.txt"),
     *("metrics.later.jsonl", "abandoned-metrics.jsonl"),
     *("answers.json", "plots", "report.html", "profile", "scu_config.json", "scu_metrics.json", "scu_history.json"),
+    "scu_reference.json",
 )
 # A checkpoint that was set aside has the name that is listed after this.
 ABANDONED = re.compile(r"^abandoned-(?:\d+-)?(?=checkpoint-)")
@@ -36,7 +37,7 @@ ABANDONED = re.compile(r"^abandoned-(?:\d+-)?(?=checkpoint-)")
 OF_NOBODY = re.compile(r"logs|lost\+found|\.nfs.*|\.gitignore|\.gitkeep")
 
 
-def write_run_record(run_dir: Path, config: RunConfig, world_size: int, device: str) -> None:
+def write_run_record(run_dir: Path, config: RunConfig, world_size: int, device: str, precision: str) -> None:
     """Write training_config.json (what `zerolora train` can be given again) and run.json (what it ran on)."""
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / CONFIG).exists() and not any(map(_is_checkpoint, files_in(run_dir))):
@@ -50,6 +51,7 @@ def write_run_record(run_dir: Path, config: RunConfig, world_size: int, device: 
         "world_size": world_size,
         "device": device,
         "device_name": _device_name(device),
+        "precision": precision,
         "python": platform.python_version(),
         "packages": package_versions(),
         "commit": commit(),
@@ -70,6 +72,8 @@ def note_written(run_dir: Path, names: Iterable[str]) -> None:
     if new:
         # Added to, never rewritten: a merge may add its name while the run adds a checkpoint's.
         with (run_dir / WRITTEN).open("a", encoding="utf-8") as file:
+            if (run_dir / WRITTEN).read_bytes()[-1:] not in (b"", b"\n"):
+                file.write("/\n")  # a full disk cut the last name short: it becomes one that no file can have
             file.write("".join(f"{name}\n" for name in new))
             file.flush()
             os.fsync(file.fileno())

@@ -11,6 +11,7 @@ from torch import nn
 
 from trainer.engine.flat_adapter import trained_parameters
 from trainer.engine.partitioned import is_partitioned
+from trainer.model.expert_factor import in_peft_form
 
 
 def save_adapter(
@@ -23,7 +24,7 @@ def save_adapter(
     Raises RuntimeError if what was read back is empty, not finite, differs from memory, or never moved from B = 0
     though it `must_have_moved`.
     """
-    trained = _gathered(model)
+    trained = in_peft_form(model, _gathered(model))
     if not is_main:
         return
     factors_b = [value for name, value in trained.items() if "lora_B" in name]

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from trainer.checkpoint.finished_run import (
     run_device,
     saved_tokenizer,
 )
+from trainer.commands.scale import AUTO, SCALES, best_scale, chosen_on_the_other_half, scale_of, scaled_adapter
 from trainer.config import CommandParser, DatasetSection, SourceSection, UserError
 from trainer.contract.output_file import check_output_file
 from trainer.data import Sample, Samples, prepare_data
@@ -77,6 +78,8 @@ class Evaluation:
     base: Estimate
     adapter: Estimate
     difference: Estimate
+    scale: float = 1.0
+    """How much of the adapter's update counted."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; `difference` has perplexity_ratio = perplexity of the adapter / perplexity of the base."""
@@ -86,6 +89,7 @@ class Evaluation:
         return {
             "documents": self.documents,
             "target_tokens": self.target_tokens,
+            "scale": self.scale,
             "base": self.base.to_dict(),
             "adapter": self.adapter.to_dict(),
             "difference": difference,
@@ -93,20 +97,38 @@ class Evaluation:
 
 
 def evaluate(
-    model: Any, documents: Sequence[Sample], pad_token_id: int, *, batch_size: int, resamples: int, seed: int
+    model: Any,
+    documents: Sequence[Sample],
+    pad_token_id: int,
+    *,
+    batch_size: int,
+    resamples: int,
+    seed: int,
+    scale: float | str = 1.0,
 ) -> Evaluation:
-    """Measure a PEFT model with and without its adapter on the same documents."""
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("evaluating", total=2 * len(documents))
-        losses = {}
-        for name in ("base", "adapter"):
+    """Measure a PEFT model with and without its adapter on the same documents.
+
+    `scale`: how much of the update counts. `auto`: what is best on one half of the documents is measured on the other,
+    and the other way round, so that no document is measured at a scale that it helped to choose; the scale that is
+    given back is the best on all.
+    """
+    factors = SCALES if isinstance(scale, str) else (scale,)
+    console = Console(stderr=True)
+    # Where there is no terminal a bar that is taken away leaves an empty line.
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("evaluating", total=(1 + len(factors)) * len(documents))
+        rows = []
+        for factor in (0.0, *factors):
             done: list[tuple[int, float]] = []
-            for part in _document_losses(model, documents, pad_token_id, batch_size, with_adapter=name == "adapter"):
-                done += part
-                progress.advance(bar, len(part))
-            losses[name] = np.array([loss for _, loss in sorted(done)])
+            with scaled_adapter(model, factor):
+                for part in _document_losses(model, documents, pad_token_id, batch_size, with_adapter=factor > 0):
+                    done += part
+                    progress.advance(bar, len(part))
+            rows.append(np.array([loss for _, loss in sorted(done)]))
     tokens = np.array([_target_count(document) for document in documents], dtype=np.float64)
-    return bootstrap(losses["base"], losses["adapter"], tokens, resamples=resamples, seed=seed)
+    scaled_FD = np.stack(rows[1:])
+    evaluation = bootstrap(rows[0], chosen_on_the_other_half(scaled_FD), tokens, resamples=resamples, seed=seed)
+    return replace(evaluation, scale=factors[best_scale(scaled_FD)])
 
 
 def bootstrap(base: Losses, adapter: Losses, tokens: Losses, *, resamples: int, seed: int) -> Evaluation:
@@ -123,7 +145,7 @@ def bootstrap(base: Losses, adapter: Losses, tokens: Losses, *, resamples: int, 
     total = tokens.sum()
     means = (base.sum() / total, adapter.sum() / total, (adapter.sum() - base.sum()) / total)
     estimates = [Estimate(float(mean), float(low), float(high)) for mean, low, high in zip(means, *bounds, strict=True)]
-    return Evaluation(len(tokens), int(total), *estimates)
+    return Evaluation(len(tokens), int(total), estimates[0], estimates[1], estimates[2])
 
 
 def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split: str | None) -> list[Sample]:
@@ -254,6 +276,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.add_argument("--batch-size", type=_positive, metavar="N", help="documents at a time (as in training)")
     parser.add_argument("--samples", type=_positive, default=2000, metavar="B", help="bootstrap resamples (2000)")
+    parser.add_argument(
+        "--scale", type=scale_of, default=1.0, metavar="X", help="how much of the adapter's update counts, or auto (1)"
+    )
     parser.add_argument("--base-model", metavar="MODEL", help="where the base model is now, if it was moved")
     return parser.parse_args(argv)
 
@@ -275,12 +300,16 @@ def _run(arguments: argparse.Namespace) -> None:
         batch_size=batch_size,
         resamples=arguments.samples,
         seed=config.seed,
+        scale=arguments.scale,
     )
     precision = resolve_precision(config.training.precision, device)
     if config.adapter == "qlora":
         precision = f"{config.quantization.quant_type} ({precision})"
     size = f"{evaluation.documents:,} documents, {evaluation.target_tokens:,} target tokens"
     show(evaluation, f"{config.base_model}, {precision} on {device.type}; {size}", Console())
+    if arguments.scale == AUTO:
+        print(f"best scale {evaluation.scale:g}: each half of the documents measured at the best scale of the other")
+        print(f"zerolora merge {arguments.run} --scale {evaluation.scale:g}")
     if arguments.json is not None:
         record = {
             "run": str(arguments.run),

@@ -1,94 +1,116 @@
 """`zerolora merge RUN`: base and adapter as one model of safetensors that needs neither PEFT nor zerolora.
 
 Each adapted weight becomes W + s B A, added in 32 bits and rounded once to the model's number format. The base is read
-in full precision for QLoRA runs too: a sum that is quantised to 4 bits again loses most of what an adapter adds.
+in full precision for QLoRA runs too: a sum that is quantised to 4 bits again loses most of what an adapter adds. A base
+that is published in MXFP4 alone (gpt-oss) is written so again, and what that costs is said.
 """
 
 import argparse
-import os
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 
 from trainer.checkpoint.finished_run import (
     FinishedRun,
     exit_code_of,
     find_run,
+    load_trained,
     put_adapter,
     quiet_libraries,
+    run_device,
     saved_tokenizer,
 )
-from trainer.checkpoint.run_record import note_written
+from trainer.commands.requantised import in_mxfp4_again
+from trainer.commands.scale import AUTO, scale_adapter, scale_of
+from trainer.commands.whole_output import check_output, put_in_place, writing
 from trainer.config import CommandParser, UserError
 from trainer.engine.deepspeed_engine import DTYPES
 from trainer.model.base import load_base_model, load_model_config
+from trainer.model.model_kind import is_mxfp4
 
 SHARD_SIZE = "5GB"
 
 
-def merge(run: FinishedRun, output: Path, *, dtype: str = "auto") -> Path:
+def merge(run: FinishedRun, output: Path, *, dtype: str = "auto", scale: float | str = 1.0) -> Path:
     """Write the merged model and its tokenizer to `output`; `auto` is the number format the base is stored in.
+
+    `scale`: how much of the adapter's update is added; `auto`: what is best on the text that the run held out.
 
     Raises UserError if `output` holds something, has no room, or there is no full-precision base; RuntimeError if what
     was read back is not what was written, or not finite.
     """
     check_output(output)
-    tokenizer = saved_tokenizer(run)
-    stored = _stored_dtype(run)  # refuses a quantised base
-    model = merged_model(run, tokenizer, stored if dtype == "auto" else DTYPES[dtype])
-    _check_room(model, output)
-    # Written beside and renamed when whole: a folder of the name is a model that can be used.
-    building = output.with_name(f".writing-{output.name}")
-    note_written(output.parent, [output.name, building.name])
-    shutil.rmtree(building, ignore_errors=True)
-    try:
-        model.save_pretrained(building, max_shard_size=SHARD_SIZE)
-        tokenizer.save_pretrained(building)
-        check_saved(model, building)
-        if output.exists():
-            output.rmdir()  # empty, or check_output would have refused it
-        os.replace(building, output)
-    except (OSError, SafetensorError) as error:
-        raise RuntimeError(f"{output}: cannot be written ({error}); make room, or name another folder") from None
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+    model, tokenizer = load_merged(run, dtype=dtype, scale=scale)
+    values = in_mxfp4_again(model, run.config) if dtype == "auto" else None
+    check_room(model, output)
+    with writing(output) as folder:
+        save_merged(model, tokenizer, folder, values)
+        put_in_place(folder, output)
     return output
 
 
-def check_output(output: Path) -> None:
-    """Raise UserError unless `output` is free: not there, or an empty folder."""
-    if output.name in ("", ".."):
-        raise UserError(f"{output}: a new folder is written, which needs a name; name one in it with --output")
-    try:
-        occupied = os.path.lexists(output) and (not output.is_dir() or any(output.iterdir()))
-        os.lstat(output.with_name(f".writing-{output.name}"))
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except OSError as error:
-        raise UserError(f"{output}: cannot be written ({error.strerror}); name another folder with --output") from None
-    if occupied:
-        raise UserError(f"{output}: exists and would be overwritten; remove it, or name another folder with --output")
-    existing = next(parent for parent in output.absolute().parents if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise UserError(f"{output}: cannot be written in {existing}; name another folder with --output")
+def load_merged(run: FinishedRun, *, dtype: str = "auto", scale: float | str = 1.0) -> tuple[Any, Any]:
+    """The merged model on the CPU, and its tokenizer. Raises UserError if there is no full-precision base."""
+    tokenizer = saved_tokenizer(run)
+    stored = _stored_dtype(run)  # refuses a quantised base
+    factor = _best_on_held_out(run, tokenizer) if isinstance(scale, str) else scale
+    return merged_model(run, tokenizer, stored if dtype == "auto" else DTYPES[dtype], scale=factor), tokenizer
 
 
-def merged_model(run: FinishedRun, tokenizer: Any, dtype: torch.dtype) -> Any:
+def save_merged(model: Any, tokenizer: Any, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
+    """Write model and tokenizer, and read the weights back; RuntimeError if they differ.
+
+    `values` are what is saved, where that is not what the model holds.
+    """
+    model.save_pretrained(folder, max_shard_size=SHARD_SIZE, state_dict=values)
+    tokenizer.save_pretrained(folder)
+    check_saved(model, folder, values)
+
+
+def merged_model(run: FinishedRun, tokenizer: Any, dtype: torch.dtype, *, scale: float = 1.0) -> Any:
     """The base in `dtype` on the CPU with the adapter added to its weights, embedding grown for added tokens."""
     base = load_base_model(
-        run.config.base_model, run.config.model, dtype=dtype, device=torch.device("cpu"), attention="eager"
+        run.config.base_model,
+        run.config.model,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        attention="eager",
+        unpack_mxfp4=True,
     )
     # In 32 bits the sum is rounded once, and not its second term before it.
     adapted = put_adapter(base, tokenizer, run, in_32_bits=True)
+    scale_adapter(adapted, scale)
     _untie_head(adapted)
     model = adapted.merge_and_unload().to(dtype)
     model.config.use_cache = True  # training had it off, and it would be saved so
     return model
+
+
+def _best_on_held_out(run: FinishedRun, tokenizer: Any) -> float:
+    """The scale with the lowest held-out loss, said. Raises UserError if the run held nothing out."""
+    from trainer.commands.evaluate import evaluate, held_out_documents
+
+    try:
+        documents = held_out_documents(run, tokenizer, None, None)
+    except UserError as error:
+        raise UserError(f"--scale=auto: {str(error).partition('; ')[0]}; give a number, such as --scale 0.5") from None
+    training = run.config.training
+    found = evaluate(
+        load_trained(run, tokenizer, run_device()),
+        documents,
+        tokenizer.pad_token_id,
+        batch_size=training.eval_batch_size or training.batch_size,
+        resamples=1,
+        seed=run.config.seed,
+        scale=AUTO,
+    )
+    print(f"--scale=auto: {found.scale:g} is best on {found.documents:,} held-out documents", file=sys.stderr)
+    return found.scale
 
 
 def _untie_head(adapted: Any) -> None:
@@ -112,7 +134,7 @@ def _untie_head(adapted: Any) -> None:
 def _stored_dtype(run: FinishedRun) -> torch.dtype:
     """The number format that the base's weights are stored in, 32 bits if its configuration does not say."""
     config = load_model_config(run.config.base_model, run.config.model)
-    if getattr(config, "quantization_config", None) is not None:
+    if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config):
         raise UserError(
             f"base_model={run.config.base_model}: is stored quantised, and merging needs full precision; name the "
             "model that it was made from with --base-model"
@@ -122,7 +144,8 @@ def _stored_dtype(run: FinishedRun) -> torch.dtype:
     return stored if stored in DTYPES.values() else torch.bfloat16
 
 
-def _check_room(model: nn.Module, output: Path) -> None:
+def check_room(model: nn.Module, output: Path) -> None:
+    """Raise UserError where the disk of `output` has less free than the weights take."""
     needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     existing = next(parent for parent in output.absolute().parents if parent.exists())
     free = shutil.disk_usage(existing).free
@@ -133,9 +156,12 @@ def _check_room(model: nn.Module, output: Path) -> None:
         )
 
 
-def check_saved(model: nn.Module, folder: Path) -> None:
-    """Read the saved files back, a tensor at a time; RuntimeError if one is missing, differs or is not finite."""
-    expected = model.state_dict()
+def check_saved(model: nn.Module, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
+    """Read the saved files back, a tensor at a time; RuntimeError if one is missing, differs or is not finite.
+
+    `values` are what was saved, where that is not what the model holds.
+    """
+    expected = model.state_dict() if values is None else values
     stored_elements = 0
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as handle:
@@ -148,6 +174,8 @@ def check_saved(model: nn.Module, folder: Path) -> None:
                 if name in expected and not torch.equal(value, expected[name]):
                     raise RuntimeError(f"{file.name}: {name} read back differs from what was merged; check the disk")
     elements = sum(parameter.numel() for parameter in model.parameters())
+    if values is not None:
+        elements = sum(value.numel() for value in {value.data_ptr(): value for value in values.values()}.values())
     if stored_elements < elements:
         raise RuntimeError(f"{folder}: holds {stored_elements:,} weights of the model's {elements:,}")
 
@@ -160,6 +188,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="DIR", help="where to write the model (RUN/merged)")
     parser.add_argument(
         "--dtype", choices=("auto", *DTYPES), default="auto", help="number format (auto: as the base is stored)"
+    )
+    parser.add_argument(
+        "--scale",
+        type=scale_of,
+        default=1.0,
+        metavar="X",
+        help="how much of the adapter is added, or auto (1)",
     )
     parser.add_argument("--base-model", metavar="MODEL", help="where the full-precision base is, if not where it was")
     return parser.parse_args(argv)
@@ -174,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> None:
     run = find_run(arguments.run, arguments.base_model)
-    print(merge(run, arguments.output or arguments.run / "merged", dtype=arguments.dtype))
+    print(merge(run, arguments.output or arguments.run / "merged", dtype=arguments.dtype, scale=arguments.scale))
 
 
 if __name__ == "__main__":

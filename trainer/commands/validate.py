@@ -1,26 +1,41 @@
 """`zerolora validate CONFIG [key=value ...]`: every check that comes before training, and what was found.
 
+`--settings-only` looks at neither model nor data; `--fix` mends in the file what can be mended without asking.
+
 The model's configuration, tokenizer and targets are looked at and the data is tokenised into its cache; no weight is
 read, and nothing is written to the run's folder. Exit code 0, or 2 after one line on stderr.
 """
 
+import argparse
 import os
 import shlex
 import sys
+from difflib import unified_diff
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trainer.checkpoint.finished_run import quiet_libraries
-from trainer.checkpoint.output_folder import obstacle
 from trainer.config import CommandParser, RunConfig, UserError, load_config
-from trainer.data.prepared import Prepared, samples_of
-from trainer.data.step_count import step_warnings, steps_line, with_global_batch, with_looks_in_steps
-from trainer.preflight import prepare_to_resume
+from trainer.config.repair import repaired
+from trainer.config.yaml_core import read_text
+from trainer.contract.output_file import check_output_file
+from trainer.contract.whole_files import write_whole
+
+if TYPE_CHECKING:
+    from trainer.data.prepared import Prepared
 
 
-def findings(config: RunConfig, prepared: Prepared) -> list[str]:
+def findings(config: RunConfig, prepared: "Prepared") -> list[str]:
     """What the configuration means on this model and data: `name: text` lines."""
     import torch
 
+    from trainer.data.prepared import samples_of
+    from trainer.data.step_count import (
+        smaller_batch_line,
+        step_warnings,
+        steps_line,
+        with_global_batch,
+        with_looks_in_steps,
+    )
     from trainer.memory.preflight import on_this_cpu
     from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
     from trainer.model.base import empty_model
@@ -58,6 +73,8 @@ def findings(config: RunConfig, prepared: Prepared) -> list[str]:
     samples = samples_of(prepared)
     on_one = with_looks_in_steps(with_global_batch(config, samples, 1), samples, 1)
     lines.append(f"steps: {steps_line(on_one.training, samples, 1)}{_on_more(config)}")
+    if smaller := smaller_batch_line(config.training, on_one.training, 1):
+        lines.append(f"note: {smaller}")
     lines += [f"warning: {warning}" for warning in step_warnings(on_one, samples, 1)]
     lines.append(f"output: {Path(config.output_dir).absolute()}")
     return lines
@@ -70,6 +87,51 @@ def _on_more(config: RunConfig) -> str:
     return "; larger batches on more" if config.training.max_steps else "; fewer steps on more"
 
 
+def _settings_alone(arguments: argparse.Namespace) -> int:
+    """Exit code 0, or 2 after a line for each mistake that is left."""
+    path = Path(arguments.config)
+    try:
+        if arguments.fix:
+            path = mend(path, arguments.output)
+        loaded = load_config(path, arguments.overrides)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    for note in loaded.notes:
+        print(f"note: {note}")
+    print(f"OK: the settings of {path}; model and data: {shlex.join(['zerolora', 'validate', str(path)])}")
+    return 0
+
+
+def mend(path: Path, output: Path | None) -> Path:
+    """Write what can be mended, after a diff of it: over the file, which is kept as .orig beside it, or to `output`.
+
+    The path of the mended file. Raises UserError for an output that is there or cannot be written.
+    """
+    old = read_text(path)
+    new, _ = repaired(path)
+    target = output or path
+    if output is not None:
+        check_output_file(output, f"--output {output}")
+    if new == old:
+        print(f"{path}: nothing that can be mended without asking")
+        if output is None:
+            return path
+    sys.stdout.writelines(
+        unified_diff(old.splitlines(keepends=True), new.splitlines(keepends=True), str(path), str(target))
+    )
+    kept = path.with_name(f"{path.name}.orig") if output is None else output
+    if kept.exists():
+        raise UserError(f"{kept}: is there already; move it away, or name another file with -o")
+    try:
+        if output is None:
+            write_whole(kept, old)
+        write_whole(target, new)
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written ({error.strerror}); name another file with -o") from None
+    return target
+
+
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 2 after one line on stderr."""
     parser = CommandParser(
@@ -77,8 +139,20 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--settings-only", action="store_true", help="check the settings; no model, no data")
+    parser.add_argument("--fix", action="store_true", help="mend misspelt and renamed settings in the file; shows how")
+    parser.add_argument("-o", "--output", type=Path, help="with --fix: the file to write instead of CONFIG")
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.output and not arguments.fix:
+        parser.error("-o: needs --fix")
+    if arguments.fix or arguments.settings_only:
+        return _settings_alone(arguments)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
+    # The settings alone are checked without torch, in a moment.
+    from trainer.checkpoint.finished_run import quiet_libraries
+    from trainer.checkpoint.output_folder import obstacle
+    from trainer.preflight import prepare_to_resume
+
     quiet_libraries()
     try:
         loaded = load_config(arguments.config, arguments.overrides)

@@ -27,7 +27,7 @@ from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.preflight import prepare
 
 WIDTH = 132
-LAMBDAS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+LAMBDAS = (0.1, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0)
 
 
 class _Stopped(Exception):
@@ -70,10 +70,12 @@ def _compare(options: argparse.Namespace, console: Console) -> int:
         quiet_libraries()
         # The data is tokenised before the trials ask for it together, and mistakes show before the first one starts.
         stats = prepare(missing[0].config).data.stats
-        for line in [*stats.lines(), scale_line(config, stats.target_tokens)]:
+        if options.forgetting is not None:
+            check_readable(options.forgetting)
+        for line in [*stats.lines(), *([] if "kl" in options.measures else [scale_line(config, stats.target_tokens)])]:
             console.print(line)
         options.output.mkdir(parents=True, exist_ok=True)
-        failed = run_trials(missing, options.config, slots(options), console)
+        failed = run_trials(missing, options.config, slots(options), console, options.forgetting)
     measured = [trial for trial in trials if trial not in failed]
     if not measured:
         return 1
@@ -95,10 +97,11 @@ def show(comparison: Comparison, folder: Path, console: Console) -> None:
 def scale_line(config: RunConfig, target_tokens: int) -> str:
     """How much lambda weighs: the regulariser in nats per token for a given size of the adapter."""
     tokens = config.scu.tokens or target_tokens
-    weight = 1.0 / (2.0 * config.scu.sigma**2 * tokens)
+    sigma = float(config.scu.sigma)
+    weight = 1.0 / (2.0 * sigma**2 * tokens)
     return (
         f"the regulariser, lambda ln 2 ParamBPT = lambda Q / (2 sigma^2 N), is {weight:.3g} lambda Q nats/token with "
-        f"sigma = {config.scu.sigma:g} and N = {tokens:,}; Q is the sum of squares of the measure"
+        f"sigma = {sigma:g} and N = {tokens:,}; Q is the sum of squares of the measure"
     )
 
 
@@ -117,8 +120,21 @@ def check(config: RunConfig, options: argparse.Namespace) -> None:
         raise UserError(f"dataset.{name}=true: documents are measured one by one here; set dataset.{name}: false")
     if not config.training.eval_steps:
         raise UserError("training.eval_steps=0: the best held-out loss is looked for on the way; set it, to 50 say")
-    if options.targets and len(options.targets) != len(options.measures):
+    if options.targets and len(options.measures) > 1 and len(options.targets) != len(options.measures):
         raise UserError(f"--targets: {len(options.targets)} for {len(options.measures)} measures; give one for each")
+    if "kl" in options.measures and options.measures != ["kl"]:
+        raise UserError("--measures: lambda of kl is not on the scale of the others; compare it by itself")
+
+
+def check_readable(path: Path) -> None:
+    """Raise UserError unless `path` is a file with something in it."""
+    try:
+        if path.stat().st_size:
+            return
+        problem = "is empty"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    raise UserError(f"--forgetting={path}: {problem}; name a file of texts, such as .txt or .jsonl with text")
 
 
 def slots(options: argparse.Namespace) -> list[str | None]:
@@ -147,14 +163,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--controllers", type=_controllers, default=CONTROLLERS, metavar="LIST", help=",".join(CONTROLLERS)
     )
     parser.add_argument(
-        "--measures", type=_measures, default=("delta",), metavar="LIST", help="delta, factors or both (delta)"
+        "--measures", type=_measures, default=("delta",), metavar="LIST", help="delta, factors or both; or kl (delta)"
     )
     listed = ",".join(f"{value:g}" for value in LAMBDAS)
     parser.add_argument("--lambdas", type=_positives, default=LAMBDAS, metavar="LIST", help=f"fixed ones ({listed})")
     parser.add_argument(
         "--ramps", type=_positives, metavar="LIST", help="where linear and cosine end (the middle of --lambdas)"
     )
-    parser.add_argument("--targets", type=_positives, metavar="LIST", help="S for each measure (scu.target)")
+    parser.add_argument(
+        "--targets", type=_positives, metavar="LIST", help="what PI holds: one run for each (scu.target)"
+    )
+    parser.add_argument(
+        "--forgetting", type=Path, metavar="FILE", help="text on which the distance from the base is measured too"
+    )
     parser.add_argument("--parallel", type=_count, metavar="N", help="processes side by side (1 for each GPU)")
     parser.add_argument("--gpus", type=_words, default=(), metavar="LIST", help="GPUs to spread over (all)")
     parser.add_argument("--draws", type=_count, default=2000, metavar="B", help="bootstrap resamples (2000)")

@@ -8,14 +8,16 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from trainer.compare.results import MOMENTS, Comparison
+from trainer.compare.results import Comparison
 from trainer.compare.trials import Setting
 from trainer.monitor.report.plots import BLUE, DOTS_PER_INCH, GREEN, GREY, INK, ORANGE, STYLE
+from trainer.scu.law import deadband_of
 
 PURPLE = "#7d5ba6"
 COLORS = {"none": INK, "fixed": GREY, "linear": GREEN, "cosine": PURPLE, "pi": ORANGE}
-LINES = {"delta": "-", "factors": "--"}
+LINES = {"delta": "-", "factors": "--", "kl": "-"}
 MOMENT_COLORS = {"final": ORANGE, "best": BLUE}
+MEASURED = {"delta": "S", "factors": "S", "kl": "K, bits a token"}
 
 
 def draw_comparison(comparison: Comparison, folder: Path) -> list[Path]:
@@ -41,7 +43,7 @@ def _draw_bpt(figure: Figure, comparison: Comparison) -> None:
     axes = figure.add_subplot()
     axes.set_title("Held-out bits per token: intervals over documents, one pale dot per seed")
     settings = list(comparison.by_setting)
-    for moment, shift in zip(MOMENTS, (-0.15, 0.15), strict=True):
+    for moment, shift in zip(MOMENT_COLORS, (-0.15, 0.15), strict=True):
         color = MOMENT_COLORS[moment]
         for row, setting in enumerate(settings):
             interval = comparison.bpt(setting, moment)
@@ -83,20 +85,26 @@ def _draw_scu(figure: Figure, comparison: Comparison) -> None:
         for index, run in enumerate(runs if setting.controller == "pi" else runs[:1]):
             steps = [record["step"] for record in run.records]
             label = "" if index else setting.label
-            share_axes.plot(steps, [record["s_smoothed"] for record in run.records], label=label, **style)
+            share_axes.plot(steps, [record[measured_name(record)] for record in run.records], label=label, **style)
             if setting.controller != "none":
                 strength_axes.plot(steps, [record["lambda"] for record in run.records], **style)
         if setting.controller == "pi":
-            target, deadband = runs[0].trial.config.scu.target, runs[0].trial.config.scu.deadband
-            if target != "auto":
-                share_axes.axhspan(target - deadband, target + deadband, color=ORANGE, alpha=0.2, linewidth=0)
-    share_axes.set_ylabel("S")
+            scu = runs[0].trial.config.scu
+            if scu.target != "auto":
+                low, high = deadband_of(scu.law if scu.measure != "kl" else "kl", scu.target, float(scu.deadband))
+                share_axes.axhspan(low, high, color=ORANGE, alpha=0.2, linewidth=0)
+    share_axes.set_ylabel(MEASURED[next(iter(comparison.by_setting)).measure])
     share_axes.set_ylim(bottom=0)
     share_axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
     strength_axes.set_ylabel("λ")
     if comparison.find("pi") or comparison.find("fixed"):
         strength_axes.set_yscale("log")
     strength_axes.set_xlabel("optimizer step")
+
+
+def measured_name(record: dict[str, Any]) -> str:
+    """What a record of the controller has as the smoothed measurement."""
+    return "kl_smoothed" if "kl_smoothed" in record else "s_smoothed"
 
 
 def _style(comparison: Comparison, setting: Setting) -> dict[str, Any]:

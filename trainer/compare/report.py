@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from trainer.compare.results import CONFIDENCE, MOMENTS, Comparison, Interval
+from trainer.compare.results import CONFIDENCE, Comparison, Interval
 from trainer.compare.trials import Setting
 
 Row = dict[str, Any]
@@ -23,7 +23,7 @@ def _interval(name: str, sign: str = "") -> Callable[[Row], str]:
     return lambda row: row[name].text(sign) if row[name] else ""
 
 
-# Heading -> cell. In two parts, since one table of all would be too wide for most terminals.
+# Heading -> cell. In parts, since one table of all would be too wide for most terminals.
 LOSSES = {
     "final BPT [95 %]": _interval("final_bpt"),
     "± seeds": _number("final_bpt_over_seeds", ".4f"),
@@ -41,19 +41,28 @@ CONTROL = {
     "λ": _number("final_lambda", ".3g"),
     "penalty": _number("final_penalty_nats", ".3g"),
 }
+REMEDIES = {
+    "stopped early [95 %]": _interval("stopped_bpt"),
+    "scaled [95 %]": _interval("scaled_bpt"),
+    "scale": _number("scale", ".2f"),
+    "KL on texts": _number("text_kl_bits", ".4f"),
+    "rise on texts": _number("text_bpt_rise", "+.4f"),
+}
 NOTES = (
     "BPT: held-out bits per target token; final: after the last step, best: at the evaluation where it was lowest.",
     "[ ]: 95 % bootstrap interval over documents; final - none: over documents and seeds, paired.",
     "± seeds: standard deviation over the seeds. Training BPT: mean of the last 20 steps.",
     "S, λ and penalty (λ ln 2 ParamBPT, nats/token): at the end. All these are means over the seeds.",
     "In deadband: share of the steps from the one on at which S reached it.",
+    "Stopped early: at the evaluation that is best on one half of the documents, measured on the other half, and back;",
+    "scaled: the same among scales of the finished adapter. Texts: bits per token from the base, at the end.",
 )
 
 
 def result_tables(comparison: Comparison) -> list[Table]:
     """The tables for a terminal: held-out loss, then what the controller did."""
     tables = []
-    for columns in (LOSSES, CONTROL):
+    for columns in (LOSSES, CONTROL, REMEDIES):
         table = Table(box=None, pad_edge=False)
         table.add_column("", no_wrap=True)
         for heading in columns:
@@ -67,11 +76,22 @@ def result_tables(comparison: Comparison) -> list[Table]:
 def statements(comparison: Comparison) -> list[str]:
     """The differences that the comparison is made for, each with its interval and what that allows to say."""
     lines: list[str] = []
-    for one, other, moment in _questions(comparison):
-        difference = comparison.difference(one, other, moment)
+    for one, other, moment, of_other in _questions(comparison):
+        difference = comparison.difference(one, other, moment, of_other)
         if difference is not None:
+            subtracted = other.label if of_other == moment else f"{other.label} {of_other}"
+            seeds = ""
+            if difference.over_seeds is not None:
+                low, high = difference.over_seeds
+                seeds = f", over seeds [{low:+.4f}, {high:+.4f}]"
+            words = f"{difference.text('+')}{seeds}: {_verdict(difference, one)}"
+            lines.append(f"{moment} BPT, {one.label} - {subtracted}: {words}")
+    for measure in dict.fromkeys(setting.measure for setting in comparison.find("fixed")):
+        if found := comparison.edge(measure, "final"):
+            best, end = found
             lines.append(
-                f"{moment} BPT, {one.label} - {other.label}: {difference.text('+')}: {_verdict(difference, one)}"
+                f"the best fixed lambda, {best.strength:g}, is the {end} of the sweep: the optimum may lie beyond it; "
+                "give more with --lambdas"
             )
     for setting in comparison.find("pi"):
         lines.append(_steering(comparison, setting))
@@ -80,7 +100,7 @@ def statements(comparison: Comparison) -> list[str]:
 
 def write_results(comparison: Comparison, folder: Path) -> list[Path]:
     """Write the table and statements as Markdown, every run as CSV, and all figures as JSON; returns the files."""
-    columns = {"setting": lambda row: row["setting"], **LOSSES, **CONTROL}
+    columns = {"setting": lambda row: row["setting"], **LOSSES, **CONTROL, **REMEDIES}
     text = [_markdown([*columns]), _markdown(["---"] + ["---:"] * (len(columns) - 1))]
     text += [_markdown([cell(row) for cell in columns.values()]) for row in comparison.rows()]
     lines = statements(comparison)
@@ -109,27 +129,32 @@ def write_results(comparison: Comparison, folder: Path) -> list[Path]:
     return paths
 
 
-def _questions(comparison: Comparison) -> Iterator[tuple[Setting, Setting, str]]:
-    """PI and the best fixed lambda against no regulariser and against all others; delta against factors."""
+def _questions(comparison: Comparison) -> Iterator[tuple[Setting, Setting, str, str]]:
+    """PI and the best fixed lambda against no regulariser, its remedies, and all others; delta against factors."""
     nothing = comparison.find("none")
-    for moment in MOMENTS:
+    for moment in ("final", "best"):
         for pi in comparison.find("pi"):
             fixed = comparison.best_fixed(pi.measure, moment)
             others = [*nothing, *([fixed] if fixed else [])]
             others += comparison.find("linear", pi.measure) + comparison.find("cosine", pi.measure)
             for other in others:
-                yield pi, other, moment
+                yield pi, other, moment, moment
+        for measure in dict.fromkeys(setting.measure for setting in comparison.find("fixed")):
+            fixed = comparison.best_fixed(measure, moment)
             if fixed and nothing:
-                yield fixed, nothing[0], moment
+                yield fixed, nothing[0], moment, moment
         steered = comparison.find("pi")
-        if len(steered) == 2:
-            yield steered[0], steered[1], moment
+        if len(steered) == 2 and steered[0].measure != steered[1].measure:
+            yield steered[0], steered[1], moment, moment
+    for none in nothing:
+        for remedy in ("stopped", "scaled"):
+            for pi in comparison.find("pi"):
+                yield pi, none, "final", remedy
+            yield none, none, remedy, "final"
 
 
 def _verdict(difference: Interval, one: Setting) -> str:
-    if difference.high < 0:
-        return f"{one.label} is lower"
-    return f"{one.label} is higher" if difference.low > 0 else "no difference shown"
+    return {-1: f"{one.label} is lower", 1: f"{one.label} is higher", 0: "no difference shown"}[difference.sign]
 
 
 def _steering(comparison: Comparison, setting: Setting) -> str:

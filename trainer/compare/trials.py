@@ -18,7 +18,7 @@ from trainer.config import RunConfig, UserError, load_config
 from trainer.contract.launcher_process import tie_children_to_this_process
 
 CONTROLLERS = ("none", "fixed", "linear", "cosine", "pi")
-MEASURES = ("delta", "factors")
+MEASURES = ("delta", "factors", "kl")
 CHILD = "trainer.compare.trial"
 POLL_S = 0.2
 PATIENCE_S = 20.0
@@ -34,7 +34,10 @@ OF_EVERY_TRIAL = (
 )
 # Settings that change no number of a trial, or of one that is not steered: none of these makes it another trial.
 OF_NO_EFFECT = {"output_dir", "logging", "output"}
-OF_PI_ALONE = {f"scu.{name}" for name in ("target", "kp", "ki", "deadband", "leak", "integral_bound", "lambda_min")}
+OF_PI_ALONE = {
+    f"scu.{name}"
+    for name in ("target", "law", "kp", "ki", "deadband", "leak", "integral_bound", "lambda_min", "rate_floor")
+}
 NO_REPORT = "logging.report_to=none"
 Process = subprocess.Popen[bytes]
 
@@ -47,13 +50,16 @@ class Setting:
     controller: str
     strength: float | None = None
     target: float | None = None
+    several: bool = False
+    """PI runs at other targets too, which the label has to tell apart."""
 
     @property
     def label(self) -> str:
         """As tables and folders have it, `delta-fixed-0.1`; without a regulariser the measure does not matter."""
         if self.controller == "none":
             return "none"
-        return f"{self.measure}-{self.controller}" + ("" if self.strength is None else f"-{self.strength:g}")
+        number = self.target if self.controller == "pi" and self.several else self.strength
+        return f"{self.measure}-{self.controller}" + ("" if number is None else f"-{number:g}")
 
 
 @dataclass(frozen=True)
@@ -100,18 +106,22 @@ def plan(path: Path, overrides: Sequence[str], config: RunConfig, options: argpa
 def settings(config: RunConfig, options: argparse.Namespace) -> list[Setting]:
     """(measure, controller, lambda) in the order of the table; `none` is there once."""
     found: list[Setting] = []
+    one_measure = len(options.measures) == 1
     for index, measure in enumerate(options.measures):
-        target = options.targets[index] if options.targets else config.scu.target
-        target = None if target == "auto" else float(target)
+        given = options.targets or [config.scu.target] * len(options.measures)
+        targets = [None if target == "auto" else float(target) for target in (given if one_measure else given[index:])]
         strengths = {
             "none": [] if index else [None],
             "fixed": options.lambdas,
             "linear": options.ramps,
             "cosine": options.ramps,
-            "pi": [None],
         }
         for controller in (name for name in CONTROLLERS if name in options.controllers):
-            found += [Setting(measure, controller, strength, target) for strength in strengths[controller]]
+            if controller == "pi":
+                held = targets if one_measure else targets[:1]
+                found += [Setting(measure, controller, None, target, len(held) > 1) for target in held]
+            else:
+                found += [Setting(measure, controller, strength, targets[0]) for strength in strengths[controller]]
     return found
 
 
@@ -130,8 +140,17 @@ def _overrides(setting: Setting, config: RunConfig, smallest: float) -> list[str
     return [*own, *(f"scu.lambda_{name}={value!r}" for name, value in (("start", start), ("min", low), ("max", end)))]
 
 
-def run_trials(trials: Sequence[Trial], config: Path, slots: Sequence[str | None], console: Console) -> list[Trial]:
-    """Train them, as many at a time as there are slots (a CUDA_VISIBLE_DEVICES each); returns those that failed."""
+def run_trials(
+    trials: Sequence[Trial],
+    config: Path,
+    slots: Sequence[str | None],
+    console: Console,
+    forgetting: Path | None = None,
+) -> list[Trial]:
+    """Train them, as many at a time as there are slots (a CUDA_VISIBLE_DEVICES each); returns those that failed.
+
+    `forgetting`: text on which they also measure how far they went from the base.
+    """
     waiting, failed = list(trials), []
     free = list(slots)
     tie_children_to_this_process()
@@ -142,7 +161,7 @@ def run_trials(trials: Sequence[Trial], config: Path, slots: Sequence[str | None
         while waiting or running:
             while waiting and free:
                 trial, slot = waiting.pop(0), free.pop(0)
-                running[_start(trial, config, slot, threads)] = (trial, slot, time.monotonic())
+                running[_start(trial, config, slot, threads, forgetting)] = (trial, slot, time.monotonic())
             time.sleep(POLL_S)
             for process in [process for process in running if process.poll() is not None]:
                 trial, slot, since = running.pop(process)
@@ -158,13 +177,14 @@ def run_trials(trials: Sequence[Trial], config: Path, slots: Sequence[str | None
     return failed
 
 
-def _start(trial: Trial, config: Path, gpu: str | None, threads: int) -> Process:
+def _start(trial: Trial, config: Path, gpu: str | None, threads: int, forgetting: Path | None) -> Process:
     logs = trial.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     environment: dict[str, str] = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **os.environ}
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
     command = [sys.executable, "-m", CHILD, str(config), *trial.overrides]
+    command += ["--forgetting", str(forgetting)] if forgetting is not None else []
     with open(logs / "console.log", "wb") as log:
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 

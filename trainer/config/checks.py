@@ -186,12 +186,29 @@ def _of_scu(config: RunConfig) -> Iterator[str]:
         yield "training.gradient_checkpointing=reentrant: not with scu.enabled; use non_reentrant"
     if scu.lambda_min >= scu.lambda_max:
         yield f"scu.lambda_min={scu.lambda_min}: must be below scu.lambda_max={scu.lambda_max}"
-    if not scu.lambda_min <= scu.lambda_start <= scu.lambda_max:
+    if not scu.lambda_min <= float(scu.lambda_start) <= scu.lambda_max:
         yield (
             f"scu.lambda_start={scu.lambda_start}: must lie between scu.lambda_min={scu.lambda_min} "
             f"and scu.lambda_max={scu.lambda_max}"
         )
-    if scu.target == "auto" and scu.measure == "delta" and scu.controller == "pi":
-        yield "scu.target=auto: published targets are for measure: factors; give a number, 0.01 to start with"
+    if scu.measure != "kl" and scu.target != "auto" and scu.target >= 1.0:
+        yield f"scu.target={scu.target}: a share of information lies below 1; use 0.01 to start with"
+    if scu.target == "auto" and scu.measure == "delta" and scu.law == "published" and scu.controller == "pi":
+        yield "scu.target=auto: published targets are for measure: factors; give a number, or use scu.law: logit"
+    if scu.reference is not None and scu.measure != "kl":
+        yield f"scu.reference={scu.reference}: only scu.measure: kl reads it, and it is {scu.measure}"
+    if scu.measure == "kl":
+        yield from _kl(config)
+        return  # no N: bits a token as they are
     if config.dataset.streaming and not scu.tokens:
         yield "scu.tokens: the tokens of a stream cannot be counted; give the target tokens of one epoch"
+
+
+def _kl(config: RunConfig) -> Iterator[str]:
+    if config.scu.law == "published" and config.scu.controller == "pi":
+        yield "scu.law=published: moves lambda by an error in S; remove it, scu.measure: kl has its own"
+    if config.lora.init in ("pissa", "pissa_niter_16", "olora"):
+        yield f"lora.init={config.lora.init}: changes the base, which scu.measure: kl needs; use default"
+    if config.training.offload_activations:
+        # The pass over the reference text would be copied over what the pass before it keeps in host memory.
+        yield "training.offload_activations=true: not with scu.measure: kl; turn it off"

@@ -1,9 +1,29 @@
 """The one exception for mistakes of the user, and the search for the name they meant."""
 
 import argparse
+import errno
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
+
+LONGEST_LINE = 1_000
+LONGEST_WORD = 300
+MOST_LINES = 100
+
+
+def one_line(message: str) -> str:
+    """A message on one line of bounded length: what a user gave, or a library said, may be as long as it likes.
+
+    The beginning names the setting and the end the fix, so it is the middle that is left out, of words first.
+    """
+    return _without_middle(" ".join(_without_middle(word, LONGEST_WORD) for word in message.split()), LONGEST_LINE)
+
+
+def _without_middle(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    end = most // 3
+    return f"{text[: most - end - 3]}...{text[-end:]}"
 
 
 class UserError(Exception):
@@ -13,7 +33,7 @@ class UserError(Exception):
 
     def __init__(self, message: str) -> None:
         # One line is a promise to whoever reads a cluster log: messages of libraries are folded into it.
-        super().__init__(" ".join(message.split()))
+        super().__init__(one_line(message))
 
 
 class UserErrors(UserError):
@@ -21,11 +41,30 @@ class UserErrors(UserError):
 
     def __init__(self, messages: Sequence[str]) -> None:
         super().__init__(messages[0])
-        self.messages = [str(UserError(message)) for message in messages]
+        self.messages = [str(UserError(message)) for message in messages[:MOST_LINES]]
+        if len(messages) > MOST_LINES:
+            self.messages.append(f"and {len(messages) - MOST_LINES:,} mistakes more, told when these are mended")
 
     def __str__(self) -> str:
         # Whoever shows it writes `error: ` in front of the first.
         return "\nerror: ".join(self.messages)
+
+
+_OF_PATHS = {
+    errno.EACCES: "give this user the right to read it",
+    errno.EPERM: "give this user the right to read it",
+    errno.ENAMETOOLONG: "no file can be called that; name another",
+    errno.ELOOP: "its links lead in a circle; name the file itself",
+}
+
+
+def mistake_in_path(error: OSError) -> UserError | None:
+    """The line for a path that this user may not look at, or that cannot be; None for an error of another kind.
+
+    Any question about a file may end so, which is why the commands ask here last instead of before each question.
+    """
+    fix = _OF_PATHS.get(error.errno or 0)
+    return None if fix is None or error.filename is None else UserError(f"{error.filename}: {error.strerror}; {fix}")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -38,7 +77,7 @@ class CommandParser(argparse.ArgumentParser):
         words = message.partition("unrecognized arguments: ")[2].split()
         if words and (override := as_override(words[0], words)):
             message = f"{words[0].partition('=')[0]}: settings are written without dashes: {override}"
-        self.exit(UserError.exit_code, f"error: {' '.join(message.split())}; `{self.prog} --help` says how\n")
+        self.exit(UserError.exit_code, f"error: {one_line(message)}; `{self.prog} --help` says how\n")
 
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.7) -> str | None:
@@ -50,7 +89,7 @@ def nearest(name: str, known: Iterable[str], likeness: float = 0.7) -> str | Non
 
 
 def shown(value: Any, limit: int = 80) -> str:
-    """A value as one would write it in YAML on one line, cut if it is long."""
+    """A value as one would write it in YAML on one line, without its middle if it is long."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -60,4 +99,4 @@ def shown(value: Any, limit: int = 80) -> str:
     if isinstance(value, dict):
         value = "{" + ", ".join(f"{shown(key)}: {shown(inner)}" for key, inner in value.items()) + "}"
     text = "[" + ", ".join(shown(item) for item in value) + "]" if isinstance(value, (list, tuple)) else str(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return _without_middle(text, limit)

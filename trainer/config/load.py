@@ -7,11 +7,12 @@ from pydantic import ValidationError
 
 from trainer.config.doubts import doubts
 from trainer.config.errors import UserError, UserErrors
+from trainer.config.foreign import written_for
 from trainer.config.given import Given
 from trainer.config.mistakes import without_mistakes
 from trainer.config.overrides import parse_override
 from trainer.config.sections import RunConfig
-from trainer.config.yaml_core import dump, read_yaml
+from trainer.config.yaml_core import dump, read_text, yaml_of
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,15 @@ def load_config(
 
     Raises UserErrors: for every mistake a line with the setting, its value, the fix and the line of the file.
     """
-    file = read_yaml(Path(path))
-    given = Given(Path(path), file.lines if with_lines else {})
+    return load_text(Path(path), read_text(Path(path)), overrides, with_lines=with_lines)
+
+
+def load_text(
+    path: Path, text: str, overrides: list[str] | tuple[str, ...] = (), *, with_lines: bool = True
+) -> LoadedConfig:
+    """As `load_config`, of a text that stands in the file or may come to."""
+    file = yaml_of(path, text)
+    given = Given(path, file.lines if with_lines else {})
     mistakes = given.mistakes
     for line, message in file.mistakes:
         mistakes.add_line(line, message)
@@ -53,6 +61,11 @@ def load_config(
         config = without_mistakes(given.tree, error)
     if config is not None:
         mistakes.add_combinations(config)
+    if with_lines and mistakes.of_file() and (trainer := written_for(file.tree)):
+        raise UserError(
+            f"{path}: is written for {trainer}, and {mistakes.of_file()} of its settings mean nothing here; translate "
+            f"it: zerolora import {path} -o mine.yaml"
+        )
     if lines := mistakes.in_order():
         raise UserErrors(lines)
     assert config is not None, "pydantic refused it without a mistake"

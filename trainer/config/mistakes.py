@@ -73,6 +73,10 @@ class Mistakes:
                 start = re.match(r"\w+(\.\w+)*", message)
                 self.add(start.group() if start else message, message)
 
+    def of_file(self) -> int:
+        """How many of them concern the file, and not the command line."""
+        return sum(order[0] < 2 for order, _ in self._found.values())
+
     def in_order(self) -> list[str]:
         """The lines to be told."""
         return [text for _, text in sorted(self._found.values())]

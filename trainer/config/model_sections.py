@@ -43,9 +43,17 @@ class LoraSection(Section):
     dropout: Fraction = 0.0
     """Probability with which an input element of the adapter is dropped in training."""
     target_modules: Annotated[Words, AfterValidator(_every_linear)] = ("all-linear",)
-    """`all-linear` (the language model's but its output head), or the last parts of layers' names, such as q_proj."""
+    """`all-linear` (the language model's but its output head, experts included), or the last parts of layers' names,
+    such as q_proj; of experts gate_proj, w1, experts.*.up_proj or mlp.experts. A router gets one only by its name."""
     exclude_modules: Words = ()
-    """What gets no adapter, nor anything below it: k_proj, mlp, layers.0."""
+    """What gets no adapter, nor anything below it: k_proj, mlp, layers.0, experts."""
+    experts: bool = True
+    """Adapt the experts of a mixture; false leaves them out, whatever `target_modules` says."""
+    expert_rank: Annotated[int, Field(ge=1, le=32_768)] | Literal["r", "r/top_k"] = "r"
+    """Rank of each expert's adapter. `r`: as every other layer has it, which is what PEFT's target_parameters and
+    Unsloth do. `r/top_k`: divided by the experts that a token visits, so that a token meets r in all; less memory."""
+    target_parameters: Words = ()
+    """Further weights to adapt that are no layers, by the last parts of their names, as PEFT has it."""
     rslora: bool = False
     """Rank-stabilised scale alpha / sqrt(r)."""
     dora: bool = False

@@ -1,53 +1,85 @@
 """Every setting of a run, section by section; the text under a field is its documentation and its only default."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from trainer.config.data_sections import DatasetSection
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
 from trainer.config.paths import PathText
 from trainer.config.training_sections import OpsSection, TrainingSection, ZeroSection
-from trainer.config.types import Count, NonNegative, Positive, PositiveInt, Section, Texts, Words
+from trainer.config.types import Count, Fraction, NonNegative, Positive, PositiveInt, Section, Texts, Words
+
+PUBLISHED_LAW = {"kp": 0.8, "ki": 0.15, "deadband": 0.002, "lambda_start": 1.0}
+LOGIT_LAW = {"kp": 0.5, "ki": 0.025, "deadband": 0.05, "lambda_start": 0.1}
+KL_LAW = {"kp": 0.5, "ki": 0.05, "deadband": 0.05, "lambda_start": 0.1}
+_IN_EVERY_RECORD = {"measure", "kp", "ki", "ema", "leak", "every", "tokens", "check_every"}
 
 
 class ScuSection(Section):
-    """The Shannon Control Unit: a PI controller that holds the adapter's share of information at a target."""
+    """The Shannon Control Unit: a PI controller that holds what the adapter changes at a target."""
 
     enabled: bool = False
     """Switch the controller on."""
-    measure: Literal["delta", "factors"] = "delta"
-    """What counts as adapter information: the effective update s B A, or the factors A and B themselves."""
+    measure: Literal["delta", "factors", "kl"] = "delta"
+    """What is held. The share S of information in the effective update s B A (`delta`), or in the factors A and B
+    themselves (`factors`); or K, bits a token between the outputs of adapter and base on reference text (`kl`)."""
     controller: Literal["pi", "fixed", "linear", "cosine", "none"] = "pi"
     """What moves lambda. `none` measures only."""
-    target: Annotated[float, Field(gt=0.0, lt=1.0)] | Literal["auto"] = "auto"
-    """Share S = ParamBPT / (DataBPT + ParamBPT) to hold; `auto` is the published value by size, for `factors` only."""
-    kp: NonNegative = 0.8
-    """Proportional gain."""
-    ki: NonNegative = 0.15
-    """Integral gain."""
-    deadband: NonNegative = 0.002
-    """Error within which lambda stays."""
+    law: Literal["logit", "published"] = "logit"
+    """How PI moves it. `logit`: by the error in logit S, from when S first reaches the target. `published`: by the
+    error in S, as the published scripts do. `kl` has a law of its own, by the error in ln K."""
+    target: Annotated[float, Field(gt=0.0, le=1000.0)] | Literal["auto"] = "auto"
+    """S = ParamBPT / (DataBPT + ParamBPT) to hold, or K in bits a token. `auto`: 0.01 for `delta`, the published value
+    by size for `factors`, 0.05 bits for `kl`."""
+    kp: NonNegative | Literal["auto"] = "auto"
+    """Proportional gain. `auto`: 0.5; 0.8 by the published law."""
+    ki: NonNegative | Literal["auto"] = "auto"
+    """Integral gain. `auto`: 0.025, 0.05 for `kl`; 0.15 by the published law."""
+    deadband: NonNegative | Literal["auto"] = "auto"
+    """Error within which lambda stays. `auto`: 0.05, a twentieth of the target; 0.002 of S by the published law."""
     ema: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
-    """Weight of the newest S in the smoothed one."""
+    """Weight of the newest measurement in the smoothed one."""
     leak: Annotated[float, Field(ge=0.0, le=1.0)] = 0.995
-    """Factor on the integral at every update."""
+    """Factor on the integral at every update of the published law."""
     integral_bound: Positive = 0.2
-    """Largest absolute value of the integral."""
-    lambda_start: Positive = 1.0
-    """First lambda, and the value of `fixed`."""
+    """Largest absolute value of the published law's integral."""
+    lambda_start: Positive | Literal["auto"] = "auto"
+    """First lambda, and the value of `fixed`. `kl`: lambda is 0 until K first passes the target, then this. `auto`:
+    0.1, which holds little back until the target is reached; 1 by the published law."""
     lambda_min: Positive = 1e-4
     """Smallest lambda."""
-    lambda_max: Positive = 10.0
+    lambda_max: Positive = 1e4
     """Largest lambda; linear and cosine end here."""
-    sigma: Positive = 0.01
-    """Standard deviation of the Gaussian prior on the weights."""
+    rate_floor: Fraction = 0.0
+    """Share of the peak below which PI lets the learning rate not fall after warm-up: what acts on the gradient loses
+    its hold as the rate goes to 0."""
+    sigma: Positive | Literal["auto"] = "auto"
+    """Standard deviation of the Gaussian prior on the weights. `auto`: 0.1; 0.01 for `factors`, as published."""
+    reference: PathText | None = None
+    """`kl`: text whose answers shall stay the base's: a file, folder or hub name, read as `dataset.path` is, all of it
+    without labels. None: the base's own samples, drawn before training."""
+    reference_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.125
+    """`kl`: tokens of reference text a step, over the tokens trained on."""
     every: PositiveInt = 1
     """Optimizer steps between updates of lambda."""
     tokens: Annotated[int, Field(ge=1, le=10**16)] | None = None
     """Target tokens N the information is spread over; counted from the data set unless it streams."""
     check_every: PositiveInt = 50
     """Steps between checks that lambda is the same to the bit on all ranks."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_auto(cls, settings: Any) -> Any:
+        """Put numbers in place of `auto`, but for the target, which may look at the model."""
+        if not isinstance(settings, dict):
+            return settings
+        if "law" not in settings and settings.keys() >= _IN_EVERY_RECORD:
+            settings = settings | {"law": "published"}  # the record of a run from before there was another law
+        known = PUBLISHED_LAW if settings.get("law") == "published" else LOGIT_LAW
+        known = KL_LAW if settings.get("measure") == "kl" else known
+        known = known | {"sigma": 0.01 if settings.get("measure") == "factors" else 0.1}
+        return settings | {name: value for name, value in known.items() if settings.get(name, "auto") == "auto"}
 
 
 class LoggingSection(Section):

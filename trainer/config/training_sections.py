@@ -68,6 +68,9 @@ class TrainingSection(Section):
     """AdamW's decoupled decay; biases and norms are left out."""
     max_grad_norm: Annotated[float, Field(ge=0.0, le=1e12)] = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    router_aux_loss: NonNegative = 0.0
+    """Weight of the load-balancing loss of a mixture of experts, where its router is trained (0.001 to 0.02 is usual);
+    it is no part of `train/loss`."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """AdamW of torch, or of bitsandbytes with 8-bit state."""
     adam_beta1: Fraction = 0.9

@@ -27,8 +27,8 @@ NonNegative = Annotated[float, Field(ge=0.0, le=1e6)]
 
 
 def _list_of_words(value: Any) -> Any:
-    """A single word, a comma-separated line and a list all mean a list; `none` and nothing mean an empty one."""
-    if value is None or value == "none":
+    """A single word, a comma-separated line and a list all mean a list; `none`, [none] and nothing an empty one."""
+    if value is None or value in ("none", ["none"], ("none",)):
         return []
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 

@@ -124,7 +124,11 @@ def plain(text: str) -> Any:
 
 def read_yaml(path: Path) -> YamlFile:
     """The settings in a file. Raises UserError for everything else that a path can lead to."""
-    text = _read_text(path)
+    return yaml_of(path, read_text(path))
+
+
+def yaml_of(path: Path, text: str) -> YamlFile:
+    """The settings in a text, which stands in the file or may come to stand in it."""
     try:
         loader = _CoreLoader(text)
         try:
@@ -161,7 +165,8 @@ def _hint(problem: str) -> str:
     return "; put text with a colon in quotes" if problem.startswith("mapping values are not allowed") else ""
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file. Raises UserError if it is none."""
     try:
         if path.is_dir():
             raise UserError(f"{path}: is a folder; name a YAML file in it")

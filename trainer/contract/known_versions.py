@@ -20,7 +20,10 @@ class Reliance:
 
 
 KNOWN = {
-    "torch": Reliance(("2.11.0", "2.13.0"), "clipping within its fused AdamW, freed storage, time limits of groups"),
+    "torch": Reliance(
+        ("2.11.0", "2.13.0"),
+        "clipping within its fused AdamW, freed storage, time limits, flash attention's operators",
+    ),
     "deepspeed": Reliance(("0.19.8",), "gradient norms, loss scale, partitions, reduction after running out of memory"),
     "transformers": Reliance(("5.17.0", "5.23.0"), "attention of packs, recomputation, loading piece by piece"),
     "peft": Reliance(("0.21.2",), "forward of adapted layers"),

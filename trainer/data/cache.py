@@ -82,8 +82,9 @@ def prepare_data(
         read = partial(stream_samples, section, streamed, encoder, seed)
         notes = tuple(f"{label}: streamed from {source.path}" for label, source in streamed)
         stats = replace(stats, notes=notes + stats.notes)
-        shared = folder_of_host(_digest([key, seed, [stamps(source, label) for label, source in streamed]]))
-        return PreparedData(SampleStream(read, section.packing, shared), held_out, stats, key, origin)
+        name = _digest([key, seed, [stamps(source, label) for label, source in streamed]])
+        stream = SampleStream(read, section.packing, folder_of_host(name), name)
+        return PreparedData(stream, held_out, stats, key, origin)
     assert samples is not None
     return PreparedData(samples, held_out, stats, key, origin)
 

@@ -22,7 +22,7 @@ WAY_OUT = (
 def chat_template_of(tokenizer: PreTrainedTokenizerBase, configured: str | None) -> str | None:
     """The Jinja template to use: the configured text or file, else the tokenizer's own, or None if it has none.
 
-    Raises UserError if `configured` looks like a file and is not there.
+    Raises UserError if `configured` looks like a file and is not there, or cannot be read.
     """
     if configured is None:
         template = tokenizer.chat_template
@@ -31,8 +31,13 @@ def chat_template_of(tokenizer: PreTrainedTokenizerBase, configured: str | None)
         return configured
     try:
         return Path(configured).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"dataset.chat_template={configured}: no template in it and no such file ({error})") from None
+    except FileNotFoundError:
+        problem = "no template in it and no such file; write the template itself, or the path of a file"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror}); name a file that this user may read"
+    except ValueError as error:
+        problem = f"is not UTF-8 text ({error}); save it as such"
+    raise UserError(f"dataset.chat_template={configured}: {problem}")
 
 
 class ChatEncoder:

@@ -1,9 +1,10 @@
 """What the checks before training have found: tokenizer, model configuration, data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from trainer.data import PreparedData, Samples
+from trainer.data import PreparedData, Samples, SampleStream
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,16 @@ class Prepared:
     data: PreparedData
     notes: tuple[str, ...] = ()
     """What is worth a line on the console."""
+    reference: Samples | None = None
+    """The texts of scu.reference."""
+
+
+def share_stream(prepared: Prepared, folder: Path) -> Prepared:
+    """The same, with a stream whose blocks the ranks of all hosts find in `folder`."""
+    train = prepared.data.train
+    if not isinstance(train, SampleStream):
+        return prepared
+    return replace(prepared, data=replace(prepared.data, train=replace(train, shared=folder / train.name)))
 
 
 def samples_of(prepared: Prepared) -> int | None:

@@ -74,11 +74,13 @@ class ReadStream(Protocol):
 
 @dataclass(frozen=True)
 class SampleStream:
-    """Samples made while they are read; `shared` is a folder in which the ranks of a host find each other's work."""
+    """Samples made while they are read; `shared` is a folder in which ranks find each other's work."""
 
     read: ReadStream
     packed: bool
     shared: Path | None = None
+    name: str = ""
+    """The same wherever the same is read in the same order."""
 
 
 def join(samples: list[Sample]) -> Sample:

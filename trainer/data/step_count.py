@@ -95,6 +95,17 @@ def with_looks_in_steps(config: RunConfig, samples: int | None, world_size: int)
     return config.model_copy(update={"training": training.model_copy(update=changes)})
 
 
+def smaller_batch_line(given: TrainingSection, shared: TrainingSection, world_size: int) -> str | None:
+    """That the micro-batch which was asked for is not what a rank's part of the global batch allows."""
+    if AUTO in (given.batch_size, given.global_batch_size) or given.batch_size == shared.batch_size:
+        return None
+    ranks = "the only rank" if world_size == 1 else f"each of {world_size} ranks"
+    return (
+        f"training.batch_size={given.batch_size}: training.global_batch_size={given.global_batch_size} gives {ranks} "
+        f"{shared.batch_size * shared.gradient_accumulation_steps} a step, so {shared.batch_size} are taken at a time"
+    )
+
+
 def steps_line(training: TrainingSection, samples: int | None, world_size: int) -> str:
     """`21 (7 an epoch), 1 sequence in each: batch_size 1 x accumulation 1 x 1 rank`."""
     total = count_steps(training, samples, world_size)

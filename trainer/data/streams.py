@@ -2,11 +2,10 @@
 
 The order does not depend on the ranks: blocks of `BLOCK_ROWS` records, as the source gives them, are the unit of all
 work. Where the next global batch begins is only known when all blocks before it are tokenised, since records without
-trained tokens are left out and packs depend on lengths. So every rank needs all blocks, and the ranks of one host
-make them for each other: a rank that needs a block which is not there makes the first one ahead that nobody makes, and
-reads the others' from files (`SharedBlocks`). No collective is needed, it makes no difference how many ranks there are
-or which is faster, and a rank that dies lets go of its block with its lock. Hosts do not share: each tokenises the
-stream once, as one rank would.
+trained tokens are left out and packs depend on lengths. So every rank needs all blocks, and they make them for each
+other: a rank that needs a block which is not there makes the first one ahead that nobody makes, and reads the others'
+from files (`SharedBlocks`): on one host in its folder for temporary files, on several in the run's folder. It needs no
+collective, and it makes no difference how many ranks there are or which is faster.
 
 `state_dict` names the block and the document in it (of each source of a mix, at the beginning of the window that is
 being packed), so that a resumed run passes over the records before it without tokenising them.

@@ -8,7 +8,8 @@ Layout: the layers of one pair of shapes lie together, all A [N, R, I], then all
 I in, O out), so that a batched product over the layers needs no copy. Each factor starts at a multiple of 16 bytes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +150,20 @@ class FlatAdapter:
                     member.module.__dict__["weight"] = view
                     if self._watcher is not None:
                         self._watcher(member.name, view)
+
+    @contextmanager
+    def views_kept(self) -> Iterator[None]:
+        """For passes between a forward and its backward, which recomputes with the views it was made with."""
+        stacks, views = self.stacks, [member.module.__dict__.get("weight") for member in self.members]
+        try:
+            yield
+        finally:
+            self.stacks = stacks
+            for member, view in zip(self.members, views, strict=True):
+                if view is None:
+                    member.module.__dict__.pop("weight", None)
+                else:
+                    member.module.__dict__["weight"] = view
 
     def watch(self, watcher: Watcher | None) -> None:
         """Show every new view to `watcher(name, view)`; None ends it."""

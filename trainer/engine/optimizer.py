@@ -1,10 +1,11 @@
 """The optimizer and its schedule: AdamW in 32 or 8 bits, LoRA+ groups, transformers' learning-rate curves."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from trainer.config import LoraSection, TrainingSection
+from trainer.config import LoraSection, ScuSection, TrainingSection
 from trainer.data.step_count import warmup_steps
 from trainer.engine.flat_adapter import FLAT, UP
 from trainer.engine.partitioned import whole_shape
@@ -37,20 +38,38 @@ def build_optimizer(
     return torch.optim.AdamW(param_groups, betas=betas, eps=training.adam_epsilon, fused=fused)
 
 
-def build_schedule(optimizer: torch.optim.Optimizer, training: TrainingSection, total_steps: int) -> Any:
-    """transformers' schedule of the learning rate over the optimizer steps of the run."""
+def build_schedule(
+    optimizer: torch.optim.Optimizer, training: TrainingSection, total_steps: int, *, floor: float = 0.0
+) -> Any:
+    """transformers' schedule of the learning rate over the optimizer steps of the run.
+
+    After warm-up the rate falls no lower than `floor` of its peak.
+    """
     from transformers import get_scheduler
 
     kwargs: dict[str, Any] = {}
     if training.lr_scheduler == "cosine_with_min_lr":
         kwargs["min_lr_rate"] = training.min_lr_ratio
-    return get_scheduler(
+    warmup = warmup_steps(training, total_steps)
+    schedule = get_scheduler(
         training.lr_scheduler,
         optimizer,
-        num_warmup_steps=warmup_steps(training, total_steps),
+        num_warmup_steps=warmup,
         num_training_steps=total_steps,
         scheduler_specific_kwargs=kwargs or None,
     )
+    if floor:
+        schedule.lr_lambdas = [_with_floor(curve, floor, warmup) for curve in schedule.lr_lambdas]
+    return schedule
+
+
+def rate_floor(scu: ScuSection) -> float:
+    """The floor that the SCU's controller asks for while it works."""
+    return scu.rate_floor if scu.enabled and scu.controller == "pi" else 0.0
+
+
+def _with_floor(curve: Callable[[int], float], floor: float, warmup: int) -> Callable[[int], float]:
+    return lambda step: curve(step) if step < warmup else max(curve(step), floor)
 
 
 def restore_schedule(schedule: Any, steps: int) -> None:

@@ -7,7 +7,7 @@ and up. The model's own norm keeps a 32-bit copy of its input, its own SwiGLU th
 of these two are forgotten (trainer/patches/norm_mlp_rope.py), the adapted layers behind them keep none of their input.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ops.head import LOGITS_AT_ONCE
 from trainer.memory.widths import Layer, Mixer, NormBytes, Shapes
@@ -116,13 +116,26 @@ def kept_by_feed_forward(mixer: Mixer, work: Work) -> int:
 def kept_by_experts(mixer: Mixer, work: Work) -> int:
     """For S = T choices rows: gate and up, what the activation keeps, the result that is weighted, four indices.
 
-    Adapted experts keep their input S H e as well, and their weights with the adapter added, all of them.
+    Adapted experts keep their input S H e as well. Our operator keeps T H e of it, gate and up, and h (in `ranks`).
+    Packed ones without an adapter are computed again: of them only what they are called with is kept.
     """
+    if computed_again(mixer, work):
+        called_with = work.tokens * mixer.choices * (INDEX + work.element)
+        return work.kept_input(mixer.width_in, of_norm=True) + called_with
     rows = work.tokens * mixer.choices
+    if mixer.by_operator:
+        indices = 3 * INDEX  # order, choices and their weights, as the router keeps them
+        kept = work.kept_input(mixer.width_in, of_norm=True)
+        return kept + rows * (mixer.width_projected * work.element + indices)
     per_row = mixer.activated - (0 if mixer.trained_out else mixer.width_inner) + mixer.width_in
     per_row += mixer.width_in if mixer.trained_out else 0
     routed = work.kept_input(mixer.width_in, of_norm=True) if mixer.trained_in else 0
-    return routed + int(rows * (per_row * work.element + 4 * INDEX)) + mixer.merged * work.element
+    return routed + int(rows * (per_row * work.element + 4 * INDEX))
+
+
+def computed_again(mixer: Mixer, work: Work) -> bool:
+    """Whether experts are packed and have no adapter (trainer/model/frozen_experts.py)."""
+    return not mixer.trained_out and (work.packed_weights or mixer.packed)
 
 
 def kept_by_recurrence(mixer: Mixer, work: Work) -> int:
@@ -150,8 +163,14 @@ def kept_by_norms(norms: NormBytes, hidden: int, work: Work) -> int:
 def kept_by_layer(layer: Layer, work: Work) -> int:
     """Everything that one layer keeps when nothing is recomputed; what several mixers read is kept once."""
     norms = kept_by_norms(layer.norms, layer.hidden, work)
-    shared = work.kept_input(layer.hidden, of_norm=True) if layer.parallel else 0
+    shared = work.kept_input(layer.hidden, of_norm=True) if layer.parallel or _reads_with_experts(layer) else 0
     return norms + sum(kept_by_mixer(mixer, work) for mixer in layer.mixers) - shared
+
+
+def _reads_with_experts(layer: Layer) -> bool:
+    """Whether experts and a shared one, both adapted, keep the same input."""
+    parts = [mixer for mixer in layer.mixers if mixer.kind in FEED_FORWARD]
+    return any(each.by_operator for each in parts) and any(each.trained_in for each in parts if not each.by_operator)
 
 
 def kept_if_selective(layer: Layer, work: Work) -> int:
@@ -199,7 +218,10 @@ def backward_of_mixer(layer: Layer, mixer: Mixer, work: Work) -> int:
     """
     if mixer.kind == "experts":
         rows = work.tokens * mixer.choices * (2 * mixer.width_in + mixer.width_projected + 2 * mixer.width_inner)
-        return (work.tokens * 2 * layer.hidden + rows + mixer.merged) * work.element
+        again = 0
+        if computed_again(mixer, work):
+            again = kept_by_experts(replace(mixer, packed=False), replace(work, packed_weights=False))
+        return (work.tokens * 2 * layer.hidden + rows) * work.element + again
     per_token = 2 * layer.hidden + mixer.width_inner
     if mixer.kind == "attention":
         per_token += max(mixer.width_projected, 3 * mixer.width_inner) if work.copied_heads else mixer.width_projected

@@ -97,6 +97,7 @@ def estimate(shapes: Shapes, work: Work, placement: Placement, *, checkpoints: i
         "gradients": waiting_gradients(shapes, placement),
         "optimizer": optimizer_state(shapes, placement),
         "workspaces": CUBLAS_WORKSPACE if placement.on_gpu else 0,
+        "dequantised experts": dequantised_experts(shapes, placement),
         "communication buffers": standing_buckets(placement),
     }
     kept = kept_by_layers(shapes, work)
@@ -132,23 +133,42 @@ def rounded(size: int) -> int:
 
 def bytes_of(weight: Weight, placement: Placement) -> int:
     """A weight as it lies on the card: elements x e, or half a byte each with their scales."""
-    if not (placement.packed and weight.packable):
+    if not is_packed(weight, placement):
         return rounded(weight.elements * placement.element)
     return rounded((weight.elements + 1) // 2) + scales_of(weight, placement)
+
+
+def is_packed(weight: Weight, placement: Placement) -> bool:
+    """Whether a weight has 4 bits for a value: a packed base's matrices, and what is stored so."""
+    return weight.mxfp4 or (placement.packed and weight.packable)
 
 
 def scales_of(weight: Weight, placement: Placement) -> int:
     """What a 4-bit weight needs in addition to its numbers.
 
     Scales: 4 bytes per block, or 1 byte per block and 4 bytes per 256 blocks (double quantisation); code books 16 and
-    256 numbers of 32 bits per matrix.
+    256 numbers of 32 bits per matrix. Of experts each has its own blocks, and all have the same books. MXFP4: 1 byte
+    per 32 values.
     """
-    if not (placement.packed and weight.packable):
+    if not is_packed(weight, placement):
         return 0
-    blocks = -(-weight.elements // placement.block_size)
+    if weight.mxfp4:
+        return rounded(weight.elements // 32)
+    matrices = max(1, weight.experts)
+    blocks = -(-weight.elements // matrices // placement.block_size)
     if not placement.double_quant:
-        return rounded(64) + rounded(4 * blocks)
-    return rounded(64) + rounded(blocks) + rounded(4 * -(-blocks // 256)) + rounded(1024) + rounded(4)
+        return rounded(64) + rounded(4 * blocks * matrices)
+    nested = 4 * -(-blocks // 256) * matrices
+    return rounded(64) + rounded(blocks * matrices) + rounded(nested) + rounded(1024) + rounded(4 * matrices)
+
+
+def dequantised_experts(shapes: Shapes, placement: Placement) -> int:
+    """The buffers into which packed experts are dequantised: one for each of a layer's tensors, for all layers."""
+    layers: dict[int, list[int]] = {}
+    for weight in shapes.weights:
+        if weight.experts and is_packed(weight, placement):
+            layers.setdefault(weight.layer, []).append(rounded(weight.elements * placement.element))
+    return max(map(sum, layers.values()), default=0)
 
 
 def base_weights(shapes: Shapes, placement: Placement) -> int:

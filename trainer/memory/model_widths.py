@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from trainer.config import LoraSection, ModelSection
-from trainer.engine.linear_layers import is_linear
-from trainer.memory.observed import experts_of, is_experts, kept_by_activation, kept_by_norm, leaves_layout
+from trainer.engine.linear_layers import experts_in, is_linear
+from trainer.memory.observed import experts_of, kept_by_activation, kept_by_norm, leaves_layout
 from trainer.memory.widths import Layer, Mixer, NormBytes, Shapes, Weight
+from trainer.model.expert_layers import holds_experts
 from trainer.model.model_kind import caps_scores
 from trainer.patches.model_facts import CAPPED, facts_of_base, why_head_apart
 
@@ -33,6 +34,7 @@ def read_shapes(
 
     from trainer.model.adapter import apply_adapter
     from trainer.model.base import empty_model
+    from trainer.model.model_kind import is_mxfp4
 
     model = empty_model(model_config, section)
     model.tie_weights()  # accelerate replaces each Parameter by an empty one of its own
@@ -49,7 +51,7 @@ def read_shapes(
     inside = {id(module) for block in blocks for module in block.modules()}
     outside = [each for each in model.modules() if id(each) not in inside and is_norm_of(each, hidden)]
     rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
-    weights = tuple(_weights(model, blocks, head))
+    weights = tuple(_weights(model, blocks, head, in_mxfp4=is_mxfp4(model_config)))
     grown = max(0, vocabulary_at_least - rows)
     if grown:
         per_row = hidden * (1 if tied else 2)
@@ -60,7 +62,7 @@ def read_shapes(
         tied=tied,
         weights=weights,
         norm=_kept_by_norms(outside, hidden),
-        layers=tuple(_layer(block, hidden, rotary=rotary) for block in blocks),
+        layers=tuple(_layer(block, hidden, rotary=rotary, in_mxfp4=is_mxfp4(model_config)) for block in blocks),
         facts=replace(facts, head=head_apart, caps=head_apart == CAPPED),
         softcap=caps_scores(model_config),
     )
@@ -78,12 +80,16 @@ def _embedding(model: Any) -> tuple[int, int]:
     return int(weight.shape[1]), int(weight.shape[0])
 
 
-def _weights(model: nn.Module, blocks: list[nn.Module], head: nn.Module | None) -> Iterator[Weight]:
+def _weights(model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, *, in_mxfp4: bool) -> Iterator[Weight]:
     layer_of = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
     packable = {id(module.weight) for module in model.modules() if is_linear(module) and module is not head}
+    experts = {id(each): len(each) for module in model.modules() for each in experts_in(module).values()}
+    packable |= set(experts)
     for name, parameter in model.named_parameters():
         yield Weight(
             elements=parameter.numel(),
+            experts=experts.get(id(parameter), 0),
+            mxfp4=in_mxfp4 and id(parameter) in experts,
             packable=id(parameter) in packable and not parameter.requires_grad,
             trained=parameter.requires_grad,
             layer=layer_of.get(id(parameter), -1),
@@ -91,14 +97,14 @@ def _weights(model: nn.Module, blocks: list[nn.Module], head: nn.Module | None) 
         )
 
 
-def _layer(block: nn.Module, hidden: int, *, rotary: nn.Module | None) -> Layer:
+def _layer(block: nn.Module, hidden: int, *, rotary: nn.Module | None, in_mxfp4: bool) -> Layer:
     mixers = []
     for module in block.modules():
         projections = _projections(module)
         if projections:
             mixers.append(_mixer(module, projections, rotary=rotary))
-        if is_experts(module):
-            mixers.append(experts_of(block, module, hidden))
+        if holds_experts(module):
+            mixers.append(replace(experts_of(block, module, hidden), packed=in_mxfp4))
     norms = [child for child in block.children() if is_norm_of(child, hidden)]
     return Layer(hidden, _kept_by_norms(norms, hidden), tuple(mixers))
 

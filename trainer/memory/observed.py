@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ops.experts import padded
 from trainer.memory.widths import Mixer
+from trainer.model.expert_forward import activation_of
+from trainer.model.expert_layers import DOWN, expert_names, expert_shape, expert_width, takes_all_tokens
 from trainer.patches.norm_mlp_rope import ROTARY
 
 FP32 = 4
@@ -79,35 +82,30 @@ def kept_by_activation(module: nn.Module) -> float:
     return USUAL
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module holds the weights of several experts in one tensor each."""
-    return sum(parameter.dim() == 3 for parameter in module.parameters(recurse=False)) >= 2
-
-
 def experts_of(block: nn.Module, module: Any, hidden: int) -> Mixer:
     """The experts of a layer as one mixer, whose widths are those of one expert."""
     from peft.tuners.lora.layer import ParamWrapper
 
-    tensors = {name: parameter for name, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3}
-    wrappers = [each for each in block.modules() if isinstance(each, ParamWrapper)]
-    adapted = {each.parameter_name: each for each in wrappers if each.get_base_layer() is module}
-    width = {name: parameter.numel() // parameter.shape[0] // hidden for name, parameter in tensors.items()}
-    inner = width.get("down_proj", min(width.values()))
-    projected = sum(width.values()) - inner
+    shapes = {name: expert_shape(module, name) for name in expert_names(module)}
+    wrappers: list[Any] = [each for each in block.modules() if isinstance(each, ParamWrapper)]
+    adapters = [each for each in wrappers if each.get_base_layer() is module]
+    inner = expert_width(module)
+    projected = sum(shape[1] * shape[2] // hidden for shape in shapes.values()) - inner
     chosen = [k for each in block.modules() if isinstance(k := getattr(each, "top_k", None), int)]
+    choices = shapes[DOWN][0] if takes_all_tokens(module) or not chosen else chosen[0]
     found = kept_by(module._apply_gate, projected) if hasattr(module, "_apply_gate") else None
-    routed = any(each.get_base_layer() is not module for each in wrappers)
+    ranks = [rank for each in adapters for rank in each.r.values()]
     return Mixer(
         kind="experts",
         width_in=hidden,
         width_projected=projected,
         width_inner=inner,
         heads=0,
-        trained_in=routed,
-        trained_out=bool(adapted),
-        ranks=0,
-        largest_weight=max(parameter.numel() for parameter in tensors.values()),
+        trained_in=len(adapters) < len(wrappers),
+        trained_out=bool(adapters),
+        ranks=choices * sum(map(padded, ranks)),
+        largest_weight=max(torch.Size(shape).numel() for shape in shapes.values()),
         activated=projected + USUAL * inner if found is None else found[0] / FP32 + (0 if found[1] else inner),
-        choices=chosen[0] if chosen else next(iter(tensors.values())).shape[0],
-        merged=sum(tensors[name].numel() for name in adapted if name in tensors),
+        choices=choices,
+        by_operator=bool(adapters) and activation_of(module) is not None,
     )

@@ -1,5 +1,6 @@
 """From a configuration to its estimate, and from an amount of memory to the stage, the micro-batch and the changes."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -157,13 +158,14 @@ class Planner:
         training = config.training
         length = min(self.lengths.longest, config.dataset.max_length)
         attention = decided.attention.value
-        eager = attention == "eager"
+        # Attention sinks without flash attention: the model's own code, as if one document were the whole pack.
+        eager = attention == "eager" or (attention == VARLEN and not self.machine.flash)
         masked = config.dataset.packing and attention != VARLEN and not attention.startswith("flash_attention")
         masked |= attention == "sdpa" and self.shapes.facts.masked
         without_flash = self.machine.on_gpu and not self.machine.flash and attention == "sdpa"
         fused = bool(decided.fused_head.value)  # where only the device shows it, all logits count
         return Work(
-            rows=training.batch_size,
+            rows=training.batch_size + _reference_rows(config),
             length=length,
             # Without the fused loss a position has logits in every row if it has a target in one.
             targets=min(length, self.lengths.targets) if training.batch_size == 1 or fused else length,
@@ -220,6 +222,14 @@ OFFLOADS: dict[str, Changes] = {
 
 def _offloads_of(stage: int) -> list[str]:
     return list(OFFLOADS)[: {0: 1, 3: 3}.get(stage, 2)]
+
+
+def _reference_rows(config: RunConfig) -> int:
+    """What `scu.measure: kl` adds to the last micro-step: its share of the step's sequences, in one pass with it."""
+    scu, training = config.scu, config.training
+    if not scu.enabled or scu.measure != "kl":
+        return 0
+    return math.ceil(scu.reference_share * training.batch_size * training.gradient_accumulation_steps)
 
 
 def with_changes(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:

@@ -16,6 +16,10 @@ class Weight:
     """Number of the decoder layer that it belongs to, -1 outside of them."""
     factor: bool = False
     """One of LoRA's two."""
+    experts: int = 0
+    """How many experts' matrices it holds, each of which is packed by itself; 0 for others."""
+    mxfp4: bool = False
+    """Whether it is stored in MXFP4 and stays so."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,10 @@ class Mixer:
     """What the activation's own code keeps, its result among it, in units of its input (seen by running it)."""
     choices: int = 1
     """Experts that a token visits; widths of experts are those of one."""
-    merged: int = 0
-    """Elements of experts' weights that an adapter is added to in every forward pass."""
+    packed: bool = False
+    """Whether experts are stored in 4 bits, whatever the rest of the base is in."""
+    by_operator: bool = False
+    """Whether our operator computes the experts, and keeps the frozen product of gate and up and h of each visit."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from trainer.config import LoraSection, UserError
 from trainer.engine.flat_adapter import FLAT, flat_adapter_of, trained_parameters
 from trainer.engine.linear_layers import packed_state
 from trainer.engine.partitioned import whole_shape, whole_size
-from trainer.model.targets import excluded_modules
+from trainer.model.saved_adapter import load_adapter, tail, write_for_peft
+from trainer.model.targets import Targets, excluded_modules, targets_of
 
 ONE_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(.*)")  # its layer, and what follows its number
 
@@ -29,20 +30,34 @@ class AdaptedLayers:
 
 
 def lora_config(
-    lora: LoraSection, *, excluded: str | None = None, added_token_ids: dict[str, list[int]] | None = None
+    lora: LoraSection,
+    *,
+    excluded: str | None = None,
+    targets: Targets | None = None,
+    added_token_ids: dict[str, list[int]] | None = None,
 ) -> Any:
-    """peft.LoraConfig for the section `lora`; `excluded` is the pattern of `trainer.model.targets.excluded_modules`."""
+    """peft.LoraConfig for the section `lora`; `excluded` is the pattern of `trainer.model.targets.excluded_modules`.
+
+    `targets` says path by path what is adapted. PEFT refuses dropout as soon as one of them is a parameter: it is set
+    apart (`set_dropout`).
+    """
     from peft import LoraConfig
 
     all_linear = lora.target_modules == ("all-linear",)
     init: bool | str = True if lora.init in ("default", "loftq") else lora.init
+    modules = "all-linear" if all_linear else list(lora.target_modules)
+    ranks = {}
+    if targets is not None and targets.experts and targets.expert_rank != lora.r:
+        ranks = {re.escape(name): targets.expert_rank for name in sorted({tail(path) for path in targets.experts})}
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
         lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules="all-linear" if all_linear else list(lora.target_modules),
-        exclude_modules=excluded,
+        lora_dropout=0.0 if targets is not None and targets.parameters else lora.dropout,
+        target_modules=modules if targets is None else list(targets.modules),
+        target_parameters=None if targets is None else list(targets.parameters) or None,
+        rank_pattern=ranks,
+        exclude_modules=excluded if targets is None else None,
         use_rslora=lora.rslora,
         use_dora=lora.dora,
         init_lora_weights=init,
@@ -74,18 +89,25 @@ def apply_adapter(
     Under 16-bit training DeepSpeed keeps 32-bit master weights of the adapter. `base_model` is where LoftQ (Li et al.,
     2023) reads the full-precision weights whose quantisation error the adapter starts with.
     """
-    from peft import PeftModel, get_peft_model
+    from peft import get_peft_model
+
+    from trainer.model.expert_adapter import own_experts, set_dropout
 
     if lora.adapter_path:
-        adapted = _load_existing(PeftModel, model, lora.adapter_path)
+        adapted = _load_existing(model, lora)
     else:
         embedding = _embedding_name(model)
         token_ids = {embedding: added_token_ids} if added_token_ids else None
-        peft_config = lora_config(lora, excluded=excluded_modules(model, lora), added_token_ids=token_ids)
+        targets, excluded = targets_of(model, lora), excluded_modules(model, lora)
+        peft_config = lora_config(lora, excluded=excluded, targets=targets, added_token_ids=token_ids)
         try:
-            adapted = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+            with own_experts(model, peft_config):
+                adapted = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
         except ValueError as error:
             raise UserError(f"lora: PEFT refused the adapter: {error}") from None
+        if targets is not None:
+            set_dropout(adapted, lora.dropout)
+            write_for_peft(adapted, targets, excluded)
         if lora.init == "loftq":
             _start_from_quantisation_error(adapted, base_model)
     for parameter in adapted.parameters():
@@ -103,13 +125,14 @@ def _start_from_quantisation_error(adapted: Any, base_model: str) -> None:
     replace_lora_weights_loftq(adapted, model_path=str(file))
 
 
-def _load_existing(peft_model: Any, model: Any, path: str) -> Any:
+def _load_existing(model: Any, lora: LoraSection) -> Any:
     try:
-        return peft_model.from_pretrained(model, path, is_trainable=True, autocast_adapter_dtype=False)
+        return load_adapter(model, str(lora.adapter_path), trainable=True, dropout=lora.dropout)
     except (ValueError, OSError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"lora.adapter_path={path}: does not fit this model ({reason}); name an adapter of this base model"
+            f"lora.adapter_path={lora.adapter_path}: does not fit this model ({reason}); name an adapter of this base "
+            "model"
         ) from None
 
 

@@ -7,7 +7,7 @@ import torch
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.contract.hub_patience import ask_once_without_network
 from trainer.engine.layer_gather.shards import LayerShards
-from trainer.model.model_kind import auto_class, caps_scores, check_kind
+from trainer.model.model_kind import auto_class, caps_scores, check_kind, is_mxfp4
 from trainer.model.model_source import check_config_file, check_source, no_tokenizer, unreadable
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import byte_tokenizer, random_config
@@ -44,9 +44,9 @@ def check_weights(base_model: str, section: ModelSection, model_config: Any) -> 
     """
     if is_random(base_model) or not is_here(base_model, section):
         return []
-    stored = SafetensorsFiles(base_model, section).shapes()
     model_class = type(empty_model(model_config, section))
-    return check_weights_fit(f"base_model={base_model}", model_class, model_config, stored)
+    files = SafetensorsFiles(base_model, section)
+    return check_weights_fit(f"base_model={base_model}", model_class, model_config, files)
 
 
 def load_tokenizer(base_model: str, section: ModelSection) -> Any:
@@ -67,6 +67,7 @@ def _read_tokenizer(base_model: str, section: ModelSection) -> Any:
 
     setting, name = ("model.tokenizer", section.tokenizer) if section.tokenizer else ("base_model", base_model)
     check_source(setting, name)
+    ask_once_without_network(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=section.revision or "main", trust_remote_code=section.trust_remote_code
@@ -111,8 +112,9 @@ def load_base_model(
     quantization: QuantizationSection | None = None,
     deepspeed_config: dict[str, Any] | None = None,
     shards: LayerShards | None = None,
+    unpack_mxfp4: bool = False,
 ) -> Any:
-    """The base model in `dtype` on `device`; 4-bit if `quantization`.
+    """The base model in `dtype` on `device`; 4-bit if `quantization`. Experts stored in MXFP4 stay, or are unpacked.
 
     Partitioned by DeepSpeed if a stage-3 `deepspeed_config` is given, per layer if `shards` are.
 
@@ -124,7 +126,8 @@ def load_base_model(
     config.use_cache = False
     if attention is None and caps_scores(config):
         attention = "eager"
-    if quantization is not None or deepspeed_config is not None or shards is not None or is_random(base_model):
+    in_parts = deepspeed_config is not None or shards is not None
+    if quantization is not None or in_parts or is_random(base_model) or is_mxfp4(config):
         from trainer.model.streamed_weights import load_streamed  # bitsandbytes has things to say when imported
 
         return load_streamed(
@@ -137,10 +140,10 @@ def load_base_model(
             quantization=quantization,
             deepspeed_config=deepspeed_config,
             shards=shards,
+            unpack_mxfp4=unpack_mxfp4,
         )
-    stored = SafetensorsFiles(base_model, section)
-    model_class = type(empty_model(config, section))
-    check_weights_fit(f"base_model={base_model}", model_class, config, stored.shapes())
+    files = SafetensorsFiles(base_model, section)
+    check_weights_fit(f"base_model={base_model}", type(empty_model(config, section)), config, files)
     model = auto_class(config).from_pretrained(
         base_model,
         config=config,

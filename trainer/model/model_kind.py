@@ -5,6 +5,7 @@ from typing import Any
 
 from trainer.config import UserError
 from trainer.contract.known_versions import require
+from trainer.model.mxfp4 import MXFP4
 
 # Ends of class names in config.json that stand for another output than the next token.
 OTHER_HEADS = (
@@ -34,8 +35,11 @@ def auto_class(model_config: Any) -> Any:
     return AutoModelForMultimodalLM if known and not by_text_alone else AutoModelForCausalLM
 
 
-def check_kind(base_model: str, model_config: Any) -> None:
-    """Raise UserError for what is quantised already, or by config.json no causal language model."""
+def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False) -> None:
+    """Raise UserError for what is quantised already, or by config.json no causal language model.
+
+    Experts in MXFP4 can be the base of an adapter, but not be trained themselves (`all_trained`).
+    """
     setting, kind = f"base_model={base_model}", model_config.model_type
     if model_config.is_encoder_decoder:
         raise UserError(f"{setting}: an encoder-decoder model ({kind}); only causal language models are trained")
@@ -45,7 +49,12 @@ def check_kind(base_model: str, model_config: Any) -> None:
         raise UserError(
             f"{setting}: has several text parts ({kind}); only causal language models are trained"
         ) from None
-    if method:
+    if method == MXFP4 and all_trained:
+        raise UserError(
+            f"adapter=none: the experts of {base_model} are stored in MXFP4 and cannot be trained in it; use adapter: "
+            "lora or qlora, or a copy of the model in 16 bits"
+        )
+    if method and method != MXFP4:
         raise UserError(
             f"{setting}: is already quantised ({method}); name the full-precision model that it was made from, with "
             "adapter: qlora for a 4-bit base"
@@ -84,6 +93,11 @@ def takes_sdpa(model: Any) -> bool:
     It caps no scores. transformers 5.17 says that Gemma 2 takes it, and leaves the cap away without a word.
     """
     return bool(require(model, "_supports_sdpa", "transformers")) and not caps_scores(model.config)
+
+
+def is_mxfp4(model_config: Any) -> bool:
+    """Whether config.json says that the experts are stored in MXFP4."""
+    return quantization_method(model_config) == MXFP4
 
 
 def quantization_method(model_config: Any) -> str | None:

@@ -19,12 +19,10 @@ from torch import Tensor, nn
 
 from trainer.config import QuantizationSection
 from trainer.contract.known_versions import require
+from trainer.model import mxfp4
 
-MXFP4 = "mxfp4"
-MXFP4_BLOCK = 32
-# Sign, two bits of exponent, one of mantissa: the values of OCP's FP4 (E2M1).
-MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-_NESTED_BLOCK = 256
+MXFP4 = mxfp4.MXFP4
+NESTED_BLOCK = 256
 Sections = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _ALIGNMENT = 256
 
@@ -42,7 +40,7 @@ class ExpertsLayout:
     """What they are computed in."""
     transposed: bool = False
     """The model's own tensor is [experts, cols, rows]."""
-    block: int = MXFP4_BLOCK
+    block: int = mxfp4.BLOCK
     double_quant: bool = False
 
     @property
@@ -66,7 +64,7 @@ class ExpertsLayout:
             return codes | {"scales": ((self.experts, self.blocks), torch.float32)} | book
         return codes | {
             "scales": ((self.experts, self.blocks), torch.uint8),
-            "nested": ((self.experts, -(-self.blocks // _NESTED_BLOCK)), torch.float32),
+            "nested": ((self.experts, -(-self.blocks // NESTED_BLOCK)), torch.float32),
             "offsets": ((self.experts,), torch.float32),
             **book,
             "nested_book": ((256,), torch.float32),
@@ -126,7 +124,7 @@ class PackedExperts(nn.Parameter):
         sections["book"].copy_(state.code)
         if layout.double_quant:
             inner = require(state, "state2", "bitsandbytes")
-            assert inner.blocksize == _NESTED_BLOCK, inner.blocksize
+            assert inner.blocksize == NESTED_BLOCK, inner.blocksize
             sections["nested"][index] = inner.absmax
             sections["offsets"][index] = state.offset
             sections["nested_book"].copy_(inner.code)
@@ -150,19 +148,8 @@ class PackedExperts(nn.Parameter):
         layout, sections = self.packing, self.sections()
         if layout.kind == MXFP4:
             codes, scales = sections["codes"][index], sections["scales"][index]
-            return mxfp4_values(codes, scales, layout.dtype).view(layout.rows, layout.cols)
+            return mxfp4.dequantized(codes, scales, layout.dtype).view(layout.rows, layout.cols)
         return _from_4_bits(sections, index, layout)
-
-
-def mxfp4_values(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
-    """What MXFP4 stands for: v 2^(e - 127); the first of two codes in a byte is in its low bits.
-
-    codes [..., 16 B bytes] and exponents [..., B] flatten to blocks of 32. OCP Microscaling Formats v1.0, 5.2.
-    """
-    values = torch.tensor(MXFP4_VALUES, dtype=torch.float32, device=codes.device)
-    pairs = codes.reshape(-1)
-    found = values[torch.stack((pairs & 15, pairs >> 4), dim=1).int()].view(-1, MXFP4_BLOCK)
-    return torch.ldexp(found, exponents.reshape(-1, 1).int() - 127).to(dtype)
 
 
 def _from_4_bits(sections: dict[str, Tensor], index: int, layout: ExpertsLayout) -> Tensor:
@@ -183,7 +170,7 @@ def _scales_in_32_bits(sections: dict[str, Tensor], layout: ExpertsLayout) -> Te
     """The scale of each block [experts, blocks]."""
     if not layout.double_quant:
         return sections["scales"]
-    nested = sections["nested"].repeat_interleave(_NESTED_BLOCK, dim=1)[:, : layout.blocks]
+    nested = sections["nested"].repeat_interleave(NESTED_BLOCK, dim=1)[:, : layout.blocks]
     return sections["nested_book"][sections["scales"].int()] * nested + sections["offsets"][:, None]
 
 

@@ -13,6 +13,7 @@ from trainer.config import UserError
 from trainer.model.published_shapes import shape_settings
 
 STANDARD_DEVIATION = 0.02
+UNDECLARED = ("rope_theta", "rope_scaling", "head_dim")  # read by models whose configurations have no default for them
 MOST, MOST_LAYERS = 10_000_000, 1000  # what a setting of a shape may be
 END, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -29,7 +30,7 @@ def random_config(base_model: str) -> Any:
     settings = shape_settings(base_model)
     model_type = settings.pop("model_type")
     known = AutoConfig.for_model(model_type)
-    unknown = [key for key in settings if not hasattr(known, key) and key not in ("rope_theta", "rope_scaling")]
+    unknown = [key for key in settings if not hasattr(known, key) and key not in UNDECLARED]
     if unknown:
         raise UserError(f"base_model={base_model}: {unknown[0]} is no setting of a {model_type} configuration")
     published = shape_settings(base_model.split(",")[0])

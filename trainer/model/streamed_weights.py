@@ -18,6 +18,7 @@ from trainer.engine.linear_layers import experts_in, is_transposed
 from trainer.model.four_bit import quantized_linear, should_quantize
 from trainer.model.frozen_experts import compute_dequantized
 from trainer.model.model_kind import auto_class
+from trainer.model.mxfp4 import full_precision
 from trainer.model.packed_experts import ExpertsLayout, PackedExperts, mxfp4_layout, nf4_layout
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import RandomTensors
@@ -48,9 +49,10 @@ def load_streamed(
     """
     from accelerate import init_empty_weights
 
+    plain = full_precision(config)
     with init_empty_weights(include_buffers=False):
-        model = auto_class(config).from_config(
-            config, dtype=dtype, attn_implementation=attention, trust_remote_code=section.trust_remote_code
+        model = auto_class(plain).from_config(
+            plain, dtype=dtype, attn_implementation=attention, trust_remote_code=section.trust_remote_code
         )
     model.tie_weights()
     files: Tensors
@@ -58,7 +60,7 @@ def load_streamed(
         files = RandomTensors(base_model, model, device)
     else:
         files = SafetensorsFiles(base_model, section)
-        check_weights_fit(f"base_model={base_model}", type(model), config, files.shapes())
+        check_weights_fit(f"base_model={base_model}", type(model), config, files)
     layout = stored_layout(model, files, base_model)
     output_head = model.get_output_embeddings()
     if shards is not None:

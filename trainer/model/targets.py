@@ -7,16 +7,70 @@ PEFT takes a name for every module whose path ends in it. An excluded name here 
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from torch import nn
 
 from trainer.config import LoraSection, UserError
+from trainer.config.errors import shown
 from trainer.engine.linear_layers import is_linear, packed_state
 from trainer.engine.partitioned import whole_shape
+from trainer.model.expert_layers import USUAL_NAMES, expert_modules
+from trainer.model.expert_targets import (
+    ALL_LINEAR,
+    check_experts,
+    expert_rank,
+    expert_targets,
+    is_router,
+    names_experts,
+    names_of_experts,
+    other_parameters,
+)
+from trainer.model.older_names import taken_for_experts
 
-ALL_LINEAR = ("all-linear",)
+
+@dataclass(frozen=True)
+class Targets:
+    """Whole paths of the layers and of the single parameters that get an adapter, and the rank of those of experts."""
+
+    modules: tuple[str, ...]
+    experts: tuple[str, ...]
+    others: tuple[str, ...]
+    expert_rank: int
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """All that PEFT calls target_parameters."""
+        return (*self.experts, *self.others)
+
+
+def targets_of(model: Any, lora: LoraSection) -> Targets | None:
+    """What gets an adapter, path by path, where names do not say it: in models with experts, and their relatives."""
+    ambiguous = taken_for_experts(model, {"gate", *(name for names in USUAL_NAMES.values() for name in names)})
+    if lora.adapter_path or not (ambiguous or expert_modules(model) or lora.target_parameters):
+        return None
+    return Targets(
+        tuple(_layers_to_adapt(model, lora)),
+        tuple(expert_targets(model, lora, _pattern_of(beyond_text(model)))),
+        tuple(other_parameters(model, lora)),
+        expert_rank(model, lora),
+    )
+
+
+def _layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
+    from transformers.pytorch_utils import Conv1D
+
+    excluded, head, experts = excluded_modules(model, lora), model.get_output_embeddings(), expert_modules(model)
+    for path, module in model.named_modules():
+        if lora.target_modules == ALL_LINEAR:
+            wanted = isinstance(module, nn.Linear | Conv1D) and module is not head
+        else:
+            wanted = _has_matrix(module) and _ends_in(path, lora.target_modules)
+            wanted = wanted and path not in experts and not is_router(module)
+        if wanted and not (excluded and re.fullmatch(excluded, path)):
+            yield path
 
 
 def check_targets(model: Any, lora: LoraSection) -> None:
@@ -27,23 +81,27 @@ def check_targets(model: Any, lora: LoraSection) -> None:
     linear = {path for path, module in paths.items() if _has_matrix(module)}
     towers = beyond_text(model)
     beyond = _pattern_of(towers)
+    check_experts(model, lora, beyond)
+    of_experts = names_of_experts(model)
     for name in () if lora.target_modules == ALL_LINEAR else lora.target_modules:
+        if lora.experts and names_experts(name, of_experts):
+            continue
         found = {path for path in paths if path == name or path.endswith(f".{name}")}
         within = {path for path in found if not (beyond and re.fullmatch(beyond, path))}
         if found and not within:
-            raise UserError(f"lora.target_modules={name}: is beyond the language model, where text never comes")
+            raise UserError(f"lora.target_modules={shown(name)}: is beyond the language model, where text never comes")
         if not found & linear:
             below = _names_of(path for path in linear if any(path.startswith(f"{parent}.") for parent in within))
             advice = f"is no layer but holds some; name those: {below}" if below else _nothing(name, linear, "layer")
-            raise UserError(f"lora.target_modules={name}: {advice}")
+            raise UserError(f"lora.target_modules={shown(name)}: {advice}")
     # A tower may be named, though it is left out anyway; what is only in one would leave out nothing.
-    known = {path for path in paths if path in towers or not (beyond and re.fullmatch(beyond, path))}
+    known = {path for path in paths if path in towers or not (beyond and re.fullmatch(beyond, path))} | {*of_experts}
     for name in lora.exclude_modules:
         if not any(re.fullmatch(_below(name), path) for path in known):
-            raise UserError(f"lora.exclude_modules={name}: {_nothing(name, known, 'module')}")
+            raise UserError(f"lora.exclude_modules={shown(name)}: {_nothing(name, known, 'module')}")
     for name in lora.modules_to_save:
         if not any(path == name or path.endswith(f".{name}") for path in paths):
-            raise UserError(f"lora.modules_to_save={name}: {_nothing(name, set(paths), 'module')}")
+            raise UserError(f"lora.modules_to_save={shown(name)}: {_nothing(name, set(paths), 'module')}")
     excluded = excluded_modules(model, lora)
     targets = [path for path in linear if _ends_in(path, lora.target_modules)]
     if lora.target_modules == ALL_LINEAR:
@@ -52,8 +110,8 @@ def check_targets(model: Any, lora: LoraSection) -> None:
             path for path, module in paths.items() if isinstance(module, nn.Linear | Conv1D) and module is not head
         ]
     kept = [path for path in targets if not (excluded and re.fullmatch(excluded, path))]
-    if targets and not kept:
-        raise UserError(f"lora.exclude_modules={list(lora.exclude_modules)}: leaves no layer to adapt; name fewer")
+    if targets and not kept and not expert_targets(model, lora, beyond):
+        raise UserError(f"lora.exclude_modules={shown(lora.exclude_modules)}: leaves no layer to adapt; name fewer")
     widths = [min(whole_shape(own)) for path in kept for own in paths[path].parameters(recurse=False) if own.dim() == 2]
     if widths and lora.r > max(widths) and not lora.adapter_path:
         raise UserError(
@@ -65,6 +123,8 @@ def check_targets(model: Any, lora: LoraSection) -> None:
 def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:
     """PEFT's `exclude_modules`: a pattern of the whole paths that get no adapter; or None."""
     patterns = [_below(name) for name in lora.exclude_modules]
+    if not lora.experts and any("experts" in path.split(".") for path, _ in model.named_modules()):
+        patterns.append(_below("experts"))  # where each is a module of its own
     patterns += filter(None, [_pattern_of(beyond_text(model))])
     if lora.target_modules == ALL_LINEAR:
         patterns += filter(None, [_pattern_of(_no_plain_linear(model))])
@@ -88,8 +148,8 @@ def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
             reasons["lora.exclude_modules"].append(path)
         elif special and re.fullmatch(special, path):
             reasons["give more than a product, such as a choice of experts"].append(path)
-        elif getattr(model.peft_config["default"], "target_parameters", None):
-            reasons["PEFT keeps these names for this model's experts (peft#3711)"].append(path)
+        elif not lora.experts and "experts" in path.split("."):
+            reasons["lora.experts: false"].append(path)
         else:
             reasons["PEFT knows no adapter for them"].append(path)
     return [f"without adapter: {_names_of(paths)}: {reason}" for reason, paths in reasons.items()]

@@ -32,11 +32,11 @@ class SafetensorsFiles:
         self._setting = f"base_model={base_model}"
         folder = _checkpoint_folder(base_model, section)
         self._file_of: dict[str, Path] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._headers: dict[str, tuple[tuple[int, ...], str]] = {}
         for file in files_in(folder, self._setting):
-            shapes = stored_shapes(file, self._setting)
-            self._shapes |= shapes
-            self._file_of |= dict.fromkeys(shapes, file)
+            headers = _headers(file, self._setting)
+            self._headers |= headers
+            self._file_of |= dict.fromkeys(headers, file)
 
     def names(self) -> set[str]:
         """Names of all tensors."""
@@ -44,7 +44,11 @@ class SafetensorsFiles:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors."""
-        return self._shapes
+        return {name: shape for name, (shape, _) in self._headers.items()}
+
+    def types(self) -> dict[str, str]:
+        """Number formats of all tensors, as safetensors names them (`BF16`, `F8_E4M3`, `U8`)."""
+        return {name: kind for name, (_, kind) in self._headers.items()}
 
     def file_of(self, name: str) -> Path:
         """The file that a tensor is in."""
@@ -92,9 +96,14 @@ def _named_in(index: Path, setting: str) -> list[str]:
 
 def stored_shapes(file: Path, setting: str) -> dict[str, tuple[int, ...]]:
     """Shapes of a file's tensors by name. Raises UserError, beginning with `setting`, if it is no whole safetensors."""
+    return {name: shape for name, (shape, _) in _headers(file, setting).items()}
+
+
+def _headers(file: Path, setting: str) -> dict[str, tuple[tuple[int, ...], str]]:
     try:
         with safe_open(str(file), framework="pt") as handle:
-            return {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}
+            slices = {name: handle.get_slice(name) for name in handle.keys()}
+            return {name: (tuple(each.get_shape()), str(each.get_dtype())) for name, each in slices.items()}
     except (OSError, SafetensorError) as error:
         raise UserError(f"{setting}: {file.name} {_what_is_wrong(file, error)}") from None
 

@@ -14,16 +14,23 @@ import torch
 from torch import nn
 
 from trainer.config import UserError
+from trainer.model.model_kind import is_mxfp4
+from trainer.model.mxfp4 import full_precision, unpacked_shapes
+from trainer.model.stored_layout import BLOCKS, SCALES
+from trainer.model.tensor_files import SafetensorsFiles
 
-Shapes = dict[str, tuple[int, ...]]
 SAME_MODEL = "take config.json and weights from the same model"
 
 
-def check_weights_fit(setting: str, model_class: Any, model_config: Any, stored: Shapes) -> list[str]:
-    """Lines on stored tensors that the model leaves out; `stored` has the shape of each tensor in the files.
+def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: SafetensorsFiles) -> list[str]:
+    """Lines on stored tensors that the model leaves out, by the headers of the files.
 
-    Raises UserError, beginning with `setting`, if weights are missing or of another shape, or whole layers left over.
+    Raises UserError, beginning with `setting`, if weights are missing, of another shape or quantised in a way that
+    config.json does not tell, or whole layers left over.
     """
+    _check_types(setting, files)
+    stored = unpacked_shapes(setting, files.shapes(), announced=is_mxfp4(model_config))
+    model_config = full_precision(model_config)
     tensors = {name: torch.empty(shape, device="meta") for name, shape in stored.items()}
     with _quiet():
         try:
@@ -37,7 +44,10 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, stored:
                 output_loading_info=True,
             )
         except RuntimeError:  # tensors that are stored one by one and do not make the one that the model has
-            raise UserError(f"{setting}: {_incomplete(stored)}; {SAME_MODEL}, or download it again") from None
+            raise UserError(f"{setting}: {_incomplete(files)}; {SAME_MODEL}, or download it again") from None
+    of_experts = any("expert" in name for name, *_ in found["mismatched_keys"])
+    if of_experts and (lost := _lost_expert(files)):
+        raise UserError(f"{setting}: {lost}; {SAME_MODEL}, or download it again")
     return judge_loading(setting, model, found)
 
 
@@ -85,18 +95,43 @@ def _whole_layers(model: nn.Module, unexpected: set[str]) -> str:
     return ""
 
 
-def _incomplete(stored: Shapes) -> str:
+def _check_types(setting: str, files: SafetensorsFiles) -> None:
+    """Raise UserError if there are weights of 8 bits, which would be taken for values without their scales."""
+    for name, kind in sorted(files.types().items(), key=lambda each: _natural(each[0])):
+        is_packed = name.endswith((BLOCKS, SCALES))
+        if kind.startswith("F8") or (kind in ("I8", "U8") and not is_packed and len(files.shapes()[name]) > 1):
+            raise UserError(
+                f"{setting}: {name} is stored in 8 bits or less ({kind}) and others are not; name the full-precision "
+                "model that it was made from"
+            )
+
+
+def _incomplete(files: SafetensorsFiles) -> str:
     """Which tensor is missing among those that are stored expert by expert."""
-    experts: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for name in stored:
+    return _lost_expert(files) or "its stored tensors do not make those that config.json describes"
+
+
+def _lost_expert(files: SafetensorsFiles) -> str | None:
+    """`model.layers.1.mlp.experts.2.w1.weight is missing from FILE`, where other experts, or other layers, have one."""
+    layers: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for name in files.shapes():
         if match := re.search(r"^(.*experts)\.(\d+)\.(.+)$", name):
-            experts[match[1]][match[3]].add(int(match[2]))
-    for layer, tensors in sorted(experts.items(), key=lambda each: _natural(each[0])):
-        everyone = set().union(*tensors.values())
-        for tensor, present in tensors.items():
-            for index in sorted(everyone - present):
-                return f"{layer}.{index}.{tensor} is in none of its files"
-    return "its stored tensors do not make those that config.json describes"
+            layers[match[1]][match[3]].add(int(match[2]))
+    everyone = set().union(*(present for tensors in layers.values() for present in tensors.values()))
+    kinds = {tensor for tensors in layers.values() for tensor in tensors}
+    for layer, tensors in sorted(layers.items(), key=lambda each: _natural(each[0])):
+        for tensor in sorted(kinds):
+            for index in sorted(everyone - tensors.get(tensor, set())):
+                return f"{layer}.{index}.{tensor} {_missing_from(files, layer, index)}"
+    return None
+
+
+def _missing_from(files: SafetensorsFiles, layer: str, index: int) -> str:
+    """Where a tensor of an expert should be: the file that has the rest of the expert, or of the layer."""
+    names = sorted(files.shapes(), key=_natural)
+    near = [name for name in names if name.startswith(f"{layer}.{index}.")]
+    near += [name for name in names if name.startswith(f"{layer}.")]
+    return f"is in none of its files ({files.file_of(near[0]).name} has {near[0]})"
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

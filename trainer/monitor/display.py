@@ -123,6 +123,8 @@ def step_words(values: Mapping[str, float], *, detailed: bool) -> list[str]:
     if "scu/s_ratio" in values:
         target = f"/{values['scu/target']:.2%}" if "scu/target" in values else " %"
         words.append(f"S {100 * values['scu/s_ratio']:.2f}{target}")
+    if "scu/kl_bits" in values:
+        words.append(f"K {values['scu/kl_bits']:.3f}/{values.get('scu/target', 0.0):g} bits")
     if "scu/lambda" in values:
         words.append(f"λ {values['scu/lambda']:.3g}")
     return words

@@ -14,7 +14,16 @@ import torch
 from torch import nn
 
 from trainer.data import MicroBatch
-from trainer.engine.partitioned import whole_shape, whole_size
+from trainer.engine.partitioned import whole_size
+from trainer.model.expert_factor import ExpertFactor
+from trainer.model.expert_layers import (
+    DOWN,
+    expert_elements,
+    expert_shape,
+    holds_experts,
+    takes_all_tokens,
+    visited_experts,
+)
 
 TERA = 1e12
 # Dense 16-bit tensor-core TFLOP/s of the makers' data sheets (bf16; fp16 where the card has no bf16). The first name
@@ -99,11 +108,12 @@ def _linear_flops(name: str, module: nn.Module, config: Any) -> float:
     """FLOPs a token of one module's own weights, if it is a linear layer or a bank of experts."""
     if isinstance(module, nn.Linear):
         size, parameters = float(module.in_features * module.out_features), list(module.parameters(recurse=False))
-    elif "Experts" in type(module).__name__:
-        parameters = [parameter for parameter in module.parameters(recurse=False) if len(whole_shape(parameter)) == 3]
-        experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
-        visited = getattr(config, "num_experts_per_tok", None) or 1
-        size = float(sum(whole_size(parameter) for parameter in parameters)) * visited / experts
+    elif holds_experts(module):
+        experts = expert_shape(module, DOWN)[0]
+        visited = experts if takes_all_tokens(module) else visited_experts(config)
+        size, parameters = expert_elements(module) * visited / experts, list(module.parameters(recurse=False))
+    elif isinstance(module, ExpertFactor):
+        size, parameters = whole_size(module.weight) * visited_experts(config) / module.experts, [module.weight]
     else:
         return 0.0
     # The factors of a flat adapter are views that are not marked as trained themselves.

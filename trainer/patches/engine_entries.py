@@ -116,6 +116,17 @@ AFTER_THE_MODEL = (
         ("trainer/memory/oom_recovery.py: _backward_active_depth",),
     ),
     Patch(
+        "a look at what experts are called with",
+        "transformers",
+        "5.23.0",
+        "the load of experts is a metric, and no model gives it with its result",
+        "models with experts, on rank 0, without torch.compile",
+        "trainer/monitor/expert_load.py: ExpertLoad",
+        "with the model",
+        "tests/unit/test_expert_load.py",
+        ("trainer/monitor/expert_load.py: register_forward_pre_hook",),
+    ),
+    Patch(
         "engine.backward and engine.step, within named ranges",
         "deepspeed",
         "0.19.8",

@@ -21,6 +21,7 @@ from trainer.contract.known_versions import require
 from trainer.engine.layer_gather.shards import LayerShards, layer_shards_of
 from trainer.engine.linear_layers import is_linear
 from trainer.engine.partitioned import is_partitioned
+from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.four_bit import FrozenLinear4bit, dequantized
 from trainer.patches.replace import replace
 
@@ -75,7 +76,11 @@ def fuse(
     from peft.tuners.lora import LoraLayer
 
     chosen = ops.load(backend)
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer) and not isinstance(module, ParamWrapper)  # experts: fused_experts.py
+    }
     report = FusionReport(len(layers), f"{chosen.name}: {chosen.reason}")
     members: dict[str, _Member] = {}
     for name, layer in layers.items():

@@ -3,15 +3,16 @@
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ops.head import token_loss_sum
+from ops.head import divergence_sum, token_loss_sum
 from trainer.data.batches import IGNORED, MicroBatch
+from trainer.engine.flat_adapter import flat_adapter_of
 from trainer.engine.partitioned import is_partitioned
 from trainer.patches.packed_attention import VARLEN
 
@@ -24,13 +25,24 @@ class TokenLoss:
     """
 
     def __init__(
-        self, module: nn.Module, *, fused: bool | None = None, say: Callable[[str], None] | None = None
+        self,
+        module: nn.Module,
+        *,
+        fused: bool | None = None,
+        say: Callable[[str], None] | None = None,
+        balance: float = 0.0,
     ) -> None:
-        """`fused` is what was decided (trainer/decisions.py), None to observe it; `say` hears of a difference."""
+        """`fused` is what was decided (trainer/decisions.py), None to observe it; `say` hears of a difference.
+
+        `balance` is the weight of the model's own load-balancing loss, which training adds (`balancing`).
+        """
         from peft import PeftModel
 
         self._module = module
         self._decided, self._say = fused, say
+        self._balance = balance
+        self.balancing: torch.Tensor | float = 0.0
+        """Of the latest batch, times its targets, so that it is weighted over batches and ranks as the loss is."""
         base: Any = module
         if isinstance(module, PeftModel):
             base = module.get_base_model()
@@ -44,13 +56,10 @@ class TokenLoss:
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """sum_t -log p(target_t) over the targets of the batch, nats, fp32."""
-        if self._head is not None and self._factor is None:
-            self._factor = self._observed_factor(batch, device)
-            if self._factor is None:
-                self._head = None
-            self._compare(self._head is not None)
+        self._observe(batch, device)
         if self._head is None:
-            logits, targets = self.logits(model, batch, device)
+            inputs, targets = self._inputs(batch, device)
+            logits, targets = self._called(model, inputs, batch).logits, to_device(targets, device)
             return F.cross_entropy(
                 logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
             )
@@ -68,8 +77,59 @@ class TokenLoss:
             return token_loss_sum(rows.to(weight.dtype), weight, chosen, factor=self._factor or 1.0).view(1, 1, 1)
 
         with _head_replaced(self._head, loss_of):
-            scaled: torch.Tensor = model(**inputs, use_cache=False).logits
+            scaled: torch.Tensor = self._called(model, inputs, batch).logits
         return scaled.view(()) / (self._factor or 1.0)
+
+    def _called(self, model: Any, inputs: dict[str, Any], batch: MicroBatch) -> Any:
+        if not (self._balance and torch.is_grad_enabled()):
+            return model(**inputs, use_cache=False)
+        result = model(**inputs, use_cache=False, output_router_logits=True)
+        self.balancing = self._balance * result.aux_loss * batch.target_count
+        return result
+
+    def divergence(self, model: Any, batch: MicroBatch, device: torch.device, *, with_gradient: bool) -> torch.Tensor:
+        """sum_t KL(adapted_t || base_t) over the targets' places, nats, fp32: two forward passes, one without adapter.
+
+        The base's is without a gradient; logits are made in chunks where the loss's are.
+        """
+        self._observe(batch, device)
+        flat = flat_adapter_of(self._module)
+        with flat.views_kept() if flat is not None else nullcontext():
+            return self._divergence(model, batch, device, with_gradient=with_gradient)
+
+    def _divergence(self, model: Any, batch: MicroBatch, device: torch.device, *, with_gradient: bool) -> torch.Tensor:
+        inputs, targets = self._inputs(batch, device)
+        places = to_device((targets.flatten() != IGNORED).nonzero().squeeze(1), device)
+        head, seen = self._head, list[torch.Tensor]()
+
+        def keep(hidden: torch.Tensor) -> torch.Tensor:
+            seen.append(hidden.flatten(0, 1).index_select(0, places))
+            return hidden.new_zeros(1, 1, 1)
+
+        def compare(hidden: torch.Tensor) -> torch.Tensor:
+            rows = hidden.flatten(0, 1).index_select(0, places).to(head.weight.dtype)
+            base = seen[0].to(head.weight.dtype)
+            return divergence_sum(rows, base, head.weight, factor=self._factor or 1.0).view(1, 1, 1)
+
+        with torch.no_grad(), adapter_off(self._module), _head_replaced(head, keep):
+            logits = model(**inputs, use_cache=False).logits
+        base = None if head is not None else logits.flatten(0, 1)[places].float().log_softmax(-1)
+        with torch.set_grad_enabled(with_gradient), _head_replaced(head, compare):
+            logits = model(**inputs, use_cache=False).logits
+        if base is None:
+            # As of the loss: what the model multiplies its logits with is undone.
+            scaled: torch.Tensor = logits
+            return scaled.view(()) / (self._factor or 1.0)
+        adapted = logits.flatten(0, 1)[places].float().log_softmax(-1)
+        return (adapted.exp() * (adapted - base)).sum()
+
+    def _observe(self, batch: MicroBatch, device: torch.device) -> None:
+        """See once whether head and loss can be computed together on this model."""
+        if self._head is not None and self._factor is None:
+            self._factor = self._observed_factor(batch, device)
+            if self._factor is None:
+                self._head = None
+            self._compare(self._head is not None)
 
     def by_row(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """The same for each row of the batch alone, nats, fp64 [B]."""
@@ -147,8 +207,28 @@ def why_not_plain(head: Any) -> str:
 
 
 @contextmanager
-def _head_replaced(head: nn.Module, forward: Any) -> Iterator[None]:
+def adapter_off(module: nn.Module) -> Iterator[None]:
+    """The base's own forward pass, between those of a step.
+
+    PEFT's `disable_adapter` would also switch requires_grad of every factor off and on again, which a graph, an engine
+    or a flat buffer that holds them does not survive.
+    """
+    layers: list[Any] = [layer for layer in module.modules() if getattr(layer, "_disable_adapters", None) is False]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+@contextmanager
+def _head_replaced(head: nn.Module | None, forward: Any) -> Iterator[None]:
     """The head computes something else for one forward pass; hooks on it, which may fetch its weight, still run."""
+    if head is None:
+        yield
+        return
     head.forward = forward
     try:
         yield

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from trainer.contract.known_versions import require
 from trainer.model.model_kind import takes_sdpa
+from trainer.patches.attention_sinks import has_sinks
 from trainer.patches.liger import has_experts
 from trainer.patches.loss_head import observed_factor, why_not_plain
 from trainer.patches.norm_mlp_rope import examine_elementwise
@@ -30,6 +31,8 @@ class ModelFacts:
     masked: bool
     """Whether its attention is given a mask for a text alone, which is causal without one."""
     experts: bool
+    sinks: bool
+    """Whether its attention has sinks, which transformers knows for packs in kernels of the hub alone."""
     head: str | None
     """Why head and loss are not computed together in 16 or 32 bits; None where it shows on the device only."""
     caps: bool
@@ -47,6 +50,7 @@ def facts_of_base(model: Any, *, frozen_norms: bool) -> ModelFacts:
         registry=bool(require(model, "_supports_attention_backend", "transformers")),
         masked=_is_given_a_mask(model),
         experts=has_experts(model),
+        sinks=has_sinks(model),
         head=None,
         caps=False,
         elementwise=examine_elementwise(model, frozen_norms=frozen_norms).found.why_not(),

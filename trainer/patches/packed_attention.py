@@ -13,6 +13,7 @@ import torch
 from trainer.config import ModelSection, UserError
 from trainer.contract.known_versions import require
 from trainer.model.model_kind import takes_sdpa
+from trainer.patches.attention_sinks import flash_with_sinks, has_sinks, one_by_one
 
 VARLEN = "zerolora_varlen"
 FLAT_ATTENTION = (VARLEN, "flash_attention_2", "flash_attention_3")
@@ -47,10 +48,13 @@ def choose_attention(section: ModelSection, device: torch.device, dtype: torch.d
 
 
 def use_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Let a loaded model that takes its attention from transformers' registry compute packed documents one by one."""
+    """Let a loaded model that takes its attention from transformers' registry compute packed documents one by one.
+
+    With attention sinks everywhere, in plain torch where there is no flash attention: transformers would mix documents.
+    """
     takes_ours = require(model, "_supports_attention_backend", "transformers")
-    takes_ours = takes_ours and takes_sdpa(model)
-    if takes_ours and model.config._attn_implementation == "sdpa" and has_flash(device, dtype):
+    by_kernels = takes_sdpa(model) and model.config._attn_implementation == "sdpa" and has_flash(device, dtype)
+    if takes_ours and (by_kernels or has_sinks(model)):
         _register()
         model.set_attn_implementation(VARLEN)
 
@@ -117,20 +121,25 @@ def varlen_attention(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    sinks = kwargs.get("s_aux")
+    if sinks is not None and (cu_seqlens is None or dropout or not has_flash(query.device, query.dtype)):
+        tensors = (query, key, value, attention_mask)
+        return one_by_one(module, *tensors, scaling, cu_seqlens, sliding_window, dropout), None
     if cu_seqlens is None:
         if attention_mask is None:
             attention_mask = _mask_of_one_text(query.shape[2], key.shape[2], sliding_window, query.device)
         kwargs |= {"scaling": scaling, "dropout": dropout}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)[0], None
     assert max_seqlen is not None
-    for name in ("softcap", "s_aux"):
-        if kwargs.get(name) is not None:
-            raise UserError(
-                f"model.attn_implementation=auto: this model's attention scores take {name}, which the variable-length "
-                "kernels do not know; use eager, or dataset.packing: false"
-            )
+    if kwargs.get("softcap") is not None:
+        raise UserError(
+            "model.attn_implementation=auto: this model's attention scores take softcap, which the variable-length "
+            "kernels do not know; use eager, or dataset.packing: false"
+        )
     documents, tokens = len(cu_seqlens) - 1, query.shape[2]
     window = sliding_window if sliding_window is not None and sliding_window < max_seqlen else None
+    if sinks is not None:
+        return flash_with_sinks(query, key, value, sinks, cu_seqlens, max_seqlen, scaling, window), None
     if documents * max_seqlen == tokens and window is None:
         return _of_equal_lengths(query, key, value, documents, scaling, dropout).unsqueeze(0), None
     # The operator below varlen_attn: in torch 2.11 that one knows no shared key heads, and copies them.

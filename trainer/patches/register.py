@@ -1,6 +1,6 @@
 """Every place where code of ours runs instead of a library's, or answers a fault of one: the one list of them.
 
-`zerolora doctor --patches` prints it with the installed versions; docs/workarounds.md is written from it by
+`zerolora doctor --patches` prints it with the installed versions; docs/reference/workarounds.md is written from it by
 `python -m trainer.patches.register --markdown`. tests/unit/test_register.py looks through the tree for replacements
 that are not listed. The entries are in trainer/patches/entries.py, in the order in which a run comes to them.
 """
@@ -44,7 +44,7 @@ def text() -> Iterator[str]:
 
 
 def markdown() -> str:
-    """docs/workarounds.md; without installed versions, which are those of one machine."""
+    """docs/reference/workarounds.md; without installed versions, which are those of one machine."""
     parts = [HEAD]
     for number, patch in enumerate(PATCHES, start=1):
         lines = [f"## {number}. {patch.replaces}", "", f"- library: {patch.library}, read in {patch.read_in}"]
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="zerolora doctor --patches", description=str(__doc__).split("\n")[0])
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON array")
-    form.add_argument("--markdown", action="store_true", help="the text of docs/workarounds.md")
+    form.add_argument("--markdown", action="store_true", help="the text of docs/reference/workarounds.md")
     options = parser.parse_args(argv)
     if options.json:
         print(json.dumps([asdict(patch) | {"installed": installed(patch.library)} for patch in PATCHES], indent=1))

@@ -66,6 +66,9 @@ class World:
     """One line: how many ranks, where, on what."""
     store: Any
     """On rank 0 the server where the process group is formed: keep it until then."""
+    hosts: int = 1
+    token: str = ""
+    """That of the lock which rank 0 holds in the output folder, and which all have seen there."""
 
 
 def meet(ranks: Ranks, config: RunConfig, token: str = "") -> World:
@@ -88,11 +91,14 @@ def meet(ranks: Ranks, config: RunConfig, token: str = "") -> World:
     # What an earlier run of these processes left in the store is not this one's.
     exchange = PrefixStore(f"zerolora_world_{next(_MEETINGS)}", store)
     exchange.set_timeout(patience)
-    report = replace(report, sees_folder=_sees_folder(exchange, ranks, config, token))
+    if ranks.is_main:
+        exchange.set("folder", token)
+    token = exchange.get("folder").decode()
+    report = replace(report, sees_folder=ranks.is_main or not token or is_seen(Path(config.output_dir), token))
     answer = _exchange(exchange, ranks, report, patience, config.output_dir)
     if answer["wrong"]:
         raise UserError(answer["wrong"])
-    return World(answer["summary"], store)
+    return World(answer["summary"], store, int(answer["hosts"]), token)
 
 
 def first_rank_decides(ranks: Ranks, timeout_minutes: float, decide: Callable[[], Decision]) -> Decision | None:
@@ -210,15 +216,6 @@ def summary(reports: Sequence[Report]) -> str:
     return f"world        {len(reports)} {rank_word} on {_listed(hosts)}: {reports[0].device}; {versions}"
 
 
-def _sees_folder(store: Any, ranks: Ranks, config: RunConfig, token: str) -> bool:
-    """Whether this rank reads in the output folder what rank 0 has left there."""
-    if ranks.is_main:
-        store.set("folder", token)
-        return True
-    token = store.get("folder").decode()
-    return not token or is_seen(Path(config.output_dir), token)
-
-
 def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, output_dir: str) -> dict[str, str]:
     """Rank 0's answer to all reports."""
     if not ranks.is_main:
@@ -239,6 +236,7 @@ def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, out
     answer = {
         "wrong": "\n".join(differences(reports) + unshared_folder(reports, output_dir)),
         "summary": summary(reports),
+        "hosts": str(len({report.host for report in reports})),
     }
     store.set("answer", json.dumps(answer))
     # If this rank ended at once the others would read a closed connection, not the answer.

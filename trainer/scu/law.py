@@ -1,13 +1,19 @@
 """The Shannon Control Unit's law: a pure state machine over plain numbers that moves one strength, lambda.
 
-    S      = ParamBPT / (DataBPT + ParamBPT)                      share of information held in the parameters
-    S_hat  = S at first, then ema S + (1 - ema) S_hat             smoothed
-    e      = S_hat - target
+What is measured, M, is S = ParamBPT / (DataBPT + ParamBPT), or K, bits a token between the outputs of adapter and base.
+
+`logit` and `kl`, ours:   L = ln(S / (1 - S)), or ln K;   L_hat = L at first, then ema L + (1 - ema) L_hat
+    until M first reaches the target: nothing moves (logit: lambda = lambda_start, kl: lambda = 0; then lambda_start)
+    e = L_hat - L(target);   |e| <= deadband: lambda stays
+    otherwise  ln lambda <- ln lambda + Kp (e - e before) + Ki clip(e, -bound, bound), within lambda's bounds
+`published`:   S_hat = S at first, then ema S + (1 - ema) S_hat;   e = S_hat - target
     |e| <= deadband:  I <- leak I                                 lambda stays
     otherwise:        I <- leak I, then clip(I + Ki e, -bound, bound) unless lambda is at a bound and e pushes outwards
                       lambda <- clip(lambda exp(Kp e + I), lambda_min, lambda_max)
 
-The sign is plus: too much parameter information raises lambda, which the loss multiplies with ParamBPT.
+The sign is plus: too much information raises lambda, which the loss multiplies with it. ln lambda is itself an
+integrator: in the published law Kp is thus integral action and Ki a double one, and an error in S means little at a
+target of 0.1 %, much at 25 %. In the logit an error is a ratio, at every target: logit S = ln ParamBPT - ln DataBPT.
 Every rank runs this on the same reduced measurement in the same double arithmetic, hence with the same bits.
 """
 
@@ -16,6 +22,15 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 Controller = Literal["pi", "fixed", "linear", "cosine", "none"]
+Form = Literal["published", "logit", "kl"]
+ERROR_BOUND = {"logit": 2.0, "kl": 0.5}
+"""What Ki sees of an error at most: a step of noise, or a long way to go, moves lambda no faster."""
+SLOPE = {"logit": 3.0, "kl": 2.0}
+"""The largest -dL / d ln lambda: a weight that a quadratic term holds back falls at most as 1 / lambda, so ParamBPT and
+K as 1 / lambda^2; DataBPT rises meanwhile, by a power of 0.33 to 0.68 in docs/lab/data/scu-compare-controllers.csv."""
+LAG_STEPS = 20.0
+"""Optimizer steps by which the weights answer lambda late, as a first-order lag (docs/lab/scu.md)."""
+TINY = 1e-12
 
 
 @dataclass(frozen=True)
@@ -24,6 +39,7 @@ class Law:
 
     target: float
     controller: Controller = "pi"
+    form: Form = "published"
     kp: float = 0.8
     ki: float = 0.15
     deadband: float = 0.002
@@ -34,11 +50,15 @@ class Law:
     lambda_min: float = 1e-4
     lambda_max: float = 10.0
     total_updates: int = 1
+    every: int = 1
+    """Optimizer steps between updates, which the lag of the weights is counted in."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for parameters with which the law means nothing."""
-        if not 0.0 < self.target < 1.0:
-            raise ValueError(f"target={self.target}: a share lies inside (0, 1)")
+        """Raise ValueError for parameters with which the law means nothing, or with which it swings for ever."""
+        if not 0.0 < self.target < (math.inf if self.form == "kl" else 1.0):
+            raise ValueError(
+                f"target={self.target}: {'K is positive' if self.form == 'kl' else 'S lies inside (0, 1)'}"
+            )
         if not 0.0 < self.lambda_min < self.lambda_max:
             raise ValueError(f"lambda_min={self.lambda_min}: must be positive and below lambda_max={self.lambda_max}")
         if not self.lambda_min <= self.lambda_start <= self.lambda_max:
@@ -49,8 +69,10 @@ class Law:
             raise ValueError(
                 f"kp={self.kp}, ki={self.ki}, deadband={self.deadband}, integral_bound={self.integral_bound}: negative"
             )
-        if self.total_updates < 1:
-            raise ValueError(f"total_updates={self.total_updates}: must be at least 1")
+        if self.total_updates < 1 or self.every < 1:
+            raise ValueError(f"total_updates={self.total_updates}, every={self.every}: must be at least 1")
+        if self.controller == "pi" and self.form != "published":
+            _refuse_swinging(self)
 
 
 @dataclass(frozen=True)
@@ -60,9 +82,12 @@ class State:
     lambda_: float
     integral: float = 0.0
     share: float | None = None
+    """The last M: S, or K in bits a token."""
     smoothed: float | None = None
     error: float | None = None
     updates: int = 0
+    started: bool = True
+    """False until M first reaches the target, where the law waits for that."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, which JSON and torch.save keep to the bit."""
@@ -71,6 +96,7 @@ class State:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "State":
         """The state that `to_dict` wrote; ValueError names keys that are missing or unknown."""
+        values = {"started": True} | values  # checkpoints of the published law alone did not have it
         known = {field.name for field in fields(cls)}
         if set(values) != known:
             raise ValueError(f"controller state with keys {sorted(values)}: expected {sorted(known)}")
@@ -79,25 +105,49 @@ class State:
 
 def initial(law: Law) -> State:
     """The state before the first measurement; the controller `none` measures only and keeps lambda at 0."""
-    return State(lambda_=0.0 if law.controller == "none" else law.lambda_start)
+    waits = law.controller == "pi" and law.form != "published"
+    is_off = law.controller == "none" or (waits and law.form == "kl")
+    return State(lambda_=0.0 if is_off else law.lambda_start, started=not waits)
 
 
-def advance(law: Law, state: State, share: float) -> State:
-    """The state after one measurement of S, dimensionless in [0, 1].
+def advance(law: Law, state: State, measured: float) -> State:
+    """The state after one measurement of S, dimensionless in [0, 1], or of K, bits a token.
 
-    Raises ValueError if S is not a number in [0, 1]: steering on by guesswork would hide a broken run.
+    Raises ValueError if it is not such a number: steering on by guesswork would hide a broken run.
     """
-    if not 0.0 <= share <= 1.0:
-        raise ValueError(f"S={share}: a share of information lies in [0, 1]; the loss or the adapter is not finite")
-    smoothed = share if state.smoothed is None else law.ema * share + (1.0 - law.ema) * state.smoothed
+    if law.form == "kl" and not 0.0 <= measured < math.inf:
+        raise ValueError(f"K={measured}: a divergence is positive; the logits of adapter or base are not finite")
+    if law.form != "kl" and not 0.0 <= measured <= 1.0:
+        raise ValueError(f"S={measured}: a share of information lies in [0, 1]; the loss or the adapter is not finite")
+    state = replace(state, share=measured, updates=state.updates + 1)
+    if law.form != "published" and law.controller == "pi":
+        return _proportional_integral(law, state, measured)
+    smoothed = measured if state.smoothed is None else law.ema * measured + (1.0 - law.ema) * state.smoothed
     error = smoothed - law.target
-    measured = replace(state, share=share, smoothed=smoothed, error=error, updates=state.updates + 1)
+    state = replace(state, smoothed=smoothed, error=error)
     if law.controller == "pi":
-        return _proportional_integral(law, measured, error)
-    return replace(measured, lambda_=_scheduled(law, measured.updates))
+        return _published(law, state, error)
+    return replace(state, lambda_=_scheduled(law, state.updates))
 
 
-def _proportional_integral(law: Law, state: State, error: float) -> State:
+def _proportional_integral(law: Law, state: State, measured: float) -> State:
+    if not state.started:
+        error = _level(law, measured) - _level(law, law.target)
+        begins = measured >= law.target
+        strength = law.lambda_start if begins else state.lambda_
+        return replace(state, smoothed=measured, error=error, lambda_=strength, started=begins)
+    assert state.smoothed is not None and state.error is not None
+    level = law.ema * _level(law, measured) + (1.0 - law.ema) * _level(law, state.smoothed)
+    error = level - _level(law, law.target)
+    after = replace(state, smoothed=_of_level(law, level), error=error)
+    if abs(error) <= law.deadband:
+        return after
+    bound = ERROR_BOUND[law.form]
+    move = law.kp * (error - state.error) + law.ki * _clip(error, -bound, bound)
+    return replace(after, lambda_=_clip(state.lambda_ * _exp(move), law.lambda_min, law.lambda_max))
+
+
+def _published(law: Law, state: State, error: float) -> State:
     integral = law.leak * state.integral
     if abs(error) <= law.deadband:
         return replace(state, integral=integral)
@@ -105,9 +155,34 @@ def _proportional_integral(law: Law, state: State, error: float) -> State:
     pushes_out = (state.lambda_ >= law.lambda_max and error > 0) or (state.lambda_ <= law.lambda_min and error < 0)
     if not pushes_out:
         integral = _clip(integral + law.ki * error, -law.integral_bound, law.integral_bound)
-    # exp overflows a double beyond 709; 700 already saturates any lambda.
-    factor = math.exp(_clip(law.kp * error + integral, -700.0, 700.0))
+    factor = _exp(law.kp * error + integral)
     return replace(state, integral=integral, lambda_=_clip(state.lambda_ * factor, law.lambda_min, law.lambda_max))
+
+
+def _level(law: Law, measured: float) -> float:
+    """logit S, or ln K: what differs by the same amount wherever it differs by the same ratio."""
+    if law.form == "kl":
+        return math.log(max(measured, TINY))
+    share = _clip(measured, TINY, 1.0 - TINY)
+    return math.log(share / (1.0 - share))
+
+
+def _of_level(law: Law, level: float) -> float:
+    return _exp(level) if law.form == "kl" else 1.0 / (1.0 + _exp(-level))
+
+
+def deadband_of(form: Form, target: float, deadband: float) -> tuple[float, float]:
+    """Between which M lambda stays."""
+    if form == "published":
+        return target - deadband, target + deadband
+    odds = target if form == "kl" else target / (1.0 - target)
+    low, high = odds * _exp(-deadband), odds * _exp(deadband)
+    return (low, high) if form == "kl" else (low / (1.0 + low), high / (1.0 + high))
+
+
+def _exp(value: float) -> float:
+    # exp overflows a double beyond 709; 700 already saturates any lambda.
+    return math.exp(_clip(value, -700.0, 700.0))
 
 
 def _scheduled(law: Law, updates: int) -> float:
@@ -152,28 +227,68 @@ def gain_bound(target: float) -> float:
 
 
 def is_stable(law: Law, slope: float) -> bool:
-    """Whether small deviations die out when S answers ln lambda at once with -slope, smoothing and leak included.
+    """Whether small deviations die out when M answers ln lambda with -slope.
 
-    With a = 1 - ema and x the deviation of ln lambda, one update multiplies (S_hat, I, x) by a matrix whose
-    characteristic polynomial is (z - 1)(z - a)(z - leak) + ema slope z (Kp (z - leak) + Ki z); Jury's criterion says
-    whether all its roots lie inside the unit circle. Smoothing is a lag: it asks for Ki well below ema Kp.
+    Published: S answers at once. With a = 1 - ema and x the deviation of ln lambda, one update multiplies (S_hat, I, x)
+    by a matrix whose characteristic polynomial is (z - 1)(z - a)(z - leak) + ema slope z (Kp (z - leak) + Ki z).
+    Smoothing is a lag: it asks for Ki well below ema Kp. Ours: L answers with a lag of LAG_STEPS,
+    l <- p l - (1 - p) slope x; (L_hat, l, x) has (z - 1)(z - a)(z - p) + ema (1 - p) slope z (Kp (z - 1) + Ki z).
     """
-    a, gain = 1.0 - law.ema, law.ema * slope
-    leak = law.leak if law.ki else 0.0  # without Ki nothing enters I, and how it would leak is no matter
-    c2 = gain * (law.kp + law.ki) - (1.0 + a + leak)
-    c1 = a + leak + a * leak - gain * law.kp * leak
-    c0 = -a * leak
+    a = 1.0 - law.ema
+    if law.form == "published":
+        gain = law.ema * slope
+        pole = law.leak if law.ki else 0.0  # without Ki nothing enters I, and how it would leak is no matter
+        back = pole
+    else:
+        pole = max(0.0, 1.0 - law.every / LAG_STEPS)
+        gain, back = law.ema * (1.0 - pole) * slope, 1.0
+    c2 = gain * (law.kp + law.ki) - (1.0 + a + pole)
+    c1 = a + pole + a * pole - gain * law.kp * back
+    c0 = -a * pole
+    # Jury's criterion: whether all roots of z^3 + c2 z^2 + c1 z + c0 lie inside the unit circle.
     return 1 + c2 + c1 + c0 > 0 and 1 - c2 + c1 - c0 > 0 and abs(c0) < 1 and 1 - c0 * c0 > abs(c0 * c2 - c1)
 
 
+def _refuse_swinging(law: Law) -> None:
+    slope = SLOPE[law.form]
+    if law.ki == 0.0:
+        raise ValueError(
+            f"ki={law.ki:g}: without it lambda follows changes of the error but never removes it; use 0.025"
+        )
+    if is_stable(law, slope):
+        return
+    kp, ki = law.kp, law.ki
+    while not _gains_stable(law, kp, ki, slope):
+        kp, ki = min(kp, 1.0) / 2.0, min(ki, 0.1) / 2.0
+    raise ValueError(
+        f"kp={law.kp:g}: with scu.ki={law.ki:g} and scu.ema={law.ema:g} lambda swings ever wider; "
+        f"kp: {kp:.3g} with ki: {ki:.3g} is stable"
+    )
+
+
+def _gains_stable(law: Law, kp: float, ki: float, slope: float) -> bool:
+    return is_stable(replace(law, controller="fixed", kp=kp, ki=ki), slope)
+
+
 def gain_warning(law: Law) -> str | None:
-    """One line if the gains exceed the bound of stability, else None."""
-    bound = gain_bound(law.target)
-    if law.controller != "pi" or law.kp + law.ki <= bound:
+    """One line if the published law's gains make lambda swing, else None; the other laws refuse such gains."""
+    if law.controller != "pi" or law.form != "published":
         return None
+    bound, slope = gain_bound(law.target), steepest_slope(law.target)
+    gains = f"scu.kp={law.kp}, scu.ki={law.ki}"
+    if law.kp + law.ki > bound:
+        return (
+            f"{gains}: kp + ki = {law.kp + law.ki:g} exceeds {bound:.4g} = 1/(S (1 - S)) at "
+            f"S = {law.target:g}; lambda may oscillate, use smaller gains"
+        )
+    if is_stable(law, slope):
+        return None
+    ki = law.ki
+    while ki > TINY and not _gains_stable(law, law.kp, ki, slope):
+        ki /= 2.0
     return (
-        f"scu.kp={law.kp}, scu.ki={law.ki}: kp + ki = {law.kp + law.ki:g} exceeds {bound:.4g} = 1/(S (1 - S)) at "
-        f"S = {law.target:g}; lambda may oscillate, use smaller gains"
+        f"{gains}: with the smoothing of scu.ema={law.ema:g} lambda may swing from bound to bound at "
+        f"S = {law.target:g}; use scu.ki: {ki:.2g}, or scu.law: logit"
     )
 
 
@@ -183,8 +298,3 @@ def published_target(base_parameters: int) -> float:
     They were found with the measure `factors` and say nothing about `delta`.
     """
     return 0.01 if base_parameters < 2_000_000_000 else 0.03
-
-
-def reachable_shares(param_bpt_low: float, param_bpt_high: float, data_bpt: float) -> tuple[float, float]:
-    """The range of S for ParamBPT between two bounds at a given DataBPT, all in bits per token."""
-    return share_of(data_bpt, param_bpt_low), share_of(data_bpt, param_bpt_high)

@@ -38,7 +38,7 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Tier:
-    """One line of the table in docs/tiers.md."""
+    """One line of the table in docs/guide/tiers.md."""
 
     name: str
     shape: str
@@ -197,7 +197,7 @@ def _last_step(folder: Path) -> str:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
-        prog="zerolora tier", description="Real runs on one GPU, and what must be true of each; docs/tiers.md."
+        prog="zerolora tier", description="Real runs on one GPU, and what must be true of each; docs/guide/tiers.md."
     )
     parser.add_argument("name", metavar="NAME", help=f"{', '.join(TIERS)}, or all")
     parser.add_argument("--check-vram", action="store_true", help="look first whether the card has room for the tier")

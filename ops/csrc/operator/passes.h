@@ -8,7 +8,7 @@
 namespace zerolora {
 
 // Below this many tokens everything stays in the L2: there a second read costs little, and adding the adapter after the
-// frozen product costs less than accumulating the product into a prefilled output (docs/ops.md).
+// frozen product costs less than accumulating the product into a prefilled output (docs/lab/operators.md).
 constexpr int64_t kFewTokens = 4096;
 // Below this many tokens our pass for h, which needs no second launch, is faster than cuBLAS's product.
 constexpr int64_t kOwnProjection = 2048;
@@ -116,7 +116,7 @@ inline Expand expand_job(const Matrix& y, const Matrix& h, const Matrix& q, bool
 }
 
 // y = keep * (h Q^T) + bias (or y += ...), with h [T,R] and Q [D,R] (or [R,D]: by_rank), where there is a mask or a
-// bias. Otherwise `prefill`, or a product of cuBLAS (docs/ops.md).
+// bias. Otherwise `prefill`, or a product of cuBLAS (docs/lab/operators.md).
 inline void expand(const Matrix& h, const Matrix& q, bool by_rank, const Tensor& bias, const Matrix& y, bool accumulate,
                    const Dropout& dropout, const Tensor& like, cudaStream_t stream) {
   Expand job = expand_job(y, h, q, by_rank);
@@ -139,7 +139,7 @@ inline void expand(const Matrix& h, const Matrix& q, bool by_rank, const Tensor&
   if (bias.defined()) view(y).add_(bias);
 }
 
-// y = h Q^T, Q as [D,R] or, by rank, [R,D]: true where Hopper's kernel did it, false where cuBLAS has to (docs/ops.md).
+// y = h Q^T, Q as [D,R] or, by rank, [R,D]: true where Hopper's kernel did it, false where cuBLAS has to (docs/lab/operators.md).
 inline bool prefill(const Matrix& y, const Matrix& h, const Matrix& q, bool by_rank, const Tensor& like,
                     cudaStream_t stream) {
   const Expand job = expand_job(y, h, q, by_rank);
@@ -160,7 +160,7 @@ inline Tensor project(const Tensor& x, const Matrix& rows, const Matrix& downs, 
   job.pass.p = downs.data, job.pass.ldp = downs.ld, job.pass.p_by_rank = true, job.pass.R = layout.total;
   job.pass.dropout = dropout;
   const bool own = rows.rows < kOwnProjection && wgmma_takes(job.pass, card_of(x));
-  if (dropout.seed == nullptr && one_scale && !own) {  // cuBLAS is a few percent faster there (docs/ops.md)
+  if (dropout.seed == nullptr && one_scale && !own) {  // cuBLAS is a few percent faster there (docs/lab/operators.md)
     product(out, static_cast<float>(scales[0]), rows, false, downs, true, 0.f, stream);
     return h;
   }
@@ -173,7 +173,7 @@ inline Tensor project(const Tensor& x, const Matrix& rows, const Matrix& downs, 
 }
 
 // Two products of cuBLAS instead of one pass of ours: fp32, which is bound by arithmetic, and ranks of several launches
-// over a matrix that the L2 holds for the second product (docs/ops.md); not for siblings, which share ours.
+// over a matrix that the L2 holds for the second product (docs/lab/operators.md); not for siblings, which share ours.
 inline bool products_win(const Matrix& z, int64_t rank, size_t siblings) {
   constexpr int64_t kCached = 1 << 25, kSmall = 1 << 22;  // elements
   const int64_t elements = z.rows * z.cols;

@@ -94,7 +94,7 @@ int64_t tile_rows(const RankPass& pass) {
   return wgmma_rows(pass.p != nullptr && pass.v != nullptr, tensor_core_plan(pass, Path::wgmma).rank_pad);
 }
 
-// All times below are in microseconds, all rates in bytes per microsecond; fitted on an H200 (docs/ops.md). There are
+// All times below are in microseconds, all rates in bytes per microsecond; fitted on an H200 (docs/lab/operators.md). There are
 // two sets: "hot" for kHot tokens and more, measured right after large products, which heat the card and lower its
 // clock as training does; "cool" for fewer tokens.
 constexpr int64_t kHot = 2048;

@@ -1,16 +1,17 @@
-"""`python -m trainer.commands.export RUN --format peft|hf|gguf|ollama`: a trained adapter for other programs.
+"""`python -m trainer.commands.export RUN --format peft|vllm|hf|gguf|ollama`: a trained adapter for other programs.
 
-peft: the adapter and its tokenizer, for PEFT and vLLM. hf: adapter and base as one model of safetensors. gguf: the
+peft: the adapter and its tokenizer, for PEFT and vLLM. vllm: the same with each expert of a mixture apart, for vLLM and
+SGLang. hf: adapter and base as one model of safetensors. gguf: the
 merged model as one file for llama.cpp. ollama: that file and a Modelfile.
 """
 
 import argparse
 import json
-import os
 import shutil
 import sys
-import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainer.checkpoint.finished_run import (
     ADAPTER,
@@ -20,11 +21,12 @@ from trainer.checkpoint.finished_run import (
     quiet_libraries,
     saved_tokenizer,
 )
-from trainer.checkpoint.run_record import note_written
 from trainer.commands.export.gguf import FORMATS, check_architecture, convert, longest_context, write_gguf
 from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.commands.export.ollama import modelfile
-from trainer.commands.merge import check_output, merge
+from trainer.commands.export.per_expert import write_per_expert
+from trainer.commands.merge import check_room, load_merged, merge, save_merged
+from trainer.commands.whole_output import check_output, put_in_place, writing
 from trainer.config import CommandParser, UserError
 from trainer.model.base import load_model_config
 from trainer.monitor.report.model_card import is_on_hub, public_name
@@ -32,60 +34,104 @@ from trainer.monitor.report.model_card import is_on_hub, public_name
 GGUF_NAME = "model.gguf"
 
 
-def export_peft(run: FinishedRun, output: Path) -> list[str]:
-    """The adapter with its tokenizer; a base that is known on the hub is named as it is there."""
+def export_peft(run: FinishedRun, output: Path, *, per_expert: bool = False) -> list[str]:
+    """The adapter with its tokenizer; a base that is known on the hub is named as it is there.
+
+    With `per_expert` each expert of a mixture has matrices of its own.
+    """
     tokenizer = saved_tokenizer(run)  # read before anything is written
-    note_written(output.parent, [output.name])
-    output.mkdir(parents=True, exist_ok=True)
-    for name in ADAPTER:
-        shutil.copyfile(run.folder / name, output / name)
-    tokenizer.save_pretrained(output)
     base = public_name(run.config.base_model)
     base = base if is_on_hub(base) else run.config.base_model
-    path = output / "adapter_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) | {"base_model_name_or_path": base}
-    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with writing(output) as folder:
+        for name in ADAPTER:
+            shutil.copyfile(run.folder / name, folder / name)
+        tokenizer.save_pretrained(folder)
+        path = folder / "adapter_config.json"
+        settings = json.loads(path.read_text(encoding="utf-8")) | {"base_model_name_or_path": base}
+        path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if per_expert:
+            write_per_expert(folder, folder, run.config.base_model, run.config.model)
+        put_in_place(folder, output)
     return [f"PeftModel.from_pretrained(base, {str(output)!r}), base being {base}"]
+
+
+def export_vllm(run: FinishedRun, output: Path) -> list[str]:
+    """As for PEFT, experts one by one; a fused tensor is not what vLLM's loader of most models takes."""
+    lines = export_peft(run, output, per_expert=True)
+    rank = json.loads((output / "adapter_config.json").read_text(encoding="utf-8"))["r"]
+    return [
+        f"vllm serve BASE --enable-lora --max-lora-rank {rank} --lora-modules NAME={output}",
+        "SGLang: --lora-paths; vLLM, for models whose own experts are one tensor (gpt-oss, Qwen3.5, Llama 4): "
+        "--enable-mixed-moe-lora-format, with is_3d_lora_weight: false",
+        *lines[1:],
+    ]
 
 
 def export_gguf(run: FinishedRun, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
     """The merged model as one GGUF file, by the `gguf` package or by the converter."""
-    config = load_model_config(run.config.base_model, run.config.model)
-    if converter is None:
-        check_architecture(config)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    partial = output.with_name(f".writing-{output.name}")
-    with tempfile.TemporaryDirectory(prefix=".merged.", dir=output.parent) as work:
-        merged = merge(run, Path(work) / "model")
-        try:
-            if converter is None:
-                dtype = write_gguf(merged, partial, dtype=dtype, name=run.run_dir.resolve().name)
-            else:
-                convert(merged, partial, dtype=dtype, converter=converter)
-            os.replace(partial, output)
-        finally:
-            partial.unlink(missing_ok=True)
-    written_by = "the gguf package" if converter is None else str(converter)
-    lines = [f"{output.stat().st_size / 2**20:,.1f} MiB in {dtype}, written by {written_by}"]
-    if converter is None and longest_context(config) < config.max_position_embeddings:
-        lines.append(
-            f"context of {longest_context(config):,} tokens, the model's sliding window, which llama.cpp has not for it"
-        )
-    if converter is None and chats_differ(saved_tokenizer(run)):
-        lines.append("after special tokens llama.cpp puts spaces otherwise than this tokenizer: chats differ in those")
+    source = Source.of(run, output, converter)
+    with writing(output) as folder:
+        lines = source.write(folder / GGUF_NAME, dtype)
+        put_in_place(folder / GGUF_NAME, output)
     return lines
 
 
 def export_ollama(run: FinishedRun, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
     """A folder with the GGUF file and a Modelfile."""
-    lines = export_gguf(run, output / GGUF_NAME, dtype=dtype, converter=converter)
-    text = modelfile(GGUF_NAME, saved_tokenizer(run), system_prompt=run.config.dataset.system_prompt)
-    (output / "Modelfile").write_text(text, encoding="utf-8")
+    source = Source.of(run, output, converter)
+    text = modelfile(GGUF_NAME, source.tokenizer, system_prompt=run.config.dataset.system_prompt)
+    with writing(output) as folder:
+        lines = source.write(folder / GGUF_NAME, dtype)
+        (folder / "Modelfile").write_text(text, encoding="utf-8")
+        put_in_place(folder, output)
     if "TEMPLATE" not in text.partition("#")[0]:
         lines.append("without TEMPLATE: this chat template is not made of turns alone; see the Modelfile")
     if "\n# No SYSTEM" in text:
         lines.append("without SYSTEM: Ollama would change the system prompt; see the Modelfile")
     return [*lines, f"ollama create NAME -f {output / 'Modelfile'}"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A merged model in memory, of which a GGUF file can be made."""
+
+    model: Any
+    tokenizer: Any
+    config: Any
+    name: str
+    converter: Path | None
+
+    @classmethod
+    def of(cls, run: FinishedRun, output: Path, converter: Path | None) -> "Source":
+        """Load and check; nothing is written yet. Raises UserError."""
+        config = load_model_config(run.config.base_model, run.config.model)
+        if converter is None:
+            check_architecture(config)
+        elif not converter.is_file():
+            raise UserError(f"--converter {converter}: no such file; name llama.cpp's convert_hf_to_gguf.py")
+        model, tokenizer = load_merged(run)
+        check_room(model, output)
+        return cls(model, tokenizer, config, run.run_dir.resolve().name, converter)
+
+    def write(self, file: Path, dtype: str) -> list[str]:
+        """Write `file`, the model as safetensors beside it for as long as that takes; what to say of it."""
+        merged, own = file.with_name(".merged"), self.converter is None
+        save_merged(self.model, self.tokenizer, merged)
+        if self.converter is None:
+            dtype = write_gguf(merged, file, dtype=dtype, name=self.name)
+        else:
+            convert(merged, file, dtype=dtype, converter=self.converter)
+        shutil.rmtree(merged)
+        written_by = "the gguf package" if own else str(self.converter)
+        lines = [f"{file.stat().st_size / 2**20:,.1f} MiB in {dtype}, written by {written_by}"]
+        context = longest_context(self.config)
+        if own and context < self.config.max_position_embeddings:
+            lines.append(f"context of {context:,} tokens, the model's sliding window, which llama.cpp has not for it")
+        if own and chats_differ(self.tokenizer):
+            lines.append(
+                "after special tokens llama.cpp puts spaces otherwise than this tokenizer: chats differ in those"
+            )
+        return lines
 
 
 def export(
@@ -97,10 +143,11 @@ def export(
     check_output(output)
     if form == "peft":
         return export_peft(run, output)
+    if form == "vllm":
+        return export_vllm(run, output)
     if form == "hf":
         merge(run, output, dtype={"f32": "fp32", "f16": "fp16"}.get(dtype, dtype))
         return ["AutoModelForCausalLM.from_pretrained, vLLM or text-generation-inference read it"]
-    note_written(output.parent, [output.name, f".writing-{output.name}"])
     if form == "gguf":
         return export_gguf(run, output, dtype=dtype, converter=converter)
     return export_ollama(run, output, dtype=dtype, converter=converter)
@@ -109,7 +156,7 @@ def export(
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(prog="zerolora export", description="A trained adapter for other programs.")
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
-    parser.add_argument("--format", choices=("peft", "hf", "gguf", "ollama"), required=True)
+    parser.add_argument("--format", choices=("peft", "vllm", "hf", "gguf", "ollama"), required=True)
     parser.add_argument("--output", type=Path, metavar="PATH", help="file for gguf, else folder (RUN/export-FORMAT)")
     parser.add_argument(
         "--dtype", choices=("auto", *FORMATS), default="auto", help="number format (auto: as the base is stored)"
@@ -131,10 +178,12 @@ def main(argv: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> None:
     default = options.run / ("export.gguf" if options.format == "gguf" else f"export-{options.format}")
     output = options.output or default
-    if options.format in ("peft", "hf") and options.converter is not None:
+    if options.format in ("peft", "vllm", "hf") and options.converter is not None:
         raise UserError(f"--converter {options.converter}: makes GGUF files, and --format is {options.format}")
-    if options.dtype != "auto" and options.format == "peft":
-        raise UserError(f"--dtype {options.dtype}: --format peft keeps the adapter's own numbers; leave it out")
+    if options.dtype != "auto" and options.format in ("peft", "vllm"):
+        raise UserError(
+            f"--dtype {options.dtype}: --format {options.format} keeps the adapter's own numbers; leave it out"
+        )
     if options.dtype == "q8_0" and options.format == "hf":
         raise UserError(f"--dtype q8_0: a format of GGUF files, and --format is {options.format}; leave it out")
     run = find_run(options.run, options.base_model, needs_base=options.format != "peft")

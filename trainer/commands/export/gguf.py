@@ -42,8 +42,6 @@ Array = numpy.ndarray[Any, Any]
 
 def convert(model_folder: Path, output: Path, *, dtype: str, converter: Path) -> None:
     """Run a converter of the user's, llama.cpp's convert_hf_to_gguf.py; RuntimeError with its last line if it fails."""
-    if not converter.is_file():
-        raise UserError(f"--converter {converter}: no such file; name llama.cpp's convert_hf_to_gguf.py")
     command = [sys.executable, str(converter), str(model_folder), "--outfile", str(output), "--outtype", dtype]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode or not output.is_file():

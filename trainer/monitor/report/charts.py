@@ -69,11 +69,12 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
 
 
 def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:
-    share, target, error = (series(records, f"scu/{name}") for name in ("s_ratio", "target", "error"))
+    share, target, smoothed = (series(records, f"scu/{name}") for name in ("s_ratio", "target", "s_smoothed"))
+    if not len(share):
+        return _divergence_charts(records)
     curves = [Curve(_times(share, 100), "pale", "blue", "S of the step")]
-    if len(error) and len(error) == len(target):
-        smoothed = Series(error.steps, 100 * (target.values + error.values))
-        curves.append(Curve(smoothed, "line", "blue", "S smoothed"))
+    if len(smoothed):
+        curves.append(Curve(_times(smoothed, 100), "line", "blue", "S smoothed"))
     curves.append(Curve(_times(target, 100), "dashed", "orange", "target"))
     goal = 100 * target.values[-1] if len(target) else None
     band = (goal - 100 * deadband, goal + 100 * deadband) if goal is not None and deadband else None
@@ -82,6 +83,19 @@ def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:
         Chart("SCU: strength λ", "", (Curve(series(records, "scu/lambda"), "line", "blue"),), low=0.0),
         Chart("SCU: DataBPT", "bits per token", with_mean(series(records, "scu/data_bpt"), "blue", "per step")),
         Chart("SCU: ParamBPT", "bits per token", (Curve(series(records, "scu/param_bpt"), "line", "blue"),), low=0.0),
+    ]
+
+
+def _divergence_charts(records: list[Record]) -> list[Chart]:
+    bits, smoothed, target = (series(records, f"scu/{name}") for name in ("kl_bits", "kl_smoothed", "target"))
+    curves = (
+        Curve(bits, "pale", "blue", "K of the step"),
+        Curve(smoothed, "line", "blue", "K smoothed"),
+        Curve(target, "dashed", "orange", "target"),
+    )
+    return [
+        Chart("SCU: K, adapter from base", "bits per token of reference text", curves, low=0.0),
+        Chart("SCU: strength λ", "", (Curve(series(records, "scu/lambda"), "line", "blue"),), low=0.0),
     ]
 
 

@@ -50,6 +50,7 @@ def draw_plots(records: list[Record], folder: Path, *, deadband: float | None = 
         ("Throughput", "throughput", ("perf/tokens_per_second_per_gpu",), _draw_throughput),
         ("Peak memory", "memory", ("memory/peak_gib",), _draw_memory),
         ("SCU: share S", "scu_s", ("scu/s_ratio",), lambda axes, rows: _draw_s(axes, rows, deadband)),
+        ("SCU: K, adapter from base", "scu_kl", ("scu/kl_bits",), _draw_k),
         ("SCU: regularisation strength λ", "scu_lambda", ("scu/lambda",), _draw_lambda),
         ("SCU: DataBPT, information in the data", "scu_data_bpt", ("scu/data_bpt",), _draw_data_bits),
         ("SCU: ParamBPT, information in the adapter", "scu_param_bpt", ("scu/param_bpt",), _draw_parameter_bits),
@@ -121,10 +122,10 @@ def _draw_memory(axes: Any, records: list[Record]) -> None:
 
 
 def _draw_s(axes: Any, records: list[Record], deadband: float | None) -> None:
-    share, target, error = (series(records, f"scu/{name}") for name in ("s_ratio", "target", "error"))
+    share, target, smoothed = (series(records, f"scu/{name}") for name in ("s_ratio", "target", "s_smoothed"))
     axes.plot(share.steps, 100 * share.values, color=BLUE, alpha=0.3, linewidth=1, label="S of the step")
-    if len(error) and len(error) == len(target):
-        axes.plot(error.steps, 100 * (target.values + error.values), color=BLUE, linewidth=2, label="S smoothed")
+    if len(smoothed):
+        axes.plot(smoothed.steps, 100 * smoothed.values, color=BLUE, linewidth=2, label="S smoothed")
     if len(target):
         axes.plot(target.steps, 100 * target.values, color=ORANGE, linewidth=1.4, linestyle="--", label="target")
         if deadband:
@@ -132,6 +133,15 @@ def _draw_s(axes: Any, records: list[Record], deadband: float | None) -> None:
             axes.fill_between(target.steps, low, high, color=ORANGE, alpha=0.15, linewidth=0, label="deadband")
     axes.set_ylabel("S (%)")
     axes.set_ylim(bottom=0)
+    _legend(axes)
+
+
+def _draw_k(axes: Any, records: list[Record]) -> None:
+    _draw_with_mean(axes, series(records, "scu/kl_bits"), BLUE, "K of the step")
+    target = series(records, "scu/target")
+    if len(target):
+        axes.plot(target.steps, target.values, color=ORANGE, linewidth=1.4, linestyle="--", label="target")
+    axes.set_ylabel("bits/token of reference text")
     _legend(axes)
 
 

@@ -16,6 +16,8 @@ class RunRecord(BaseModel):
     world_size: int
     device: str
     device_name: str
+    precision: str | None = None
+    """What `auto` came to; older versions did not write it."""
     python: str
     packages: dict[str, str]
     commit: str | None

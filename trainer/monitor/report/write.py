@@ -37,7 +37,10 @@ def write_report(run_dir: Path) -> Path:
     check_output_file(run_dir / PAGE, str(run_dir / PAGE))
     config, run, answers = read_settings(run_dir), read_run(run_dir), _answers(run_dir)
     scu = config.get("scu", {})
-    deadband = scu.get("deadband") if scu.get("controller") == "pi" else None
+    # The other laws' deadband is a ratio, too narrow to be drawn.
+    deadband = (
+        scu.get("deadband") if scu.get("controller") == "pi" and scu.get("law", "published") == "published" else None
+    )
     draw_plots(records, run_dir / "plots", deadband=deadband)
     name = config.get("logging", {}).get("run_name") or run_dir.resolve().name
     page = run_dir / PAGE
@@ -179,8 +182,8 @@ def _training_rows(records: list[Record], config: Mapping[str, Any], run: Mappin
         size, micro = training["batch_size"], training["gradient_accumulation_steps"]
         rows.append(("batch", f"{size * micro * ranks} sequences = {size} x {micro} micro-steps x {ranks} ranks"))
         rows.append(("learning rate", f"{training['learning_rate']:g}, {training['lr_scheduler']}"))
-        stage = config["zero"]["stage"]
-        rows.append(("optimizer", f"{training['optimizer']}, precision {training['precision']}, ZeRO stage {stage}"))
+        stage, precision = config["zero"]["stage"], run.get("precision") or training["precision"]
+        rows.append(("optimizer", f"{training['optimizer']}, precision {precision}, ZeRO stage {stage}"))
     return rows
 
 

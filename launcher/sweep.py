@@ -1,0 +1,232 @@
+"""`zerolora sweep`: every combination of some settings, one after the other, side by side, or as a SLURM array."""
+
+import hashlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Annotated, Any
+
+import typer
+
+from launcher.become import become_module
+from launcher.submit import sweep_lines
+from launcher.supervision.terminal import say
+from launcher.targets.local import visible_gpus
+from trainer.config import UserError, load_config
+from trainer.config.aliases import ALIASES
+from trainer.config.messages import annotation_of
+from trainer.config.values import kinds
+from trainer.contract.launcher_process import tie_children_to_this_process
+from trainer.contract.whole_files import write_json
+
+RECORD = "sweep.json"
+LOOK_EVERY_S = 0.5
+MOST_RUNS = 1000
+
+
+@dataclass
+class Run:
+    """One combination: its settings, its folder, and what came of it."""
+
+    settings: list[str]
+    folder: Path
+    digest: str
+    exit_code: int | None = None
+    process: "subprocess.Popen[bytes] | None" = None
+    gpus: Sequence[int] = ()
+    log: IO[bytes] | None = None
+
+    @property
+    def name(self) -> str:
+        """What differs from the other runs."""
+        return self.folder.name
+
+
+def sweep(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The YAML file of the runs.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="key=value,value...", help="Values to try; one with a single value holds for all runs."),
+    ] = None,
+    gpus_per_run: Annotated[
+        int | None, typer.Option(help="Side by side, so many GPUs for each run; default: all, one run after the other.")
+    ] = None,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="An array of jobs; what follows goes to `zerolora submit`.")
+    ] = False,
+    table: Annotated[bool, typer.Option("--table", help="Only show what came of the runs so far.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and stop.")] = False,
+) -> None:
+    """Train every combination of some settings' values; one table and one plot, best first."""
+    words = [*(settings or []), *context.args]
+    first = next((at for at, word in enumerate(words) if word.startswith("-")), len(words))
+    of_submit = words[first:]
+    axes, fixed = split_axes(words[:first])
+    folder = Path(load_config(config, fixed).config.output_dir).absolute()
+    if not axes and not table:
+        raise UserError("zerolora sweep: nothing to try; write training.learning_rate=1e-4,2e-4")
+    if table:
+        become_module("trainer.commands.sweep_table", [str(folder)])
+    if of_submit and not slurm:
+        raise UserError(f"{of_submit[0]}: not an option of `zerolora sweep`; those of `zerolora submit` need --slurm")
+    runs = plan_runs(config, axes, fixed, folder)
+    if slurm:
+        words = ["submit", str(config), *fixed, *(word for axis in axes for word in ("--sweep", axis)), *of_submit]
+        if dry_run:
+            typer.echo(shlex.join(["zerolora", *words]))
+            return
+        write_record(folder, runs)
+        say(f"afterwards: zerolora sweep {config} {shlex.join(fixed)} --table")
+        os.execv(sys.executable, [sys.executable, "-m", "launcher.cli", *words])
+    gpus = visible_gpus()
+    slots = slots_of(gpus, gpus_per_run)
+    if dry_run:
+        for run in runs:
+            typer.echo(shlex.join(["zerolora", *command(config, run, gpus_per_run)[3:]]))
+        return
+    go_through(config, runs, slots, gpus_per_run, folder)
+    become_module("trainer.commands.sweep_table", [str(folder)])
+
+
+def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Those with several values, and those that hold for all. Raises UserError for what is not key=value."""
+    axes: list[str] = []
+    fixed: list[str] = []
+    for text in settings:
+        name, equals, values = text.partition("=")
+        if not equals or not name:
+            raise UserError(f"{text}: must read key=value,value, such as training.learning_rate=1e-4,2e-4")
+        takes_list = tuple in kinds(annotation_of(ALIASES.get(name, name)) or str)
+        (axes if "," in values and not takes_list and not values.startswith(("[", "{", '"', "'")) else fixed).append(
+            text
+        )
+    return axes, fixed
+
+
+def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: Path) -> list[Run]:
+    """All runs, each checked; those that an earlier start has finished know it. Raises UserError for what cannot be."""
+    lines = sweep_lines(axes, folder)
+    if len(lines) > MOST_RUNS:
+        raise UserError(f"zerolora sweep: {len(lines):,} runs, and {MOST_RUNS:,} are the most; try fewer values")
+    before = {entry["folder"]: entry for entry in read_record(folder)}
+    runs = []
+    for line in lines:
+        settings = [*fixed, *shlex.split(line)]
+        loaded = load_config(config, settings)
+        digest = hashlib.sha256(loaded.config.model_dump_json().encode()).hexdigest()
+        run = Run(settings, Path(loaded.config.output_dir), digest)
+        earlier = before.get(str(run.folder))
+        if earlier and earlier["digest"] != digest and run.folder.exists():
+            raise UserError(f"{run.folder}: an earlier sweep trained it with other settings; name another output_dir")
+        if earlier and earlier["digest"] == digest:
+            run.exit_code = 0 if earlier["exit_code"] == 0 else None
+        runs.append(run)
+    return runs
+
+
+def slots_of(gpus: Sequence[int], each: int | None) -> list[Sequence[int]]:
+    """The GPUs of each place for a run; one place without numbers where all are taken, or where there are none."""
+    if each is None or not gpus:
+        return [()]
+    if not 1 <= each <= len(gpus):
+        raise UserError(f"--gpus-per-run {each}: this machine offers {len(gpus)}")
+    return [gpus[first : first + each] for first in range(0, len(gpus) - each + 1, each)]
+
+
+def command(config: Path, run: Run, each: int | None) -> list[str]:
+    """The command of one run; one that was stopped goes on."""
+    goes_on = ["training.resume_from_checkpoint=auto"]
+    number = ["--num-gpus", str(each)] if each else []
+    return [sys.executable, "-m", "launcher.cli", "train", str(config), *run.settings, *goes_on, *number]
+
+
+def go_through(config: Path, runs: list[Run], slots: list[Sequence[int]], each: int | None, folder: Path) -> None:
+    """Start runs as places become free, until all have ended; a signal is passed on to those that run."""
+    write_record(folder, runs)
+    waiting = [run for run in runs if run.exit_code is None]
+    if done := len(runs) - len(waiting):
+        say(f"{done} of {len(runs)} runs have been finished before")
+    tie_children_to_this_process()
+    free = list(slots)
+    running: list[Run] = []
+    try:
+        while waiting or running:
+            while waiting and free:
+                run = waiting.pop(0)
+                run.gpus = free.pop(0)
+                say(f"{runs.index(run) + 1} of {len(runs)}: {run.name}{_on(run)}")
+                _begin(config, run, each, folder, alone=len(slots) == 1)
+                running.append(run)
+            time.sleep(LOOK_EVERY_S)
+            for run in [run for run in running if run.process and run.process.poll() is not None]:
+                running.remove(run)
+                free.append(run.gpus)
+                _note_end(run, runs, folder)
+    finally:
+        for run in running:  # Ctrl-C or SIGTERM: each saves, then stops
+            if run.process and run.process.poll() is None:
+                run.process.send_signal(signal.SIGTERM)
+        for run in running:
+            if run.process:
+                run.process.wait()
+
+
+def _on(run: Run) -> str:
+    return f" on GPU {', '.join(map(str, run.gpus))}" if run.gpus else ""
+
+
+def _begin(config: Path, run: Run, each: int | None, folder: Path, *, alone: bool) -> None:
+    environment = dict(os.environ)
+    if run.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, run.gpus))
+    words = command(config, run, each)
+    if alone:
+        run.process = subprocess.Popen(words, env=environment, start_new_session=True)
+        return
+    run.log = (folder / f"{run.name}.log").open("wb")
+    words.append("logging.progress=lines")
+    run.process = subprocess.Popen(
+        words, env=environment, start_new_session=True, stdin=subprocess.DEVNULL, stdout=run.log, stderr=run.log
+    )
+
+
+def _note_end(run: Run, runs: list[Run], folder: Path) -> None:
+    assert run.process is not None
+    run.exit_code = run.process.returncode
+    if run.log:
+        run.log.close()
+    if run.exit_code:
+        where = f"; {folder / run.name}.log says why" if run.log else ""
+        say(f"{run.name}: ended with {run.exit_code}{where}")
+    write_record(folder, runs)
+
+
+def read_record(folder: Path) -> list[dict[str, Any]]:
+    """What earlier starts have noted. Raises UserError for a record that cannot be read."""
+    try:
+        entries = json.loads((folder / RECORD).read_text(encoding="utf-8"))["runs"]
+        return [entry for entry in entries if {"folder", "digest", "exit_code"} <= entry.keys()]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder / RECORD}: cannot be read ({error}); remove it") from None
+
+
+def write_record(folder: Path, runs: Sequence[Run]) -> None:
+    """The runs with their settings and ends; those of other sweeps in the folder stay."""
+    ours = {str(run.folder) for run in runs}
+    others = [entry for entry in read_record(folder) if entry["folder"] not in ours]
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = [
+        {"folder": str(run.folder), "settings": run.settings, "digest": run.digest, "exit_code": run.exit_code}
+        for run in runs
+    ]
+    write_json(folder / RECORD, {"runs": [*others, *entries]})

@@ -1,0 +1,105 @@
+#!/usr/bin/env bash
+# The experiments of docs/lab/scu.md on one GPU, with SmolLM2's real weights; `zerolora compare` prints its tables last.
+#   tests/bench/scu_experiment.sh trial     two runs side by side: does it work, how fast is a step
+#   tests/bench/scu_experiment.sh hold SEEDS      384 records: every controller; 64 records of another text
+#   tests/bench/scu_experiment.sh kl SEEDS        what is forgotten: kl at three targets, none, the norm term, three rates
+# Runs are written as they end, seed after seed: what a limit cuts off leaves whole seeds. What every run measured comes
+# back in $OUT/scu-MODE-SEEDS.tgz; unpacked into one folder, several calls' runs are one experiment (scu_figures.py).
+# PYTHON (default python3), OUT (default runs/scu), GGUF (default /tmp/smollm2.gguf), SECONDS_LIMIT (500), PARALLEL (8) and
+# TEXTS (a folder of scu_texts.py, made elsewhere) may be set.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+mode=${1:?trial, hold or kl}
+seeds=${2:-1,2,3}
+python=${PYTHON:-python3}
+out=${OUT:-runs/scu}
+limit=${SECONDS_LIMIT:-500}
+parallel=${PARALLEL:-8}
+scratch=$(mktemp -d)
+mkdir -p "$out"
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
+export TRITON_CACHE_DIR=$scratch/triton
+export PYTHONPATH="$PWD:${PYTHONPATH:-}"
+
+finish() {
+  (cd "$scratch/runs" 2> /dev/null && find . \( -name heldout_documents.json -o -name 'scu_*.json' -o -name console.log \
+    -o -name training_config.json -o -name 'compare.*' \) -print0 |
+    tar czf "$out/scu-$mode-${seeds//,/}.tgz" --null -T -)
+  find "$scratch/runs" -name heldout_documents.json 2> /dev/null | wc -l | sed 's/$/ runs finished/'
+  echo "took $SECONDS s"
+}
+trap finish EXIT
+
+[[ -n ${TEXTS:-} ]] && cp -r "$TEXTS"/. "$scratch"
+"$python" -m ops.builder build > "$out/build.log" 2>&1 &
+DS_ACCELERATOR=cpu "$python" -m tests.bench.scu_texts "$scratch" "${GGUF:-/tmp/smollm2.gguf}" > "$out/texts.log" 2>&1 ||
+  { tail -5 "$out/texts.log"; exit 1; }
+echo "texts and model after $SECONDS s"
+wait
+echo "operators after $SECONDS s"
+
+# compare NAME SEED SEEDS OPTIONS...: runs of SEEDS seeds from SEED on, as long as there is time
+compare() {
+  local name=$1 seed=$2 seeds=$3 left=$((limit - SECONDS))
+  shift 3
+  ((left < 60)) && { echo "no time left for $name, seed $seed"; return; }
+  timeout -s TERM -k 20 "$left" "$python" -m trainer.compare configs/compare-smollm2.yaml base_model="$scratch/model" \
+    seed="$seed" --seeds "$seeds" --output "$scratch/runs/$name" --parallel "${slots:-$parallel}" \
+    --forgetting "$scratch/prose/unseen.jsonl" dataset.cache_dir="$scratch/cache" "$@" > "$out/$name-$seed.log" 2>&1
+  echo "$name, seed $seed: exit code $? after $SECONDS s"
+  grep -E "FAILED|error" "$out/$name-$seed.log" | head -5
+}
+
+stdlib=(dataset.path="$scratch/stdlib/train.jsonl" dataset.evaluation.path="$scratch/stdlib/eval.jsonl")
+# 64 records, seen 50 times in 200 steps
+torch=(dataset.path="$scratch/torch/train.jsonl" dataset.evaluation.path="$scratch/torch/eval.jsonl"
+  dataset.max_samples=64 training.max_steps=200 training.eval_steps=10)
+# With sigma 0.1 a lambda acts as nine times that lambda with the sigma of 0.3 of earlier tables: 3 to 3,000 there.
+lambdas=0.3,1,3,10,30,100,300
+targets=0.005,0.01,0.02
+
+case $mode in
+  trial)
+    compare trial 1 1 "${stdlib[@]}" --controllers fixed,pi --lambdas 30 --targets 0.01
+    cut -c1-150 "$out/trial-1.log" | tail -40
+    for run in "$scratch"/runs/trial/*/; do
+      echo "$run"
+      "$python" - "$run" << 'CURVE'
+import json, sys, statistics
+folder = sys.argv[1]
+records = json.load(open(folder + "scu_metrics.json"))
+print([(r["step"], round(r["s_smoothed"], 5), round(r["lambda"], 2), round(r["data_bpt"], 3)) for r in records[9::30]])
+lines = [json.loads(line) for line in open(folder + "metrics.jsonl")]
+print([(l["step"], round(l["eval/bpt"], 3)) for l in lines if "eval/bpt" in l])
+print("step ms", statistics.median(l["perf/step_ms"] for l in lines if "perf/step_ms" in l))
+CURVE
+    done
+    ;;
+  hold)
+    first=${seeds%%,*}
+    count=$(tr ',' '\n' <<< "$seeds" | wc -l)
+    # Both texts in one pool of processes; the second, of short runs, goes on with PI under a floor of the rate.
+    slots=$((parallel * 3 / 4)) compare stdlib "$first" "$count" "${stdlib[@]}" training.eval_steps=30 \
+      --controllers none,fixed,linear,cosine,pi --lambdas $lambdas --ramps 30 --targets $targets &
+    (
+      slots=$((parallel / 4))
+      compare torch "$first" "$count" "${torch[@]}" --controllers none,fixed,pi --lambdas $lambdas --targets $targets
+      compare floor "$first" "$count" "${stdlib[@]}" training.eval_steps=30 --controllers pi --targets 0.01 \
+        scu.rate_floor=0.1
+    ) &
+    wait
+    tail -n 75 "$out/stdlib-$first.log" | cut -c1-130
+    tail -n 60 "$out/torch-$first.log" | cut -c1-130
+    ;;
+  kl)
+    reference=scu.reference="$scratch/prose/reference.jsonl"
+    for seed in ${seeds//,/ }; do
+      for rate in 1e-3 5e-4 2e-3; do
+        more=(training.learning_rate=$rate)
+        compare "kl-$rate" "$seed" 1 "${stdlib[@]}" "${more[@]}" "$reference" --measures kl --controllers none,pi \
+          --targets 0.02,0.05,0.1
+        compare "norm-$rate" "$seed" 1 "${stdlib[@]}" "${more[@]}" --controllers fixed --lambdas 1,3,10,30,100,300
+      done
+    done
+    ;;
+esac

@@ -1,0 +1,106 @@
+"""The figures of docs/lab/scu.md from what its runs measured.
+
+    python -m tests.bench.scu_figures publish RUNS FILE.json.gz    every run below the folder RUNS, in one file
+    python -m tests.bench.scu_figures show FILE.json.gz            tables and statements, as `zerolora compare` has them
+
+A file holds, for each run: its settings, the loss sum (nats, to a thousandth) of each held-out document at each
+evaluation and at each scale of the finished adapter, loss and KL sums of the texts, and the controller's records to
+five digits.
+"""
+
+import gzip
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.compare.report import write_results
+from trainer.compare.results import Comparison, Result
+from trainer.compare.run import DOCUMENTS_FILE
+from trainer.compare.trials import Setting, Trial
+from trainer.config import RunConfig
+
+CURVE = ("step", "data_bpt", "param_bpt", "s_smoothed", "kl_bits", "kl_smoothed", "lambda", "error", "reg_loss")
+ORDER = ("none", "fixed", "linear", "cosine", "pi")
+
+
+def publish(runs: Path, file: Path) -> None:
+    found = []
+    for documents in sorted(runs.glob(f"*/*/{DOCUMENTS_FILE}")):
+        folder = documents.parent
+        written = json.loads(documents.read_text(encoding="utf-8"))
+        for entry in [*written["evaluations"], *written["scaled"], *written["texts"]]:
+            for name in ("loss_sums", "kl_sums"):
+                if name in entry:
+                    entry[name] = [round(value, 3) for value in entry[name]]
+        records = json.loads((folder / "scu_metrics.json").read_text(encoding="utf-8"))
+        curve = [{name: float(f"{record[name]:.5g}") for name in CURVE if name in record} for record in records]
+        config = json.loads((folder / "training_config.json").read_text(encoding="utf-8"))
+        for name in ("base_model", "output_dir"):
+            config[name] = Path(config[name]).name
+        for source in (config["dataset"], config["dataset"]["evaluation"]):
+            source["path"] = "/".join(Path(source["path"]).parts[-2:])
+        config["dataset"]["cache_dir"] = "cache"
+        found.append({"experiment": folder.parent.name, "config": config, "curve": curve, **written})
+    with gzip.open(file, "wt", encoding="utf-8", compresslevel=9) as out:
+        json.dump(found, out, separators=(",", ":"))
+    print(f"{file}: {len(found)} runs, {file.stat().st_size / 2**20:.2f} MiB")
+
+
+def read(file: Path) -> dict[str, Comparison]:
+    """Experiment -> its comparison."""
+    with gzip.open(file, "rt", encoding="utf-8") as text:
+        runs = json.load(text)
+    found: dict[str, list[Result]] = {}
+    for run in runs:
+        targets = {
+            other["config"]["scu"]["target"]
+            for other in runs
+            if other["experiment"] == run["experiment"] and other["config"]["scu"]["controller"] == "pi"
+        }
+        found.setdefault(run["experiment"], []).append(_result(run, several=len(targets) > 1))
+    return {name: Comparison(sorted(results, key=_place), draws=2000) for name, results in found.items()}
+
+
+def _place(result: Result) -> tuple[int, float, int]:
+    setting = result.trial.setting
+    return ORDER.index(setting.controller), setting.strength or setting.target or 0.0, result.trial.seed
+
+
+def _result(run: dict[str, Any], *, several: bool) -> Result:
+    config = RunConfig.model_validate(run["config"])
+    scu = config.scu
+    strength = {"fixed": float(scu.lambda_start), "linear": scu.lambda_max, "cosine": scu.lambda_max}
+    target = scu.target if scu.controller == "pi" and scu.target != "auto" else None
+    setting = Setting(scu.measure, scu.controller, strength.get(scu.controller), target, several and target is not None)
+    trial = Trial(setting, config.seed, Path(), (), config)
+    sums = [
+        np.array([entry["loss_sums"] for entry in run[name]], dtype=np.float64) for name in ("evaluations", "scaled")
+    ]
+    texts = None
+    if run["texts"]:
+        kl, losses = (np.array([entry[name] for entry in run["texts"]]) for name in ("kl_sums", "loss_sums"))
+        texts = {"tokens": float(sum(run["text_tokens"])), "kl": kl, "losses": losses}
+    steps = [entry["step"] for entry in run["evaluations"]]
+    tokens_D = np.array(run["target_tokens"], dtype=np.float64)
+    return Result(trial, steps, sums[0], tokens_D, run["curve"], sums[1] if len(sums[1]) else None, texts)
+
+
+def show(file: Path) -> None:
+    for name, comparison in read(file).items():
+        seeds = {result.trial.seed for result in comparison.results}
+        print(
+            f"## {name}: {len(comparison.results)} runs, seeds {sorted(seeds)}, {len(comparison.tokens_D)} documents\n"
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            print(write_results(comparison, Path(folder))[0].read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "publish":
+        publish(Path(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        show(Path(sys.argv[2]))

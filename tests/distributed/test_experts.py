@@ -1,0 +1,110 @@
+"""Adapted experts on two ranks: the losses of plain PEFT at every stage, recomputed, packed, in 4 bits, and resumed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.conftest import Matrix, environment, launch
+from tests.distributed.plan import case
+from tests.distributed.test_architectures import make_architecture
+from tests.distributed.test_families import FAMILIES
+from tests.plain_peft import plain_losses
+from trainer.config import load_config
+
+pytestmark = pytest.mark.distributed
+
+NAMES = ("mixtral", "deepseek_v3")
+COMMON = {"ops__backend": "reference", "training__learning_rate": 1e-2}
+RESUMED = {"lora__dropout": 0.1, "training__max_steps": 6, "training__save_steps": 3, "base_model": "mixtral-model"}
+
+
+def plan() -> list[dict[str, Any]]:
+    cases = []
+    for name in NAMES:
+        model = {"base_model": f"{name}-model", **COMMON}
+        cases += [case(f"{name}-{stage}", zero__stage=stage, **model) for stage in (0, 1, 2, 3)]
+        cases.append(case(f"{name}-recomputed", training__gradient_checkpointing="non_reentrant", **model))
+    mixtral = {"base_model": "mixtral-model", **COMMON}
+    module = {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0}
+    cases.append(case("mixtral-module", **module, **mixtral))
+    cases.append(case("mixtral-packed", dataset__packing=True, **mixtral))
+    cases += [case(f"mixtral-qlora-{stage}", adapter="qlora", zero__stage=stage, **mixtral) for stage in (2, 3)]
+    cases.append(case("whole", **RESUMED))
+    again = {"training__resume_from_checkpoint": "whole/checkpoint-3", "output_dir": "again"}
+    cases.append(case("again", **RESUMED, **again))
+    return cases
+
+
+ALONE = [
+    case(
+        "on-one-rank",
+        **{**RESUMED, "lora__dropout": 0.0},
+        training__resume_from_checkpoint="calm/checkpoint-3",
+        training__gradient_accumulation_steps=4,
+        output_dir="on-one-rank",
+    )
+]
+CALM = case("calm", **{**RESUMED, "lora__dropout": 0.0})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    folder = tmp_path_factory.mktemp("experts")
+    for name in NAMES:
+        make_architecture(folder / f"{name}-model", name, {"num_hidden_layers": 2, **FAMILIES[name]})
+    launch(folder, 2, [*plan(), CALM], environment())
+    launch(folder, 1, ALONE, environment())
+    return Matrix(folder, [*plan(), CALM, *ALONE])
+
+
+def plain(run: Path, *overrides: str) -> list[float]:
+    model = run.parent / f"{run.name.split('-')[0]}-model"
+    settings = [f"base_model={model}", "training.learning_rate=1e-2", *overrides]
+    config = load_config(run.parent / "base.yaml", settings).config
+    return plain_losses(config, ranks=2, attention=None, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_are_those_of_plain_peft_at_every_stage(runs: Matrix, name: str) -> None:
+    expected = plain(runs[f"{name}-2"].folder)
+    assert len({round(loss, 4) for loss in expected}) > 1
+    for other in ("0", "1", "2", "3", "recomputed"):
+        assert runs[f"{name}-{other}"].losses == pytest.approx(expected, rel=1e-6), other
+
+
+def test_the_load_of_experts_is_a_metric(runs: Matrix) -> None:
+    run = runs["mixtral-2"]
+    busiest, idlest = run.records("experts/busiest_share"), run.records("experts/idlest_share")
+    assert all(0.25 <= most <= 0.5 for most in busiest) and all(0 <= least <= 0.25 for least in idlest)
+    assert all(0 < entropy <= 1 for entropy in run.records("experts/entropy"))
+    assert run.records("experts/adapters_without_token")[-1] == 0
+
+
+def test_losses_are_the_same_where_deepspeed_gathers_module_by_module(runs: Matrix) -> None:
+    assert runs["mixtral-module"].losses == pytest.approx(runs["mixtral-2"].losses, rel=1e-6)
+
+
+def test_packed_losses_are_those_of_the_documents_one_by_one(runs: Matrix) -> None:
+    run = runs["mixtral-packed"]
+    assert run.losses == pytest.approx(plain(run.folder, "dataset.packing=true"), rel=1e-6)
+
+
+def test_experts_in_4_bits_learn_the_same_whole_and_in_shares(runs: Matrix) -> None:
+    whole, shares = runs["mixtral-qlora-2"], runs["mixtral-qlora-3"]
+    assert shares.losses == pytest.approx(whole.losses, rel=1e-6)
+    assert whole.losses != pytest.approx(runs["mixtral-2"].losses, rel=1e-4), "4 bits are not 32"
+    assert whole.records("eval/loss")[-1] < whole.records("eval/loss")[0]
+
+
+def test_a_resumed_run_continues_to_the_bit(runs: Matrix) -> None:
+    whole, again = runs["whole"], runs["again"]
+    assert again.losses[-3:] == whole.losses[-3:]
+    expected = whole.adapter()
+    for name, value in again.adapter().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(runs: Matrix) -> None:
+    assert runs["on-one-rank"].losses[-3:] == pytest.approx(runs["calm"].losses[-3:], rel=1e-5)

@@ -1,0 +1,40 @@
+"""`zerolora sweep` from end to end: two runs of a tiny model, the table, and a second start that finds them done."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import make_model, write_chats
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_rates_are_trained_and_compared(tmp_path: Path) -> None:
+    make_model(tmp_path / "model")
+    write_chats(tmp_path / "chats.jsonl", 60)
+    (tmp_path / "c.yaml").write_text(
+        "base_model: model\noutput_dir: runs\n"
+        "dataset: {path: chats.jsonl, val_split: 0.1, max_length: 64, cache_dir: cache}\n"
+        "training: {max_steps: 4, eval_steps: 2, save_steps: 0, batch_size: 2}\n"
+    )
+    command = [sys.executable, "-m", "launcher.cli", "sweep", "c.yaml", "training.learning_rate=1e-5,1e-2"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    command += ["--gpus-per-run", "1"]
+
+    def start() -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
+
+    first = start()
+    assert first.returncode == 0, first.stderr
+    (best, other) = [
+        line.split() for line in first.stdout.splitlines() if "learning_rate=1e-" in line and "done" in line
+    ]
+    assert best[:2] == ["1", "learning_rate=1e-2"] and other[:2] == ["2", "learning_rate=1e-5"]
+    assert float(best[2]) < float(other[2]) and (tmp_path / "runs" / "sweep.png").is_file()
+    again = start()
+    assert again.returncode == 0 and "2 of 2 runs have been finished before" in again.stderr

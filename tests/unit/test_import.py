@@ -1,0 +1,350 @@
+"""`zerolora import`: files of other trainers, written for these tests, and what becomes of each of their settings."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launcher.commands import main as zerolora
+from launcher.importing.command import translate_words
+from launcher.importing.prompts import CHAT_TEMPLATES, alpaca
+from launcher.importing.writing import as_yaml
+from tests.tiny import make_tokenizer
+from trainer.config import RunConfig, UserError, load_config
+from trainer.config.foreign import written_for
+from trainer.config.yaml_core import read_yaml
+
+AXOLOTL = """\
+base_model: org/small-llama
+load_in_8bit: true
+datasets:
+  - path: org/tales
+    type: chat_template
+    field_messages: talk
+    message_property_mappings: {role: from, content: value}
+    roles: {assistant: [bard]}
+    split: train[:10%]
+    data_files: [tales/part-1.jsonl]
+    name: long
+chat_template: chatml
+val_set_size: 0.05
+dataset_prepared_path: prepared
+output_dir: ./out/one
+adapter: lora
+sequence_len: 1024
+sample_packing: true
+lora_r: 24
+lora_alpha: 12
+lora_target_modules: 'model.language_model.layers.[\\d]+.(mlp|self_attn).(up|down|q)_proj'
+wandb_project:
+gradient_accumulation_steps: 3
+micro_batch_size: 5
+num_epochs: 2
+optimizer: paged_adamw_32bit
+lr_scheduler: cosine
+learning_rate: 3e-5
+bf16: auto
+tf32: true
+gradient_checkpointing: offload
+attn_implementation: flash_attention_2
+warmup_ratio: 0.2
+evals_per_epoch: 3
+saves_per_epoch: 2
+plugins: [some.Plugin]
+liger_rope: true
+neftune_noise_alpha: 5
+special_tokens: {pad_token: "<pad>", eos_token: "<end>"}
+"""
+FACTORY = """\
+model_name_or_path: org/small
+stage: sft
+finetuning_type: lora
+lora_target: all
+quantization_bit: 4
+dataset: pairs, talks
+template: chatml
+cutoff_len: 512
+max_samples: 50
+output_dir: out
+per_device_train_batch_size: 2
+learning_rate: 1.0e-4
+lr_scheduler_type: cosine
+fp16: true
+deepspeed: ds_z3_offload.json
+ddp_timeout: 100
+report_to: none
+"""
+INFO = {
+    "pairs": {"file_name": "pairs.json", "columns": {"prompt": "ask", "response": "say"}},
+    "talks": {
+        "hf_hub_url": "org/talks",
+        "formatting": "sharegpt",
+        "split": "train_sft",
+        "columns": {"messages": "turns", "tools": "tools"},
+        "tags": {"role_tag": "role", "content_tag": "text", "user_tag": "user", "assistant_tag": "robot"},
+    },
+    "pictures": {"file_name": "p.json", "columns": {"images": "images"}},
+    "choices": {"file_name": "c.json", "ranking": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/dataset_info.json").write_text(json.dumps(INFO))
+    return tmp_path
+
+
+def imported(text: str, *more: str) -> tuple[RunConfig, str]:
+    """The configuration that a file becomes, and the text that it is read from."""
+    Path("theirs.yml").write_text(text)
+    return written(["theirs.yml", *more])
+
+
+def written(words: list[str]) -> tuple[RunConfig, str]:
+    translation = translate_words(words)
+    text = as_yaml(translation, "mine.yaml")
+    Path("mine.yaml").write_text(text)
+    assert read_yaml(Path("mine.yaml")).tree == translation.tree(), "what is written reads back"
+    return load_config("mine.yaml").config, text
+
+
+def refused(text: str) -> str:
+    with pytest.raises(UserError) as caught:
+        imported(text)
+    line = str(caught.value)
+    assert "\n" not in line and line.startswith("theirs.yml")
+    return line
+
+
+def test_an_axolotl_file_says_the_same_here() -> None:
+    config, text = imported(AXOLOTL)
+    data, training, lora = config.dataset, config.training, config.lora
+    assert (config.base_model, config.adapter, config.output_dir) == ("org/small-llama", "lora", "./out/one")
+    assert (data.path, data.format, data.name, data.split) == ("org/tales", "messages", "long", "train[:10%]")
+    assert data.fields == {"messages": "talk", "role": "from", "content": "value"}
+    assert data.roles == {"assistant": ("bard",)} and data.data_files == ("tales/part-1.jsonl",)
+    assert (data.max_length, data.packing, data.val_split, data.too_long) == (1024, True, 0.05, "drop")
+    assert data.chat_template == CHAT_TEMPLATES["chatml"]
+    assert (lora.r, lora.alpha, lora.dropout) == (24, 12.0, 0.0)
+    assert lora.target_modules == ("up_proj", "down_proj", "q_proj")
+    assert (training.batch_size, training.gradient_accumulation_steps, training.epochs) == (5, 3, 2.0)
+    assert (training.optimizer, training.lr_scheduler, training.learning_rate) == ("adamw", "cosine", 3e-5)
+    assert (training.precision, training.gradient_checkpointing) == ("auto", "non_reentrant")
+    assert training.offload_activations and training.warmup_ratio == 0.2 and config.model.pad_token == "<pad>"
+    assert (training.evals_per_epoch, training.saves_per_epoch, training.save_total_limit) == (3, 2, 4)
+    head = " ".join(line.lstrip("# ") for line in text.partition("\n\n")[0].splitlines())
+    assert "line 2, load_in_8bit: the base stays in 16 bits" in head
+    assert "line 38, neftune_noise_alpha: 5: there is nothing like it here" in head
+    assert "Without effect here: dataset_prepared_path, liger_rope, plugins, wandb_project." in head
+    assert "line 39, special_tokens: eos_token: the tokenizer's own are kept" in head
+    assert re.search(rf"\n  r: 24 +# line {AXOLOTL.splitlines().index('lora_r: 24') + 1}, lora_r\n", text)
+
+
+def test_axolotls_defaults_are_written_out() -> None:
+    config, text = imported(
+        "base_model: m\ndatasets: [{path: d.jsonl, type: alpaca}]\nadapter: qlora\nload_in_4bit: true\n"
+        "micro_batch_size: 2\nnum_epochs: 1\nlearning_rate: 1e-4\nlora_r: 8\nlora_alpha: 16\nval_set_size: 0.1\n"
+    )
+    assert (config.adapter, config.dataset.max_length, config.output_dir) == ("qlora", 512, "./model-out")
+    assert (config.training.evals_per_epoch, config.training.saves_per_epoch) == (1, 1)
+    assert config.lora.target_modules == ("q_proj", "v_proj")
+    data = config.dataset
+    assert (data.format, data.template, data.template_without_input) == ("custom", *alpaca("instruct"))
+    assert data.fields == {"completion": "output"}
+    assert "# the default of Axolotl" in text
+
+
+def test_imported_prompts_are_what_is_trained_on(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from trainer.data import Samples, prepare_data
+
+    make_tokenizer(folder / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    rows = [
+        {"instruction": "Add.", "input": "1 2", "output": "3"},
+        {"instruction": "Name one.", "input": "", "output": "Red."},
+        {"instruction": "long " * 400, "input": "", "output": "Left out."},
+    ]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config, _ = imported(
+        "base_model: m\ndatasets: [{path: rows.jsonl, type: alpaca}]\nadapter: lora\nsequence_len: 400\n"
+        "micro_batch_size: 2\nlearning_rate: 1e-4\nlora_target_linear: true\nsample_packing: false\n"
+    )
+    data = prepare_data(config.dataset, tokenizer, seed=1, cache_dir=folder / "cache", max_length_of_model=None)
+    assert isinstance(data.train, Samples) and data.stats.too_long == 1
+    head = "Below is an instruction that describes a task"
+    tail = ". Write a response that appropriately completes the request.\n\n### Instruction:\n"
+    assert [tokenizer.decode(sample.input_ids) for sample in data.train] == [
+        f"{head}, paired with an input that provides further context{tail}Add.\n\n### Input:\n1 2\n\n"
+        "### Response:\n3<|im_end|>",
+        f"{head}{tail}Name one.\n\n### Response:\nRed.<|im_end|>",
+    ]
+    learnt = [[i for i, on in zip(s.input_ids, s.trained, strict=True) if on] for s in data.train]
+    assert [tokenizer.decode(ids) for ids in learnt] == ["3<|im_end|>", "Red.<|im_end|>"]
+
+
+def test_prompts_and_texts_of_axolotl() -> None:
+    config, _ = imported(
+        AXOLOTL.replace("type: chat_template", "type: {field_instruction: q, field_output: a, "
+                        "format: 'Q: {instruction}\\n{input} A:', no_input_format: 'Q: {instruction} A:', "
+                        "system_prompt: 'Say {x}. '}").replace("field_messages: talk", "")
+        .replace("message_property_mappings: {role: from, content: value}", "")
+        .replace("roles: {assistant: [bard]}", "")
+    )  # fmt: skip
+    data = config.dataset
+    assert data.fields == {"instruction": "q", "completion": "a"}
+    assert data.template == "Say {{x}}. Q: {instruction}\\n{input} A:"
+    config, _ = imported(
+        "base_model: m\npretraining_dataset: [{path: c4, name: en, text_column: body}]\nmax_steps: 50\n"
+        "sequence_len: 64\nmicro_batch_size: 1\nadapter: lora\nlearning_rate: 1e-4\nlora_target_linear: true\n"
+    )
+    assert (config.dataset.streaming, config.dataset.format, config.training.max_steps) == (True, "completion", 50)
+    assert (config.dataset.name, config.dataset.fields) == ("en", {"text": "body"})
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ("rl: dpo\n", "theirs.yml:40: rl=dpo: preference and reward training are not offered"),
+        (
+            "processor_type: AutoProcessor\nskip_prepare_dataset: true\n",
+            "theirs.yml:40: processor_type=AutoProcessor: ",
+        ),
+        ("gptq: true\n", "theirs.yml:40: gptq=true: a GPTQ base is not offered"),
+        ("relora: true\n", "theirs.yml:40: relora=true: ReLoRA is not offered"),
+    ],
+)
+def test_what_is_not_offered_has_one_reason(change: str, line: str) -> None:
+    assert refused(AXOLOTL + change).startswith(line)
+
+
+def test_what_is_not_offered_in_a_value() -> None:
+    assert "optimizer=lion: only AdamW" in refused(AXOLOTL.replace("paged_adamw_32bit", "lion"))
+    assert "type context_qa: this prompt" in refused(AXOLOTL.replace("type: chat_template", "type: context_qa"))
+    assert "weights are in AWQ" in refused(AXOLOTL.replace("small-llama", "small-AWQ"))
+
+
+def test_a_llama_factory_file_says_the_same_here(folder: Path) -> None:
+    config, text = imported(FACTORY)
+    training, lora = config.training, config.lora
+    assert (config.adapter, lora.r, lora.alpha, lora.target_modules) == ("qlora", 8, 16.0, ("all-linear",))
+    pairs, talks = config.dataset.mix
+    assert (pairs.path, pairs.format, pairs.max_samples) == (f"{folder}/data/pairs.json", "alpaca", 50)
+    assert pairs.fields == {"instruction": "ask", "output": "say"}
+    assert (talks.path, talks.split, talks.format) == ("org/talks", "train_sft", "messages")
+    assert talks.fields == {"messages": "turns", "content": "text"} and talks.roles == {"assistant": ("robot",)}
+    assert (training.epochs, training.save_total_limit, training.warmup_steps) == (3.0, None, 0)
+    assert (training.precision, training.gradient_checkpointing) == ("fp16", "non_reentrant")
+    assert (config.zero.stage, config.zero.offload_optimizer, config.zero.offload_parameters) == (3, True, True)
+    assert config.logging.report_to == () and config.dataset.max_length == 512
+    assert "the file is not there: stage 3 is read off its name" in " ".join(text.split())
+
+
+def test_llama_factorys_other_kinds() -> None:
+    plain, _ = imported(FACTORY.replace("stage: sft", "stage: pt").replace("pairs, talks", "pairs"))
+    assert (plain.dataset.format, plain.dataset.fields, plain.dataset.packing) == ("completion", {"text": "ask"}, True)
+    whole, _ = imported(FACTORY.replace("finetuning_type: lora", "finetuning_type: full"))
+    assert whole.adapter == "none"
+    assert "choices: preference" in refused(FACTORY.replace("pairs, talks", "choices"))
+    assert "pictures: images" in refused(FACTORY.replace("pairs, talks", "pictures"))
+    assert "stage=dpo: preference" in refused(FACTORY.replace("stage: sft", "stage: dpo"))
+    assert "nobody is not in" in refused(FACTORY.replace("pairs, talks", "nobody"))
+    assert "no elsewhere/dataset_info.json beside" in refused(FACTORY + "dataset_dir: elsewhere\n")
+
+
+def test_llama_factorys_second_layout() -> None:
+    Path("data/mine.yaml").write_text("one: {path: data/pairs.json, source: local, converter: alpaca, size: 9}\n")
+    Path("data/pairs.json").write_text("[]")
+    text = (
+        "model: org/small\npeft_config: {name: lora, r: 4, lora_alpha: 8, target_modules: all}\n"
+        "train_dataset: data/mine.yaml\nmicro_batch_size: 1\ncutoff_len: 128\nmax_steps: 3\n"
+        "dist_config: {name: fsdp2}\n"
+    )
+    config, _ = imported(text)
+    assert (config.lora.r, config.training.lr_scheduler, config.training.weight_decay) == (4, "constant", 0.01)
+    assert (config.dataset.format, config.dataset.max_samples, config.zero.stage) == ("alpaca", 9, 3)
+
+
+def test_a_command_line_of_trl_says_the_same_here() -> None:
+    Path("zero3.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\n"
+        "deepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu, offload_param_device: none}\n"
+    )
+    words = (
+        "accelerate launch --config_file zero3.yaml --num_processes 4 sft.py --model_name_or_path org/small "
+        "--dataset_name org/talks --learning_rate 2.0e-4 --num_train_epochs 1 --packing --max_length 256 "
+        "--per_device_train_batch_size 2 --gradient_accumulation_steps=8 --eval_strategy steps --eval_steps 100 "
+        "--use_peft --lora_r 32 --lora_alpha 16 --lora_target_modules q_proj k_proj --load_in_4bit "
+        "--assistant_only_loss --output_dir out --no_gradient_checkpointing --report_to wandb --push_to_hub"
+    ).split()
+    config, text = written(words)
+    assert (config.adapter, config.lora.r, config.lora.alpha, config.lora.dropout) == ("qlora", 32, 16.0, 0.05)
+    assert config.lora.target_modules == ("q_proj", "k_proj") and not config.quantization.double_quant
+    assert (config.training.batch_size, config.training.gradient_accumulation_steps) == (2, 8)
+    assert (config.training.learning_rate, config.training.lr_scheduler) == (2e-4, "linear")
+    assert (config.training.eval_steps, config.training.gradient_checkpointing) == (100, "none")
+    assert config.dataset.evaluation is not None and config.dataset.evaluation.split == "test"
+    assert (config.dataset.max_length, config.dataset.packing, config.dataset.train_on) == (256, True, ("assistant",))
+    assert (config.zero.stage, config.zero.offload_optimizer, config.zero.offload_parameters) == (3, True, False)
+    assert "push_to_hub: upload with `zerolora push RUN REPO`" in text
+    with pytest.raises(UserError, match=r"dpo\.py: preference"):
+        translate_words("python dpo.py --model_name_or_path m --dataset_name d".split())
+
+
+def test_the_command_writes_a_file_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("theirs.yml").write_text(AXOLOTL)
+
+    def run(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["zerolora", *words])
+        return zerolora()
+
+    assert run("import", "theirs.yml", "-o", "mine.yaml") == 0
+    assert "Next: zerolora validate mine.yaml" in capsys.readouterr().err
+    assert load_config("mine.yaml").config.lora.r == 24
+    assert run("import", "theirs.yml", "-o", "mine.yaml") == 2
+    assert "mine.yaml: is there already" in capsys.readouterr().err
+    assert run("import", "theirs.yml") == 0
+    assert capsys.readouterr().out == Path("mine.yaml").read_text()
+    assert run("train", "theirs.yml") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: theirs.yml: is written for Axolotl, and ") and "zerolora import theirs.yml" in line
+    assert run("import", "mine.yaml") == 2 and "zerolora train takes it as it is" in capsys.readouterr().err
+    assert run("import", "--", "--model_name_or_path", "m", "--dataset_name", "d", "--use_peft") == 0
+    assert "# the default of TRL" in capsys.readouterr().out
+
+
+def test_each_trainer_is_recognised_and_ours_is_not() -> None:
+    assert written_for(yaml.safe_load(AXOLOTL)) == "Axolotl"
+    assert written_for(yaml.safe_load(FACTORY)) == "LLaMA-Factory"
+    for file in (Path(__file__).parents[2] / "configs").glob("*.yaml"):
+        assert written_for(yaml.safe_load(file.read_text())) is None, file
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_written_out_chat_templates_train_the_answers(name: str, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from trainer.data.chat import ChatEncoder
+    from trainer.data.records import Turns
+
+    make_tokenizer(folder / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    marks = ["<|eot_id|>", "<end_of_turn>", "<|end|>", "<bos>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks, "bos_token": "<bos>"})
+    encoder = ChatEncoder(tokenizer, CHAT_TEMPLATES[name], ("assistant",), None)
+    turns = [("system", "be brief"), ("user", "why"), ("assistant", "so"), ("user", "and"), ("assistant", "then")]
+    chat = Turns([{"role": role, "content": text} for role, text in turns])
+    (encoded,) = encoder.encode([chat], ["record 1"])
+    learnt = tokenizer.decode(
+        [token for token, trained in zip(encoded.input_ids, encoded.trained, strict=True) if trained]
+    )
+    end = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "gemma3": "<end_of_turn>"}
+    assert learnt.replace("\n", "") == f"so{end.get(name, '<|end|>')}then{end.get(name, '<|end|>')}"
+    whole = tokenizer.decode(encoded.input_ids)
+    assert "be brief" in whole and whole.count("assistant" if "gemma" not in name else "model") == 2

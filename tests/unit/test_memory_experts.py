@@ -1,0 +1,75 @@
+"""The estimate of mixtures whose experts are packed: their stored form, the buffer, what a micro-step keeps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.mixtures import make_mixture, store_in_mxfp4
+from tests.unit.test_memory_model import LENGTH, ROWS, bytes_saved, placement, rest, work
+from trainer.config import LoraSection, ModelSection, QuantizationSection
+from trainer.engine.layer_gather.unit import slots_of
+from trainer.memory.activations import kept_by_layers
+from trainer.memory.bytes import base_weights, dequantised_experts, gathered
+from trainer.memory.model_widths import read_shapes
+from trainer.memory.widths import Shapes
+from trainer.model.adapter import apply_adapter
+from trainer.model.base import load_base_model, load_model_config
+from trainer.model.frozen_experts import packed_tensors
+
+ATTENTION = LoraSection(r=8, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
+# (family, adapter, what is changed)
+KINDS: dict[str, tuple[str, QuantizationSection | None]] = {
+    "nf4": ("qwen3_moe", QuantizationSection()),
+    "nf4-once": ("mixtral", QuantizationSection(double_quant=False, block_size=128)),
+    "transposed": ("gpt_oss", QuantizationSection()),
+    "mxfp4": ("mxfp4", None),
+    "mxfp4-nf4": ("mxfp4", QuantizationSection()),
+}
+
+
+def made(folder: Path, family: str) -> Path:
+    wide = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 384, "num_attention_heads": 8}
+    make_mixture(folder, "gpt_oss" if family == "mxfp4" else family, num_experts=8, num_local_experts=8, **wide)
+    return store_in_mxfp4(folder) if family == "mxfp4" else folder
+
+
+def shapes_of(folder: Path) -> Shapes:
+    return read_shapes(load_model_config(str(folder), ModelSection()), ModelSection(), ATTENTION)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_base_is_as_large_as_it_lies_there(kind: str, tmp_path: Path) -> None:
+    family, quantization = KINDS[kind]
+    folder = made(tmp_path, family)
+    how: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "attention": "eager"}
+    model = load_base_model(str(folder), ModelSection(), quantization=quantization, **how)
+    held = sum(slot.nbytes for parameter in model.parameters() for slot, _ in slots_of(parameter))
+    section = quantization or QuantizationSection()
+    kept = placement(packed=quantization is not None, block_size=section.block_size, double_quant=section.double_quant)
+    assert base_weights(shapes_of(folder), kept) == pytest.approx(held, rel=0.02)
+    banks = [packed_tensors(module) for module in model.modules()]
+    buffers = max(sum(2 * torch.Size(each.packing.shape).numel() for each in bank.values()) for bank in banks)
+    assert dequantised_experts(shapes_of(folder), kept) == pytest.approx(buffers, rel=0.01)
+    layers = placement(
+        stage=3, by_layer=True, world_size=2, packed=kept.packed, block_size=section.block_size,
+        double_quant=section.double_quant,
+    )  # fmt: skip
+    layer = sum(slot.nbytes for each in model.model.layers[0].parameters() for slot, _ in slots_of(each))
+    assert gathered(shapes_of(folder), layers)[0] == pytest.approx(2 * layer, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "mxfp4"])
+def test_packed_experts_keep_what_they_are_called_with(kind: str, tmp_path: Path) -> None:
+    family, quantization = KINDS[kind]
+    folder = made(tmp_path, family)
+    how: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu"), "attention": "eager"}
+    model: nn.Module = load_base_model(str(folder), ModelSection(), quantization=quantization, **how)
+    saved = bytes_saved(apply_adapter(model, ATTENTION, torch.float32).train())
+    settings = work(packed_weights=quantization is not None, eager=True, copied_heads=True)
+    predicted = kept_by_layers(shapes_of(folder), settings) + rest(256, 4)
+    assert predicted == pytest.approx(saved, rel=0.1)
+    rows = ROWS * LENGTH * 2
+    assert saved < predicted + 2 * rows * 384 * 4, "gate and up of all rows were not kept"

@@ -1,0 +1,54 @@
+"""The load-balancing loss: transformers' own, for a router that is trained, and no part of the reported loss."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.test_experts import LORA, base_of
+from trainer.config import LoraSection, UserError
+from trainer.data.batches import collate
+from trainer.data.samples import Sample
+from trainer.model.adapter import apply_adapter
+from trainer.model.expert_targets import check_router_loss
+from trainer.patches.loss_head import TokenLoss
+
+CPU = torch.device("cpu")
+WEIGHT = 0.02
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoehybrid"])
+def test_it_is_what_transformers_adds_and_reaches_the_router(model_type: str) -> None:
+    router = "router" if model_type in ("gpt_oss", "granitemoehybrid") else "gate"
+    lora = LoraSection(**LORA, target_modules=("q_proj", router))
+    model = apply_adapter(base_of(model_type), lora, torch.float32).train()
+    check_router_loss(model.get_base_model(), WEIGHT, lora)
+    tokens = list(range(5, 25))
+    batch: Any = collate([Sample(tokens, [True] * len(tokens), [len(tokens)])], 0, packed=False, flat=False)
+    loss_of = TokenLoss(model, balance=WEIGHT)
+    loss = loss_of(model, batch, CPU)
+    ids = torch.tensor([tokens])
+    base = model.get_base_model()
+    base.router_aux_loss_coef = WEIGHT
+    with_it = model(input_ids=ids, labels=ids, use_cache=False, output_router_logits=True)
+    plain = model(input_ids=ids, labels=ids, use_cache=False)
+    targets = len(tokens) - 1
+    assert loss.item() / targets == pytest.approx(plain.loss.item(), rel=1e-5)
+    assert isinstance(loss_of.balancing, torch.Tensor)
+    assert loss_of.balancing.item() / targets == pytest.approx(with_it.loss.item() - plain.loss.item(), rel=1e-3)
+    loss_of.balancing.backward()
+    reached = [name for name, each in model.named_parameters() if each.grad is not None and each.grad.any()]
+    assert any(f"{router}.lora_B" in name for name in reached)
+    with torch.no_grad():
+        before = loss_of.balancing
+        loss_of(model, batch, CPU)
+    assert loss_of.balancing is before, "evaluation leaves it out"
+
+
+def test_it_is_refused_where_nothing_would_follow_it() -> None:
+    with pytest.raises(UserError, match=r"router_aux_loss=0.02: the router is not trained.*add gate to lora.modu"):
+        check_router_loss(base_of("qwen3_moe"), WEIGHT, LoraSection())
+    check_router_loss(base_of("qwen3_moe"), WEIGHT, LoraSection(modules_to_save=("gate",)))
+    check_router_loss(base_of("qwen3_moe"), WEIGHT, None)
+    with pytest.raises(UserError, match=r"DeepseekV3ForCausalLM computes no load-balancing loss; set it to 0"):
+        check_router_loss(base_of("deepseek_v3"), WEIGHT, None)

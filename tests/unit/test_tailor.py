@@ -1,0 +1,84 @@
+"""`zerolora init --gpus`: a file made for the data and the cards, each setting with its reason, valid as it is."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launcher.presets import init
+from tests.tiny import make_model, write_chats
+from trainer.commands.tailor import main as tailor
+from trainer.config import RunConfig, UserError, load_config
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    ground = tmp_path_factory.mktemp("tailor")
+    make_model(ground / "model")
+    write_chats(ground / "chats.jsonl", 400)
+    write_chats(ground / "few.jsonl", 8)
+    texts = [json.dumps({"text": "word " * count}) for count in range(100, 700, 3)]
+    (ground / "texts.jsonl").write_text("\n".join(texts))
+    return ground
+
+
+def made(ground: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[RunConfig, str]:
+    monkeypatch.chdir(ground)
+    monkeypatch.setenv("HOME", str(ground))  # the cache of tokenised data
+    (ground / "mine.yaml").unlink(missing_ok=True)
+    assert tailor([*words, "--output", "mine.yaml", "--output-dir", "runs/x"]) == 0
+    loaded = load_config("mine.yaml")
+    assert loaded.notes == ()
+    return loaded.config, Path("mine.yaml").read_text()
+
+
+def test_short_chats_are_packed_and_every_setting_has_a_reason(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, text = made(ground, monkeypatch, "--model", "./model", "--data", "chats.jsonl", "--gpus", "2")
+    assert (config.adapter, config.lora.target_modules, config.lora.r) == ("lora", ("all-linear",), 16)
+    assert config.dataset.packing and config.dataset.max_length == 256, "the model's context"
+    assert config.dataset.val_split == 0.1 and config.training.best_checkpoint
+    assert config.training.global_batch_size in (1, 2, 4) and config.training.batch_size == 1
+    lines = text.splitlines()[3:]
+    settings = [at for at, line in enumerate(lines) if line and not line.lstrip().startswith("#") and ": " in line]
+    assert len(settings) > 15 and all(lines[at - 1].lstrip().startswith("# ") for at in settings)
+    assert "# 400 documents, " in text and "a document alone would fill" in text
+    from trainer.preflight import prepare
+
+    assert prepare(config).data.stats.packed, "and it can be trained as it is"
+
+
+def test_few_documents_are_all_trained_on(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, text = made(ground, monkeypatch, "--model", "./model", "--data", "few.jsonl", "--gpus", "1")
+    assert (config.dataset.val_split, config.training.evals_per_epoch, config.dataset.packing) == (0.0, None, False)
+    assert "fifteen" not in text and "15 times what full fine-tuning" in text and "the run is short" in text
+
+
+@pytest.mark.parametrize(
+    ("memory", "gpus", "expected"),
+    [
+        ("80GiB", 1, ("lora", 2, "none")),
+        ("24GiB", 1, ("lora", 2, "non_reentrant")),
+        ("12GiB", 1, ("qlora", 2, "non_reentrant")),
+        ("12GiB", 2, ("lora", 3, "non_reentrant")),
+    ],
+)
+def test_the_card_decides_how_the_base_is_kept(
+    memory: str, gpus: int, expected: tuple[str, int, str], ground: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--model", "random:llama3.1-8b", "--data", "texts.jsonl", "--gpus", str(gpus), "--gpu-memory", memory)
+    config, _ = made(ground, monkeypatch, *words)
+    assert (config.adapter, config.zero.stage, config.training.gradient_checkpointing) == expected
+    assert config.training.learning_rate in (2e-4, 3e-4)
+
+
+def test_what_cannot_be(ground: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ground)
+    monkeypatch.setenv("HOME", str(ground))
+    words = ["--output", "never.yaml", "--output-dir", "x", "--gpus", "1", "--data", "texts.jsonl"]
+    assert tailor([*words, "--model", "random:llama3.1-8b", "--gpu-memory", "3GiB"]) == 2
+    assert "does not fit 1 of such cards in any way" in capsys.readouterr().err
+    assert tailor([*words, "--model", "./nowhere"]) == 2
+    assert capsys.readouterr().err.startswith("error: base_model=./nowhere: ")
+    assert not Path("never.yaml").exists()
+    with pytest.raises(UserError, match="name both with --model and --data"):
+        init(model="m", gpus=2)

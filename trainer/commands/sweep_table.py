@@ -1,0 +1,133 @@
+"""`zerolora sweep CONFIG --table`: what came of the runs of a sweep, best first, as a table and a plot.
+
+A run is judged by its lowest held-out loss, or, where nothing is held out, by the mean training loss of its last tenth.
+Exit code 0, 1 if a run has no result, 2 after one line on stderr.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from trainer.checkpoint.finished_run import quiet_libraries
+from trainer.config import CommandParser, UserError
+from trainer.monitor.metrics import Record, read_metrics
+from trainer.monitor.report.curves import Series, running_mean, series, window_for
+
+RECORD, PLOT = "sweep.json", "sweep.png"
+LAST_SHARE = 10
+MOST_LINES = 8
+COLOURS = ("#2f6db3", "#d9822b", "#3b8f6b", "#a14f9a", "#8a94a3", "#b5473c", "#6b6f1d", "#27303d")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run of a sweep: `loss` is what it is judged by, at `step`; None without a result."""
+
+    name: str
+    held_out: Series
+    training: Series
+    loss: float | None
+    step: int
+    state: str
+
+    @property
+    def last(self) -> float | None:
+        """The held-out loss at the end."""
+        return float(self.held_out.values[-1]) if len(self.held_out) else None
+
+
+def outcomes(folder: Path) -> list[Outcome]:
+    """The runs of the sweep in a folder, best first. Raises UserError if there is no record of one."""
+    try:
+        entries = json.loads((folder / RECORD).read_text(encoding="utf-8"))["runs"]
+        found = [_outcome(Path(entry["folder"]), entry["exit_code"]) for entry in entries]
+    except FileNotFoundError:
+        raise UserError(
+            f"{folder}: no {RECORD} there; it is the output_dir of a `zerolora sweep` that is wanted"
+        ) from None
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{folder / RECORD}: cannot be read ({error}); remove it") from None
+    return sorted(found, key=lambda run: (run.loss is None, run.loss, run.name))
+
+
+def _outcome(folder: Path, exit_code: int | None) -> Outcome:
+    try:
+        records: list[Record] = read_metrics(folder)
+    except UserError:
+        records = []
+    held_out, training = series(records, "eval/loss").finite(), series(records, "train/loss").finite()
+    loss, step = None, int(training.steps[-1]) if len(training) else 0
+    if len(held_out):
+        best = int(np.argmin(held_out.values))
+        loss, step = float(held_out.values[best]), int(held_out.steps[best])
+    elif len(training):
+        loss = float(training.values[-max(1, len(training) // LAST_SHARE) :].mean())
+    state = "done" if exit_code == 0 else f"ended with {exit_code}" if exit_code else "not finished"
+    return Outcome(folder.name, held_out, training, loss, step, state)
+
+
+def show(console: Console, runs: list[Outcome]) -> None:
+    """The table."""
+    held_out = any(len(run.held_out) for run in runs)
+    judged = "lowest held-out loss" if held_out else "training loss, last tenth"
+    table = Table("", "run", judged, "step", *(["at the end"] if held_out else []), "", box=None, pad_edge=False)
+    for place, run in enumerate(runs, start=1):
+        loss = "-" if run.loss is None else f"{run.loss:.4f}"
+        last = [] if not held_out else ["-" if run.last is None else f"{run.last:.4f}"]
+        table.add_row(str(place) if run.loss is not None else "", run.name, loss, str(run.step), *last, run.state)
+    console.print(table)
+
+
+def draw(runs: list[Outcome], path: Path) -> None:
+    """The held-out losses over the steps, or the training losses where nothing is held out; the best runs in colour."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    from trainer.monitor.report.plots import DOTS_PER_INCH, STYLE, WIDE_INCHES
+
+    shown = [run for run in runs if run.loss is not None]
+    held_out = any(len(run.held_out) for run in shown)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=WIDE_INCHES, dpi=DOTS_PER_INCH, layout="constrained")
+        axes: Any = figure.add_subplot()
+        axes.set_title("Held-out loss" if held_out else "Training loss")
+        axes.set_xlabel("optimizer step")
+        axes.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 5, 10], integer=True))
+        for place, run in reversed(list(enumerate(shown))):
+            line = run.held_out if held_out else run.training
+            window = None if held_out else window_for(len(line))
+            values = running_mean(line.values, window) if window else line.values
+            colour, label = (COLOURS[place], f"{run.name}  {run.loss:.4f}") if place < MOST_LINES else ("#d5dae1", None)
+            axes.plot(line.steps, values, "o-" if held_out else "-", color=colour, label=label, markersize=4)
+        handles, labels = axes.get_legend_handles_labels()
+        axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure.savefig(path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0; 1 if a run has no result; 2 after one line on stderr."""
+    parser = CommandParser(prog="zerolora sweep --table", description="What came of the runs of a sweep, best first.")
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args(argv)
+    quiet_libraries()
+    try:
+        runs = outcomes(arguments.folder)
+        show(Console(soft_wrap=True), runs)
+        if any(run.loss is not None for run in runs):
+            draw(runs, arguments.folder / PLOT)
+            print(f"plot: {arguments.folder / PLOT}")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0 if all(run.state == "done" for run in runs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

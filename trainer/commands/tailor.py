@@ -1,0 +1,342 @@
+"""`zerolora init --model M --data D --gpus N`: a configuration that fits the data and the cards, each choice explained.
+
+The data is tokenised into the cache, and its lengths are looked at; the model is built empty for the estimate. The
+rules are those of "LoRA Without Regret" (Schulman et al., Thinking Machines, 2025): all linear layers, a learning rate
+about ten times that of full fine-tuning and more in short runs, a small batch, and a rank by what the data holds.
+Exit code 0, or 2 after one line on stderr.
+"""
+
+import math
+import os
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer.checkpoint.finished_run import quiet_libraries
+from trainer.commands.estimate import DEFAULT_GPU, parse_memory
+from trainer.config import CommandParser, LoraSection, RunConfig, UserError, load_config
+from trainer.config.yaml_core import dump
+from trainer.contract.output_file import check_output_file
+from trainer.contract.whole_files import write_whole
+from trainer.data.prepared import Prepared
+from trainer.data.samples import Samples
+from trainer.data.step_count import count_steps, with_global_batch
+from trainer.decisions import Machine
+from trainer.memory.bytes import GIB
+from trainer.memory.model_widths import read_shapes
+from trainer.memory.planner import Lengths, Planner
+
+LONGEST_LOOKED_AT = 16_384
+KEPT_WHOLE = 0.995
+"""Share of the documents that are not cut."""
+PACK = 2048
+BITS_PER_PARAMETER, BITS_PER_TOKEN = 2.0, 1.0
+"""What an adapter holds (Allen-Zhu and Li, 2024), and about what a token of text tells a model that is trained."""
+RANKS = (16, 32, 64, 128)
+SHORT_RUN = 200
+WIDTH = 110
+
+
+@dataclass(frozen=True)
+class Line:
+    """A setting, and why it is that."""
+
+    name: str
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What was asked for."""
+
+    model: str
+    data: str
+    gpus: int
+    memory: int
+    card: str
+    output_dir: str
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the data and the model are like."""
+
+    tokens: Any
+    targets: Any
+    context: int | None
+    packable: bool
+    parameters: int
+    per_rank: int
+    """Parameters that each unit of rank adds."""
+
+
+def tailored(ask: Ask) -> tuple[list[Line], list[str]]:
+    """The settings with their reasons, and warnings. Raises UserError for a model or data that cannot be used."""
+    prepared, context = _look(ask)
+    seen = _seen(ask, prepared, context)
+    data = _data_lines(ask, seen)
+    rank, warnings = _rank(seen)
+    settings = {line.name: line.value for line in data} | {"lora.r": rank.value, "base_model": ask.model}
+    settings["output_dir"] = ask.output_dir
+    samples = _samples(settings, seen)
+    length = _length_lines(samples, settings, seen)
+    settings |= {line.name: line.value for line in length}
+    batch = with_global_batch(_config(settings | {"training.global_batch_size": "auto"}), samples, ask.gpus)
+    together = batch.training.global_batch_size
+    settings["training.global_batch_size"] = together
+    placement = _placement(ask, prepared, settings, samples)
+    settings |= {line.name: line.value for line in placement}
+    steps = count_steps(_config(settings).training, samples, ask.gpus) or 1
+    batch_line = Line(
+        "training.global_batch_size", together, f"small batches suit adapters: {steps:,} steps of {together} sequences"
+    )
+    lines = [
+        Line("base_model", ask.model, f"{seen.parameters / 1e6:,.1f} million parameters"),
+        Line("output_dir", ask.output_dir, "adapter, checkpoints and report"),
+        *placement[:1], rank, Line("lora.alpha", 32, "a scale that suits every rank, with the learning rate below"),
+        Line("lora.target_modules", "all-linear", "attention alone learns less, at any rank"),
+        *data, *length, batch_line, *placement[1:], _rate(seen, steps), *_looks(settings),
+    ]  # fmt: skip
+    return lines, warnings
+
+
+def _look(ask: Ask) -> tuple[Prepared, int | None]:
+    from trainer.config import ModelSection
+    from trainer.model.base import context_length, load_model_config
+    from trainer.preflight import prepare
+
+    context = context_length(load_model_config(ask.model, ModelSection()))
+    longest = min(context or LONGEST_LOOKED_AT, LONGEST_LOOKED_AT)
+    config = _config(
+        {"base_model": ask.model, "output_dir": ask.output_dir, "dataset.path": ask.data, "dataset.max_length": longest}
+    )
+    return prepare(config, to_train=False), context
+
+
+def _seen(ask: Ask, prepared: Prepared, context: int | None) -> Seen:
+    from trainer.config import ModelSection
+    from trainer.model.adapter import adapted_layers, apply_adapter
+    from trainer.model.base import empty_model
+    from trainer.preflight import check_packing
+
+    assert isinstance(prepared.data.train, Samples)
+    tokens, targets = prepared.data.train.lengths()
+    model = empty_model(prepared.model_config, ModelSection())
+    model.tie_weights()
+    size = sum(parameter.numel() for parameter in model.parameters())
+    adapted = apply_adapter(model, LoraSection(r=1), next(model.parameters()).dtype)
+    per_rank = sum(layer.parameters for layer in adapted_layers(adapted))
+    try:
+        check_packing(prepared.model_config)
+        packable = True
+    except UserError:
+        packable = False
+    return Seen(tokens, targets, context, packable, size, per_rank)
+
+
+def _data_lines(ask: Ask, seen: Seen) -> list[Line]:
+    documents, total = len(seen.tokens), int(seen.tokens.sum())
+    needed = int(np.quantile(seen.tokens, KEPT_WHOLE, method="higher"))
+    length = min(-(-needed // 64) * 64, seen.context or needed * 2)
+    pack = min(max(length, PACK), seen.context or PACK)
+    packs = bool(seen.packable and documents > 1 and seen.tokens.mean() < 0.5 * pack and total > 4 * pack * ask.gpus)
+    cut = int((seen.tokens > (pack if packs else length)).sum())
+    held = 0.0 if documents < 20 else round(min(0.1, max(200 / documents, 0.01)), 3)
+    middle, longest = int(np.median(seen.tokens)), int(seen.tokens.max())
+    trained = int(seen.targets.sum())
+    lines = [
+        Line("dataset.path", ask.data, f"{documents:,} documents, {total:,} tokens, {trained:,} of them trained"),
+        Line(
+            "dataset.max_length",
+            pack if packs else length,
+            f"half of the documents have more than {middle:,} tokens, the longest {longest:,}; {cut:,} are cut",
+        ),
+    ]
+    full = seen.tokens.mean() / pack
+    why_not = (
+        "documents fill their sequences" if seen.packable else "this model's layers carry one document into the next"
+    )
+    reason = f"a document alone would fill {full:.0%} of a sequence" if packs else why_not
+    lines.append(Line("dataset.packing", packs, reason))
+    if held:
+        lines.append(Line("dataset.val_split", held, f"{max(1, round(held * documents)):,} documents to measure with"))
+    return lines
+
+
+def _rank(seen: Seen) -> tuple[Line, list[str]]:
+    """The lowest usual rank whose parameters hold what the data tells; a warning where none does."""
+    bits = float(seen.targets.sum()) * BITS_PER_TOKEN
+    enough = next((rank for rank in RANKS if rank * seen.per_rank * BITS_PER_PARAMETER >= bits), None)
+    rank = enough or RANKS[-1]
+    holds = rank * seen.per_rank * BITS_PER_PARAMETER
+    why = f"{rank * seen.per_rank:,} parameters hold about {holds / 1e6:,.1f} Mbit, the data about {bits / 1e6:,.1f}"
+    warning = (
+        f"the data tells about {bits / 1e6:,.0f} Mbit and an adapter of r={rank} holds about {holds / 1e6:,.0f}: more "
+        "data than it can learn; a higher lora.r, or adapter: none"
+    )
+    return Line("lora.r", rank, why), [] if enough else [warning]
+
+
+def _samples(settings: dict[str, Any], seen: Seen) -> int:
+    kept = 1 - settings.get("dataset.val_split", 0.0)
+    if settings["dataset.packing"]:
+        return max(1, math.ceil(kept * float(seen.tokens.sum()) / settings["dataset.max_length"]))
+    return max(1, round(kept * len(seen.tokens)))
+
+
+def _length_lines(samples: int, settings: dict[str, Any], seen: Seen) -> list[Line]:
+    documents = len(seen.tokens)
+    epochs = 3 if documents < 10_000 else 2 if documents < 100_000 else 1
+    return [Line("training.epochs", epochs, f"{documents:,} documents; the best of the passes is kept")]
+
+
+def _placement(ask: Ask, prepared: Prepared, settings: dict[str, Any], samples: int) -> list[Line]:
+    """The first way that fits the card, from the fastest to the most frugal; adapter first among its lines."""
+    tried = []
+    for adapter, stage, again, offload in _ways(ask.gpus):
+        changes = {
+            "adapter": adapter, "zero.stage": stage, "training.gradient_checkpointing": again,
+            "zero.offload_parameters": offload,
+        }  # fmt: skip
+        config = _config(settings | changes)
+        largest = _largest_batch(ask, prepared, config, samples)
+        tried.append(f"{adapter} at stage {stage}{', recomputed' * (again != 'none')}")
+        if largest:
+            return _placement_lines(ask, config, largest, tried[:-1], samples)
+    raise UserError(
+        f"--gpu-memory {ask.memory / GIB:.3g}GiB: {ask.model} does not fit {ask.gpus} of such cards in any way "
+        f"({'; '.join(tried)}); give more cards, or a smaller model"
+    )
+
+
+def _ways(gpus: int) -> Iterator[tuple[str, int, str, bool]]:
+    for adapter in ("lora", "qlora"):
+        for again in ("none", "non_reentrant"):
+            yield adapter, 2, again, False
+        if gpus > 1:
+            yield adapter, 3, "non_reentrant", False
+    yield "qlora", 3, "non_reentrant", True
+
+
+def _largest_batch(ask: Ask, prepared: Prepared, config: RunConfig, samples: int) -> int:
+    shapes = read_shapes(
+        prepared.model_config, config.model, config.lora, vocabulary_at_least=len(prepared.tokenizer)
+    )  # fmt: skip
+    longest = config.dataset.max_length
+    planner = Planner(shapes, Lengths(longest, longest, samples), Machine.assumed(ask.gpus, "bf16"))
+    alone = config.training.model_copy(update={"global_batch_size": None, "gradient_accumulation_steps": 1})
+    return planner.largest_batch(config.model_copy(update={"training": alone}), ask.memory)
+
+
+def _placement_lines(ask: Ask, config: RunConfig, largest: int, before: list[str], samples: int) -> list[Line]:
+    rows = min(largest, (config.training.global_batch_size or ask.gpus) // ask.gpus or 1)
+    too_large = f"; too large: {'; '.join(before)}" if before else ""
+    base = "the base in 4 bits, which in 16 does not fit" if config.adapter == "qlora" else "the base fits in 16 bits"
+    stage = "the base on every card" if config.zero.stage == 2 else "the base is cut over the cards"
+    again = config.training.gradient_checkpointing
+    kept = "everything is kept, which is fastest" if again == "none" else "activations are computed again, to fit"
+    lines = [
+        Line("adapter", config.adapter, f"{base} on cards {ask.card}{too_large}"),
+        Line("training.batch_size", rows, f"{largest} fit a card; as many of them as a step has"),
+        Line("training.gradient_checkpointing", again, kept),
+        Line("zero.stage", config.zero.stage, stage),
+    ]
+    if config.zero.offload_parameters:
+        lines.append(Line("zero.offload_parameters", True, "the base is kept in host memory, to fit"))
+    return lines
+
+
+def _rate(seen: Seen, steps: int) -> Line:
+    """Ten times what full fine-tuning takes; fifteen where there are few steps."""
+    full = 5e-5 if seen.parameters < 2e9 else 2e-5 if seen.parameters < 2e10 else 1e-5
+    factor = 15 if steps < SHORT_RUN else 10
+    why = f"{factor} times what full fine-tuning of such a model takes"
+    return Line("training.learning_rate", float(f"{full * factor:.2g}"), why + ", for the run is short" * (factor > 10))
+
+
+def _looks(settings: dict[str, Any]) -> list[Line]:
+    if "dataset.val_split" not in settings:
+        return [Line("training.saves_per_epoch", 1, "too few documents to hold some out")]
+    return [
+        Line("training.evals_per_epoch", 4, "often enough to see where it turns"),
+        Line("training.saves_per_epoch", 4, "where it is evaluated"),
+        Line("training.best_checkpoint", True, "the run ends with its best adapter"),
+    ]
+
+
+def _config(settings: dict[str, Any]) -> RunConfig:
+    tree: dict[str, Any] = {}
+    for dotted, value in settings.items():
+        *sections, last = dotted.split(".")
+        node = tree
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[last] = value
+    return RunConfig.model_validate(tree)
+
+
+def as_yaml(lines: list[Line], output: Path) -> str:
+    """The file: each setting below its reason, sections in the order of their first setting."""
+    text = [f"# zerolora train {shlex.quote(str(output))}", "# All other settings: zerolora config --schema", ""]
+    sections = dict.fromkeys(line.name.rpartition(".")[0] for line in lines)
+    for section in sections:
+        indent = "  " if section else ""
+        text += [f"{section}:"] if section else []
+        for line in (line for line in lines if line.name.rpartition(".")[0] == section):
+            mark = f"{indent}# "
+            text += textwrap.wrap(line.why, WIDTH, initial_indent=mark, subsequent_indent=mark)
+            text.append(indent + dump({line.name.rpartition(".")[2]: line.value}).rstrip("\n"))
+    return "\n".join(text) + "\n"
+
+
+def _card(given: str | None) -> tuple[int, str]:
+    import torch
+
+    if given is not None:
+        return parse_memory(given), f"of {given}"
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory
+        return memory, f"of this machine ({memory / GIB:.3g} GiB)"
+    return parse_memory(DEFAULT_GPU), f"of {DEFAULT_GPU} (assumed; --gpu-memory names yours)"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0, or 2 after one line on stderr."""
+    parser = CommandParser(prog="zerolora init", description="A configuration made for this model, data and cards.")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--gpu-memory")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output-dir", required=True)
+    arguments = parser.parse_args(argv)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
+    quiet_libraries()
+    try:
+        if arguments.gpus < 1:
+            raise UserError(f"--gpus {arguments.gpus}: must be 1 or more")
+        check_output_file(arguments.output, f"--output {arguments.output}")
+        memory, card = _card(arguments.gpu_memory)
+        ask = Ask(arguments.model, arguments.data, arguments.gpus, memory, card, arguments.output_dir)
+        lines, warnings = tailored(ask)
+        write_whole(arguments.output, as_yaml(lines, arguments.output))
+        load_config(arguments.output)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    for warning in warnings:
+        print(f"warning: {warning}")
+    typed = shlex.quote(str(arguments.output))
+    print(f"{arguments.output}: now\n  zerolora validate {typed}\n  zerolora train {typed} --num-gpus {arguments.gpus}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

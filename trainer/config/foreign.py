@@ -1,0 +1,36 @@
+"""For which other trainer a configuration was written, by the names in it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.config.sections import RunConfig
+
+# Names that one trainer alone has; those that several have prove nothing.
+OF_TRAINERS = {
+    "LLaMA-Factory": {
+        "finetuning_type", "cutoff_len", "template", "dataset_dir", "lora_target", "lora_rank", "quantization_bit",
+        "preprocessing_num_workers", "val_size", "train_dataset", "peft_config", "dist_config", "mask_history",
+    },
+    "Axolotl": {
+        "micro_batch_size", "sequence_len", "datasets", "pretraining_dataset", "lora_target_linear", "val_set_size",
+        "saves_per_epoch", "evals_per_epoch", "dataset_prepared_path", "pad_to_sequence_len", "lora_model_dir",
+        "load_in_8bit", "num_epochs", "sample_packing", "eval_sample_packing", "flash_attention", "wandb_watch",
+    },
+    "TRL": {
+        "dataset_name", "use_peft", "lora_task_type", "max_seq_length", "dataset_text_field", "assistant_only_loss",
+        "completion_only_loss", "dataset_train_split", "dataset_test_split", "dataset_config",
+    },
+    "accelerate": {"compute_environment", "distributed_type", "mixed_precision", "num_processes"},
+}  # fmt: skip
+ENOUGH = 2
+
+
+def written_for(tree: Mapping[Any, Any]) -> str | None:
+    """The trainer whose names a file has; None for one of ours, where a few of them are understood as well."""
+    names = {str(name) for name in tree}
+    counts = {trainer: len(names & known) for trainer, known in OF_TRAINERS.items()}
+    best = max(counts, key=lambda trainer: counts[trainer])
+    ours = len(names & set(RunConfig.model_fields) - {"base_model", "adapter", "output_dir", "seed"})
+    # LLaMA-Factory has a section-free `dataset: name` as well.
+    ours -= isinstance(tree.get("dataset"), str)
+    return best if counts[best] >= ENOUGH and counts[best] > 2 * ours else None

@@ -1,0 +1,94 @@
+"""The adapter of fused experts: PEFT's wrapper with factors per expert, and a forward that adds no W + B A.
+
+PEFT keeps A of all experts as one matrix [E R, I] and B as [O, R E], adds their products to the weights of all experts
+in every forward pass and so knows no dropout. Ours are A [E, R, I] and B [E, O, R], applied to the tokens that an
+expert is sent; files hold PEFT's matrices, which `PeftModel.from_pretrained` reads. Legend: E experts, R rank, I in,
+O out.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from peft.tuners import lora
+from torch import Tensor, nn
+
+from trainer.model.expert_factor import ExpertFactor
+from trainer.model.expert_forward import Adapter, adapted_forward
+from trainer.model.expert_layers import expert_modules, expert_shape
+from trainer.model.older_names import names_as_they_are
+
+
+class ParamWrapper(lora.ParamWrapper):
+    """PEFT's adapter of one tensor of experts, by whose name it knows its own; of several the outermost computes."""
+
+    def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """PEFT's, which draws the first values; then the factors take their own shapes."""
+        super().update_layer(adapter_name, *args, **kwargs)
+        for factors, down in ((self.lora_A, True), (self.lora_B, False)):
+            weight = factors[adapter_name].weight.detach()
+            factors[adapter_name] = ExpertFactor(weight, self.num_experts, down=down)
+        self.set_adapter(self.active_adapters, inference_mode=kwargs["config"].inference_mode)
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int] | tuple[None, None]:
+        """PEFT's, of the shape that packed experts stand for."""
+        experts = self.get_base_layer()
+        self.num_experts, first, second = expert_shape(experts, self.parameter_name)
+        self._param_ndim = 3
+        return first, second
+
+    def get_delta_weight(self, adapter_name: str, *args: Any, **kwargs: Any) -> Tensor:
+        """s B A of all experts, in the layout and the number format of the weight."""
+        a_ERI, b_EOR = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
+        delta = (b_EOR @ a_ERI) * self.scaling[adapter_name]
+        return (delta if self._did_swap_in_out_features else delta.mT).to(self.get_param().dtype)
+
+    def adapter(self) -> Adapter | None:
+        """What the forward needs of it; None while it is disabled or merged into the weight."""
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        if self.disable_adapters or self.merged or not names:
+            return None
+        [name] = names
+        dropout = self.lora_dropout[name]
+        rate = float(dropout.p) if dropout.training and isinstance(dropout, nn.Dropout) else 0.0
+        return Adapter(self.lora_A[name].weight, self.lora_B[name].weight, self.scaling[name], rate)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The experts' forward with the adapters of this wrapper and of those within it."""
+        adapters: dict[str, Adapter] = {}
+        layer: Any = self
+        while isinstance(layer, ParamWrapper):
+            if (adapter := layer.adapter()) is not None:
+                adapters[layer.parameter_name] = adapter
+            layer = layer.base_layer
+        if not adapters:
+            plain: Tensor = layer(x, *args, **kwargs)
+            return plain
+        # Called as a module, for the hooks that gather what stage 3 has partitioned.
+        own, before = vars(layer), vars(layer).get("forward")
+        own["forward"] = partial(adapted_forward, layer, adapters)
+        try:
+            result: Tensor = layer(x, *args, **kwargs)
+            return result
+        finally:
+            del own["forward"]
+            if before is not None:
+                own["forward"] = before
+
+
+@contextmanager
+def own_experts(model: nn.Module, config: Any) -> Iterator[None]:
+    """The same, and experts get our wrapper instead of PEFT's."""
+    config._register_custom_module({type(experts): ParamWrapper for experts in expert_modules(model).values()})
+    with names_as_they_are():
+        yield
+
+
+def set_dropout(adapted: nn.Module, rate: float) -> None:
+    """Drop inputs of all adapters alike, which PEFT refuses as soon as one of them is on a parameter."""
+    for layer in adapted.modules():
+        computed_by_peft = isinstance(layer, lora.ParamWrapper) and not isinstance(layer, ParamWrapper)
+        if rate and isinstance(layer, lora.LoraLayer) and not computed_by_peft:
+            for name in layer.lora_dropout:
+                layer.lora_dropout[name] = nn.Dropout(rate)

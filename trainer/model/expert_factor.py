@@ -1,0 +1,42 @@
+"""The factors of all experts' adapters, and PEFT's form of them in files. Legend: trainer/model/expert_adapter.py."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class ExpertFactor(nn.Module):
+    """One factor of all experts, A [E, R, I] or B [E, O, R]."""
+
+    def __init__(self, weight: Tensor, experts: int, *, down: bool) -> None:
+        """Of PEFT's matrix; `down` says that it is A, whose products have the rank for a width."""
+        super().__init__()
+        self.down, self.experts = down, experts
+        self.weight = nn.Parameter(self.from_peft_form(weight).contiguous())
+        self.register_load_state_dict_pre_hook(self._from_file)
+
+    def in_peft_form(self, weight: Tensor) -> Tensor:
+        """The factor as PEFT has it: A [E R, I], B [O, R E]."""
+        if self.down:
+            return weight.flatten(0, 1)
+        return weight.permute(1, 2, 0).flatten(1)
+
+    def from_peft_form(self, weight: Tensor) -> Tensor:
+        """The opposite."""
+        if self.down:
+            return weight.unflatten(0, (self.experts, -1))
+        return weight.unflatten(1, (-1, self.experts)).permute(2, 0, 1)
+
+    def _from_file(self, module: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
+        name = f"{prefix}weight"
+        if name in state and state[name].dim() == 2:
+            state[name] = self.from_peft_form(state[name])
+
+
+def in_peft_form(model: nn.Module, trained: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Trained tensors by name, the experts' factors as PEFT has them in files."""
+    factors = {f"{path}.weight": module for path, module in model.named_modules() if isinstance(module, ExpertFactor)}
+    return {
+        name: factors[name].in_peft_form(value).contiguous() if name in factors else value
+        for name, value in trained.items()
+    }

@@ -1,0 +1,220 @@
+"""The forward of fused experts with adapters: y = sum over a token's experts of weight * down(act(gate_up(x))).
+
+The operator `ops.experts_mlp` computes it where it knows the activation, which is seen by trying; other experts are
+computed one after the other in plain torch, with the code that the model has between the products.
+Legend: T tokens, K experts a token visits, S = T K visits sorted by expert, E experts, H hidden, I in, O out, R rank.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import ops
+from ops.experts import Activation
+from trainer.model.expert_layers import DOWN, GATE_UP, UP, is_transposed, takes_all_tokens
+from trainer.model.mxfp4 import MXFP4
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A [E, R, I], B [E, O, R], the scale of B A, and the probability of dropping an element of the input."""
+
+    a_ERI: Tensor
+    b_EOR: Tensor
+    scale: float
+    dropout: float
+
+
+def adapted_forward(
+    experts: Any, adapters: dict[str, Adapter], hidden: Tensor, index: Any = None, weights: Any = None, **named: Any
+) -> Tensor:
+    """What the module `experts` gives with an adapter on some of its tensors (by name), called as the module is."""
+    if takes_all_tokens(experts):
+        return _each_on_all_tokens(experts, adapters, hidden)
+    index = next(iter(named.values())) if index is None else index
+    weights = list(named.values())[-1] if weights is None else weights
+    operands = _operands(experts, hidden)
+    if operands is not None:
+        return ops.experts_mlp(hidden, index, weights.to(hidden.dtype), operands, _for_operator(adapters))
+    if any(_packing(own) is not None for own in experts.parameters(recurse=False)):
+        # What is dequantised is not kept until the backward pass, which does it again.
+        tensors = (hidden, index, weights)
+        result: Tensor = checkpoint(_in_plain_torch, experts, adapters, *tensors, use_reentrant=False)
+        return result
+    return _in_plain_torch(experts, adapters, hidden, index, weights)
+
+
+def _for_operator(adapters: dict[str, Adapter]) -> ops.ExpertAdapter:
+    into, out_of = adapters.get(GATE_UP), adapters.get(DOWN)
+    return ops.ExpertAdapter(
+        gate_up_down=into.a_ERI if into else None,
+        gate_up_up=into.b_EOR if into else None,
+        down_down=out_of.a_ERI if out_of else None,
+        down_up=out_of.b_EOR if out_of else None,
+        gate_up_scale=into.scale if into else 1.0,
+        down_scale=out_of.scale if out_of else 1.0,
+        dropout=max((adapter.dropout for adapter in adapters.values()), default=0.0),
+    )
+
+
+def _operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | None:
+    """The frozen part as the operator takes it; None where it cannot compute these experts here."""
+    if hidden.is_cuda and ops.loaded() is None:
+        return None  # no training: nothing has asked for the operators
+    activation = activation_of(experts)
+    gate_up, down = (_matrix(experts, name, hidden) if activation else None for name in (GATE_UP, DOWN))
+    if activation is None or gate_up is None or down is None:
+        return None
+    return ops.ExpertWeights(
+        gate_up,
+        down,
+        getattr(experts, f"{GATE_UP}_bias", None),
+        getattr(experts, f"{DOWN}_bias", None),
+        activation.name,
+        activation.interleaved,
+        activation.alpha,
+        activation.limit,
+    )
+
+
+def _packing(weight: Any) -> Any | None:
+    """How a tensor of experts is packed in 4 bits (trainer/model/packed_experts.py); None of any other."""
+    return getattr(weight, "packing", None)
+
+
+def _matrix(experts: Any, name: str, hidden: Tensor) -> ops.ExpertMatrix | None:
+    weight = getattr(experts, name)
+    layout = _packing(weight)
+    if layout is None:
+        return ops.ExpertMatrix.plain(weight, is_transposed(experts)) if weight.dtype == hidden.dtype else None
+    from trainer.model.packed_experts import NESTED_BLOCK  # here: it brings bitsandbytes
+
+    sections = weight.sections()
+    if layout.dtype != hidden.dtype or layout.rows * layout.cols % layout.block:
+        return None
+    if layout.kind == MXFP4:
+        groups = (layout.experts, layout.rows, layout.cols // layout.block)
+        return ops.ExpertMatrix.mxfp4(sections["codes"].view(*groups, -1), sections["scales"].view(groups))
+    if layout.kind != "nf4":
+        return None
+    state = [sections["scales"], sections["book"]]
+    if layout.double_quant:
+        state += [sections["nested"], sections["nested_book"], sections["offsets"]]
+    nested = NESTED_BLOCK if layout.double_quant else 0
+    return ops.ExpertMatrix.nf4(sections["codes"], state, layout.rows, layout.cols, layout.block, nested)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What experts compute between their two products, as the operator calls it."""
+
+    name: Activation
+    interleaved: bool = False
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
+_KNOWN: WeakKeyDictionary[Any, Gate | None] = WeakKeyDictionary()
+
+
+def activation_of(experts: Any) -> Gate | None:
+    """Which of the operator's activations these experts have, found by trying them; None if it is another."""
+    if experts not in _KNOWN:
+        _KNOWN[experts] = _find_activation(experts)
+    return _KNOWN[experts]
+
+
+def _find_activation(experts: Any) -> Gate | None:
+    if not getattr(experts, "has_gate", True) or getattr(experts, "has_post_expert_norm", False):
+        return None
+    if takes_all_tokens(experts):
+        return None
+    u = torch.linspace(-30.0, 30.0, 241, device="cpu").repeat(2)[: 2 * 240].view(2, 240)  # beyond any limit
+    with torch.no_grad(), torch.device("cpu"):
+        found = experts._apply_gate(u)
+        halves, pairs = u.chunk(2, dim=-1), (u[..., ::2], u[..., 1::2])
+        gates: dict[Activation, Callable[[Tensor], Tensor]] = {
+            "silu": F.silu,
+            "gelu": F.gelu,
+            "gelu_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
+        }
+        for name, function in gates.items():
+            for interleaved, (gate, up) in ((False, halves), (True, pairs)):
+                if torch.allclose(found, function(gate) * up, rtol=1e-5, atol=1e-6):
+                    return Gate(name, interleaved)
+        alpha, limit = getattr(experts, "alpha", None), getattr(experts, "limit", None)
+        if isinstance(alpha, float) and isinstance(limit, float):
+            for interleaved, (gate, up) in ((False, halves), (True, pairs)):
+                below = gate.clamp(max=limit)
+                clamped = (up.clamp(-limit, limit) + 1) * below * torch.sigmoid(alpha * below)
+                if torch.allclose(found, clamped, rtol=1e-5, atol=1e-6):
+                    return Gate("clamped", interleaved, alpha, limit)
+    return None
+
+
+def _in_plain_torch(
+    experts: Any, adapters: dict[str, Adapter], x_TH: Tensor, index_TK: Tensor, weights_TK: Tensor
+) -> Tensor:
+    """Expert by expert over the tokens that are sent to it; those that get none take no part."""
+    first = GATE_UP if getattr(experts, "has_gate", True) else UP
+    activation = experts._apply_gate if first == GATE_UP else experts.act_fn
+    expert_S, order_S = index_TK.reshape(-1).sort(stable=True)
+    counts = torch.bincount(expert_S, minlength=experts.num_experts).tolist()
+    token_S = order_S // index_TK.shape[-1]
+    into, out_of = (_Products(experts, name, adapters.get(name)) for name in (first, DOWN))
+    results = []
+    for expert, rows in enumerate(token_S.split(counts)):
+        if len(rows):
+            results.append(out_of(expert, activation(into(expert, x_TH[rows]))))
+    y_SH = torch.cat(results)
+    if getattr(experts, "has_post_expert_norm", False):
+        y_SH = experts.post_expert_norm(y_SH)
+    y_SH = y_SH * weights_TK.reshape(-1)[order_S, None]
+    place_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
+    return y_SH[place_S].view(*index_TK.shape, -1).sum(1).to(x_TH.dtype)
+
+
+class _Products:
+    """x W_e^T + bias_e + s dropout(x) A_e^T B_e^T of one tensor of experts."""
+
+    def __init__(self, experts: Any, name: str, adapter: Adapter | None) -> None:
+        self.weight, self.transposed = getattr(experts, name), is_transposed(experts)
+        self._bias = getattr(experts, f"{name}_bias", None)
+        self.adapter = adapter
+        # All at once: the gradient of each row alone would be a tensor as large as all.
+        self.factors = (adapter.a_ERI.unbind(0), adapter.b_EOR.unbind(0)) if adapter is not None else None
+
+    def __call__(self, expert: int, x: Tensor) -> Tensor:
+        if _packing(self.weight) is not None:
+            weight = self.weight.expert(expert)
+        else:
+            weight = self.weight[expert].t() if self.transposed else self.weight[expert]
+        y = F.linear(x, weight, self._bias[expert] if self._bias is not None else None)
+        if self.adapter is None or self.factors is None:
+            return y
+        kept = F.dropout(x, self.adapter.dropout) if self.adapter.dropout else x
+        a, b = self.factors[0][expert], self.factors[1][expert]
+        return y + self.adapter.scale * F.linear(F.linear(kept.to(a.dtype), a), b).to(y.dtype)
+
+
+def _each_on_all_tokens(experts: Any, adapters: dict[str, Adapter], x: Tensor) -> Tensor:
+    """Llama 4: rows [E T, H], all tokens for each expert; PEFT has A on the side of the outputs, B on the inputs'."""
+    x_ETH = x.view(experts.num_experts, -1, x.shape[-1])
+    gate, up = _batched(x_ETH, experts.gate_up_proj, adapters.get(GATE_UP)).chunk(2, dim=-1)
+    y_ETH = _batched(up * experts.act_fn(gate), experts.down_proj, adapters.get(DOWN))
+    return y_ETH.reshape(-1, y_ETH.shape[-1])
+
+
+def _batched(x_ETI: Tensor, weight_EIO: Tensor, adapter: Adapter | None) -> Tensor:
+    y_ETO = torch.bmm(x_ETI, weight_EIO)
+    if adapter is None:
+        return y_ETO
+    kept = F.dropout(x_ETI, adapter.dropout) if adapter.dropout else x_ETI
+    h_ETR = torch.bmm(kept.to(adapter.a_ERI.dtype), adapter.b_EOR)
+    return y_ETO + adapter.scale * torch.bmm(h_ETR, adapter.a_ERI).to(y_ETO.dtype)

@@ -1,0 +1,73 @@
+"""The experts of a mixture as transformers keeps them: one module a layer, each matrix of all experts one tensor.
+
+`gate_up_proj` [E, 2 I, H] and `down_proj` [E, H, I]; some models store them the other way round, or without a gate as
+`up_proj`. Legend: E experts, H hidden, I width of an expert.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.engine.partitioned import whole_shape
+
+GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
+USUAL_NAMES = {GATE_UP: ("gate_proj", "up_proj", "w1", "w3"), UP: ("w1",), DOWN: ("w2",)}
+"""What checkpoints, and people, call the parts of each tensor."""
+VISITED = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token", "moe_top_k", "top_k")
+"""How configurations call the number of experts that a token visits."""
+
+
+def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold fused experts, by path; the model may be without weights, or adapted."""
+    return {path: module for path, module in model.named_modules() if holds_experts(module)}
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether a module holds fused experts and computes them in a way that we know."""
+    names = expert_names(module)
+    if DOWN not in names or len(names) < 2:
+        return False
+    return takes_all_tokens(module) or len(inspect.signature(type(module).forward).parameters) > 2
+
+
+def expert_names(module: nn.Module) -> list[str]:
+    """Which of a module's own tensors are those of experts, first to last."""
+    own = dict(module.named_parameters(recurse=False))
+    return [name for name in (GATE_UP, UP, DOWN) if name in own and len(expert_shape(module, name)) == 3]
+
+
+def expert_shape(module: Any, name: str) -> tuple[int, ...]:
+    """Of a tensor of experts as the model has it, whole and not packed: [E, out, in], or [E, in, out]."""
+    parameter = getattr(module, name)
+    packing = getattr(parameter, "packing", None)
+    return tuple(whole_shape(parameter)) if packing is None else tuple(packing.shape)
+
+
+def takes_all_tokens(module: Any) -> bool:
+    """Llama 4: each expert is given all tokens, weighted by zero where they are not its own; stored [E, in, out]."""
+    return type(module).__name__ == "Llama4TextExperts"
+
+
+def is_transposed(module: Any) -> bool:
+    """Whether the matrices are stored [E, in, out]."""
+    return bool(getattr(module, "is_transposed", False)) or takes_all_tokens(module)
+
+
+def expert_width(module: Any) -> int:
+    """I, which no adapter of an expert can learn more directions than."""
+    shape = expert_shape(module, DOWN)
+    return shape[1] if is_transposed(module) else shape[2]
+
+
+def visited_experts(config: Any) -> int:
+    """How many experts a token visits; 1 where the configuration does not say."""
+    text = config.get_text_config()
+    found = (getattr(text, name, None) for name in VISITED)
+    return next((number for number in found if isinstance(number, int) and number > 0), 1)
+
+
+def expert_elements(module: nn.Module) -> int:
+    """Weights of all experts in a module."""
+    return sum(torch.Size(expert_shape(module, name)).numel() for name in expert_names(module))

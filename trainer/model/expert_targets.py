@@ -1,0 +1,153 @@
+"""Which tensors of fused experts get an adapter, by the names that people use for them, and which rank they get.
+
+PEFT names them in `target_parameters`. Its own translation of older names (peft#3711) is not asked: it takes gate_proj,
+up_proj and down_proj of dense layers and of shared experts for those of the experts, and so leaves these out.
+"""
+
+import inspect
+import re
+from difflib import get_close_matches
+from typing import Any
+
+from torch import nn
+
+from trainer.config import LoraSection, UserError
+from trainer.engine.partitioned import whole_shape
+from trainer.model.expert_layers import USUAL_NAMES, expert_modules, expert_names, expert_width, visited_experts
+
+NO_START = ("pissa", "pissa_niter_16", "olora", "loftq", "orthogonal")
+ALL_LINEAR = ("all-linear",)
+
+
+def expert_targets(model: nn.Module, lora: LoraSection, beyond: str | None = None) -> list[str]:
+    """Paths of the experts' tensors that get an adapter; `beyond` matches what text never reaches."""
+    if not lora.experts or lora.adapter_path:
+        return []
+    excluded = "|".join(filter(None, [*(_below(name) for name in lora.exclude_modules), beyond]))
+    found = []
+    for path, module in expert_modules(model).items():
+        for name in expert_names(module):
+            known = aliases(path, name)
+            wanted = lora.target_modules == ALL_LINEAR or any(
+                names_experts(target, known) for target in (*lora.target_modules, *lora.target_parameters)
+            )
+            if wanted and not (excluded and any(re.fullmatch(excluded, alias) for alias in known)):
+                found.append(f"{path}.{name}")
+    return found
+
+
+def other_parameters(model: nn.Module, lora: LoraSection) -> list[str]:
+    """Paths of what `lora.target_parameters` names beside experts, and of routers named as targets: their weights."""
+    experts = set(expert_modules(model))
+    found = []
+    for path, parameter in model.named_parameters():
+        parent, _, own = path.rpartition(".")
+        if parent in experts or len(whole_shape(parameter)) not in (2, 3):
+            continue
+        named = any(path == name or path.endswith(f".{name}") for name in lora.target_parameters)
+        router = own == "weight" and any(_ends(parent, name) for name in lora.target_modules) and experts
+        if named or (router and is_router(model.get_submodule(parent))):
+            found.append(path)
+    return found
+
+
+def is_router(module: nn.Module) -> bool:
+    """Whether a module chooses experts with a matrix of its own and is no plain linear layer."""
+    return "Router" in type(module).__name__ and isinstance(getattr(module, "weight", None), nn.Parameter)
+
+
+def aliases(path: str, name: str) -> list[str]:
+    """All that a tensor of experts may be called: its own path, its parts, those of one expert (`*`), its module."""
+    parts = [name, *USUAL_NAMES[name]]
+    return [path, *(f"{path}.{part}" for part in parts), *(f"{path}.*.{part}" for part in parts[1:] or parts)]
+
+
+def names_of_experts(model: nn.Module) -> list[str]:
+    """Every name that a tensor of fused experts goes by."""
+    layers = expert_modules(model).items()
+    return [alias for path, module in layers for name in expert_names(module) for alias in aliases(path, name)]
+
+
+def names_experts(target: str, known: list[str]) -> bool:
+    """Whether a name of the settings stands for a tensor with these aliases."""
+    return any(_ends(alias, target) for alias in known)
+
+
+def check_experts(model: Any, lora: LoraSection, beyond: str | None = None) -> None:
+    """Raise UserError for what cannot be done with the experts that these settings adapt."""
+    _check_parameters(model, lora)
+    targets = expert_targets(model, lora, beyond)
+    if not targets:
+        return
+    leave_out = "or leave the experts out with lora.experts: false"
+    if lora.dora:
+        raise UserError(f"lora.dora=true: is not computed for experts; turn it off, {leave_out}")
+    if lora.init in NO_START:
+        raise UserError(f"lora.init={lora.init}: is not made for experts; use default or gaussian, {leave_out}")
+    rank = expert_rank(model, lora)
+    width = min(expert_width(model.get_submodule(path.rpartition(".")[0])) for path in targets)
+    if rank > width:
+        setting = f"lora.r={lora.r}" if lora.expert_rank == "r" else f"lora.expert_rank={lora.expert_rank}"
+        raise UserError(
+            f"{setting}: an expert of this model is {width} wide, and a higher rank adds nothing; set lora.expert_rank "
+            f"to {width} or less (r/top_k is {max(1, lora.r // visited_experts(model.config))} here)"
+        )
+
+
+def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
+    """Every name in `lora.target_parameters` must be that of a matrix, or of experts."""
+    experts = expert_modules(model)
+    known = names_of_experts(model)
+    matrices = [path for path, parameter in model.named_parameters() if len(whole_shape(parameter)) in (2, 3)]
+    for name in lora.target_parameters:
+        if names_experts(name, known):
+            if not lora.experts:
+                raise UserError(f"lora.target_parameters={name}: names experts, and lora.experts is false; remove one")
+        elif not any(_ends(path, name) for path in matrices):
+            words = {path.rpartition(".")[2] if not path.endswith(".weight") else path for path in (*matrices, *known)}
+            nearest = get_close_matches(name.rpartition(".")[2], sorted(words), n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else "name one as model.named_parameters() does"
+            raise UserError(f"lora.target_parameters={name}: matches no parameter of this model; {hint}")
+    if not experts:
+        for name in lora.target_modules:
+            if "experts" in name.split("."):
+                raise UserError(f"lora.target_modules={name}: this model has no experts; name layers, or all-linear")
+
+
+def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None) -> None:
+    """Raise UserError where the load-balancing loss is asked for and nothing would follow it; `lora` None: all do."""
+    setting = f"training.router_aux_loss={weight}"
+    if not weight:
+        return
+    if "output_router_logits" not in inspect.signature(type(model).forward).parameters or not expert_modules(model):
+        raise UserError(f"{setting}: {type(model).__name__} computes no load-balancing loss; set it to 0")
+    named = () if lora is None else (*lora.target_modules, *lora.modules_to_save, *lora.target_parameters)
+    routers = [path for path, module in model.named_modules() if is_router(module) or _last(path) in ("gate", "router")]
+    if lora is not None and not any(_ends(path, name.removesuffix(".weight")) for path in routers for name in named):
+        name = _last(routers[0]) if routers else "gate"
+        raise UserError(
+            f"{setting}: the router is not trained, so that nothing follows it; add {name} to lora.modules_to_save or "
+            "to the names in lora.target_modules, or set it to 0"
+        )
+
+
+def expert_rank(model: Any, lora: LoraSection) -> int:
+    """The rank of each expert's adapter."""
+    if lora.expert_rank == "r":
+        return lora.r
+    if lora.expert_rank == "r/top_k":
+        return max(1, lora.r // visited_experts(model.config))
+    return int(lora.expert_rank)
+
+
+def _below(name: str) -> str:
+    """Matches every path that has `name` in it, as whole words, and all that is below."""
+    return rf"(?:.*\.)?{re.escape(name)}(?:\..*)?"
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _ends(path: str, name: str) -> bool:
+    return path == name or path.endswith(f".{name}")

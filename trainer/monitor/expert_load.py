@@ -1,0 +1,70 @@
+"""How evenly the router spreads tokens over experts, and how many experts' adapters have had no token yet."""
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.engine.partitioned import is_partitioned
+from trainer.model.expert_factor import ExpertFactor
+from trainer.model.expert_layers import DOWN, expert_modules, expert_shape, takes_all_tokens
+
+
+class ExpertLoad:
+    """Counts, on the device, the visits of this rank's training tokens to each expert since the last reading."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._experts = [each for each in expert_modules(model).values() if not takes_all_tokens(each)]
+        self._adapters = [each for each in model.modules() if isinstance(each, ExpertFactor) and not each.down]
+        self._all_had_tokens = False
+        self._visits: dict[int, Tensor] = {}
+        for layer, experts in enumerate(self._experts):
+            experts.register_forward_pre_hook(partial(self._count, layer), with_kwargs=True)
+
+    @classmethod
+    def of(cls, model: nn.Module, *, compiled: bool) -> "ExpertLoad | None":
+        """None for a model without experts, or that is compiled: a hook would break the graph at every layer."""
+        return cls(model) if expert_modules(model) and not compiled else None
+
+    def _count(self, layer: int, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A recomputed layer counts twice, as all others then do: shares are the same."""
+        if not (experts.training and torch.is_grad_enabled()):
+            return
+        index = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][1]
+        visits = self._visits.get(layer)
+        if visits is None:
+            count = expert_shape(experts, DOWN)[0]
+            visits = self._visits[layer] = torch.zeros(count, dtype=torch.long, device=index.device)
+        flat = index.reshape(-1).long()
+        visits.scatter_add_(0, flat, torch.ones_like(flat))
+
+    def values(self) -> dict[str, float]:
+        """Shares of the busiest and the idlest expert of a layer, and the entropy (1: all alike), means over layers."""
+        found: dict[str, float] = {}
+        if self._visits:
+            shares = [counts.double() / counts.sum().clamp(min=1) for counts in self._visits.values()]
+            entropies = [torch.special.entr(share).sum() / math.log(max(len(share), 2)) for share in shares]
+            table = torch.stack([torch.stack([s.max(), s.min(), e]) for s, e in zip(shares, entropies, strict=True)])
+            busiest, idlest, entropy = table.mean(0).tolist()
+            found = {"experts/busiest_share": busiest, "experts/idlest_share": idlest, "experts/entropy": entropy}
+            for counts in self._visits.values():
+                counts.zero_()
+        if self._adapters and not self._all_had_tokens:
+            idle = self._without_token()
+            if idle is not None:
+                found["experts/adapters_without_token"] = float(idle)
+                self._all_had_tokens = idle == 0
+        elif self._adapters:
+            found["experts/adapters_without_token"] = 0.0
+        return found
+
+    def _without_token(self) -> int | None:
+        """Experts whose B is zero as it began: a gradient comes with the first token. None where stage 3 has shares."""
+        factors = [each.weight for each in self._adapters]
+        if any(is_partitioned(factor) for factor in factors):
+            return None
+        with torch.no_grad():
+            idle = torch.stack([(factor.flatten(1) == 0).all(1).sum() for factor in factors])
+        return int(idle.sum())

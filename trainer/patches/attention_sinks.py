@@ -1,0 +1,132 @@
+"""Attention with sinks (gpt-oss) over packed documents: variable-length flash attention, corrected by its own lse.
+
+A sink is a score without a value that each head adds to its softmax: with lse of the scores alone and z = sink,
+
+    lse' = log(e^lse + e^z)      out' = out e^(lse - lse') = out sigmoid(lse - z)
+
+and since the probabilities are e^(scores - lse'), flash attention's own backward is exact when it is given out' and
+lse'. The sink's gradient is -sum over tokens of e^(z - lse') (grad . out').
+Where there is no flash attention the model's own eager code computes one document after the other.
+"""
+
+import sys
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.contract.known_versions import require
+
+
+def has_sinks(model: torch.nn.Module) -> bool:
+    """Whether the attention of a model has sinks."""
+    return any(isinstance(getattr(module, "sinks", None), torch.nn.Parameter) for module in model.modules())
+
+
+def flash_with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """query, key, value [1, heads, T, head_dim] -> [1, T, heads, head_dim]; documents are [cu[i], cu[i+1])."""
+    rows = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    out: Tensor = _FlashWithSinks.apply(*rows, sinks, cu_seqlens, max_seqlen, scaling, window)
+    return out.unsqueeze(0)
+
+
+class _FlashWithSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        scaling: float | None,
+        window: int | None,
+    ) -> Tensor:
+        bounds = {
+            "scale": scaling,
+            "window_size_left": None if window is None else window - 1,
+            "window_size_right": None if window is None else 0,
+        }
+        lengths = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+        out, lse_hT, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *lengths, 0.0, True, False, **bounds
+        )
+        out, lse_hT = with_sinks(out, lse_hT, sinks)
+        ctx.save_for_backward(query, key, value, out, lse_hT, sinks, cu_seqlens, rng_state, unused)
+        ctx.max_seqlen, ctx.bounds = max_seqlen, bounds
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        query, key, value, out, lse_hT, sinks, cu_seqlens, rng_state, unused = ctx.saved_tensors
+        lengths = (cu_seqlens, cu_seqlens, ctx.max_seqlen, ctx.max_seqlen)
+        found = torch.ops.aten._flash_attention_backward(
+            grad.contiguous(), query, key, value, out, lse_hT, *lengths, 0.0, True, rng_state, unused, **ctx.bounds
+        )
+        of_sinks = grad_of_sinks(grad, out, lse_hT, sinks) if ctx.needs_input_grad[3] else None
+        return *found, of_sinks, None, None, None, None
+
+
+def with_sinks(out_Thd: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> tuple[Tensor, Tensor]:
+    """out' and lse' of attention that has been computed without sinks."""
+    lse_with = torch.logaddexp(lse_hT, sinks_h.float()[:, None])
+    kept_Th = torch.exp(lse_hT - lse_with).t()
+    return (out_Thd * kept_Th[..., None]).to(out_Thd.dtype), lse_with
+
+
+def grad_of_sinks(grad_Thd: Tensor, out_Thd: Tensor, lse_hT: Tensor, sinks_h: Tensor) -> Tensor:
+    """Of out' and lse'."""
+    share_hT = torch.exp(sinks_h.float()[:, None] - lse_hT)
+    seen_hT = (grad_Thd.float() * out_Thd.float()).sum(-1).t()
+    return -(share_hT * seen_hT).sum(1).to(sinks_h.dtype)
+
+
+def one_by_one(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    cu_seqlens: Tensor | None,
+    window: int | None,
+    dropout: float,
+) -> Tensor:
+    """The model's own eager code, for each document or (no `cu_seqlens`) for the one text there is."""
+    own = require(sys.modules[type(module).__module__], "eager_attention_forward", "transformers")
+    if cu_seqlens is None:
+        if mask is None:
+            mask = _causal(query.shape[2], key.shape[2], window, query)
+        elif mask.dtype == torch.bool:
+            mask = _additive(mask, query)
+        out: Tensor = own(module, query, key, value, mask, scaling=scaling, dropout=dropout)[0]
+        return out
+    outs = []
+    for begin, end in pairwise(cu_seqlens.tolist()):
+        rows = (tensor[:, :, begin:end] for tensor in (query, key, value))
+        mask = _causal(end - begin, end - begin, window, query)
+        outs.append(own(module, *rows, mask, scaling=scaling, dropout=dropout)[0])
+    return torch.cat(outs, dim=1)
+
+
+def _causal(queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
+    """[1, 1, queries, keys] to be added to scores; the last query belongs to the last key."""
+    last = torch.arange(keys, device=like.device)
+    back = last[keys - queries :, None] - last
+    return _additive(((back >= 0) & (back < (window or keys)))[None, None], like)
+
+
+def _additive(seen: Tensor, like: Tensor) -> Tensor:
+    return torch.zeros_like(seen, dtype=like.dtype).masked_fill(~seen, torch.finfo(like.dtype).min)

@@ -1,0 +1,38 @@
+"""How the experts of a mixture are computed: by the operator or in plain torch, with an adapter or without."""
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from trainer.model.expert_adapter import ParamWrapper
+from trainer.model.expert_forward import activation_of, adapted_forward
+from trainer.model.expert_layers import expert_modules
+from trainer.patches.replace import replace
+
+
+def compute_experts(model: nn.Module, *, on_gpu: bool) -> list[str]:
+    """Let the operator compute experts without an adapter on a GPU as well; lines for the console."""
+    wrapped: dict[int, list[ParamWrapper]] = {}
+    for module in model.modules():
+        if isinstance(module, ParamWrapper):
+            wrapped.setdefault(id(module.get_base_layer()), []).append(module)
+    counts: Counter[tuple[str, str]] = Counter()
+    for experts in expert_modules(model).values():
+        by_operator = activation_of(experts) is not None
+        if id(experts) in wrapped:
+            what = _described(wrapped[id(experts)])
+        elif by_operator and on_gpu:
+            replace(experts, "forward", partial(adapted_forward, experts, {}))
+            what = "without adapter"
+        else:
+            continue
+        counts[what, "by the operator" if by_operator else "in plain torch, for their gate is not the operator's"] += 1
+    return [f"experts: {count} layers {what}, {how}" for (what, how), count in counts.items()]
+
+
+def _described(wrappers: list[Any]) -> str:
+    ranks = sorted({rank for wrapper in wrappers for rank in wrapper.r.values()})
+    names = ", ".join(sorted(wrapper.parameter_name for wrapper in wrappers))
+    return f"with an adapter of r={', '.join(map(str, ranks))} for each expert ({names})"

@@ -1,0 +1,90 @@
+"""What the outputs carry: K = mean KL(adapted || base), bits a token, on reference text, and its gradient.
+
+    term = lambda K, in nats a token, as the loss is; no sigma and no N
+
+The reference documents of a step follow from its number alone: the same on every number of epochs, starts and resumes.
+Each rank takes rows of its own; every rank knows how many tokens all of them have, so nothing is sent for that.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.contract.whole_files import write_json
+from trainer.data.batches import MicroBatch, collate
+from trainer.data.samples import Sample
+from trainer.patches.loss_head import TokenLoss
+
+REFERENCE_FILE = "scu_reference.json"
+
+
+class Reference:
+    """Documents in an order drawn from `seed`, anew for each pass; `rows` of them for each rank and step."""
+
+    def __init__(
+        self, documents: Sequence[Sample], *, rows: int, rank: int, world_size: int, seed: int, pad_token_id: int,
+        packed: bool, flat: bool,
+    ) -> None:  # fmt: skip
+        self.documents = documents
+        self.rows, self.rank, self.world_size, self.seed = rows, rank, world_size, seed
+        self._shape: dict[str, Any] = {"packed": packed, "flat": flat}
+        self._pad = pad_token_id
+
+    def batch(self, step: int) -> MicroBatch:
+        """This rank's documents of optimizer step `step` (from 1)."""
+        mine = self._chosen(step)[self.rank * self.rows : (self.rank + 1) * self.rows]
+        return collate([self.documents[index] for index in mine], self._pad, **self._shape)
+
+    def tokens(self, step: int) -> int:
+        """Places at which all ranks compare adapter and base in that step."""
+        return sum(len(self.documents[index].input_ids) - 1 for index in self._chosen(step))
+
+    def _chosen(self, step: int) -> list[int]:
+        together, count = self.rows * self.world_size, len(self.documents)
+        places = range((step - 1) * together, step * together)
+        orders = {turn: self._order(turn) for turn in {place // count for place in places}}
+        return [int(orders[place // count][place % count]) for place in places]
+
+    def _order(self, turn: int) -> Any:
+        return np.random.default_rng([self.seed, turn]).permutation(len(self.documents))
+
+
+class Divergence:
+    """K of the model in training, measured on a few reference documents a step."""
+
+    def __init__(self, engine: Any, token_loss: TokenLoss, reference: Reference, *, drawn: bool = False) -> None:
+        """`drawn`: the documents are the base's own samples, which a run that goes on needs again."""
+        self.drawn = drawn
+        self._engine, self._token_loss, self.reference = engine, token_loss, reference
+        self._sum: Tensor | None = None
+
+    def term(self, step: int, strength: float) -> Tensor:
+        """lambda K in nats a token; its mean over the ranks is the term. Every rank must call it.
+
+        While lambda is 0 K is measured without a gradient.
+        """
+        sum_local = self._token_loss.divergence(
+            self._engine, self.reference.batch(step), self._engine.device, with_gradient=strength > 0
+        )
+        self._sum = sum_local.detach()
+        if strength == 0:
+            return torch.zeros_like(self._sum)
+        return sum_local * (strength * self.reference.world_size / self.reference.tokens(step))
+
+    def local(self) -> Tensor | None:
+        """This rank's sum of divergences of the step, nats, fp64; None before `term`."""
+        return None if self._sum is None else self._sum.double()
+
+    def bits(self, step: int, sum_global: float) -> float:
+        """K of a step, bits a token, from the sum over the ranks. What rounding leaves below 0 is 0."""
+        return max(0.0, sum_global / self.reference.tokens(step) / math.log(2.0))
+
+    def write(self, run_dir: Path) -> None:
+        """Keep documents that are nowhere else."""
+        if self.drawn:
+            write_json(run_dir / REFERENCE_FILE, [document.input_ids for document in self.reference.documents])

@@ -1,0 +1,72 @@
+"""The settings of section `scu` as law and measure, and what a checkpoint's controller becomes under changed ones."""
+
+from dataclasses import replace
+
+from torch import nn
+
+from trainer.config import ScuSection, UserError
+from trainer.engine.flat_adapter import flat_adapter_of
+from trainer.scu import law as scu
+from trainer.scu.information import AdapterInformation, Measure, find_pairs
+
+AUTO_TARGET = 0.01
+"""S of the update at which a strong fixed lambda ends best, with scu.sigma=0.1 (docs/lab/scu.md)."""
+AUTO_TARGET_BITS = 0.05
+"""Of K, bits a token."""
+
+
+def information_of(section: ScuSection, model: nn.Module, tokens: int | None) -> AdapterInformation:
+    """The measure of the adapter's information. Raises UserError where N is not known."""
+    if not tokens:
+        raise UserError("scu.tokens: the target tokens of one epoch are not known; give their number")
+    measure: Measure = "factors" if section.measure == "factors" else "delta"
+    return AdapterInformation(
+        find_pairs(model), measure, sigma=float(section.sigma), tokens=tokens, flat=flat_adapter_of(model)
+    )
+
+
+def as_the_law_allows(law: scu.Law, state: scu.State) -> tuple[scu.State, list[str]]:
+    """A checkpoint's state under a law whose bounds or controller may have been changed since, and what to say."""
+    if law.controller not in ("pi", "fixed"):
+        return state, []
+    if state.lambda_ == 0.0 and state.started:  # of the controller `none`
+        fresh = scu.initial(law)
+        return fresh, [f"scu.controller={law.controller}: was none; lambda begins at {fresh.lambda_:g}"]
+    if law.controller == "fixed":
+        within = law.lambda_start
+    else:
+        # Inside the deadband lambda stays where it is, also where it may no longer be.
+        within = min(max(state.lambda_, law.lambda_min), law.lambda_max) if state.lambda_ else 0.0
+    if within == state.lambda_:
+        return state, []
+    return replace(state, lambda_=within), [
+        f"scu: lambda was {state.lambda_:g} in the checkpoint and is {within:g} now"
+    ]
+
+
+def law_of(section: ScuSection, *, total_steps: int, base_parameters: int) -> scu.Law:
+    """The law that the settings ask for. Raises UserError where it means nothing, or would never come to rest."""
+    target = section.target
+    form: scu.Form = "kl" if section.measure == "kl" else section.law
+    if target == "auto":
+        auto = {"delta": AUTO_TARGET, "factors": scu.published_target(base_parameters), "kl": AUTO_TARGET_BITS}
+        target = auto[section.measure]
+    try:
+        return scu.Law(
+            target=target,
+            controller=section.controller,
+            form=form,
+            kp=float(section.kp),
+            ki=float(section.ki),
+            deadband=float(section.deadband),
+            ema=section.ema,
+            leak=section.leak,
+            integral_bound=section.integral_bound,
+            lambda_start=float(section.lambda_start),
+            lambda_min=section.lambda_min,
+            lambda_max=section.lambda_max,
+            total_updates=max(1, total_steps // section.every),
+            every=section.every,
+        )
+    except ValueError as error:
+        raise UserError(f"scu.{error}") from None
