@@ -53,7 +53,8 @@ def main() -> None:
     frozen = ExpertWeights(ExpertMatrix.plain(gate_up), ExpertMatrix.plain(down))
     shapes = [(E, rank, H), (E, 2 * INNER, rank), (E, rank, INNER), (E, H, rank)]
     factors = [normal(*shape, size=0.05).requires_grad_() for shape in shapes]
-    adapter = ExpertAdapter(*factors, gate_up_scale=2.0, down_scale=2.0)
+    a_gu, b_gu, a_d, b_d = factors
+    adapter = ExpertAdapter(a_gu, b_gu, a_d, b_d, gate_up_scale=2.0, down_scale=2.0)
     order, ends = torch.ops.zerolora.expert_sort(index, E)
     pairs = torch.ops.zerolora.expert_plan(order, ends)[2]
     product = torch.ops.zerolora.expert_product

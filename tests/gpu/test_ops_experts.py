@@ -16,7 +16,7 @@ HALVES = [torch.bfloat16, torch.float16]
 
 
 def on_card(dtype: torch.dtype, *shape: int, **more: Any) -> Problem:
-    return make(*shape, dtype, **more).to(dtype, "cuda")  # type: ignore[arg-type]
+    return make(*shape, dtype, **more).to(dtype, "cuda")  # type: ignore[arg-type, call-arg]
 
 
 def results(problem: Problem, monkeypatch: pytest.MonkeyPatch, plain: bool = False) -> dict[str, torch.Tensor]:

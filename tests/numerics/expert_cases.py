@@ -1,6 +1,7 @@
 """Random problems for the experts' operator, and their truth by autograd, each pair of a token and an expert alone."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,12 +38,12 @@ class Problem:
                 return ExpertMatrix.plain(weight.transpose(1, 2).contiguous(), transposed=True)
             return ExpertMatrix.plain(weight)
 
-        biases = self.biases or [None, None]
+        gate_up_bias, down_bias = self.biases or (None, None)
         return ExpertWeights(
             matrix(self.gate_up),
             matrix(self.down),
-            biases[0],
-            biases[1],
+            gate_up_bias,
+            down_bias,
             self.activation,
             self.interleaved,
             self.alpha,
@@ -62,7 +63,7 @@ class Problem:
         return named
 
     def to(self, dtype: torch.dtype, device: str = "cpu") -> "Problem":
-        def move(value: object) -> object:
+        def move(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return value.detach().to(device, dtype if value.is_floating_point() else value.dtype)
             return [move(item) for item in value] if isinstance(value, list) else value

@@ -1,5 +1,7 @@
 """The experts' operator on a CPU against its truth: autograd over every pair of a token and an expert by itself."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ def test_against_truth(routing: str) -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "clamped"])
 def test_activations_biases_and_layouts(activation: str) -> None:
     for interleaved, transposed in ((False, True), (True, False), (True, True)):
-        layout = {"interleaved": interleaved, "transposed": transposed}
+        layout: dict[str, Any] = {"interleaved": interleaved, "transposed": transposed}
         assert_true(make(11, 2, 5, 16, 12, 3, bias=True, activation=activation, **layout))
 
 
@@ -55,7 +57,8 @@ def test_gradcheck() -> None:
     frozen = problem.frozen()
 
     def function(x: torch.Tensor, w: torch.Tensor, *factors: torch.Tensor) -> torch.Tensor:
-        return experts_mlp(x, problem.index, w, frozen, ExpertAdapter(*factors, gate_up_scale=1.3, down_scale=0.7))
+        a_gu, b_gu, a_d, b_d = factors
+        return experts_mlp(x, problem.index, w, frozen, ExpertAdapter(a_gu, b_gu, a_d, b_d, 1.3, 0.7))
 
     assert torch.autograd.gradcheck(function, inputs)
 
@@ -106,7 +109,8 @@ def test_nf4_as_bitsandbytes_has_it(nested: bool) -> None:
             state += [states[0].state2.code, torch.stack([s.offset for s in states])]
         dense = [functional.dequantize_4bit(q, s) for q, s in zip(packed, states, strict=True)]
         blocks = states[0].blocksize, states[0].state2.blocksize if nested else 0
-        return ExpertMatrix.nf4(torch.stack(packed), state, *weight.shape[1:], *blocks), torch.stack(dense)
+        _, rows, cols = weight.shape
+        return ExpertMatrix.nf4(torch.stack(packed), state, rows, cols, *blocks), torch.stack(dense)
 
     (gate_up, problem.gate_up), (down, problem.down) = matrix(problem.gate_up), matrix(problem.down)
     assert torch.equal(gate_up.dequantized(torch.float32), problem.gate_up)
@@ -127,13 +131,14 @@ def test_mxfp4_as_transformers_reads_it() -> None:
 def test_bad_inputs_name_their_values() -> None:
     problem = make(5, 2, 3, 8, 4, 2)
     args = problem.index, problem.weights, problem.frozen(), problem.adapter()
+    a, b = problem.gate_up_factors
     with pytest.raises(ValueError, match=r"hidden \(5, 6\) for experts of width 8"):
         experts_mlp(problem.hidden[:, :6], *args)
     with pytest.raises(ValueError, match="one factor"):
         experts_mlp(problem.hidden, *args[:3], ExpertAdapter(gate_up_down=problem.gate_up_factors[0]))
     with pytest.raises(ValueError, match="dropout"):
-        experts_mlp(problem.hidden, *args[:3], ExpertAdapter(*problem.gate_up_factors, dropout=1.0))
+        experts_mlp(problem.hidden, *args[:3], ExpertAdapter(a, b, dropout=1.0))
     with pytest.raises(ValueError, match=r"A .* B"):
-        experts_mlp(problem.hidden, *args[:3], ExpertAdapter(*reversed(problem.gate_up_factors)))
+        experts_mlp(problem.hidden, *args[:3], ExpertAdapter(b, a))
     with pytest.raises(ValueError, match="a block must not cross"):
         ExpertMatrix.nf4(torch.zeros(1), [torch.zeros(3, 1)], 3, 5, 64)
