@@ -95,7 +95,7 @@ def test_torch_without_cuda_is_one_line_and_auto_takes_the_reference(monkeypatch
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "built without CUDA" in error and "ops.backend: reference" in error
     monkeypatch.setattr(backend, "_loaded", None)
-    monkeypatch.setattr(backend, "_reference_library", None)
+    monkeypatch.setattr(backend, "_library", None)
     with pytest.raises(ValueError, match=r"ops.backend=cuda: torch .* is built without CUDA"):
         backend.load("cuda")
     chosen = backend.load("auto")

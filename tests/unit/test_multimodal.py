@@ -11,12 +11,13 @@ from tests.multimodal import MULTIMODAL, make_multimodal
 from tests.plain_peft import plain_losses
 from tests.tiny import write_chats
 from trainer.build import build_model, make_batches
+from trainer.checkpoint.weights import save_adapter
 from trainer.config import LoraSection, ModelSection, RunConfig, UserError, load_config
 from trainer.data import Samples
 from trainer.engine.optimizer import build_optimizer, build_schedule
 from trainer.memory.preflight import plan_memory
 from trainer.model.adapter import GradientCheck, adapted_layers
-from trainer.model.base import empty_model, load_model_config
+from trainer.model.base import empty_model, load_model_config, load_tokenizer
 from trainer.model.targets import check_targets
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packing_probe import check_causal, keep_documents_apart
@@ -120,7 +121,8 @@ def test_text_trains_as_in_plain_peft_and_the_adapter_loads_onto_the_whole_model
     assert sum(layer.count for layer in adapted_layers(model)) == TEXT_LAYERS.get(name, 4 * 7)
     [line] = [line for line in lines if "where text never comes" in line]
     assert line.startswith("without adapter: ") and "vis" in line
-    model.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(root / name), config.model)
+    save_adapter(model, tokenizer, tmp_path, is_main=True, must_have_moved=True)
     base = AutoModelForMultimodalLM.from_pretrained(root / name, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, tmp_path).eval()
     ids = torch.arange(3, 40)[None]
