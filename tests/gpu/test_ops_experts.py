@@ -27,23 +27,31 @@ def results(problem: Problem, monkeypatch: pytest.MonkeyPatch, plain: bool = Fal
     return {"y": y} | grads
 
 
-def check(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
-    """Errors against float64 are not above those of plain torch in the same type, expert by expert."""
+def pooled(problems: list[Problem], monkeypatch: pytest.MonkeyPatch, plain: bool = False) -> dict[str, torch.Tensor]:
+    found = [results(problem, monkeypatch, plain) for problem in problems]
+    return {name: torch.cat([each[name].reshape(-1) for each in found]) for name in found[0]}
+
+
+def check(problem: Problem, monkeypatch: pytest.MonkeyPatch, *alike: Problem) -> dict[str, torch.Tensor]:
+    """Errors against float64 are not above those of plain torch in the same type, expert by expert.
+
+    `alike`: more problems of the shape, whose errors count together where one has too few values to compare.
+    """
     assert experts_kernels.takes(
         problem.hidden, [*problem.down.shape[:1], problem.down.shape[2], problem.down.shape[1], 0, 0]
     )
-    ours, plain = results(problem, monkeypatch), results(problem, monkeypatch, plain=True)
-    truth = results(problem.to(torch.float64, "cuda"), monkeypatch)
+    problems = [problem, *alike]
+    ours, plain = pooled(problems, monkeypatch), pooled(problems, monkeypatch, plain=True)
+    truth = pooled([each.to(torch.float64, "cuda") for each in problems], monkeypatch)
     for name, true in truth.items():
         mine, theirs = ours[name].double() - true, plain[name].double() - true
         assert ours[name].dtype == plain[name].dtype and torch.isfinite(mine).all(), name
-        # Of a few values, the roundings of either may happen to be small.
-        floor = (1e-3 + 1e-2 * true.numel() ** -0.5) * float(true.square().mean().sqrt())
+        floor = 1e-3 * float(true.square().mean().sqrt())
         rms, other = float(mine.square().mean().sqrt()), float(theirs.square().mean().sqrt())
         assert rms <= 1.1 * other + floor, f"{name}: rms error {rms:.3e}, plain torch {other:.3e}"
         top, other = float(mine.abs().max()), float(theirs.abs().max())
         assert top <= 2 * other + 10 * floor, f"{name}: largest error {top:.3e}, plain torch {other:.3e}"
-    return ours
+    return results(problem, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -59,7 +67,10 @@ def test_ranks(rank, monkeypatch):
 
 @pytest.mark.parametrize(("T", "H", "inner"), [(1, 8, 8), (65, 264, 72), (513, 1032, 136), (2000, 520, 264)])
 def test_shapes(T, H, inner, monkeypatch):
-    check(on_card(torch.bfloat16, T, 2, 7, H, inner, 16), monkeypatch)
+    # A token has two weights: which of two roundings comes closer to two numbers is chance.
+    seeds = range(64 if T == 1 else 1)
+    problem, *alike = (on_card(torch.bfloat16, T, 2, 7, H, inner, 16, seed=seed) for seed in seeds)
+    check(problem, monkeypatch, *alike)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
