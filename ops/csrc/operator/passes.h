@@ -139,7 +139,8 @@ inline void expand(const Matrix& h, const Matrix& q, bool by_rank, const Tensor&
   if (bias.defined()) view(y).add_(bias);
 }
 
-// y = h Q^T, Q as [D,R] or, by rank, [R,D]: true where Hopper's kernel did it, false where cuBLAS has to (docs/lab/operators.md).
+// y = h Q^T, Q as [D,R] or, by rank, [R,D]: true where Hopper's kernel did it, false where cuBLAS has to
+// (docs/lab/operators.md).
 inline bool prefill(const Matrix& y, const Matrix& h, const Matrix& q, bool by_rank, const Tensor& like,
                     cudaStream_t stream) {
   const Expand job = expand_job(y, h, q, by_rank);

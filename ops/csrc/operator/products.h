@@ -84,7 +84,7 @@ inline void output(const Matrix& y, const Matrix& x, const Matrix& weight, const
 
 // target = keep * (dh A), or added to it.
 inline void adapters_part_of_x(const Matrix& target, const Matrix& dh, const Matrix& downs, bool accumulate,
-                       const Dropout& dropout, const Tensor& like, cudaStream_t stream) {
+                               const Dropout& dropout, const Tensor& like, cudaStream_t stream) {
   if (dropout.seed == nullptr) {
     if (accumulate || !prefill(target, dh, downs, true, like, stream))
       product(target, 1.f, dh, false, downs, false, accumulate ? 1.f : 0.f, stream);

@@ -94,10 +94,10 @@ int64_t tile_rows(const RankPass& pass) {
   return wgmma_rows(pass.p != nullptr && pass.v != nullptr, tensor_core_plan(pass, Path::wgmma).rank_pad);
 }
 
-// All times below are in microseconds, all rates in bytes per microsecond; fitted on an H200 (docs/lab/operators.md). There are
-// two sets: "hot" for kHot tokens and more, measured right after large products, which heat the card and lower its
-// clock as training does; "cool" for fewer tokens. What adds the same to every cut is left out, and so is what changed
-// no choice that matters (tests/bench/plan_constants.py): these are costs to compare, not times to expect.
+// All times below are in microseconds, all rates in bytes per microsecond; fitted on an H200 (docs/lab/operators.md).
+// There are two sets: "hot" for kHot tokens and more, measured right after large products, which heat the card and
+// lower its clock as training does; "cool" for fewer tokens. What adds the same to every cut is left out, and so is
+// what changed no choice that matters (tests/bench/plan_constants.py): these are costs to compare, not times to expect.
 constexpr int64_t kHot = 2048;
 constexpr double kRead = 3.3e6;  // what a reduction reads
 
@@ -151,8 +151,7 @@ struct Cost {
     const double tile_bytes = static_cast<double>(tile_rows(first.pass)) * (kWgmmaCols * 2 + u_row);
     const double per_tile = std::max(times.tile + row / plan.d_blocks_per_cta, running() * tile_bytes / times.memory);
     return (clustered ? times.cluster : 0.0) + waves() * tiles() * per_tile + g_bytes / times.memory +
-           (u_bytes + g_bytes) / kRead +
-           2.0 * std::max(0.0, u_bytes + g_bytes - kKept) / times.memory;
+           (u_bytes + g_bytes) / kRead + 2.0 * std::max(0.0, u_bytes + g_bytes - kKept) / times.memory;
   }
 
   double of_one() const {
