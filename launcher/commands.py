@@ -38,13 +38,17 @@ MODULES = {
     "inspect": ("trainer.commands.inspect", "Show examples as the model sees them, trained tokens in colour."),
     "eval": ("trainer.commands.evaluate", "Loss, bits per token and perplexity of base and adapter on held-out data."),
     "generate": ("trainer.commands.generate", "Answer prompts with a trained adapter."),
+    "chat": ("trainer.commands.chat", "Talk with a trained adapter."),
     "merge": ("trainer.commands.merge", "Merge an adapter into its base model and save it as safetensors."),
     "compare": ("trainer.compare", "Controllers of the SCU side by side: held-out bits per token with intervals."),
     "report": ("trainer.monitor.report", "Plots and an HTML page of a run."),
     "download": ("trainer.commands.download", "Download a model from the hub, or the hub's command for it."),
-    "export": ("trainer.commands.export", "An adapter for other programs: peft, hf, gguf, ollama."),
+    "export": (
+        "trainer.commands.export",
+        "An adapter for other programs: peft, vllm, sglang, gguf-lora, hf, gguf, ollama.",
+    ),
     "push": ("trainer.commands.push", "Upload adapter, tokenizer and model card to the Hugging Face hub."),
-    "tier": ("trainer.tiers", "Prove on this machine's GPU that training works: five tiers, every limit asserted."),
+    "tier": ("trainer.tiers", "Prove on this machine's GPU that training works: six tiers, every limit asserted."),
     "bench": ("trainer.bench", "Speed and memory of training on this machine, beside other trainers."),
     "ops": ("ops.builder", "Build the fused operators, or report on them."),
 }
@@ -91,6 +95,9 @@ def train(
     master_addr: Annotated[str | None, typer.Option(help="Where the ranks meet; default: the first host.")] = None,
     master_port: Annotated[int | None, typer.Option(help="Port for the ranks to meet at; default: a free one.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the launcher's command and stop.")] = False,
+    profile_start: Annotated[
+        bool, typer.Option("--profile-start", help="Say where the seconds to the first step went.")
+    ] = False,
     go_on: Annotated[bool, typer.Option("--go-on", hidden=True, help="As a start of a SLURM job.")] = False,
 ) -> None:
     """Train an adapter with the GPUs of this machine, of the hosts of a file, or of a SLURM job."""
@@ -102,7 +109,8 @@ def train(
         given += more
         loaded = load_config(config, given)
     request = Request(launcher, hostfile, include, exclude, num_nodes, num_gpus, master_addr, master_port)
-    raise typer.Exit(start([str(config), *given], loaded, request, dry_run=dry_run, goes_on=go_on))
+    words = [str(config), *given]
+    raise typer.Exit(start(words, loaded, request, dry_run=dry_run, goes_on=go_on, profiled=profile_start))
 
 
 @app.command("config")

@@ -107,7 +107,8 @@ def _say(line: str) -> None:
 
 
 def quiet_libraries() -> None:
-    """Before they are imported: notices of DeepSpeed (it finds no GPU) and the hub (it tries again) are for nobody."""
-    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+    """Before they are imported: DeepSpeed finds no GPU, the hub tries again, bitsandbytes wants a faster CPU kernel."""
+    for name in ("DeepSpeed", "bitsandbytes.backends.cpu.ops"):
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -33,6 +33,16 @@ PRESETS = {
     "tinyllama": "tinyllama-1.1b",
     "smollm2": "smollm2-135m",
     "scu-kl": "scu-kl",
+    "sdxl": "sdxl",
+    "sd3.5-medium": "sd3.5-medium",
+    "flux-dev": "flux-dev",
+}
+# How the names of models begin that are called otherwise than their preset.
+CALLED = {
+    "stable-diffusion-xl": "sdxl",
+    "stable-diffusion-3.5": "sd3.5-medium",
+    "flux.1": "flux-dev",
+    "flux1": "flux-dev",
 }
 # For a model that no preset is made for: settings that fit most, and a model that runs on a laptop if none is named.
 FOR_ANY_MODEL, FOR_NO_MODEL = "tinyllama", "smollm2"
@@ -85,7 +95,8 @@ def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: s
 def nearest_preset(model: str) -> str:
     """The preset made for this model or one of its family, by its name; one that fits most models if there is none."""
     letters = _letters(_short(model))
-    return next((name for name in PRESETS if letters.startswith(_letters(name))), FOR_ANY_MODEL)
+    called = {**{name: name for name in PRESETS}, **CALLED}
+    return next((preset for name, preset in called.items() if letters.startswith(_letters(name))), FOR_ANY_MODEL)
 
 
 def preset_text(preset: str, output: Path, *, model: str | None = None, data: str | None = None) -> str:

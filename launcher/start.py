@@ -4,23 +4,21 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from launcher.attempts import ENVIRONMENT_FILE, Attempts, Plan
 from launcher.job_starts import note_end, note_start
-from launcher.status import note_job
 from launcher.supervision.child import run_child
-from launcher.supervision.oom_restart import run_with_halvings
-from launcher.supervision.remote import Reach, ThroughLauncher, ThroughSrun, ThroughSsh
-from launcher.supervision.stop_signals import EXIT_PREEMPTED, STOPPED
-from launcher.supervision.supervisor import EXIT_OK, EXIT_USAGE, Supervisor
-from launcher.supervision.terminal import ConsoleFile, ConsolePipe, say, show
-from launcher.targets.environment import write_environment
-from launcher.targets.hostfile import Filters, Slots, check_reachable, choose_slots, read_hostfile
-from launcher.targets.local import CPU_RANKS, Command, hostfile_command, local_command, visible_gpus
+from launcher.supervision.held_ranks import HeldRanks
+from launcher.supervision.remote import ThroughLauncher, ThroughSrun, ThroughSsh
+from launcher.supervision.terminal import say, show
+from launcher.targets.hostfile import Filters, Slots, check_reachable, choose_slots, reachable, read_hostfile
+from launcher.targets.local import CPU_RANKS, hostfile_command, local_command, visible_gpus
 from launcher.targets.mpi import mpirun_command
 from launcher.targets.slurm import in_allocation, lost_nodes, read_allocation, srun_command
 from trainer.config import LoadedConfig, UserError
@@ -29,11 +27,7 @@ from trainer.contract.folder_lock import FolderLock, refuse_if_held
 from trainer.contract.launcher_process import tie_children_to_this_process
 from trainer.contract.ports import check_free, free_port, random_port
 
-ENVIRONMENT_FILE = "environment"
-OF_CPU_RANKS = {"OMP_NUM_THREADS": "1"}
 LAUNCHERS = ("auto", "local", "hostfile", "slurm", "mpi")
-Build = Callable[..., Command]
-"""From the arguments of a rank, and `module` if not the trainer, to the command that starts all of them."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +82,32 @@ class Request:
             raise UserError(f"--master-addr {self.master_addr}: this is one machine; name others with --hostfile FILE")
 
 
-def plan(request: Request, logs: Path) -> tuple[Build, Reach | None]:
+def replan(request: Request, logs: Path, left_out: frozenset[int], ranks: int | None) -> Plan:
+    """As `plan`, after a failure, without the places `left_out`, on at most so many ranks; UserError if none is left.
+
+    Places are the GPUs or CPU ranks of this machine; of a hostfile hosts that cannot be reached are left out.
+    """
+    launcher = request.chosen_launcher()
+    if launcher == "local":
+        gpus, port = visible_gpus(), request.master_port or free_port()
+        count = request.num_gpus or len(gpus) or CPU_RANKS
+        gpus = [gpu for place, gpu in enumerate(gpus[:count]) if place not in left_out]
+        number = min(len(gpus) or count - len(left_out), ranks or count)
+        return partial(local_command, gpus=gpus, num_gpus=number, port=port), None
+    if launcher == "hostfile" and request.hostfile is not None:
+        slots = _slots(request)
+        hosts = reachable(list(slots), Path.cwd())
+        if not hosts:
+            raise UserError(f"--hostfile {request.hostfile}: none of its hosts can be reached")
+        words = "@".join(f"{host}:{','.join(map(str, slots[host]))}" for host in hosts)
+        kept = replace(request, include=words, exclude=None, num_nodes=None, num_gpus=None)
+        return plan(replace(kept, num_nodes=max(1, ranks // len(slots[hosts[0]]))) if ranks else kept, logs)
+    if launcher == "slurm" and (lost := lost_nodes(read_allocation(os.environ, **request.filters()))):
+        request = replace(request, exclude="@".join(lost))
+    return plan(request, logs)
+
+
+def plan(request: Request, logs: Path) -> Plan:
     """How to build the command, and the way to its ranks (None: they are below this process). Raises UserError."""
     launcher = request.chosen_launcher()
     address, port = request.master_addr, request.master_port
@@ -120,11 +139,18 @@ def plan(request: Request, logs: Path) -> tuple[Build, Reach | None]:
 
 
 def start(
-    arguments: Sequence[str], loaded: LoadedConfig, request: Request, *, dry_run: bool, goes_on: bool = False
+    arguments: Sequence[str],
+    loaded: LoadedConfig,
+    request: Request,
+    *,
+    dry_run: bool,
+    goes_on: bool = False,
+    profiled: bool = False,
 ) -> int:
     """Check, tokenise, start the ranks and stay with them; returns the exit code.
 
-    `goes_on`: as one of the starts of a SLURM job, which are noted.
+    `goes_on`: as one of the starts of a SLURM job, which are noted. `profiled`: the first rank says where the time to
+    its first step went.
     """
     run_dir = Path(loaded.config.output_dir)
     logs = run_dir / "logs"
@@ -139,37 +165,25 @@ def start(
     resumes = loaded.config.training.resume_from_checkpoint == "auto"
     refuse_if_held(run_dir, resumes=resumes)
     show(f"zerolora {own_version()}: {arguments[0]}")
+    with HeldRanks.start(command) if reach is None else nullcontext() as held:
+        code = held.until_checked() if held is not None else _check(arguments, command.ranks)
+        if code:
+            return code
+        with FolderLock.take(run_dir, resumes=resumes, say=say) as lock:
+            if goes_on:
+                note_start(run_dir, os.environ)
+            words = [*arguments, "--lock", lock.token, as_argument(sys.argv), *["--profile-start"] * profiled]
+            code = Attempts(words, loaded, (build, reach), partial(replan, request, logs), held).train()
+            if goes_on and lock.is_held:
+                note_end(run_dir, os.environ, code)
+            return code
+
+
+def _check(arguments: Sequence[str], ranks: int) -> int:
+    """Check and tokenise here for ranks elsewhere; the exit code."""
     # Of what it finds it shows only how far it is: rank 0 says the rest later.
-    prepare = ["trainer.preflight", "--phases", *arguments, f"--world-size={command.ranks}"]
-    code = run_child([sys.executable, "-m", "launcher.module", *prepare])
-    if code:
-        return code
-    with FolderLock.take(run_dir, resumes=resumes, say=say) as lock:
-        if goes_on:
-            note_start(run_dir, os.environ)
-        code = _run([*arguments, "--lock", lock.token, as_argument(sys.argv)], loaded, build, reach)
-        if goes_on and lock.is_held:
-            note_end(run_dir, os.environ, code)
-        return code
-
-
-def _run(arguments: Sequence[str], loaded: LoadedConfig, build: Build, reach: Reach | None) -> int:
-    """Start the ranks in a folder that is held, and stay with them; the exit code."""
-    logs = Path(loaded.config.output_dir) / "logs"
-    if isinstance(reach, ThroughSrun):
-        note_job(reach.allocation.job_id, Path(loaded.config.output_dir))
-    hang_timeout = loaded.config.training.hang_timeout
-
-    def run(more: Sequence[str]) -> int:
-        with ConsolePipe() if reach is None else ConsoleFile(logs) as console:
-            command = build([*arguments, *more, *console.arguments()])
-            if isinstance(reach, ThroughSsh):
-                write_environment(logs / ENVIRONMENT_FILE, OF_CPU_RANKS | os.environ)
-            show(f"starting {command.ranks} rank{'s' * (command.ranks > 1)}{_where(command)}")
-            code = Supervisor(command, logs, hang_timeout_minutes=hang_timeout, reach=reach).run()
-        return _again_if_lost(code, reach)
-
-    return run_with_halvings(run, logs)
+    prepare = ["trainer.preflight", "--phases", *arguments, f"--world-size={ranks}"]
+    return run_child([sys.executable, "-m", "launcher.module", *prepare])
 
 
 def own_version() -> str:
@@ -178,21 +192,6 @@ def own_version() -> str:
         return version("zerolora")
     except PackageNotFoundError:  # a checkout, as on a shared file system
         return "(not installed)"
-
-
-def _where(command: Command) -> str:
-    return " on the CPU" if command.set_variables.get("DS_ACCELERATOR") == "cpu" else ""
-
-
-def _again_if_lost(code: int, reach: Reach | None) -> int:
-    """The exit code, 75 where it is the cluster that has failed: the job is worth being queued again."""
-    if not isinstance(reach, ThroughSrun) or code in (EXIT_OK, EXIT_USAGE, *STOPPED):
-        return code
-    lost = lost_nodes(reach.allocation)
-    if not lost:
-        return code
-    say(f"lost nodes: {', '.join(lost)}; the job is worth being queued again (exit code {EXIT_PREEMPTED})")
-    return EXIT_PREEMPTED
 
 
 def _slots(request: Request) -> Slots:

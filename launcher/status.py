@@ -16,7 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from trainer.config import UserError
-from trainer.contract.heartbeat import read_heartbeats
+from trainer.contract.folder_lock import LOCK_FILE, living_holder
+from trainer.contract.heartbeat import Heartbeat, read_heartbeats
 from trainer.contract.whole_files import write_whole
 
 JOB_FILE = "slurm-job"
@@ -124,21 +125,9 @@ def run_lines(run: Path, *, over: str | None = None) -> list[tuple[str, str]]:
     """What the run has written; `over` is the state of its job if that runs no more."""
     lines = [("run", str(run))]
     beats = read_heartbeats(run / "logs")
-    ended = {beat.exit_code for beat in beats.values()}
+    is_over = over is not None or _was_killed(run)
     if beats:
-        silent = time.time() - max(beat.time for beat in beats.values())
-        if ended == {0}:
-            lines.append(("state", "done"))
-        elif None not in ended:
-            lines.append(("state", f"ended with {max(code for code in ended if code is not None)}"))
-        elif over is not None:
-            lines.append(("state", f"ended with its job ({over})"))
-        elif silent > RECENT_S:
-            lines.append(("state", f"silent for {timedelta(seconds=int(silent))}"))
-        else:
-            slowest = min(beats.values(), key=lambda beat: beat.step)
-            lines.append(("state", f"running on {', '.join(sorted({beat.host for beat in beats.values()}))}, rank "
-                                   f"{slowest.rank} at {slowest.where()}"))  # fmt: skip
+        lines.append(("state", _state_of(run, list(beats.values()), over)))
     everything = _records(run / "metrics.jsonl")
     records = [record for record in everything if "train/loss" in record]
     if not records:
@@ -154,9 +143,33 @@ def run_lines(run: Path, *, over: str | None = None) -> list[tuple[str, str]]:
         lines.append(("speed", f"{mean((speeds[1:] or speeds)[-SPEED_STEPS:]):,.0f} tok/s"))
     lines.append(("elapsed", f"{timedelta(seconds=int(_seconds(everything)))} of training"))
     times = [record["perf/step_ms"] for record in records[-SPEED_STEPS:] if record.get("perf/step_ms") is not None]
-    if total and None in ended and over is None and times:
+    if total and not is_over and times and None in {beat.exit_code for beat in beats.values()}:
         lines.append(("left", f"{timedelta(seconds=int((total - last['step']) * median(times) / 1e3))} of training"))
     return lines
+
+
+def _state_of(run: Path, beats: list[Heartbeat], over: str | None) -> str:
+    """How it ended, or what its slowest rank does."""
+    ended = {beat.exit_code for beat in beats}
+    if ended == {0}:
+        return "done"
+    if None not in ended:
+        return f"ended with {max(code for code in ended if code is not None)}"
+    if over is not None:
+        return f"ended with its job ({over})"
+    slowest = min(beats, key=lambda beat: beat.step)
+    if _was_killed(run):
+        return f"killed, rank {slowest.rank} at {slowest.where()}"
+    silent = time.time() - max(beat.time for beat in beats)
+    if silent > RECENT_S:
+        return f"silent for {timedelta(seconds=int(silent))}"
+    hosts = ", ".join(sorted({beat.host for beat in beats}))
+    return f"running on {hosts}, rank {slowest.rank} at {slowest.where()}"
+
+
+def _was_killed(run: Path) -> bool:
+    """Whether a run has left its lock, and nobody lives who holds it, as far as can be seen on this machine."""
+    return (run / "logs" / LOCK_FILE).is_file() and living_holder(run) is None
 
 
 def _held_out_line(records: list[dict[str, Any]]) -> list[tuple[str, str]]:

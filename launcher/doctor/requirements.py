@@ -1,5 +1,7 @@
 """What a machine needs to train, and what of it is there; found without importing torch."""
 
+import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -13,14 +15,20 @@ PROJECT = HOME / "pyproject.toml"
 GIB = 2**30
 FREE_GIB = 10.0
 SMI_TIMEOUT_S = 60.0
-# Faster kernels for the Mamba layers of Granite 4.0 H; transformers has its own where they are missing.
+# The oldest cards that torch's builds and the operators know, and what a model of 1B takes in 4 bits; as sold, so in
+# powers of ten.
+LEAST_CAPABILITY = (7, 0)
+LEAST_GPU_MIB = 8e9 / 2**20
+# Of Granite 4.0 H and Falcon H1; transformers wants both, and computes them in plain torch without.
 MAMBA = ("mamba-ssm", "causal-conv1d")
+# What only `model.attn_implementation: flash_attention_2` asks for.
+FLASH = "flash-attn"
 
 
 def check_requirements(output_dir: str, model: str) -> int:
     """Print a line for everything that is needed or helps; 0 if all that is needed is there, else 1."""
     missing = 0
-    machine = [_python(), *package_findings(), *gpu_findings(), _nvcc()]
+    machine = [_python(), *package_findings(), *gpu_findings(), cuda_finding(), _flash_attention(), _nvcc()]
     for needed, name, found in [*machine, _disk(Path(output_dir)), _model(model)]:
         word = "ok" if not found.startswith("missing") else "MISSING" if needed else "absent"
         missing += word == "MISSING"
@@ -44,7 +52,8 @@ def package_findings() -> list[Finding]:
 
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
     wanted = [(True, text) for text in project["dependencies"]]
-    wanted += [(False, text) for text in [*project["optional-dependencies"]["gpu"], *MAMBA]]
+    extras = project["optional-dependencies"]
+    wanted += [(False, text) for name in ("gpu", "mamba") for text in extras.get(name, ())]
     findings: list[Finding] = []
     for needed, text in wanted:
         requirement = Requirement(text)
@@ -60,12 +69,12 @@ def package_findings() -> list[Finding]:
 
 
 def gpu_findings() -> list[Finding]:
-    """Every NVIDIA GPU with its memory."""
+    """Every NVIDIA GPU with its memory and compute capability, which must be 7.0 and 8 GB at least."""
     if shutil.which("nvidia-smi") is None:
         return [(True, "NVIDIA GPU", "missing: no nvidia-smi; install the driver (on a CPU training works, slowly)")]
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free,driver_version", "--format=csv,noheader"]
+    fields = "name,memory.total,memory.free,driver_version,compute_cap"
     try:
-        listing = subprocess.run(query, capture_output=True, text=True, timeout=SMI_TIMEOUT_S)
+        listing = _nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader")
     except (OSError, subprocess.TimeoutExpired) as error:
         return [(True, "NVIDIA GPU", f"missing: nvidia-smi does not answer ({error})")]
     if listing.returncode or not listing.stdout.strip():
@@ -73,9 +82,59 @@ def gpu_findings() -> list[Finding]:
         return [(True, "NVIDIA GPU", f"missing: nvidia-smi: {words[0]}")]
     findings: list[Finding] = []
     for number, line in enumerate(listing.stdout.strip().splitlines()):
-        name, total, free, driver = (word.strip() for word in line.split(","))
-        findings.append((True, f"GPU {number}", f"{name}, {free} of {total} free, driver {driver}"))
+        name, total, free, driver, capability = (word.strip() for word in line.split(","))
+        found = f"{name}, {free} of {total} free, compute capability {capability}, driver {driver}"
+        findings.append((True, f"GPU {number}", f"{_why_too_small(total, capability)}{found}"))
     return findings
+
+
+def _why_too_small(total: str, capability: str) -> str:
+    """What a card lacks, as the beginning of its finding; empty for one that is large and new enough, or not known."""
+    numbers = re.findall(r"\d+", capability)
+    if len(numbers) == len(LEAST_CAPABILITY) and tuple(map(int, numbers)) < LEAST_CAPABILITY:
+        return "missing: compute capability 7.0 or newer is needed: "
+    if (size := re.match(r"(\d+) MiB", total)) and int(size.group(1)) < LEAST_GPU_MIB:
+        return "missing: 8 GB of memory are needed: "
+    return ""
+
+
+def cuda_finding() -> Finding:
+    """The CUDA that torch was built with, which the driver must support."""
+    built = _cuda_of_torch()
+    if built is None:
+        return True, "CUDA", "missing: this torch is built without it; install one for CUDA (pytorch.org/get-started)"
+    try:
+        shown = re.search(r"CUDA Version: *(\d+)\.(\d+)", _nvidia_smi().stdout)
+    except (OSError, subprocess.TimeoutExpired):
+        shown = None
+    if shown is None:
+        return True, "CUDA", f"{built} in torch"
+    driver = f"{shown.group(1)}.{shown.group(2)}"
+    if int(shown.group(1)) < int(built.partition(".")[0]):
+        return True, "CUDA", f"missing: torch has {built} and the driver knows {driver} at most; update the driver"
+    return True, "CUDA", f"{built} in torch, {driver} in the driver"
+
+
+def _cuda_of_torch() -> str | None:
+    """As torch/version.py has it, which is read as text: importing torch takes seconds."""
+    found = importlib.util.find_spec("torch")
+    folders = found.submodule_search_locations if found else None
+    path = Path(folders[0], "version.py") if folders else None
+    text = path.read_text(encoding="utf-8") if path and path.is_file() else ""
+    built = re.search(r"^cuda(?::[^=]*)? = '([\d.]+)'", text, re.MULTILINE)
+    return built.group(1) if built else None
+
+
+def _nvidia_smi(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=SMI_TIMEOUT_S)
+
+
+def _flash_attention() -> Finding:
+    try:
+        return False, FLASH, metadata.version(FLASH)
+    except metadata.PackageNotFoundError:
+        use = "only model.attn_implementation: flash_attention_2 uses it; torch has flash attention of its own"
+        return False, FLASH, f"missing: {use}"
 
 
 def _nvcc() -> Finding:

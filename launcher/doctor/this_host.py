@@ -1,6 +1,7 @@
 """What `zerolora doctor` finds out about this machine without torch: packages, space, locks, ports, time limits."""
 
 import errno
+import importlib.util
 import os
 import shutil
 import socket
@@ -14,7 +15,7 @@ from typing import Literal
 import psutil
 
 from launcher.doctor.build_locks import extensions_folder, find_locks
-from launcher.doctor.requirements import GIB, gpu_findings, package_findings
+from launcher.doctor.requirements import GIB, MAMBA, cuda_finding, gpu_findings, package_findings
 from trainer.config import RunConfig, collective_timeout
 from trainer.contract.known_versions import unproven
 from trainer.contract.rank_variables import host_name
@@ -66,6 +67,9 @@ def check_packages() -> Iterator[Check]:
                 yield Check(name, "FAIL", what.rstrip("; ") or "not installed", f"pip install{fix}")
     if not wrong:
         yield Check("packages", "OK", "every dependency in the range of versions that is known to work")
+    missing = [name for name in MAMBA if importlib.util.find_spec(name.replace("-", "_")) is None]
+    state = f"{', '.join(missing)} not installed: Mamba layers run in plain torch" if missing else "installed"
+    yield Check("kernels for Mamba layers", "OK", state)
     for found in unproven():
         fix = f"install {found.split()[0]} as constraints.txt has it, or watch the first run"
         yield Check("known versions", "WARN", found, fix)
@@ -82,9 +86,15 @@ def check_driver() -> Iterator[Check]:
             yield Check(name, "OK", found)
         elif shutil.which("nvidia-smi") is None:
             yield Check("driver", "WARN", "no nvidia-smi: ranks run on the CPU", "for a GPU: install its driver")
+        elif name.startswith("GPU "):
+            yield Check(name, "WARN", reason, "leave it out by CUDA_VISIBLE_DEVICES, or take another card")
         else:
             fix = "the driver and its kernel module must be of one version: reinstall it, restart the host"
             yield Check("driver", "FAIL", reason, fix)
+    _, name, found = cuda_finding()
+    if shutil.which("nvidia-smi") is not None and found.startswith("missing"):
+        what, _, fix = found.removeprefix("missing: ").rpartition("; ")
+        yield Check(name, "FAIL", what, fix)
 
 
 def check_folders(config: RunConfig | None, need: Need) -> Iterator[Check]:

@@ -51,7 +51,7 @@ WITHOUT_EFFECT = (
     "quantize_moe_experts qlora_sharded_model_loading max_packed_sequence_len llama4_linearized_experts "
     "gemma4_hybrid_attn_impl experimental_skip_move_to_device dp_shard_size fp32_norms include_tkps "
     "eval_table_size eval_max_new_tokens test_value lora_mlp_kernel expert_parallel_size processor_type "
-    "freeze_mm_modules resize_token_embeddings_to_32x shuffle_merged_datasets lora_modules lora_target_parameters "
+    "freeze_mm_modules resize_token_embeddings_to_32x shuffle_merged_datasets lora_modules "
     "min_sample_len sample_packing_group_size sample_packing_bin_size pretrain_multipack_attn "
     "pretrain_multipack_buffer_size streaming_multipack_buffer_size use_otel_metrics ray_num_workers use_ray"
 ).split()
@@ -140,12 +140,11 @@ def _adapter(translation: Translation) -> None:
         return
     theirs.take("unfrozen_parameters")  # all of the base is frozen below an adapter
     loftq = (theirs.take("peft") or {}).get("loftq_config") or theirs.take("loftq_config")
-    translation.set("adapter", "qlora" if four or kind == "qlora" or loftq else "lora", "adapter")
-    if eight and not four and not loftq:
-        translation.differs(
-            "load_in_8bit", "the base stays in 16 bits, which is more exact and takes twice its memory; "
-            "adapter: qlora takes half of what 8 bits take"
-        )  # fmt: skip
+    eight = eight and not four and not loftq
+    translation.set("adapter", "qlora" if four or eight or kind == "qlora" or loftq else "lora", "adapter")
+    if eight:
+        translation.set("quantization.quant_type", "int8", "load_in_8bit")
+        translation.differs("load_in_8bit", words.INT8)
     if loftq:
         translation.set("lora.init", "loftq", "peft")
     translation.copy("lora.r", "lora_r")
@@ -161,7 +160,7 @@ def _adapter(translation: Translation) -> None:
     if start := theirs.take("peft_init_lora_weights"):
         translation.set("lora.init", "default" if start is True else start, "peft_init_lora_weights")
     double = (theirs.take("bnb_config_kwargs") or {}).get("bnb_4bit_use_double_quant", True)
-    if translation.settings["adapter"].value == "qlora" and not double:
+    if translation.settings["adapter"].value == "qlora" and not double and not eight:
         translation.set("quantization.double_quant", False, "bnb_config_kwargs")
 
 
@@ -183,6 +182,7 @@ def _targets(translation: Translation) -> None:
     else:
         translation.default("lora.target_modules", ["q_proj", "v_proj"])
         translation.differs("adapter", "no targets are named: PEFT takes q_proj and v_proj in most models, written out")
+    words.experts(translation, "lora_target_parameters")
 
 
 def names_in_pattern(pattern: str) -> list[str]:

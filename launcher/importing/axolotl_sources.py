@@ -175,19 +175,19 @@ def _pretraining(translation: Translation, streamed: Any) -> None:
 
 def _held_out(translation: Translation) -> None:
     theirs = translation.theirs
-    share, test = theirs.take("val_set_size"), theirs.take("test_datasets")
+    fraction, test = theirs.take("val_set_size"), theirs.take("test_datasets")
     if test:
         sources = _sources(translation, test, "test_datasets")
         if len(sources) > 1:
             translation.leave_out("test_datasets", f"the first of {len(sources)} is evaluated on")
         _put(translation, "dataset.evaluation", sources, "test_datasets")
-    elif share:
-        if float(share) >= 1:
-            raise theirs.refused("val_set_size", "a number of records; write a share of them, such as 0.05")
+    elif fraction:
+        if float(fraction) >= 1:
+            raise theirs.refused("val_set_size", "a number of records; write a fraction of them, such as 0.05")
         if "dataset.streaming" in translation.settings:
             translation.leave_out("val_set_size", "a stream cannot be split; give dataset.evaluation")
         else:
-            translation.set("dataset.val_split", share, "val_set_size")
+            translation.set("dataset.val_split", fraction, "val_set_size")
 
 
 def _chat_template(translation: Translation) -> None:

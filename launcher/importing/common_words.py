@@ -6,6 +6,11 @@ from typing import Any
 
 from launcher.importing.translation import Translation
 
+INT8 = (
+    "rows of the weights and tokens of their inputs are int8, and so are the products, without LLM.int8's outliers in "
+    "16 bits; on Hopper and Ada quantization.quant_type: fp8 is faster"
+)
+
 ADAMW = (
     "adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit",
     "adamw_anyprecision", "optimi_adamw", "flash_adamw", "adamw_torch_xla", "adamw_torch_npu_fused",
@@ -55,7 +60,7 @@ def schedule(translation: Translation, name: str, *others: str) -> None:
 
 
 def warmup(translation: Translation) -> None:
-    """Steps, a share of them, or a share written as steps."""
+    """Steps, a fraction of them, or a fraction written as steps."""
     theirs = translation.theirs
     steps, ratio = theirs.take("warmup_steps"), theirs.take("warmup_ratio")
     if isinstance(steps, float) and 0 < steps < 1:
@@ -109,6 +114,16 @@ def reporters(translation: Translation, name: str) -> None:
     if unknown := [word for word in words if word not in (*REPORTERS, "none", "all")]:
         translation.leave_out(name, f"{', '.join(unknown)}: reports go to wandb and tensorboard")
     translation.set("logging.report_to", known or "none", name)
+
+
+def experts(translation: Translation, *names: str) -> None:
+    """Experts in one tensor get an adapter there only if they are named: PEFT's all-linear means layers."""
+    value = translation.theirs.take(*names)
+    if value:
+        listed = value.split(",") if isinstance(value, str) else list(value)
+        translation.set("lora.target_parameters", [name.strip() for name in listed], names[0])
+    elif translation.settings["lora.target_modules"].value == ["all-linear"]:
+        translation.default("lora.experts", False)
 
 
 def deepspeed(translation: Translation, name: str = "deepspeed") -> None:

@@ -122,12 +122,11 @@ def _adapter(translation: Translation) -> None:
             translation.set("quantization.double_quant", False, "double_quantization")
         translation.copy("quantization.quant_type", "quantization_type")
     elif bits == 8:
-        translation.set("adapter", "lora", "quantization_bit")
-        translation.differs(
-            "quantization_bit", "the base stays in 16 bits, which is more exact and takes twice its memory"
-        )
+        translation.set("adapter", "qlora", "quantization_bit")
+        translation.set("quantization.quant_type", "int8", "quantization_bit")
+        translation.differs("quantization_bit", words.INT8)
     else:
-        raise theirs.refused("quantization_bit", "bases have 16 bits, or 4 by adapter: qlora")
+        raise theirs.refused("quantization_bit", "bases have 16 bits, or 4 or 8 by adapter: qlora")
     rank = theirs.take("lora_rank")
     alpha = theirs.take("lora_alpha")
     if rank is None:
@@ -140,10 +139,9 @@ def _adapter(translation: Translation) -> None:
         translation.set("lora.alpha", alpha, "lora_alpha")
     translation.copy_or("lora.dropout", 0.0, "lora_dropout")
     target = theirs.take("lora_target")
-    if target in (None, "all"):
-        translation.set("lora.target_modules", ["all-linear"], "lora_target")
-    else:
-        translation.set("lora.target_modules", _listed(target), "lora_target")
+    listed = ["all-linear"] if target in (None, "all") else _listed(target)
+    translation.set("lora.target_modules", listed, "lora_target")
+    words.experts(translation)
     translation.copy("lora.modules_to_save", "additional_target")
     translation.copy("lora.rslora", "use_rslora")
     translation.copy("lora.dora", "use_dora")

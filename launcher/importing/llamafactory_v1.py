@@ -39,9 +39,10 @@ def _adapter(translation: Translation) -> None:
     if kind == "full":
         translation.settings["adapter"] = Setting("none", "no peft_config")
         return
-    translation.set("adapter", "qlora" if quantised.get("quantization_bit") == 4 else "lora", "peft_config")
+    translation.set("adapter", "qlora" if quantised.get("quantization_bit") in (4, 8) else "lora", "peft_config")
     if quantised.get("quantization_bit") == 8:
-        translation.differs("quant_config", "the base stays in 16 bits, which is more exact and takes twice its memory")
+        translation.set("quantization.quant_type", "int8", "quant_config")
+        translation.differs("quant_config", words.INT8)
     for ours, name in (("r", "r"), ("alpha", "lora_alpha"), ("dropout", "lora_dropout"), ("rslora", "use_rslora"),
                        ("dora", "use_dora"), ("modules_to_save", "modules_to_save")):  # fmt: skip
         if peft.get(name) is not None:
@@ -49,6 +50,7 @@ def _adapter(translation: Translation) -> None:
     target = peft.get("target_modules", "all")
     chosen = ["all-linear"] if target in ("all", "all-linear") else target if isinstance(target, list) else [target]
     translation.set("lora.target_modules", chosen, "peft_config")
+    words.experts(translation)
     if peft.get("adapter_name_or_path"):
         translation.set("lora.adapter_path", peft["adapter_name_or_path"], "peft_config")
 

@@ -133,9 +133,10 @@ def _adapter(translation: Translation) -> None:
         translation.settings["adapter"] = Setting("none", "no --use_peft")
         return
     name = "load_in_4bit" if four else "use_peft"
-    translation.set("adapter", "qlora" if four else "lora", name)
-    if eight:
-        translation.differs("load_in_8bit", "the base stays in 16 bits, which is more exact and takes twice its memory")
+    translation.set("adapter", "qlora" if four or eight else "lora", name)
+    if eight and not four:
+        translation.set("quantization.quant_type", "int8", "load_in_8bit")
+        translation.differs("load_in_8bit", words.INT8)
     for ours, their, default in (("r", "lora_r", 16), ("alpha", "lora_alpha", 32), ("dropout", "lora_dropout", 0.05)):
         translation.copy_or(f"lora.{ours}", default, their)
     target = theirs.take("lora_target_modules")
@@ -147,6 +148,7 @@ def _adapter(translation: Translation) -> None:
         translation.differs(
             "use_peft", "no targets are named: PEFT takes q_proj and v_proj in most models, written out"
         )
+    words.experts(translation, "lora_target_parameters")
     modules = theirs.take("lora_modules_to_save")
     if modules is not None:
         translation.set(

@@ -50,6 +50,19 @@ class Death:
 
 
 @dataclass(frozen=True)
+class Fault:
+    """What a run was told to have failed by."""
+
+    status: int
+    """Of the rank to blame, negative for a signal."""
+    reason: str
+    """The first line, without its beginning."""
+    rank: int | None = None
+    is_answer: bool = False
+    """Whether it ended with a line that says what to change: another start would end with the same one."""
+
+
+@dataclass(frozen=True)
 class Failure:
     """Everything known about a run that has failed."""
 
@@ -63,8 +76,8 @@ class Failure:
     oom_struck: bool | None = None
     """Whether the kernel's out-of-memory killer ended processes of this host meanwhile; None if it does not tell."""
 
-    def tell(self) -> int:
-        """Print on stderr why the run failed; returns the status of the rank that is to blame.
+    def tell(self) -> Fault:
+        """Print on stderr why the run failed.
 
         A mistake of the user takes one line, anything else about 15.
         """
@@ -75,7 +88,7 @@ class Failure:
             last_words = [mistakes[-1] for text in said if (mistakes := _MISTAKE.findall(text))]
             if last_words:
                 say(last_words[0])  # one is enough; the others stand in their logs
-                return self.code
+                return Fault(self.code, last_words[0], is_answer=True)
         rank = self._to_blame(texts)
         status = self._status(rank)
         log = self.logs / (f"rank-{rank}.log" if rank is not None and texts[rank] else "launcher.log")
@@ -85,9 +98,11 @@ class Failure:
         else:
             excerpt = tail(text) if status < 0 else last_traceback(text)
         if rank is None or self.code <= 0:
-            say(f"the run failed: the launcher {describe_status(self.code)}")
+            reason = f"the launcher {describe_status(self.code)}"
+            say(f"the run failed: {reason}")
         else:
-            say(f"the run failed: {self._who(rank, beats)} {describe_status(status)}{_place(beats.get(rank))}")
+            reason = f"{self._who(rank, beats)} {describe_status(status)}{_place(beats.get(rank))}"
+            say(f"the run failed: {reason}")
             for line in self._cause(status, beats.get(rank)):
                 say(line)
         for line in excerpt:
@@ -96,7 +111,7 @@ class Failure:
             if other != rank and rank is not None and self._fell_too(death, texts[other], self.deaths[rank]):
                 say(f"also: {self._who(other, beats)} {describe_status(self._status(other))}{_place(beats.get(other))}")
         say(f"the whole log: {log}")
-        return status
+        return Fault(status, reason, rank, is_answer=_is_answer(text))
 
     def _to_blame(self, texts: Mapping[int, str]) -> int | None:
         """The rank that the others fell with: killed first, else with an error of its own, else the first to end."""
@@ -141,7 +156,7 @@ def _was_killed(death: Death) -> bool:
     return (death.status or 0) < 0 and death.status != -signal.SIGTERM and not death.tidied_up
 
 
-def tell_hang(logs: Path, old_sizes: Mapping[str, int], hang: Mapping[str, Any]) -> None:
+def tell_hang(logs: Path, old_sizes: Mapping[str, int], hang: Mapping[str, Any]) -> Fault:
     """Print on stderr which rank the others waited for, and where its Python code stands."""
     say(f"the run failed: {hang['text']}")
     rank = hang["ranks"][0]
@@ -149,6 +164,7 @@ def tell_hang(logs: Path, old_sizes: Mapping[str, int], hang: Mapping[str, Any])
     for line in last_stack(_new_text(log, old_sizes)):
         say(f"  {line}")
     say(f"the stacks of all ranks: {logs}/rank-*.log")
+    return Fault(1, hang["text"], rank)
 
 
 def log_sizes(logs: Path) -> dict[str, int]:
@@ -250,6 +266,12 @@ def tail(text: str) -> list[str]:
     """The last lines of a log, without empty ones and the progress lines of DeepSpeed's launcher."""
     lines = [line for line in text.splitlines() if line.strip() and not _DEEPSPEED_INFO.search(line)]
     return [line[:LINE_WIDTH] for line in lines[-TAIL_LINES:]]
+
+
+def _is_answer(text: str) -> bool:
+    """Whether a rank's log ends with a line of ours that says what is to be changed."""
+    lines = text.rstrip().splitlines()
+    return bool(lines) and lines[-1].startswith("error: ")
 
 
 def _has_cause(text: str) -> bool:

@@ -14,13 +14,15 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 import psutil
 
 from launcher.doctor.build_locks import build_waited_for, remove_stale_locks
-from launcher.supervision.failure_report import Death, Failure, log_sizes, tell_hang
+from launcher.supervision.failure_report import Death, Failure, Fault, log_sizes, tell_hang
 from launcher.supervision.kernel_oom import oom_kills
 from launcher.supervision.launcher_log import LauncherLog
 from launcher.supervision.processes import end_sessions, find_noted_ranks, is_alive, is_stopped, send, with_children
@@ -41,27 +43,38 @@ REMINDER_S = 60.0
 LOCKS_EVERY_S = 10.0
 # `timeout` and some schedulers signal both the process and its group: what comes so close together was meant once.
 ONE_SIGNAL_S = 0.5
+Start = Callable[[IO[bytes]], list[subprocess.Popen[bytes]]]
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, UserError.exit_code
 
 
 class Supervisor:
     """One run of a command: its processes, the signals that came, and how each rank ended.
 
-    `reach` is the way to ranks that this process has not started itself, on this host or others.
+    `reach` is the way to ranks that this process has not started itself, on this host or others; `start` gives the
+    processes, whose output goes to the file, where they are not to be started by `command` now.
     """
 
     def __init__(
-        self, command: Command, logs: Path, *, hang_timeout_minutes: float = 0.0, reach: Reach | None = None
+        self,
+        command: Command,
+        logs: Path,
+        *,
+        hang_timeout_minutes: float = 0.0,
+        reach: Reach | None = None,
+        start: Start | None = None,
     ) -> None:
         self.command = command
         self.logs = logs
         self.reach = reach
+        self._start = start or (lambda log: command.start(log, log))
         self.processes: list[subprocess.Popen[bytes]] = []
         """Every rank; or with `reach` the launcher."""
         self.ranks: dict[int, psutil.Process] = {}
         """Those of this host, as far as they are known."""
         self.deaths: dict[int, Death] = {}
         self.signals: list[int] = []
+        self.fault: Fault | None = None
+        """What the run has failed by."""
         self._silence = Silence(logs, hang_timeout_minutes * 60.0)
         self._silent_hosts = SilentHosts()
         self._signalled_at = -ONE_SIGNAL_S
@@ -89,7 +102,7 @@ class Supervisor:
                 log.write(f"== {time.strftime('%Y-%m-%d %H:%M:%S')} {self.command.shell()}\n".encode())
                 log.flush()
                 self.log = LauncherLog(self.logs / "launcher.log")
-                self.processes = self.command.start(log, log)
+                self.processes = self._start(log)
             if self.reach is None:
                 self.ranks = {rank: psutil.Process(process.pid) for rank, process in enumerate(self.processes)}
             else:
@@ -217,7 +230,7 @@ class Supervisor:
         if hang is None and self._is_silent:
             hang = {"ranks": [0], "text": "no rank gives a sign of life any more: all are stopped, or the host is"}
         if hang is not None:
-            tell_hang(self.logs, self.old_sizes, hang)
+            self.fault = tell_hang(self.logs, self.old_sizes, hang)
             return EXIT_FAILED
         failed = [code for code in codes if not is_stopped_by_us(code) and code != 0]
         if self.signals and (not failed or self._cut_short or not self._trains):
@@ -246,7 +259,8 @@ class Supervisor:
         else:
             failed = {rank: death for rank, death in self.deaths.items() if death.status != 0}
         struck = None if self._oom_kills is None else (oom_kills() or 0) > self._oom_kills
-        status = Failure(self.logs, self.old_sizes, failed, code, struck).tell()
+        self.fault = Failure(self.logs, self.old_sizes, failed, code, struck).tell()
+        status = self.fault.status
         if code == EXIT_USAGE:
             return EXIT_USAGE
         return 128 - status if status < 0 else EXIT_FAILED

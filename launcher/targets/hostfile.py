@@ -92,6 +92,14 @@ def check_reachable(hosts: Sequence[str], folder: Path) -> None:
         raise UserError("--hostfile: " + "; ".join(wrong))
 
 
+def reachable(hosts: Sequence[str], folder: Path) -> list[str]:
+    """Those that `check_reachable` has nothing against."""
+    wanted = f"test -x {shlex.quote(sys.executable)} && cd {shlex.quote(str(folder))}"
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        answers = list(pool.map(lambda host: _ssh(host, wanted), hosts))
+    return [host for host, answer in zip(hosts, answers, strict=True) if answer is None]
+
+
 def run_on(host: str, command: str) -> None:
     """Run a shell command on a host and ignore how it ends; wait no longer than a login may take."""
     try:

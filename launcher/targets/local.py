@@ -8,6 +8,7 @@ trainer.train` does the same and stays supported; a dry run prints it.
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import IO
 
 from trainer.config import UserError
 
+Output = int | IO[bytes] | None
 CPU_RANKS = 2
 # Where DeepSpeed looks for a hostfile of its own accord: some images have one, and "this machine" would become many.
 IMPLICIT_HOSTFILE = Path("/job/hostfile")
@@ -48,32 +50,34 @@ class Command:
         kept = {name: value for name, value in os.environ.items() if name not in self.unset_variables}
         return kept | dict(self.set_variables)
 
-    def start(self, stdout: int | IO[bytes], stderr: int | IO[bytes]) -> list[subprocess.Popen[bytes]]:
+    def start(self, stdout: Output, stderr: Output) -> list[subprocess.Popen[bytes]]:
         """The process of every rank on this machine, or that of the launcher which starts them elsewhere.
 
         Each leads a session of its own, where the terminal's Ctrl-C does not reach it.
         """
+        argv = self.argv if self.of_each_rank else (sys.executable, "-m", "launcher.supervision.tied", *self.argv)
         started: list[subprocess.Popen[bytes]] = []
         try:
             for variables in self.of_each_rank or ({},):
-                started.append(
-                    subprocess.Popen(
-                        self.argv
-                        if self.of_each_rank
-                        else [sys.executable, "-m", "launcher.supervision.tied", *self.argv],
-                        env=self.environment() | dict(variables),
-                        stdin=subprocess.DEVNULL,
-                        stdout=stdout,
-                        stderr=stderr,
-                        start_new_session=True,
-                    )
-                )
+                started.append(self._start(argv, variables, subprocess.DEVNULL, stdout, stderr))
         except OSError:
             for process in started:
                 process.kill()
                 process.wait()
             raise
         return started
+
+    def start_rank(
+        self, variables: Mapping[str, str], channel: socket.socket, output: Output, *more: str
+    ) -> subprocess.Popen[bytes]:
+        """One rank of this machine with more arguments; `channel` is its standard input, and None output is ours."""
+        return self._start((*self.argv, *more), variables, channel.fileno(), output, output)
+
+    def _start(
+        self, argv: Sequence[str], variables: Mapping[str, str], stdin: int, stdout: Output, stderr: Output
+    ) -> subprocess.Popen[bytes]:
+        env = self.environment() | dict(variables)
+        return subprocess.Popen(argv, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
 
 
 def local_command(

@@ -118,6 +118,12 @@ def lost_nodes(allocation: Allocation) -> list[str]:
     return [node for node, answered in zip(allocation.nodes, answers, strict=True) if not answered]
 
 
+def is_requeued(job: int) -> bool:
+    """Whether SLURM may queue the job again, as `sbatch --requeue` lets it."""
+    shown = subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True).stdout
+    return re.search(r"\bRequeue=1\b", shown) is not None
+
+
 def slurmd_timeout() -> str:
     """How long slurmctld waits for a node that does not answer, in its own words, `300 sec`."""
     shown = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True).stdout

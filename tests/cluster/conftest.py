@@ -108,6 +108,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "dataset": {"path": str(folder / "train.jsonl"), "max_length": 96, "cache_dir": str(folder / "cache")},
         "training": {
             "batch_size": 2,
+            "max_restarts": 0,
             "gradient_accumulation_steps": 2,
             "max_steps": STEPS,
             "learning_rate": 5e-3,

@@ -37,6 +37,25 @@ def test_a_sweep_of_two_settings_is_an_array_with_a_folder_for_each_run(slurm: S
     assert shown.count(f"job      {job}_") == 4 and shown.count("COMPLETED") == 4, shown
 
 
+def test_the_sweep_command_is_an_array_and_its_table_is_best_first(slurm: SlurmCluster, workplace: Path) -> None:
+    run = workplace / "tried"
+    settings = [str(workplace / "config.yaml"), f"output_dir={run}", "training.max_steps=3", "dataset.val_split=0.1"]
+    axes = ["training.learning_rate=1e-6,1e-2", "lora.r=4,8"]
+    said = slurm.run(*ZEROLORA, "sweep", *settings, *axes, "--slurm", "--nodes", "1", *ONE_RANK)
+    job = next(word for word in said.split() if word.isdigit())
+    show = [*ZEROLORA, "sweep", *settings, "--table"]
+    assert "not finished" in slurm.run(*show, check=False)
+    for task in range(4):
+        assert end_of(slurm, f"{job}_{task}") == "COMPLETED", log_of(workplace, "tried")
+    rows = [line.split() for line in slurm.run(*show).splitlines() if "learning_rate=" in line]
+    assert [row[0] for row in rows] == ["1", "2", "3", "4"] and {row[-1] for row in rows} == {"done"}
+    assert all("learning_rate=1e-2" in row[1] for row in rows[:2]), (
+        "a rate of a millionth learns nothing in three steps"
+    )
+    assert [float(row[2]) for row in rows] == sorted(float(row[2]) for row in rows)
+    assert (run / "sweep.png").stat().st_size > 1000
+
+
 def test_a_file_of_settings_is_an_array_by_hand(slurm: SlurmCluster, workplace: Path, tmp_path: Path) -> None:
     """`%2`: both nodes are free for all three tasks, and the third waits for one of the others all the same."""
     rates = ("0.001", "0.002", "0.003")

@@ -1,7 +1,8 @@
 """The signs of life that every rank leaves for the others, for the launcher and for `zerolora status`.
 
 logs/heartbeat-N.json    one line of JSON, written over every second or two by a thread of rank N, and a line with the
-                         step under way, written over at its begin: who is killed is named with the right one
+                         first step and the one under way, written over at its begin: who is killed is named with the
+                         right one
 logs/hang.json           what the ranks agreed on when the run got nowhere: which rank is behind, and where
 All hosts share the folder: a run in which they do not is refused before it begins (trainer/ranks/agreement.py).
 """
@@ -14,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-LINE_BYTES, STEP_BYTES = 768, 16
+LINE_BYTES, STEP_BYTES = 768, 32
 BUILD_LOCK = "the lock of an extension build (zerolora doctor finds it)"
 """A rank's `place` while it waits for another process that compiles an operator."""
 VERDICT_FILE = "hang.json"
@@ -45,6 +46,13 @@ class Heartbeat:
     """Seconds since 1970 by its own clock."""
     exit_code: int | None = None
     """Set by a rank that has ended by itself."""
+    first_step: int = 0
+    """The optimizer step that this process began with; 0 before it."""
+
+    @property
+    def has_gained(self) -> bool:
+        """Whether a whole step was made since the process began."""
+        return self.step > self.first_step > 0
 
     @property
     def waits_for_build(self) -> bool:
@@ -75,10 +83,12 @@ def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
     beats: dict[int, Heartbeat] = {}
     for path in logs.glob("heartbeat-*.json"):
         try:
-            line, _, step = path.read_bytes().partition(b"\n")
+            line, _, noted = path.read_bytes().partition(b"\n")
             beat = Heartbeat.parse(line)
-            if beat is not None and step.strip() and int(step) > beat.step:
-                beat = replace(beat, step=int(step), phase="")  # the phase is of the step before
+            steps = [int(word) for word in noted.split()]
+            if beat is not None and steps and steps[-1] > beat.step:
+                # The phase is of the step before.
+                beat = replace(beat, step=steps[-1], first_step=steps[0], phase="")
         except (OSError, ValueError):
             continue
         if beat is not None:
@@ -110,11 +120,11 @@ class Folder:
         except OSError as error:
             print(f"heartbeat of rank {self._rank}: {error}", file=sys.stderr)
 
-    def note_step(self, step: int) -> None:
+    def note_step(self, step: int, first: int) -> None:
         """Write the step that begins, from the main thread: it needs microseconds, and outlives a SIGKILL."""
         if self._file is not None:
             with suppress(OSError):  # as in `publish`, which tells it every two seconds
-                os.pwrite(self._file, f"{step:{STEP_BYTES - 1}d}\n".encode(), LINE_BYTES)
+                os.pwrite(self._file, f"{first} {step}".rjust(STEP_BYTES - 1).encode() + b"\n", LINE_BYTES)
 
     def read(self) -> dict[int, Heartbeat]:
         """The latest line of every rank that has left one."""

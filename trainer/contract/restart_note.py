@@ -1,6 +1,7 @@
 """The note by which a rank that ran out of memory asks the launcher to start the run again with a smaller micro-batch.
 
-Ranks and launcher share nothing but the run's folder, and the launcher does not import torch.
+Ranks and launcher share nothing but the run's folder, and the launcher does not import torch. From which checkpoint
+the run goes on is the launcher's to see (launcher/supervision/restarts.py).
 """
 
 import json
@@ -17,13 +18,12 @@ _FILE = "out_of_memory.json"
 
 @dataclass(frozen=True)
 class RestartNote:
-    """The step that did not fit, what to run it with, and where to go on from (None: the start)."""
+    """The step that did not fit, and what to run it with."""
 
     step: int
     batch_size: int
     gradient_accumulation_steps: int
     stage: int
-    checkpoint: str | None
 
     def write(self, logs: Path) -> None:
         """Leave the note; ranks that fail together write the same."""
@@ -45,15 +45,11 @@ class RestartNote:
         (logs / _FILE).unlink()
         return note
 
-    def overrides(self) -> list[str]:
-        """The settings to start again with, as one would type them."""
-        where = "training.resume_from_checkpoint=" + (self.checkpoint or "null")
-        settings = [
-            f"training.batch_size={self.batch_size}",
-            f"training.gradient_accumulation_steps={self.gradient_accumulation_steps}",
-            "training.global_batch_size=null",  # the two above are it
-            f"zero.stage={self.stage}",
-            where,
-        ]
-        # Without a checkpoint the folder holds nothing but this attempt, for which nobody has a use.
-        return settings if self.checkpoint else [*settings, "output.overwrite=delete"]
+    def settings(self) -> dict[str, str]:
+        """What to start again with, by the names of the settings."""
+        return {
+            "training.batch_size": str(self.batch_size),
+            "training.gradient_accumulation_steps": str(self.gradient_accumulation_steps),
+            "training.global_batch_size": "null",  # the two above are it
+            "zero.stage": str(self.stage),
+        }

@@ -1,11 +1,14 @@
 """How every process that trains begins, before torch is imported: its allocator, its signals, and whom it ends with."""
 
+import logging
 import os
 import signal
 from types import FrameType
 
 import trainer.ranks.allocator  # noqa: F401
 from trainer.contract.launcher_process import LauncherWatch
+from trainer.ranks.device_ahead import make_context_ahead
+from trainer.ranks.lean_imports import import_lean
 
 EXIT_PREEMPTED = 75
 """EX_TEMPFAIL of sysexits.h: the run is saved and asks to be started again."""
@@ -25,7 +28,15 @@ LAUNCHER_WATCH = LauncherWatch(os.environ, is_rank=True)
 
 
 def begin() -> None:
-    """End at once on a signal, until trainer.ranks.signals takes over, and with what started this process."""
+    """End at once on a signal, until trainer.ranks.signals takes over, and with what started this process.
+
+    What is imported from here on is imported without what nobody calls, while the driver makes the CUDA context.
+    """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, _end_at_once)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # held back by a launcher until here
     LAUNCHER_WATCH.start()
+    # Where the processor has bf16 instructions, it asks for a package that nothing here uses, at its import.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    import_lean()
+    make_context_ahead()

@@ -117,6 +117,7 @@ class Watchdog:
             host=self._host,
             pid=os.getpid(),
             step=progress.step,
+            first_step=progress.first_step,
             phase="/".join(progress.phases)[:80],
             collective=collective,
             place=place,

@@ -1,0 +1,169 @@
+"""The starts of one run's ranks: the first, and those after a failure, on the same ranks or on those that are left."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from launcher.status import note_job
+from launcher.supervision.child import run_child
+from launcher.supervision.held_ranks import HeldRanks
+from launcher.supervision.remote import Reach, ThroughSrun, ThroughSsh
+from launcher.supervision.restarts import Ending, Restarts
+from launcher.supervision.stop_signals import EXIT_PREEMPTED, STOPPED
+from launcher.supervision.supervisor import EXIT_OK, EXIT_USAGE, Supervisor
+from launcher.supervision.terminal import ConsoleFile, ConsolePipe, say, show
+from launcher.targets.environment import write_environment
+from launcher.targets.local import Command
+from launcher.targets.slurm import is_requeued, lost_nodes
+from trainer.config import LoadedConfig, UserError
+
+ENVIRONMENT_FILE = "environment"
+OF_CPU_RANKS = {"OMP_NUM_THREADS": "1"}
+DEFAULT_RESTARTS = 3
+Build = Callable[..., Command]
+"""From the arguments of a rank, and `module` if not the trainer, to the command that starts all of them."""
+Plan = tuple[Build, Reach | None]
+Replan = Callable[[frozenset[int], int | None], Plan]
+"""From the places that are left out, by number in the first start, and the most ranks, to a plan for what is there."""
+
+
+class Attempts:
+    """The starts of one run's ranks, in a folder that is held."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        loaded: LoadedConfig,
+        planned: Plan,
+        replan: Replan,
+        held: HeldRanks | None,
+    ) -> None:
+        """`planned` is the first start, in which ranks that are `held` take part; later ones are planned anew."""
+        self._arguments, self._training, self._held = arguments, loaded.config.training, held
+        self._planned: Plan | None = planned
+        self._replan = replan
+        self._logs = Path(loaded.config.output_dir) / "logs"
+        self._ranks = self._full = 0
+        self._places: list[int] = []
+        self._left_out: frozenset[int] = frozenset()
+        _, reach = planned
+        if isinstance(reach, ThroughSrun):
+            note_job(reach.allocation.job_id, self._logs.parent)
+        self._most = most_restarts(self._training.max_restarts, reach)
+
+    def train(self) -> int:
+        """Start the ranks, again where that helps, and stay with them; the exit code."""
+        return Restarts(
+            self._logs.parent,
+            self._start,
+            most=self._most,
+            resumes=self._training.resume_from_checkpoint is not None,
+            leave_out=self._leave_out if self._training.elastic else None,
+            tell_batch=self._tell_batch,
+        ).run()
+
+    def _start(self, settings: Sequence[str]) -> Ending:
+        settings = list(settings)
+        if self._planned is not None:
+            (build, reach), self._planned = self._planned, None
+        else:
+            try:
+                build, reach, more = self._plan_again()
+            except UserError as error:
+                say(f"not started again: {error}")
+                return Ending(1)
+            settings += more
+        with ConsolePipe() if reach is None else ConsoleFile(self._logs) as console:
+            words = [*self._arguments, *settings, *console.arguments()]
+            command = build(words)
+            self._note_places(command.ranks)
+            if isinstance(reach, ThroughSsh):
+                write_environment(self._logs / ENVIRONMENT_FILE, OF_CPU_RANKS | os.environ)
+            show(f"starting {command.ranks} rank{'s' * (command.ranks > 1)}{_where(command)}")
+            # Those that were started before the checks take part in the first attempt, and are no more after it.
+            first = partial(self._held.release, words) if self._held is not None and self._held.waits else None
+            minutes = self._training.hang_timeout
+            supervisor = Supervisor(command, self._logs, hang_timeout_minutes=minutes, reach=reach, start=first)
+            code = supervisor.run()
+        fault = None if supervisor.signals else supervisor.fault
+        if not (self._training.elastic and self._most):
+            code = _again_if_lost(code, reach)
+        return Ending.of(self._logs, code, fault, command.ranks)
+
+    def _note_places(self, ranks: int) -> None:
+        self._full = self._full or ranks
+        self._ranks = ranks
+        self._places = [place for place in range(self._full) if place not in self._left_out][:ranks]
+
+    def _plan_again(self) -> tuple[Build, Reach | None, list[str]]:
+        """A plan for what is there now, and the settings that keep the global batch; UserError where it is too little.
+
+        With `training.elastic` the largest number of ranks that divides the global batch, else as many as before.
+        """
+        build, reach = self._replan(self._left_out, None)
+        available = build([]).ranks
+        if available >= self._ranks and not self._left_out:
+            return build, reach, []
+        if not self._training.elastic:
+            raise UserError(
+                f"{available} of {self._ranks} ranks can be started now; bring the others back, or set "
+                "training.elastic=true to go on with those"
+            )
+        total = self._global_batch()
+        ranks = next(number for number in range(min(available, self._full), 0, -1) if total % number == 0)
+        build, reach = self._replan(self._left_out, ranks)
+        say(
+            f"going on with {ranks} of {self._full} ranks"
+            + (f"; {available - ranks} more would not divide the {total} sequences of a step" * (available > ranks))
+            + f"; to come back to all {self._full}, stop the run and start it with resume_from_checkpoint=auto"
+        )
+        # The micro-batch stays the most that a rank takes at a time.
+        return build, reach, [f"training.global_batch_size={total}", "training.gradient_accumulation_steps=1"]
+
+    def _leave_out(self, ending: Ending) -> str | None:
+        """Leave out the place of a rank that failed before it made a step; its name, None if no rank would be left."""
+        rank = None if ending.fault is None else ending.fault.rank
+        if rank is None or rank >= len(self._places) or len(self._left_out) + 1 >= self._full:
+            return None
+        self._left_out |= {self._places[rank]}
+        return f"the place of rank {rank}"
+
+    def _global_batch(self) -> int:
+        """Sequences of a step of the run, from the settings as it resolved them."""
+        record = json.loads((self._logs.parent / "training_config.json").read_text(encoding="utf-8"))["training"]
+        run = json.loads((self._logs.parent / "run.json").read_text(encoding="utf-8"))
+        size: int = record["batch_size"] * record["gradient_accumulation_steps"] * run["world_size"]
+        return size
+
+    def _tell_batch(self, step: int) -> None:
+        """The documents of a step, as `zerolora inspect` shows them, from the settings as the run resolved them."""
+        resolved = self._logs.parent / "training_config.json"
+        if step and resolved.is_file():
+            say(f"the documents of step {step}:")
+            words = [str(resolved), "--step", str(step), "--ranks", str(self._ranks)]
+            run_child([sys.executable, "-m", "launcher.module", "trainer.commands.inspect", *words])
+
+
+def most_restarts(setting: int | None, reach: Reach | None) -> int:
+    """`training.max_restarts`; where it is not given 3, but none in a job that SLURM queues again."""
+    if setting is not None:
+        return setting
+    return 0 if isinstance(reach, ThroughSrun) and is_requeued(reach.allocation.job_id) else DEFAULT_RESTARTS
+
+
+def _where(command: Command) -> str:
+    return " on the CPU" if command.set_variables.get("DS_ACCELERATOR") == "cpu" else ""
+
+
+def _again_if_lost(code: int, reach: Reach | None) -> int:
+    """The exit code, 75 where it is the cluster that has failed: the job is worth being queued again."""
+    if not isinstance(reach, ThroughSrun) or code in (EXIT_OK, EXIT_USAGE, *STOPPED):
+        return code
+    lost = lost_nodes(reach.allocation)
+    if not lost:
+        return code
+    say(f"lost nodes: {', '.join(lost)}; the job is worth being queued again (exit code {EXIT_PREEMPTED})")
+    return EXIT_PREEMPTED

@@ -1,0 +1,167 @@
+"""Starts the ranks of a run again when they have failed, from the newest whole checkpoint.
+
+Two reasons, one way. A rank that ran out of memory at ZeRO stage 2 or 3 leaves a note with a smaller micro-batch (at 0
+and 1 the ranks see to it themselves, trainer/memory/oom_recovery.py). A rank that died, hung or lost its GPU leaves
+none: the run goes on as it was, `training.max_restarts` times at most and only if a step was made since the last start.
+What fails twice in the same step in the same way is of the step's data, as a rule, and told instead.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.supervision.failure_report import Fault
+from launcher.supervision.stop_signals import STOPPED
+from launcher.supervision.terminal import say
+from trainer.contract.heartbeat import read_heartbeats
+from trainer.contract.restart_note import EXIT_RESTART, MOST_HALVINGS, RestartNote
+from trainer.contract.restart_record import Restart, forget_restarts, note_restart
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+_RESUME, _OVERWRITE = "training.resume_from_checkpoint", "output.overwrite"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one start of the ranks has ended."""
+
+    code: int
+    fault: Fault | None = None
+    """None where none was told: they are done, were stopped, or ask for a smaller micro-batch."""
+    ranks: int = 0
+    """How many were started."""
+    step: int = 0
+    """The furthest step that was under way."""
+    has_gained: bool = False
+    """Whether a step was made."""
+
+    @classmethod
+    def of(cls, logs: Path, code: int, fault: Fault | None, ranks: int) -> "Ending":
+        """With what the heartbeats tell."""
+        beats = read_heartbeats(logs).values()
+        step = max((beat.step for beat in beats), default=0)
+        return cls(code, fault, ranks, step, any(beat.has_gained for beat in beats))
+
+    def is_like(self, other: "Ending | None") -> bool:
+        """Whether both failed in the same step in the same way."""
+        if other is None or self.fault is None or other.fault is None:
+            return False
+        return self.step > 0 and (self.step, self.fault.status) == (other.step, other.fault.status)
+
+
+Start = Callable[[Sequence[str]], Ending]
+"""From settings, as one types them, to how the ranks that were started with them ended."""
+
+
+class Restarts:
+    """The starts of one run, and what is decided between them."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        start: Start,
+        *,
+        most: int,
+        resumes: bool,
+        leave_out: Callable[[Ending], str | None] | None = None,
+        tell_batch: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        """At `most` so many restarts after failures; `resumes` if the user lets the run go on from a checkpoint.
+
+        `leave_out(ending)` leaves out what failed before it made a step, and names it; without it such a run ends.
+        `tell_batch(step)` shows the documents of a step.
+        """
+        self._run_dir, self._start, self._most, self._tell_batch = run_dir, start, most, tell_batch
+        self._leave_out, self._has_trained = leave_out, False
+        self._logs = run_dir / "logs"
+        self._resumes, self._before = resumes, self._whole()
+        self._settings: dict[str, str] = {}
+        self._restarts = self._halvings = 0
+        RestartNote.take(self._logs)  # of a run that had no launcher to read it
+        if not resumes:
+            forget_restarts(run_dir)
+
+    def run(self) -> int:
+        """Start the ranks until they end well or must not be started again; the exit code."""
+        before = None
+        while True:
+            ending = self._start([f"{name}={value}" for name, value in self._settings.items()])
+            note = RestartNote.take(self._logs)
+            if ending.code == EXIT_RESTART:
+                if note is None or not self._take_smaller(note, ending):
+                    return EXIT_FAILED
+            elif not self._is_worth_another(ending, before):
+                return ending.code
+            else:
+                assert ending.fault is not None
+                self._restarts += 1
+                checkpoint = self._go_on(ending, ending.fault.reason)
+                say(f"restart {self._restarts} of {self._most}: going on from {checkpoint or 'the start'}")
+            before, self._has_trained = ending, self._has_trained or ending.has_gained
+
+    def _take_smaller(self, note: RestartNote, ending: Ending) -> bool:
+        """Go on with the smaller micro-batch of a note; False if that was done often enough."""
+        if self._halvings == MOST_HALVINGS:
+            say(
+                f"out of memory in step {note.step} after {MOST_HALVINGS} halvings; use "
+                "training.gradient_checkpointing=true, a shorter dataset.max_length or adapter=qlora"
+            )
+            return False
+        self._halvings += 1
+        self._settings |= note.settings()
+        batch = f"batch_size {note.batch_size}, accumulation {note.gradient_accumulation_steps}"
+        checkpoint = self._go_on(ending, f"out of memory in step {note.step}; went on with {batch}")
+        say(f"out of memory in step {note.step}: going on from {checkpoint or 'the start'} with {batch}")
+        return True
+
+    def _is_worth_another(self, ending: Ending, before: Ending | None) -> bool:
+        """Whether the run failed by something that another start may not meet again; says why not."""
+        if ending.code in (EXIT_OK, EXIT_USAGE, *STOPPED) or ending.fault is None or not self._most:
+            return False
+        if ending.fault.is_answer:
+            return False  # it says itself what is to be changed
+        if ending.is_like(before):
+            say(f"not started again: step {ending.step} has failed twice in the same way; it trains on")
+            self._tell_batch(ending.step)
+            return False
+        if self._restarts == self._most:
+            say(f"not started again: training.max_restarts={self._most} is used up")
+            return False
+        return ending.has_gained or self._goes_on_without(ending)
+
+    def _goes_on_without(self, ending: Ending) -> bool:
+        """Whether something can be left out that has failed before it made a step, of a run that has made some."""
+        left_out = self._leave_out(ending) if self._leave_out is not None and self._has_trained else None
+        if left_out is None:
+            say("not started again: no step was made since the ranks were started")
+        else:
+            say(f"{left_out} is left out: it failed again before a step was made")
+        return left_out is not None
+
+    def _go_on(self, ending: Ending, reason: str) -> str:
+        """Let the next start begin at the newest whole checkpoint of this run; its name, empty for the start."""
+        newest = self._newest()
+        if newest:
+            # What an earlier run left behind has stepped aside when this one wrote its first checkpoint.
+            self._settings |= {_RESUME: "auto", _OVERWRITE: "false"}
+        elif self._resumes:
+            self._settings[_OVERWRITE] = "false"
+        else:
+            # The folder holds nothing but this attempt, for which nobody has a use.
+            self._settings |= {_RESUME: "null", _OVERWRITE: "delete"}
+        note_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks))
+        return newest
+
+    def _newest(self) -> str:
+        """The newest whole checkpoint that was written since; empty if there is none."""
+        new = [name for name, written in self._whole().items() if self._before.get(name) != written]
+        return max(new, key=lambda name: int(name.rpartition("-")[2]), default="")
+
+    def _whole(self) -> dict[str, int]:
+        """The whole checkpoints in the folder, and when each was written."""
+        return {
+            marker.parent.name: marker.stat().st_mtime_ns
+            for marker in self._run_dir.glob("checkpoint-*/COMPLETE")
+            if marker.parent.name.rpartition("-")[2].isdigit()
+        }

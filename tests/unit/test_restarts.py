@@ -1,0 +1,128 @@
+"""When the launcher starts ranks again, and from where; the ranks here are endings in a list."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from launcher.supervision.failure_report import Fault
+from launcher.supervision.restarts import Ending, Restarts
+from trainer.contract.restart_note import EXIT_RESTART, RestartNote
+from trainer.contract.restart_record import read_restarts
+
+KILLED = Fault(-9, "rank 1 on a was killed by signal 9 (SIGKILL)", 1)
+DONE = Ending(0)
+
+
+class Starts:
+    """Endings one after the other; an ending that is a step writes a checkpoint of it first."""
+
+    def __init__(self, folder: Path, *endings: Ending, saves: Sequence[int] = ()) -> None:
+        self.folder, self.endings, self.saves = folder, list(endings), list(saves)
+        self.settings: list[list[str]] = []
+        self.batches: list[int] = []
+
+    def __call__(self, settings: Sequence[str]) -> Ending:
+        self.settings.append(list(settings))
+        if self.saves:
+            save(self.folder, self.saves.pop(0))
+        return self.endings.pop(0)
+
+    def run(self, most: int = 3, *, resumes: bool = False) -> int:
+        restarts = Restarts(self.folder, self, most=most, resumes=resumes, tell_batch=self.batches.append)
+        return restarts.run()
+
+
+def save(folder: Path, step: int) -> None:
+    checkpoint = folder / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "COMPLETE").write_text("")
+
+
+def killed(step: int, *, gained: bool = True) -> Ending:
+    return Ending(137, KILLED, 2, step, gained)
+
+
+def test_a_killed_rank_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    starts = Starts(tmp_path, killed(7), killed(9), DONE, saves=[5, 8])
+    assert starts.run() == 0
+    assert starts.settings == [[], *[["training.resume_from_checkpoint=auto", "output.overwrite=false"]] * 2]
+    assert [(entry.step, entry.checkpoint, entry.ranks) for entry in read_restarts(tmp_path)] == [
+        (7, "checkpoint-5", 2),
+        (9, "checkpoint-8", 2),
+    ]
+
+
+def test_without_a_checkpoint_of_its_own_it_begins_as_it_was_told_to(tmp_path: Path) -> None:
+    """An older run's checkpoint in the folder is not gone on from by a run that was to begin anew."""
+    save(tmp_path, 400)
+    starts = Starts(tmp_path, killed(7), DONE)
+    assert starts.run() == 0
+    assert starts.settings[1] == ["training.resume_from_checkpoint=null", "output.overwrite=delete"]
+    goes_on = Starts(tmp_path, killed(407), DONE)
+    assert goes_on.run(resumes=True) == 0
+    assert goes_on.settings[1] == ["output.overwrite=false"]
+
+
+def test_a_step_must_be_made_between_two_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert Starts(tmp_path, killed(7), killed(6, gained=False)).run() == 137
+    assert "not started again: no step was made since the ranks were started" in capsys.readouterr().err
+
+
+def test_what_cannot_start_again_is_left_out_of_a_run_that_has_trained(tmp_path: Path) -> None:
+    starts = Starts(tmp_path, killed(7), killed(0, gained=False), DONE)
+    left_out = Restarts(tmp_path, starts, most=3, resumes=False, leave_out=lambda ending: f"rank {ending.fault}")
+    assert left_out.run() == 0
+    first = Starts(tmp_path, killed(0, gained=False))
+    assert Restarts(tmp_path, first, most=3, resumes=False, leave_out=lambda _: "rank 1").run() == 137
+
+
+def test_what_fails_twice_in_a_step_is_told_with_its_documents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    starts = Starts(tmp_path, killed(7), killed(7))
+    assert starts.run() == 137
+    assert starts.batches == [7]
+    assert "step 7 has failed twice in the same way" in capsys.readouterr().err
+
+
+def test_at_most_so_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    starts = Starts(tmp_path, *(killed(step) for step in (3, 6, 9)))
+    assert starts.run(2) == 137
+    assert "training.max_restarts=2 is used up" in capsys.readouterr().err
+    assert len(starts.settings) == 3
+    assert Starts(tmp_path, killed(3)).run(0) == 137
+    assert "not started again" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        Ending(2, Fault(2, "error: x", is_answer=True), 2, 4, True),
+        Ending(1, Fault(1, "rank 0", 0, is_answer=True), 2, 4, True),
+        Ending(143, None, 2, 4, True),
+        Ending(75, None, 2, 4, True),
+        DONE,
+    ],
+    ids=["usage", "answer", "stopped", "preempted", "done"],
+)
+def test_what_another_start_does_not_mend(tmp_path: Path, ending: Ending) -> None:
+    assert Starts(tmp_path, ending).run() == ending.code
+
+
+def test_a_smaller_micro_batch_stays_small_in_later_starts(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    starts = Starts(tmp_path, Ending(EXIT_RESTART, None, 2, 4, True), killed(9), DONE, saves=[2])
+
+    def start(settings: Sequence[str]) -> Ending:
+        if not starts.settings:
+            RestartNote(4, 2, 4, 3).write(tmp_path / "logs")
+        return starts(settings)
+
+    assert Restarts(tmp_path, start, most=3, resumes=False).run() == 0
+    assert starts.settings[1] == starts.settings[2]
+    assert starts.settings[1][0] == "training.batch_size=2" and starts.settings[1][-1] == "output.overwrite=false"
+    assert [entry.reason.split(";")[0] for entry in read_restarts(tmp_path)] == [
+        "out of memory in step 4",
+        KILLED.reason,
+    ]

@@ -1,0 +1,202 @@
+"""The start of a run: what is imported, what a rank does before the checks are done, where the time went."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.distributed.conftest import environment
+from tests.ends import TRAIN
+from tests.tiny import write_chats
+
+PATIENCE_S = 300.0
+# Prints what is imported when the launcher has read its settings, and when a rank has done its first step.
+OF_THE_LAUNCHER = "import sys, launcher.commands; print(*sys.modules, sep='\\n')"
+OF_A_RANK = """
+import sys
+import trainer.train
+from trainer.ranks.progress import PROGRESS
+end = PROGRESS.end_start
+def ended():
+    times = end()
+    if times is not None:
+        open("modules", "w").write("\\n".join(sys.modules))
+    return times
+PROGRESS.end_start = ended
+sys.argv[1:] = ["run.yaml"]
+sys.exit(trainer.train.main())
+"""
+NEVER_IN_THE_LAUNCHER = {"torch", "numpy", "transformers", "deepspeed", "peft", "bitsandbytes", "datasets", "pyarrow"}
+NEVER_IN_A_RANK = {
+    *("datasets", "pandas", "torchvision", "torchaudio", "matplotlib", "networkx", "sklearn", "scipy", "wandb"),
+    *("torch._inductor.compile_fx", "torch._inductor.lowering", "torch._functorch.aot_autograd"),
+    *("transformers.generation.utils.candidate_generator", "aiohttp", "IPython", "tensorflow", "jax"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step, its data tokenised."""
+    folder = tmp_path_factory.mktemp("start")
+    settings = {
+        "base_model": "random:tiny",
+        "output_dir": "run",
+        "output": {"overwrite": "delete"},
+        "dataset": {"path": str(write_chats(folder / "chats.jsonl", 20)), "max_length": 64, "cache_dir": "cache"},
+        "training": {"max_steps": 1, "batch_size": 1},
+    }
+    (folder / "run.yaml").write_text(json.dumps(settings))
+    prepare = [sys.executable, "-m", "trainer.preflight", "run.yaml"]
+    subprocess.run(prepare, cwd=folder, env=environment(), check=True, capture_output=True)
+    return folder
+
+
+@contextmanager
+def train(folder: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """`zerolora train` of two ranks."""
+    with subprocess.Popen(
+        [*TRAIN, "run.yaml", "--num-gpus=2", *arguments],
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        yield process
+
+
+def held_ranks(process: "subprocess.Popen[str]") -> list[psutil.Process]:
+    """Both ranks, by their number, once they run."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        ranks = [child for child in psutil.Process(process.pid).children() if "--held" in child.cmdline()]
+        if len(ranks) == 2:
+            return sorted(ranks, key=lambda rank: rank.environ()["RANK"])
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    raise AssertionError("no ranks")
+
+
+def assert_gone(ranks: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(ranks, timeout=60.0)
+    assert not [rank for rank in alive if rank.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_the_launcher_imports_nothing_heavy() -> None:
+    done = subprocess.run([sys.executable, "-c", OF_THE_LAUNCHER], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    imported = set(done.stdout.split())
+    assert "launcher.start" in imported and NEVER_IN_THE_LAUNCHER & imported == set()
+
+
+def test_a_rank_imports_nothing_that_its_first_step_does_not_need(folder: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OF_A_RANK], cwd=folder, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    imported = set((folder / "modules").read_text().split())
+    assert {"torch", "deepspeed", "peft", "transformers"} <= imported
+    assert NEVER_IN_A_RANK & imported == set()
+
+
+@pytest.mark.distributed
+def test_where_the_time_to_the_first_step_went_is_shown_and_recorded(folder: Path) -> None:
+    with train(folder, "--profile-start") as process:
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, err
+    lines = out.splitlines()
+    first = lines.index(next(line for line in lines if line.split() == ["start", "s", "cpu", "s"]))
+    last = next(at for at, line in enumerate(lines) if line.startswith("from the command to the first step"))
+    parts = {line.split("  ")[0]: float(line.split()[-2]) for line in lines[first + 1 : last] if line[0] != " "}
+    assert list(parts)[:3] == ["command", "imports", "checks"]
+    assert {"join", "load", "start engine", "first step"} <= set(parts)
+    total = float(lines[last].split()[-1])
+    assert abs(sum(parts.values()) - total) < 0.01 * len(parts)
+    record = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert record["start/total_s"] == pytest.approx(total, abs=0.01)
+    assert record["start/load_s"] == pytest.approx(parts["load"], abs=0.01)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [(signal.SIGINT, 130, "stopped"), (signal.SIGTERM, 143, "stopped by SIGTERM"), (signal.SIGUSR1, 75, None)],
+)
+def test_a_signal_before_the_checks_are_done_leaves_nothing(
+    folder: Path, number: signal.Signals, code: int, line: str | None
+) -> None:
+    with train(folder, f"output_dir=stopped-{code}") as process:
+        ranks = held_ranks(process)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, err.splitlines()) == (code, [line or "stopped by SIGUSR1"]), out
+    assert_gone(ranks)
+    assert not (folder / f"stopped-{code}").exists()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_before_the_checks_are_done_is_named(folder: Path, rank: int) -> None:
+    with train(folder, "output_dir=killed") as process:
+        ranks = held_ranks(process)
+        ranks[rank].kill()
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 137
+    assert err.splitlines()[-1].startswith(
+        f"the run failed before its checks were done: rank {rank} was killed by signal 9"
+    )
+    assert_gone(ranks)
+    assert not (folder / "killed").exists()
+
+
+@pytest.mark.distributed
+def test_ranks_that_wait_end_with_a_launcher_that_is_killed(folder: Path) -> None:
+    with train(folder, "output_dir=orphaned") as process:
+        ranks = held_ranks(process)
+        process.kill()
+        process.communicate(timeout=PATIENCE_S)
+        assert_gone(ranks)
+    assert not (folder / "orphaned").exists()
+
+
+@pytest.mark.distributed
+def test_what_is_wrong_is_one_line_of_the_first_rank(folder: Path) -> None:
+    with train(folder, "output_dir=refused", "lora.target_modules=[nowhere]") as process:
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 2
+    assert len(err.splitlines()) == 1 and err.startswith("error: lora.target_modules=")
+    assert not (folder / "refused").exists()
+
+
+def test_a_rank_whose_first_look_is_wrong_waits_for_the_first_rank_to_say_so(tmp_path: Path) -> None:
+    """No UserError of another rank is told twice."""
+    from trainer.held import _look_ahead
+
+    assert _look_ahead(str(tmp_path / "missing.yaml"), []) is None
+
+
+def test_the_seconds_of_all_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.ranks.start_times import StartTimes
+
+    monkeypatch.delenv("ZEROLORA_LAUNCHER", raising=False)
+    times = StartTimes()
+    for phases in (("load",), ("load", "weights"), ("load",), (), ("start engine",)):
+        times.change(phases)
+        time.sleep(0.02)
+    times.at_first_step()
+    times.change(("backward",))
+    times.end()
+    values = times.values()
+    assert sum(value for name, value in values.items() if name != "start/total_s") == pytest.approx(times.total)
+    assert values["start/load_s"] >= 0.06 and values["start/other_s"] >= 0.02
+    began = psutil.Process(os.getpid()).create_time()
+    assert times.total == pytest.approx(time.time() - began, abs=2.0)
+    assert "first step" in "\n".join(times.table())

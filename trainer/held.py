@@ -1,0 +1,122 @@
+"""A rank that was started before the checks are done (trainer/contract/held_start.py): what it does until its release.
+
+It imports what training needs. The first rank of the run checks it and prepares the data, on the user's terminal; what
+it finds is not looked for again. The others look at the model meanwhile. Nothing is written to the run's folder.
+"""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+
+from trainer.config import UserError, load_config
+from trainer.config.errors import mistake_in_path
+from trainer.contract.held_start import CHECKED, OPTION, Release, take_channel
+from trainer.data.prepared import Prepared
+from trainer.images.pipeline import is_pipeline
+from trainer.preflight import Looked, build_operators, look_at_model, prepare_to_resume
+from trainer.rank import main as train
+from trainer.ranks.progress import phase
+from trainer.ranks.training_process import exit_code_of
+
+EXIT_ORPHANED = 1
+
+
+def main(argv: list[str]) -> int:
+    """Import, check on the first rank, wait, train; the exit code of a rank, or of the checks."""
+    channel = take_channel()
+    config, overrides = argv[0], [word for word in argv[1:] if word != OPTION]
+    found: Prepared | Looked | None
+    if os.environ["RANK"] == "0":
+        code, found = _check(config, overrides, int(os.environ["WORLD_SIZE"]))
+        if code:
+            return code
+        channel.sendall(CHECKED)
+    else:
+        found = _look_ahead(config, overrides)
+    with phase("wait for release"):
+        release = Release.wait(channel)
+    if release is None:
+        return EXIT_ORPHANED
+    _write_to(release.log)
+    return train(release.arguments, found)
+
+
+def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepared | None]:
+    """What `python -m trainer.preflight` does: 0 and what was found, or another exit code after one line."""
+    show = partial(print, flush=True)
+    with _ended_in_order(), _quiet(), phase("checks"):
+        try:
+            config = load_config(path, overrides).config
+            prepared, _ = prepare_to_resume(config, world_size, show)
+            build_operators(config, show)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code, None
+        except OSError as error:
+            mistake = mistake_in_path(error)
+            if mistake is None:
+                raise
+            print(f"error: {mistake}", file=sys.stderr)
+            return UserError.exit_code, None
+    return 0, prepared
+
+
+def _look_ahead(path: str, overrides: list[str]) -> Looked | None:
+    """What can be read already; what is wrong with it is the first rank's to say, or this one's once it trains."""
+    try:
+        with phase("checks"):
+            config = load_config(path, overrides).config
+            return None if is_pipeline(config) else look_at_model(config)
+    except (UserError, OSError):
+        return None
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Signals end the block by an exception, so that half-built data is removed."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(exit_code_of(number))
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """On the terminal libraries' notices are for nobody: DeepSpeed finds no GPU, the hub tries again."""
+
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    deepspeed = logging.getLogger("DeepSpeed")  # sets its level when it is imported
+    deepspeed.addFilter(is_error)
+    loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        deepspeed.removeFilter(is_error)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _write_to(log: str) -> None:
+    """From now on what this process prints goes to a file that all ranks share."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)

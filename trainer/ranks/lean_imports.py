@@ -1,0 +1,76 @@
+"""Libraries are imported without torch's compiler, which nothing here calls in them.
+
+torch.compile imports Inductor at once, which takes longer than torch itself. bitsandbytes (0.50.2), which PEFT imports
+for whatever adapter, compiles two functions of its CPU backend while it is imported, and DeepSpeed (0.19.8) three of an
+optimizer that it looks for by name. Compiled when they are called, they are the same functions.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+MODULES = ("bitsandbytes", "deepspeed.runtime.zero.muon.original_muon")
+
+
+class _Finder(MetaPathFinder):
+    """Finds the modules as the other finders do, each once."""
+
+    def __init__(self) -> None:
+        self._wanted = {name for name in MODULES if name not in sys.modules}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._wanted:
+            return None
+        self._wanted.remove(fullname)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(Loader):
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        import torch
+
+        if module.__spec__ is not None:
+            module.__spec__.loader = module.__loader__ = self._loader
+        eager: Any = torch.compile
+        torch.compile = partial(_when_called, eager)
+        try:
+            self._loader.exec_module(module)
+        finally:
+            torch.compile = eager
+
+
+def import_lean() -> None:
+    """From now on; what is imported already stays as it is."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _when_called(compile: Callable[..., Any], function: Any = None, **options: Any) -> Any:
+    """`torch.compile` whose work begins with the first call."""
+    if function is None:
+        return partial(_when_called, compile, **options)
+    compiled: list[Callable[..., Any]] = []
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if not compiled:
+            compiled.append(compile(function, **options))
+        return compiled[0](*arguments, **named)
+
+    return call
