@@ -16,6 +16,7 @@ SAMPLE, EVERY = 1 << 16, 1 << 24
 # Written anew by whoever saves a model, and no part of what it computes.
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
 INDEX = "model.safetensors.index.json"
+PIPELINE = "model_index.json"
 
 
 def fingerprint_of_base(base_model: str, section: ModelSection) -> dict[str, str]:
@@ -32,12 +33,29 @@ def fingerprint_of_base(base_model: str, section: ModelSection) -> dict[str, str
             return {}
         folder = cached
         found["commit"] = folder.name
+    if (folder / PIPELINE).is_file():
+        return found | _of_pipeline(folder)
     config = folder / "config.json"
     if config.is_file():
         settings = json.loads(config.read_text(encoding="utf-8"))
         kept = {name: value for name, value in settings.items() if name not in VOLATILE}
         found["config"] = xxhash.xxh3_128_hexdigest(json.dumps(kept, sort_keys=True).encode())
     files = _weight_files(folder)
+    if files:
+        digest = xxhash.xxh3_128()
+        for file in files:
+            _add_file(digest, file)
+        found["weights"] = digest.hexdigest()
+    return found
+
+
+def _of_pipeline(folder: Path) -> dict[str, str]:
+    """Of the denoiser of a pipeline of images: the part that an adapter is of."""
+    denoiser = next((folder / name for name in ("unet", "transformer") if (folder / name).is_dir()), folder)
+    found, config = {}, denoiser / "config.json"
+    if config.is_file():
+        found["config"] = xxhash.xxh3_128_hexdigest(config.read_bytes())
+    files = sorted(denoiser.glob("diffusion_pytorch_model*.safetensors"))
     if files:
         digest = xxhash.xxh3_128()
         for file in files:

@@ -1,118 +1,87 @@
-"""Checkpoints: written beside and renamed when whole, without frozen weights, for any stage and number of ranks.
+"""What a checkpoint holds: taken from the engine, and brought back into one of any stage and number of ranks.
 
 checkpoint-N/
   adapter_model.safetensors, adapter_config.json   the adapter in PEFT's format (or the whole model for adapter: none)
-  training_state.safetensors                       master weights and AdamW moments by parameter name, fp32
+  training_state-00000.safetensors ...             each rank's part of master weights and AdamW moments, fp32
   rank-00000.safetensors ...                       random states of each rank, and its 8-bit moments
   state.json                                       step, position in the data, loss scale, best loss, SCU, what decides
                                                    the run (trainer/checkpoint/resume_comparison.py)
   COMPLETE                                         written last: the checksums (trainer/checkpoint/checkpoint_files.py)
+
+Frozen weights are not in it. How it is written while training goes on: trainer/checkpoint/background.py.
 """
 
 import json
 import random
-import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
-from trainer.checkpoint.checkpoint_files import FORMAT, damage, oldest_beyond, publish, read_state
+from trainer.checkpoint.checkpoint_files import FORMAT, damage, read_state
+from trainer.checkpoint.host_copies import HostCopies
+from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.config import UserError
-from trainer.contract.full_disk import disk_errors_into
 from trainer.engine.optimizer_state import EngineState
 from trainer.engine.protocol import Engine
+from trainer.engine.state_pieces import Pieces, whole_state
 from trainer.patches.deepspeed_workarounds import loss_scale_state, loss_scaler
 from trainer.ranks.group import Ranks
-from trainer.ranks.progress import phase
+
+WHOLE_STATE = "training_state.safetensors"
+"""Of checkpoints up to format 2, which had the state of all ranks in one file."""
 
 
-class SaveFailed(UserError):
-    """The disk refused a checkpoint, on whatever rank; all ranks know, and the older ones are as they were."""
+@dataclass(frozen=True)
+class RankState:
+    """What one rank puts into a checkpoint beside the weights: copies in host memory."""
 
-    exit_code = 1
+    rank: int
+    pieces: Pieces | None
+    own: Mapping[str, torch.Tensor]
+    own_metadata: dict[str, str]
+    state: dict[str, Any]
+    """Of `state.json`, which rank 0 writes."""
 
+    @classmethod
+    def of(cls, engine: Engine, ranks: Ranks, position: dict[str, Any], copies: HostCopies) -> "RankState":
+        """As the engine is now; `copies` are there once they have been waited for. No rank waits for another."""
+        engine_state = EngineState(engine)
+        steps = engine_state.steps_taken()  # read from the device, so before it has copies to make
+        pieces = engine_state.pieces()
+        if pieces is not None:
+            tensors = {name: copies.copy(name, tensor) for name, tensor in pieces.tensors.items()}
+            pieces = Pieces(tensors, pieces.shards, pieces.shapes, pieces.offsets, pieces.layout)
+        raw = {f"moments/{name}": value for name, value in engine_state.raw().items()}
+        own = {name: copies.copy(name, value) for name, value in (_random_states() | raw).items()}
+        state = {
+            "format": FORMAT,
+            **position,
+            "optimizer_steps": steps,
+            "world_size": ranks.world_size,
+            "zero_stage": engine.zero_optimization_stage(),
+            "loss_scale": _loss_scale(engine),
+            "skipped_steps": engine.skipped_steps,
+        }
+        return cls(ranks.rank, pieces, own, {"python_rng": json.dumps(random.getstate())}, state)
 
-def save_checkpoint(
-    run_dir: Path,
-    engine: Engine,
-    ranks: Ranks,
-    position: dict[str, Any],
-    save_weights: Callable[[Path], None],
-    *,
-    before_publishing: Callable[[], None] = lambda: None,
-    keep: int | None,
-    protect: tuple[int, ...] = (),
-    later: list[Path],
-) -> list[Path]:
-    """Write `checkpoint-<position["step"]>` and remove the oldest beyond `keep`; every rank must call it.
-
-    `save_weights(folder)` writes the adapter or model (called on every rank, since gathering is collective). The
-    checkpoints `later` belong to a course that this run has left: they step aside when this one is whole, and rank 0
-    gets their new names. `before_publishing` is asked on rank 0 when all is written; its error leaves what was there
-    before. Raises SaveFailed, on every rank, if the disk is full.
-    """
-    final = run_dir / f"checkpoint-{position['step']}"
-    folder = run_dir / f".writing-{final.name}"
-    failures: list[str] = []
-    aside: list[Path] = []
-    with disk_errors_into(failures, run_dir):
-        if ranks.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-    _agree(failures, folder, ranks)
-    engine_state = EngineState(engine)
-    with disk_errors_into(failures, run_dir):
-        save_weights(folder)
-    # A collective, so that a rank whose disk is full takes part all the same.
-    with phase("gather"):
-        tensors = engine_state.collect()
-    with disk_errors_into(failures, run_dir):
-        save_file(_rank_tensors(engine_state), folder / f"rank-{ranks.rank:05d}.safetensors", _rank_metadata())
-        if ranks.is_main:
-            save_file(tensors, folder / "training_state.safetensors")
-            state = {
-                "format": FORMAT,
-                **position,
-                "optimizer_steps": engine_state.steps_taken(),
-                "world_size": ranks.world_size,
-                "zero_stage": engine.zero_optimization_stage(),
-                "loss_scale": _loss_scale(engine),
-                "skipped_steps": engine.skipped_steps,
-            }
-            (folder / "state.json").write_text(json.dumps(state, indent=1))
-    del tensors
-    _agree(failures, folder, ranks)
-    with disk_errors_into(failures, run_dir):
-        if ranks.is_main:
-            before_publishing()
-            aside = publish(folder, final, later)
-    _agree(failures, folder, ranks)
-    if ranks.is_main:
-        for checkpoint in list(oldest_beyond(run_dir, keep, (*protect, position["step"]))):
-            shutil.rmtree(checkpoint)
-    _barrier()
-    return aside
-
-
-def _agree(failures: list[str], folder: Path, ranks: Ranks) -> None:
-    """Wait for all ranks; if the disk of any was full, remove what was written and raise SaveFailed on all."""
-    everyones: list[list[str]] = [failures]
-    if dist.is_initialized() and ranks.world_size > 1:
-        everyones = [[] for _ in range(ranks.world_size)]
-        dist.all_gather_object(everyones, failures)
-    told = [reason for reasons in everyones for reason in reasons]
-    if not told:
-        return
-    if ranks.is_main:
-        shutil.rmtree(folder, ignore_errors=True)
-    name = folder.name.removeprefix(".writing-")
-    raise SaveFailed(f"{name} was not saved: {told[0]}; make room; the older checkpoints are as they were")
+    def write(self, folder: Path) -> list[Path]:
+        """This rank's files; returns them."""
+        files = [folder / f"rank-{self.rank:05d}.safetensors"]
+        write_tensors(files[0], self.own, self.own_metadata)
+        if self.pieces is not None:
+            files.append(folder / f"training_state-{self.rank:05d}.safetensors")
+            write_tensors(files[-1], self.pieces.tensors, self.pieces.metadata())
+        if self.rank == 0:
+            files.append(folder / "state.json")
+            files[-1].write_text(json.dumps(self.state, indent=1))
+        return files
 
 
 def agreed_damage(checkpoint: Path, ranks: Ranks) -> str | None:
@@ -130,7 +99,7 @@ def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[s
     8-bit moments are quantised again.
     """
     state = read_state(checkpoint)
-    tensors = _load(checkpoint / "training_state.safetensors")
+    tensors = _load_state(checkpoint)
     engine_state = EngineState(engine)
     if misfit := engine_state.misfit(tensors):
         raise UserError(
@@ -159,7 +128,20 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
         raise UserError(f"{path}: cannot be read ({error}); look at the disk, or use another checkpoint") from None
 
 
-def _rank_tensors(engine_state: EngineState) -> dict[str, torch.Tensor]:
+def _load_state(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Master weights and moments by name, whole."""
+    if (checkpoint / WHOLE_STATE).exists():
+        return _load(checkpoint / WHOLE_STATE)
+    parts = sorted(checkpoint.glob("training_state-*.safetensors"))
+    return whole_state(Pieces.read(_load(part), _metadata(part)) for part in parts)
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    with safe_open(str(path), framework="pt") as handle:
+        return dict(handle.metadata())
+
+
+def _random_states() -> dict[str, torch.Tensor]:
     _, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     tensors = {
         "rng/torch": torch.get_rng_state(),
@@ -168,19 +150,12 @@ def _rank_tensors(engine_state: EngineState) -> dict[str, torch.Tensor]:
     }
     if torch.cuda.is_available():
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
-    return tensors | {f"moments/{name}": value for name, value in engine_state.raw().items()}
-
-
-def _rank_metadata() -> dict[str, str]:
-    return {"python_rng": json.dumps(random.getstate())}
+    return tensors
 
 
 def _restore_rank(path: Path, engine_state: EngineState) -> bool:
-    from safetensors import safe_open
-
     tensors = _load(path)
-    with safe_open(str(path), framework="pt") as handle:
-        version, internal, gauss = json.loads(handle.metadata()["python_rng"])
+    version, internal, gauss = json.loads(_metadata(path)["python_rng"])
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(tensors["rng/torch"])
     position, has_gauss, cached = tensors["rng/numpy_rest"].tolist()
@@ -206,8 +181,3 @@ def _restore_loss_scale(engine: Engine, saved: dict[str, float] | None) -> None:
         for name, value in saved.items():
             if name in loss_scale_state(scaler):  # it may be fixed now
                 setattr(scaler, name, type(getattr(scaler, name))(value))
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()

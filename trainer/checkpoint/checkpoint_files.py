@@ -18,8 +18,9 @@ import xxhash
 from trainer.config import UserError
 
 MARKER = "COMPLETE"
-FORMAT = 2
-WITHOUT_CHECKSUMS = 1
+FORMAT = 3
+READABLE = (1, 2, 3)
+"""1 has no checksums, up to 2 the state of all ranks is one file."""
 STATE_KEYS = ("step", "optimizer_steps", "schedule_steps", "world_size", "zero_stage", "loss_scale", "skipped_steps")
 MOST_HEADER_BYTES = 100_000_000  # the format's own bound
 CHUNK = 1 << 22
@@ -147,7 +148,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         found = state.get("format")
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{checkpoint}: state.json cannot be read ({error}); use another checkpoint") from None
-    if found not in (FORMAT, WITHOUT_CHECKSUMS):
+    if found not in READABLE:
         raise UserError(f"{checkpoint}: written in format {found}, this version reads {FORMAT}")
     return state
 
@@ -156,7 +157,7 @@ def _damage_without_sums(checkpoint: Path) -> str | None:
     """Of a checkpoint from before there were checksums: what its files say of themselves."""
     try:
         state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-        if state.get("format") == FORMAT:
+        if state.get("format") != READABLE[0]:
             return f"{MARKER} is damaged: its checksums are gone"
         missing = [key for key in STATE_KEYS if key not in state]
     except (ValueError, AttributeError):

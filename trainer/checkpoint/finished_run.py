@@ -108,7 +108,7 @@ def run_device() -> torch.device:
 
 
 def load_trained(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
-    """The PEFT model as it was at the end of training: the run's precision, and its 4-bit base if it had one.
+    """The PEFT model as it was at the end of training: the run's precision, and its quantised base if it had one.
 
     Raises UserError if the base model is not there or the adapter does not fit it.
     """

@@ -40,7 +40,7 @@ DECISIVE = {
     "training.optimizer": "optimizer",
     "training.precision": "precision",
 }
-OF_SECTIONS = {"dataset": "data", "quantization": "adapter", "scu": "scu"}
+OF_SECTIONS = {"dataset": "data", "image": "data", "quantization": "adapter", "scu": "scu"}
 # Told by something better (the bytes behind a path, the global batch), or of this start only.
 NOT_COMPARED = (
     "base_model",
@@ -52,6 +52,9 @@ NOT_COMPARED = (
     "dataset.path",
     "dataset.workers",
     "dataset.cache_dir",
+    "image.sample_steps",
+    "image.sample_guidance",
+    "image.sample_every",
     "training.batch_size",
     "training.gradient_accumulation_steps",
     "training.global_batch_size",

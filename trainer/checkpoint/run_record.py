@@ -29,7 +29,7 @@ OF_EVERY_RUN = (
     *(CONFIG, RUN, WRITTEN, RESULT, "initial_adapter", "metrics.jsonl", "tensorboard", "wandb", "wandb-id.txt"),
     *("metrics.later.jsonl", "abandoned-metrics.jsonl"),
     *("answers.json", "plots", "report.html", "profile", "scu_config.json", "scu_metrics.json", "scu_history.json"),
-    "scu_reference.json",
+    *("scu_reference.json", "samples", "time_by_phase.json"),
 )
 # A checkpoint that was set aside has the name that is listed after this.
 ABANDONED = re.compile(r"^abandoned-(?:\d+-)?(?=checkpoint-)")

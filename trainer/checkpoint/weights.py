@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,25 @@ from trainer.model.expert_factor import in_peft_form
 
 
 def save_adapter(
-    model: Any, tokenizer: Any, folder: Path, *, is_main: bool, must_have_moved: bool, initial: Path | None = None
+    model: Any, folder: Path, *, is_main: bool, must_have_moved: bool, initial: Path | None = None
 ) -> None:
-    """Write the adapter in PEFT's format, read it back, and compare. Every rank must call it; rank 0 writes.
+    """Write the adapter in PEFT's format, read it back, and compare. Every rank must call it; rank 0 writes."""
+    trained = gathered(model)
+    if is_main:
+        write_adapter(model, trained, folder, must_have_moved=must_have_moved, initial=initial)
+
+
+def write_adapter(
+    model: Any, trained: dict[str, torch.Tensor], folder: Path, *, must_have_moved: bool, initial: Path | None = None
+) -> None:
+    """Write gathered factors in PEFT's format, read them back, and compare; of the model only settings are read.
 
     With `initial` (the folder of the adapter as it began, for PiSSA and OLoRA, which change the base weights) the
     difference to it is written, which fits the unchanged base model.
     Raises RuntimeError if what was read back is empty, not finite, differs from memory, or never moved from B = 0
     though it `must_have_moved`.
     """
-    trained = in_peft_form(model, _gathered(model))
-    if not is_main:
-        return
+    trained = in_peft_form(model, trained)
     factors_b = [value for name, value in trained.items() if "lora_B" in name]
     if must_have_moved and factors_b and not any(value.any() for value in factors_b):
         raise RuntimeError(f"{folder}: every lora_B is still zero after training; nothing was learned")
@@ -36,7 +44,6 @@ def save_adapter(
     if initial is not None:
         _rewrite_as_difference(folder, initial)
     _check_read_back(folder / "adapter_model.safetensors")
-    tokenizer.save_pretrained(folder)
 
 
 def _rewrite_as_difference(folder: Path, initial: Path) -> None:
@@ -59,31 +66,42 @@ def _rewrite_as_difference(folder: Path, initial: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
 
 
-def save_full_model(model: Any, tokenizer: Any, folder: Path, *, is_main: bool) -> None:
+def save_full_model(model: Any, folder: Path, *, is_main: bool) -> None:
     """Write the whole model as safetensors (adapter: none). Every rank must call it; rank 0 writes."""
-    weights = _gathered(model, only_trained=False)
+    weights = gathered(model, only_trained=False)
     if is_main:
-        model.save_pretrained(folder, state_dict=weights)
-        tokenizer.save_pretrained(folder)
-        for file in folder.glob("*.safetensors"):
-            _check_read_back(file)
+        write_full_model(model, weights, folder)
 
 
-def _gathered(model: nn.Module, *, only_trained: bool = True) -> dict[str, torch.Tensor]:
-    """Weights by name, whole, on the CPU of rank 0 (empty elsewhere); one tensor is gathered at a time."""
+def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Write gathered weights as safetensors; of the model only settings are read."""
+    model.save_pretrained(folder, state_dict=weights)
+    for file in folder.glob("*.safetensors"):
+        _check_read_back(file)
+
+
+def gathered(
+    model: nn.Module, *, only_trained: bool = True, copy: Callable[[str, torch.Tensor], torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Weights by name, whole, on the CPU of rank 0 (empty elsewhere); one tensor is gathered at a time.
+
+    `copy(name, tensor)` brings one to the CPU. Every rank must call it.
+    """
     import deepspeed
     import torch.distributed as dist
 
     is_main = not dist.is_initialized() or dist.get_rank() == 0
-    gathered: dict[str, torch.Tensor] = {}
+    copy = copy or (lambda _, tensor: tensor.detach().to("cpu", copy=True).contiguous())
+    found: dict[str, torch.Tensor] = {}
     for name, parameter in trained_parameters(model) if only_trained else model.named_parameters():
         partitioned = [parameter] if is_partitioned(parameter) else []
         with deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
             if is_main:
-                gathered[name] = parameter.detach().to("cpu", copy=True).contiguous()
+                found[name] = copy(f"weights/{name}", parameter)
     if is_main and not only_trained:
-        gathered |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in model.state_dict()}
-    return gathered
+        kept = model.state_dict().keys()
+        found |= {name: copy(f"weights/{name}", buffer) for name, buffer in model.named_buffers() if name in kept}
+    return found
 
 
 def _compare_with_memory(model: Any, trained: dict[str, torch.Tensor], folder: Path) -> None:

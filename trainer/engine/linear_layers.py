@@ -13,7 +13,7 @@ from trainer.engine.partitioned import whole_shape
 def is_linear(module: nn.Module) -> bool:
     """Whether a module computes x W^T + b: nn.Linear, or a subclass of which a small one is seen to do so.
 
-    Falcon's linear layers do; routers of experts, which are subclasses too, give back more than that.
+    Falcon's linear layers do; routers of experts, which are subclasses too, return more than that.
     """
     kind: Any = type(module)
     return kind is nn.Linear or (isinstance(module, nn.Linear) and _acts_linear(kind))
@@ -39,6 +39,12 @@ def packed_state(parameter: nn.Parameter) -> Any | None:
     """How bitsandbytes packed a 4-bit weight; None of any other parameter."""
     is_packed = type(parameter).__name__ == "Params4bit"  # the name by which PEFT knows it as well
     return require(parameter, "quant_state", "bitsandbytes") if is_packed else None
+
+
+def is_eight_bit(parameter: nn.Parameter) -> bool:
+    """Whether a parameter holds the values of a linear layer in 8 bits (trainer/model/eight_bit.py)."""
+    whole_numbers = not (parameter.is_floating_point() or parameter.is_complex())
+    return whole_numbers and packed_state(parameter) is None and packed_experts_layout(parameter) is None
 
 
 # What the subclasses of transformers, PEFT, bitsandbytes and DeepSpeed answer where they want other arguments, packed

@@ -1,9 +1,10 @@
 """The optimizer's 32-bit state out of a DeepSpeed engine and back, whatever the stage and the number of ranks.
 
 DeepSpeed keeps master weights and moments in flat partitions whose cuts depend on stage and rank count. A `Shard` says
-where one trained tensor lies in the partition that this rank holds; with it every quantity is copied out whole, by name
-(one sum over ranks of disjoint pieces), and copied back into any other partitioning. Read in DeepSpeed 0.19.8:
+where one trained tensor lies in the partition that this rank holds; with it what was saved by other cuts
+(trainer/engine/state_pieces.py) is copied back into any partitioning. Read in DeepSpeed 0.19.8:
 stage_1_and_2.py (`_hp_mapping`), stage3.py (`grad_position`), fp16/unfused_optimizer.py (`fp32_groups`).
+Why not by `deepspeed.utils.safe_get_full_*` and `safe_set_full_*`: docs/decisions/09-checkpoints.md.
 """
 
 import json
@@ -18,18 +19,13 @@ from trainer.contract.known_versions import require
 from trainer.engine.eight_bit_moments import (
     EIGHT_BIT,
     EIGHT_BIT_BLOCK,
-    ELEMENTS_AT_ONCE,
     dequantised,
     requantise,
 )
 from trainer.engine.flat_adapter import flat_adapter_of, trained_parameters
 from trainer.engine.partitioned import whole_shape, whole_size
 from trainer.engine.protocol import Engine
-from trainer.ranks.group import sum_over_ranks
-
-QUANTITIES = ("master", "exp_avg", "exp_avg_sq")
-
-LAYOUT = "scales/layout"
+from trainer.engine.state_pieces import LAYOUT, QUANTITIES, Pieces
 
 Named = tuple[str, torch.nn.Parameter]
 Dense = dict[str, torch.Tensor]
@@ -56,20 +52,33 @@ class EngineState:
         self._shards = list(_shards(engine, self._trained))
         self._holders = list({id(holder): holder for holder in _holders(engine)}.values())
 
-    def collect(self) -> dict[str, torch.Tensor]:
-        """All trained tensors as {"master/NAME", "exp_avg/NAME", "exp_avg_sq/NAME"}: whole, fp32, on rank 0's CPU.
+    def pieces(self) -> Pieces | None:
+        """This rank's part, on its device: views of the real tensors, copies of 8-bit moments only.
 
-        Empty on the other ranks: of a model trained in full it is twelve bytes a parameter in the memory of their host.
+        None on a rank that holds nothing which rank 0 does not hold.
         """
-        dense = {id(holder): self._dense(holder) for holder in self._holders}
-        state: dict[str, torch.Tensor] = {}
-        for quantity in QUANTITIES:
-            for group in _groups_of_size(self._trained, ELEMENTS_AT_ONCE):
-                state |= {f"{quantity}/{name}": value for name, value in self._whole(quantity, group, dense)}
-        return state | self._scales()
+        if not self._engine.zero_optimization_stage() and self._engine.global_rank:
+            return None
+        numbers = {id(holder): number for number, holder in enumerate(self._holders)}
+        tensors = {
+            f"{quantity}/{number}": values.float()
+            for number, holder in enumerate(self._holders)
+            for quantity, values in self._dense(holder).items()
+        }
+        own = [shard for shard in self._shards if shard.length]
+        shards = [[s.name, numbers[id(s.holder)], s.holder_start, s.param_start, s.length] for s in own]
+        names = {shard.name for shard in own}
+        shapes = {name: list(whole_shape(parameter)) for name, parameter in self._trained if name in names}
+        entries = [self._optimizer.state.get(holder, {}) for holder in self._holders]
+        offsets = self._block_offsets()
+        if offsets is None or any(entry.get("state1", torch.empty(0)).dtype != torch.uint8 for entry in entries):
+            return Pieces(tensors, shards, shapes)
+        for number, entry in enumerate(entries):
+            tensors |= {f"scales/{quantity}/{number}": entry[scale] for quantity, (_, scale, _) in EIGHT_BIT.items()}
+        return Pieces(tensors, shards, shapes, offsets, self._layout())
 
     def misfit(self, state: dict[str, torch.Tensor]) -> str | None:
-        """Where `state`, as `collect` gave it, has other trained tensors than this engine; None if it fits."""
+        """Where `state`, as `whole_state` gives it, has other trained tensors than this engine; None if it fits."""
         for name, parameter in self._trained:
             found = state.get(f"master/{name}")
             if found is None:
@@ -80,7 +89,7 @@ class EngineState:
         return f"it has {more} trained tensors more than this run" if more else None
 
     def restore(self, state: dict[str, torch.Tensor], steps: int) -> bool:
-        """Write back what `collect` gave after `steps` optimizer steps; the working copies of the weights follow.
+        """Write back what `whole_state` gave after `steps` optimizer steps; the working copies of the weights follow.
 
         False if 8-bit moments had to be rounded anew.
         """
@@ -102,9 +111,9 @@ class EngineState:
         return exact
 
     def raw(self) -> dict[str, torch.Tensor]:
-        """This rank's 8-bit moments bit by bit (empty for 32-bit ones); they fit the same partitioning only."""
+        """This rank's 8-bit moments themselves (none for 32-bit ones); they fit the same partitioning only."""
         return {
-            f"{index}/{key}": value.detach().cpu().clone()
+            f"{index}/{key}": value.detach()
             for index, holder in enumerate(self._holders)
             for key, value in self._optimizer.state.get(holder, {}).items()
             if torch.is_tensor(value) and key in ("state1", "state2", "absmax1", "absmax2")
@@ -121,24 +130,6 @@ class EngineState:
         for name, value in raw.items():
             own[name].copy_(value)
         return True
-
-    def _scales(self) -> dict[str, torch.Tensor]:
-        """The scales of 8-bit moments over the flat buffers, on rank 0's CPU; none where blocks are not cut alike."""
-        offsets = self._block_offsets()
-        entries = [self._optimizer.state.get(holder, {}) for holder in self._holders]
-        if offsets is None or any(entry.get("state1", torch.empty(0)).dtype != torch.uint8 for entry in entries):
-            return {}
-        parts = self._engine.world_size if self._engine.zero_optimization_stage() else 1
-        found = {LAYOUT: torch.tensor(self._layout())}
-        for index, (entry, offset) in enumerate(zip(entries, offsets, strict=True)):
-            for quantity, (_, name, _) in EIGHT_BIT.items():
-                own = entry[name]
-                everyones = torch.zeros(parts * len(own), dtype=own.dtype, device=own.device)
-                everyones.narrow(0, offset // EIGHT_BIT_BLOCK, len(own)).copy_(own)
-                if parts > 1:
-                    sum_over_ranks(everyones)
-                found[f"scales/{quantity}/{index}"] = everyones.cpu()
-        return found if self._engine.global_rank == 0 else {}
 
     def _scales_of(
         self, state: dict[str, torch.Tensor], quantity: str, index: int, like: torch.Tensor
@@ -187,25 +178,6 @@ class EngineState:
             else:  # bitsandbytes keeps small tensors in 32 bits
                 dense[quantity] = entry[values].reshape(-1)
         return dense
-
-    def _whole(self, quantity: str, group: list[Named], dense: dict[int, Dense]) -> Iterator[tuple[str, torch.Tensor]]:
-        offsets: dict[str, int] = {}
-        total = 0
-        for name, parameter in group:
-            offsets[name] = total
-            total += whole_size(parameter)
-        buffer = torch.zeros(total, dtype=torch.float32, device=self._engine.device)
-        for shard in self._shards:
-            if shard.name in offsets:
-                piece = dense[id(shard.holder)][quantity].narrow(0, shard.holder_start, shard.length)
-                buffer.narrow(0, offsets[shard.name] + shard.param_start, shard.length).copy_(piece)
-        if self._engine.zero_optimization_stage() > 0:
-            sum_over_ranks(buffer)
-        if self._engine.global_rank != 0:
-            return
-        for name, parameter in group:
-            shape = whole_shape(parameter)
-            yield name, buffer.narrow(0, offsets[name], shape.numel()).view(shape).to("cpu", copy=True)
 
     def _create_moments(self, steps: int) -> None:
         """A fresh engine has no moments: make zeros of the right kind, on every flat partition."""
@@ -307,16 +279,3 @@ def _holders(engine: Engine) -> Iterator[torch.Tensor]:
     else:
         for group in engine.basic_optimizer.param_groups:
             yield from group["params"]
-
-
-def _groups_of_size(named: list[Named], elements: int) -> Iterator[list[Named]]:
-    group: list[Named] = []
-    size = 0
-    for name, parameter in named:
-        if group and size + whole_size(parameter) > elements:
-            yield group
-            group, size = [], 0
-        group.append((name, parameter))
-        size += whole_size(parameter)
-    if group:
-        yield group

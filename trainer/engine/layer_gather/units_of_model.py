@@ -24,15 +24,20 @@ class UnitPlan:
 def plan_units(model: Any, keep_whole: Sequence[str] = (), *, keep_embeddings: bool = False) -> list[UnitPlan]:
     """Every block of the outermost lists of modules, and every module with large weights elsewhere.
 
-    Stay whole: the modules whose names end in one of `keep_whole`, the embeddings if asked for, weights shared with
-    those or between blocks, and what is small outside of blocks. A weight under two names (a tied head) belongs to the
-    first module that has it.
+    A model may name its blocks itself (`gathered_blocks`). Stay whole: the modules whose names end in one of
+    `keep_whole`, the embeddings if asked for, weights shared with those or between blocks, and what is small outside of
+    blocks. A weight under two names (a tied head) belongs to the first module that has it.
     """
     modules = dict(model.named_modules())
+    if hasattr(model, "gathered_blocks"):
+        return _units(model, modules, model.gathered_blocks(), _kept(model, keep_whole, keep_embeddings))
     lists = [path for path, module in modules.items() if isinstance(module, nn.ModuleList)]
     outermost = [path for path in lists if not path.startswith(tuple(f"{other}." for other in lists))]
     blocks = [path for path in modules if path.rpartition(".")[0] in outermost]
-    kept = _kept(model, keep_whole, keep_embeddings)
+    return _units(model, modules, blocks, _kept(model, keep_whole, keep_embeddings))
+
+
+def _units(model: Any, modules: dict[str, Any], blocks: Sequence[str], kept: set[int]) -> list[UnitPlan]:
     in_blocks = Counter(id(parameter) for block in blocks for parameter in modules[block].parameters())
     kept |= {identity for identity, times in in_blocks.items() if times > 1}
     units = []
