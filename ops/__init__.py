@@ -2,6 +2,7 @@
 
 from ops import groups
 from ops.backend import Backend, load, loaded
+from ops.eight_bit import EightBitWeight, eight_bit_group, eight_bit_linear
 from ops.experts import ExpertAdapter, ExpertMatrix, ExpertWeights, experts_mlp
 from ops.lora import lora_group, lora_linear
 from ops.nf4 import Nf4Weight, nf4_group
@@ -9,10 +10,13 @@ from ops.plain import lora_backward
 
 __all__ = [
     "Backend",
+    "EightBitWeight",
     "ExpertAdapter",
     "ExpertMatrix",
     "ExpertWeights",
     "Nf4Weight",
+    "eight_bit_group",
+    "eight_bit_linear",
     "experts_mlp",
     "groups",
     "load",

@@ -6,8 +6,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ops import elementwise, experts, experts_kernels, lora, nf4, plain
+from ops import eight_bit, elementwise, experts, experts_kernels, lora, nf4, plain
 
+# Hopper: the only generation that the kernels ran on.
+TIMED = 9
 _logger = logging.getLogger(__name__)
 _REFERENCE: dict[str, Callable[..., Any]] = {
     "lora_forward": lora.reference_forward,
@@ -19,6 +21,7 @@ _REFERENCE: dict[str, Callable[..., Any]] = {
     "rank_pass": plain.reference_rank_pass,
     "rank_expand": plain.reference_rank_expand,
     "frozen_product": plain.reference_frozen_product,
+    **eight_bit.REFERENCE,
     **elementwise.REFERENCE,
     **experts.REFERENCE,
 }
@@ -54,7 +57,7 @@ def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool =
         try:
             LoraOpBuilder().load(verbose=verbose)
             _implement({"experts_forward": experts_kernels.forward, "experts_backward": experts_kernels.backward})
-            _loaded = Backend("cuda", "kernels built for this card")
+            _loaded = Backend("cuda", f"kernels built for this card{untimed(torch.cuda.get_device_capability())}")
         except BuildError as error:
             # A build that fails on a machine that has everything for it is a defect and must not pass as a choice.
             if backend == "cuda" or error.unexpected:
@@ -67,6 +70,11 @@ def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool =
 def loaded() -> Backend | None:
     """What `load` chose in this process, None before it ran."""
     return _loaded
+
+
+def untimed(capability: tuple[int, int]) -> str:
+    """What to add where the kernels were compiled and tested for a card, but not timed on one of its kind."""
+    return "" if capability[0] == TIMED else f", untimed on compute capability {capability[0]}.{capability[1]}"
 
 
 def _use_reference(reason: str) -> Backend:

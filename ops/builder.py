@@ -29,6 +29,8 @@ from torch.utils import cpp_extension
 
 CSRC = Path(__file__).resolve().parent / "csrc"
 BUILT = CSRC.parent / "built"
+# Packages that are no operators of DeepSpeed's or ours, in the extra `mamba`.
+MAMBA = ("mamba-ssm", "causal-conv1d")
 OLDEST_TOOLKIT = (11, 8)  # the first with sm_89 and sm_90
 LOCK_POLL_SECONDS = 0.2
 # What an ahead-of-time build covers: (capability, first toolkit that knows it, last major that still does).
@@ -197,8 +199,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
                 self.check()
                 if not torch.cuda.is_available():
                     raise BuildError("no CUDA device is visible, and CPU tensors always run the reference")
-                with build_lock(self.cache_dir() / "node.lock"):
-                    module = self._compile(verbose, self.cache_dir())
+                module = self._cached() or self._compile_once(verbose)
             known[self.NAME] = module
         return known[self.NAME]
 
@@ -234,9 +235,34 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return hasher.hexdigest()[:12]
 
     def _prebuilt(self) -> ModuleType | None:
-        if not self.installed():
+        return self._import(BUILT) if self.installed() else None
+
+    def _cached(self) -> ModuleType | None:
+        """What an earlier process of this node has built for these cards, without asking ninja whether it is new."""
+        try:
+            return self._import(self.cache_dir()) if self._flags_file().read_text() == self._flags() else None
+        except (OSError, ImportError):  # not built yet, or no longer what it was
             return None
-        spec = importlib.util.spec_from_file_location(self.NAME, BUILT / f"{self.NAME}.so")
+
+    def _compile_once(self, verbose: bool) -> ModuleType:
+        """Compiles behind the node's lock, or finds that another process has done so meanwhile."""
+        with build_lock(self.cache_dir() / "node.lock"):
+            module = self._cached()
+            if module is None:
+                self._flags_file().unlink(missing_ok=True)
+                module = self._compile(verbose, self.cache_dir())
+                self._flags_file().write_text(self._flags())
+            return module
+
+    def _flags_file(self) -> Path:
+        """Says, once a build is whole, what it was built with."""
+        return self.cache_dir() / "flags"
+
+    def _flags(self) -> str:
+        return " ".join([*self.cxx_args(), *self.nvcc_args()])
+
+    def _import(self, folder: Path) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(self.NAME, folder / f"{self.NAME}.so")
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -316,6 +342,9 @@ def report() -> str:
         compatible = deepspeed_builder.probe_is_compatible(builder, verbose=False)
         rows.append((name, "yes" if installed else "no", "yes" if compatible else "no"))
     lines = [f"{name:<28}{installed:<12}{compatible}" for name, installed, compatible in rows]
+    for name in MAMBA:
+        found = importlib.util.find_spec(name.replace("-", "_")) is not None
+        lines.append(f"{name:<28}{'yes' if found else 'no':<12}of others, for Mamba layers")
     if not ours.is_compatible():
         lines.append(f"{ours.NAME}: {ours.error_log}")
     return "\n".join(lines)

@@ -1,18 +1,20 @@
-"""RMSNorm, SiLU times another matrix and rotary embedding, and how their results are forgotten until the backward.
+"""RMSNorm, SiLU or GELU times another matrix and rotary embedding; what is forgotten of them until the backward.
 
-The norm's weight is frozen: its gradient, a sum over all tokens, is not computed. A result that costs one pass over
-memory (the norm's output, silu(gate) up) need not be kept for the backward of the layer that reads it: `forgetting`
-replaces it there by the recipe, whose inputs are kept anyway.
+A norm with a frozen weight computes no gradient of it, a sum over all tokens. A result that costs one pass over memory
+(the norm's output, f(gate) up) need not be kept for the backward of the layer that reads it: `forgetting` replaces it
+there by the recipe, whose inputs are kept anyway.
 
 Legend: T tokens (leading dimensions flattened), D width, B batch, H heads, R rotary width.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ops.lora import refuse_second_derivative
 
@@ -22,12 +24,15 @@ for _schema in (
     "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor rstd, float offset) -> Tensor",
     "silu_mul(Tensor gate, Tensor up) -> Tensor",
     "silu_mul_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)",
+    "gelu_mul(Tensor gate, Tensor up) -> Tensor",
+    "gelu_mul_backward(Tensor grad, Tensor gate, Tensor up) -> (Tensor grad_gate, Tensor grad_up)",
     "rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor q_out, Tensor k_out)",
     "rope_backward(Tensor grad_q, Tensor grad_k, Tensor cos, Tensor sin) -> (Tensor out_q, Tensor out_k)",
 ):
     torch.library.define(f"zerolora::{_schema.partition('(')[0]}", "(" + _schema.partition("(")[2], tags=_TAGS)
 _NORM = torch.ops.zerolora.rms_norm_forward.default
 _SILU_MUL = torch.ops.zerolora.silu_mul.default
+_GELU_MUL = torch.ops.zerolora.gelu_mul.default
 _ROPE = torch.ops.zerolora.rope.default
 
 
@@ -38,10 +43,34 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     weight, as in Llama; otherwise only the result is, as in Gemma. A weight that wants a gradient gets it from plain
     torch. Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467. Raises ValueError for shapes and types.
     """
+    y: Tensor
     if weight.requires_grad and torch.is_grad_enabled():
-        return plain_rms_norm(x, weight, eps, offset)
-    y: Tensor = _NORM(x, weight, eps, offset)[0]
+        y = _TrainedNorm.apply(x, weight, eps, offset)
+    else:
+        y = _NORM(x, weight, eps, offset)[0]
     return y
+
+
+class _TrainedNorm(torch.autograd.Function):
+    """The operator, and the gradient of its weight: dw = sum over T of grad n, with n = x rstd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        y, rstd = _NORM(x, weight, eps, offset)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.offset = offset
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        grad_x = torch.ops.zerolora.rms_norm_backward(grad, x, weight, rstd, ctx.offset)
+        normal = _wide(x) * rstd.view(*x.shape[:-1], 1)
+        if ctx.offset == 0.0:
+            normal = normal.to(x.dtype)
+        grad_weight = (_wide(grad) * normal).flatten(0, -2).sum(0).to(weight.dtype)
+        return grad_x, grad_weight, None, None
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -50,6 +79,15 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     Shazeer 2020, https://arxiv.org/abs/2002.05202. Raises ValueError for shapes and types that differ.
     """
     h: Tensor = _SILU_MUL(gate, up)
+    return h
+
+
+def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """h = gelu(gate) up with gelu(v) = v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))) / 2 rounded before the product.
+
+    gate and up of one shape and type; the same paper. Raises ValueError for shapes and types that differ.
+    """
+    h: Tensor = _GELU_MUL(gate, up)
     return h
 
 
@@ -96,7 +134,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def plain_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    """`rms_norm` in plain torch, with the gradient of the weight."""
+    """`rms_norm` in plain torch."""
     wide = _wide(x)
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if offset == 0.0:
@@ -129,6 +167,23 @@ def reference_silu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple
     g, v = _wide(grad), _wide(gate)
     s = torch.sigmoid(v)
     grad_gate = g * _wide(up) * s * (1 + v * (1 - s))
+    return grad_gate.to(gate.dtype).contiguous(), (g * _wide((v * s).to(gate.dtype))).to(gate.dtype).contiguous()
+
+
+def reference_gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """`gelu_mul` in plain torch."""
+    _check_alike(gate=gate, up=up)
+    return (torch.nn.functional.gelu(gate, approximate="tanh") * up).contiguous()
+
+
+def reference_gelu_mul_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """grad_gate = grad up s (1 + v (1 - s) z'(v)) with v = gate, s = 1 / (1 + exp(-z)), grad_up = grad gelu(v).
+
+    z(v) = sqrt(8/pi) (v + 0.044715 v^3): (1 + tanh(z/2)) / 2 = s.
+    """
+    g, v, root = _wide(grad), _wide(gate), math.sqrt(8 / math.pi)
+    s = torch.sigmoid(root * (v + 0.044715 * v**3))
+    grad_gate = g * _wide(up) * s * (1 + v * (1 - s) * root * (1 + 3 * 0.044715 * v.square()))
     return grad_gate.to(gate.dtype).contiguous(), (g * _wide((v * s).to(gate.dtype))).to(gate.dtype).contiguous()
 
 
@@ -199,6 +254,8 @@ REFERENCE: dict[str, Callable[..., Any]] = {
     "rms_norm_backward": reference_rms_norm_backward,
     "silu_mul": reference_silu_mul,
     "silu_mul_backward": reference_silu_mul_backward,
+    "gelu_mul": reference_gelu_mul,
+    "gelu_mul_backward": reference_gelu_mul_backward,
     "rope": reference_rope,
     "rope_backward": reference_rope_backward,
 }
@@ -215,16 +272,22 @@ def _fake_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     return _like_projection(q), _like_projection(k)
 
 
-def _fake_silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+def _fake_gated(gate: Tensor, up: Tensor) -> Tensor:
     _check_alike(gate=gate, up=up)
     return gate.new_empty(gate.shape)
+
+
+def _fake_gated_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
 
 
 _FAKE: dict[str, Callable[..., Any]] = {
     "rms_norm_forward": _fake_norm,
     "rms_norm_backward": lambda grad, x, weight, rstd, offset: x.new_empty(x.shape),
-    "silu_mul": _fake_silu_mul,
-    "silu_mul_backward": lambda grad, gate, up: (gate.new_empty(gate.shape), gate.new_empty(gate.shape)),
+    "silu_mul": _fake_gated,
+    "silu_mul_backward": _fake_gated_backward,
+    "gelu_mul": _fake_gated,
+    "gelu_mul_backward": _fake_gated_backward,
     "rope": _fake_rope,
     "rope_backward": _fake_rope,
 }
@@ -255,12 +318,18 @@ def _derive_silu_mul(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     return grads
 
 
+def _derive_gelu_mul(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    grads: tuple[Tensor, Tensor] = torch.ops.zerolora.gelu_mul_backward(grad, *ctx.saved_tensors)
+    return grads
+
+
 def _derive_rope(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Any, ...]:
     return *torch.ops.zerolora.rope_backward(grad_q, grad_k, *ctx.saved_tensors), None, None
 
 
 torch.library.register_autograd("zerolora::rms_norm_forward", _derive_norm, setup_context=_save_norm)
 torch.library.register_autograd("zerolora::silu_mul", _derive_silu_mul, setup_context=_save_inputs)
+torch.library.register_autograd("zerolora::gelu_mul", _derive_gelu_mul, setup_context=_save_inputs)
 torch.library.register_autograd("zerolora::rope", _derive_rope, setup_context=_save_inputs)
-for _name in ("rms_norm_backward", "silu_mul_backward", "rope_backward"):
+for _name in ("rms_norm_backward", "silu_mul_backward", "gelu_mul_backward", "rope_backward"):
     torch.library.register_autograd(f"zerolora::{_name}", refuse_second_derivative)

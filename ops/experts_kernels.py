@@ -185,7 +185,7 @@ def backward(  # type: ignore[no-untyped-def]
         grads_d = [_gradient(act, w_rows * dh_d, call, 0, down_factors[0], False, call.seeds[1]), grad_b]
     del act
     if call.bias_d is not None and need_weights:
-        dw = dw + _bias_share(grad, call.bias_d, order, ends, K)
+        dw = dw + _bias_term(grad, call.bias_d, order, ends, K)
     if p_gu is not None and _fused(p_gu) is None:
         dh_gu, _ = _ops.expert_project(du, *call.rows, 0, p_gu, call.s_gu * kept, False, 0.0, None)
     grads_gu: list[Tensor] = []
@@ -216,11 +216,11 @@ def _gradient(
     return grad
 
 
-def _bias_share(grad: Tensor, bias: Tensor, order: Tensor, ends: Tensor, K: int) -> Tensor:
+def _bias_term(grad: Tensor, bias: Tensor, order: Tensor, ends: Tensor, K: int) -> Tensor:
     """dy.bias of every pair: all products of tokens and experts, of which K a token are taken."""
     row = torch.arange(order.numel(), device=order.device)
     expert = torch.searchsorted(ends.long(), row, right=True)  # len(ends) for pairs of no expert
     wide = torch.nn.functional.pad(grad.float() @ bias.float().t(), (0, 1))
-    share = torch.empty_like(row, dtype=torch.float32)
-    share[order.long()] = wide[order.long() // K, expert]
-    return share
+    term = torch.empty_like(row, dtype=torch.float32)
+    term[order.long()] = wide[order.long() // K, expert]
+    return term

@@ -15,6 +15,11 @@ from torch import Tensor
 
 LOGITS_AT_ONCE = 2**27
 """Elements of a chunk's logits: 256 MiB in 16 bits, and 1,024 tokens of a vocabulary of 128,256."""
+FP16_SCALE = 256.0
+"""On gradients that are kept in fp16, whose least number is 6e-8: probabilities down to 2e-10 then count. It bounds the
+head's weights by 127, for |dh| <= 2 max |W|."""
+NARROWED_AT_ONCE = 2**24
+"""Elements of fp16 gradients that are multiplied in 32 bits at a time."""
 
 
 def token_loss_sum(hidden: Tensor, weight: Tensor, targets: Tensor, *, factor: float = 1.0) -> Tensor:
@@ -45,12 +50,12 @@ class _TokenLossSum(torch.autograd.Function):
         grad_KH = torch.empty_like(hidden) if with_gradient else None
         size = max(1, min(tokens, LOGITS_AT_ONCE // vocabulary))
         storage = hidden.new_empty(size, vocabulary)
-        on_gpu = hidden.device.type == "cuda"
+        rows = _rows_on_gpu if hidden.device.type == "cuda" else _rows_in_torch
+        scale = _scale_of(hidden.dtype) if with_gradient else None
         for start in range(0, tokens, size):
             end = min(start + size, tokens)
             logits_CV = torch.mm(hidden[start:end], weight.t(), out=storage[: end - start])
-            rows = _rows_on_gpu if on_gpu else _rows_in_torch
-            rows(logits_CV, targets[start:end], losses[start:end], with_gradient)
+            rows(logits_CV, targets[start:end], losses[start:end], scale)
             if grad_KH is not None:
                 torch.mm(logits_CV, weight, out=grad_KH[start:end])
         ctx.save_for_backward(*([grad_KH] if grad_KH is not None else []))
@@ -60,7 +65,7 @@ class _TokenLossSum(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (grad_KH,) = ctx.saved_tensors
-        return grad_KH * grad_output.to(grad_KH.dtype), None, None, None
+        return _times(grad_KH, grad_output), None, None, None
 
 
 def divergence_sum(hidden: Tensor, base_hidden: Tensor, weight: Tensor, *, factor: float = 1.0) -> Tensor:
@@ -99,7 +104,7 @@ class _DivergenceSum(torch.autograd.Function):
             p_CV = log_p_CV.exp_()
             divergences[chunk] = (p_CV * difference_CV).sum(1)
             if grad_KH is not None:
-                gradient_CV = difference_CV.sub_(divergences[chunk, None]).mul_(p_CV)
+                gradient_CV = difference_CV.sub_(divergences[chunk, None]).mul_(p_CV).mul_(_scale_of(hidden.dtype))
                 torch.mm(gradient_CV.to(weight.dtype), weight, out=grad_KH[chunk])
         ctx.save_for_backward(*([grad_KH] if grad_KH is not None else []))
         return divergences.sum()
@@ -108,20 +113,35 @@ class _DivergenceSum(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (grad_KH,) = ctx.saved_tensors
-        return grad_KH * grad_output.to(grad_KH.dtype), None, None, None
+        return _times(grad_KH, grad_output), None, None, None
 
 
-def _rows_in_torch(logits_CV: Tensor, targets: Tensor, losses: Tensor, with_gradient: bool) -> None:
-    """Losses of the rows, and in place of the logits their gradient."""
+def _scale_of(dtype: torch.dtype) -> float:
+    return FP16_SCALE if dtype == torch.float16 else 1.0
+
+
+def _times(grad_KH: Tensor, grad_output: Tensor) -> Tensor:
+    """The gradient without its scale, times a number that in fp16 holds the loss scale and may be beyond its range."""
+    if grad_KH.dtype != torch.float16:
+        return grad_KH * grad_output.to(grad_KH.dtype)
+    result = torch.empty_like(grad_KH)
+    rows = max(1, NARROWED_AT_ONCE // grad_KH.shape[1])
+    for kept, narrowed in zip(grad_KH.split(rows), result.split(rows), strict=True):
+        narrowed.copy_(kept.float() * (grad_output / FP16_SCALE))
+    return result
+
+
+def _rows_in_torch(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None) -> None:
+    """Losses of the rows, and in place of the logits their gradient times `scale`, if there is one."""
     log_probabilities = torch.log_softmax(logits_CV.float(), dim=1)
     losses.copy_(-log_probabilities.gather(1, targets[:, None]).squeeze(1))
-    if with_gradient:
+    if scale is not None:
         gradient = log_probabilities.exp_()
         gradient.scatter_add_(1, targets[:, None], gradient.new_full((len(targets), 1), -1.0))
-        logits_CV.copy_(gradient)
+        logits_CV.copy_(gradient.mul_(scale))
 
 
-def _rows_on_gpu(logits_CV: Tensor, targets: Tensor, losses: Tensor, with_gradient: bool) -> None:
+def _rows_on_gpu(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None) -> None:
     from ops.head_kernel import cross_entropy_rows  # triton comes with torch's CUDA builds only
 
-    cross_entropy_rows(logits_CV, targets, losses, with_gradient)
+    cross_entropy_rows(logits_CV, targets, losses, scale)

@@ -10,7 +10,7 @@ WARPS = 8
 
 
 @triton.jit
-def _cross_entropy_row(logits, targets, losses, stride, vocabulary, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cross_entropy_row(logits, targets, losses, stride, vocabulary, scale, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
@@ -35,12 +35,12 @@ def _cross_entropy_row(logits, targets, losses, stride, vocabulary, GRADIENT: tl
             column = start + tl.arange(0, BLOCK)
             inside = column < vocabulary
             value = tl.load(logits + column, mask=inside, other=-float("inf")).to(tl.float32)
-            gradient = tl.exp(value - normaliser) - tl.where(column == target, 1.0, 0.0)
+            gradient = scale * (tl.exp(value - normaliser) - tl.where(column == target, 1.0, 0.0))
             tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
-def cross_entropy_rows(logits_CV: Tensor, targets: Tensor, losses: Tensor, with_gradient: bool) -> None:
-    """losses_c = log sum exp(logits_c) - logits_c[target_c]; with a gradient, logits_c becomes softmax - onehot."""
+def cross_entropy_rows(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None) -> None:
+    """losses_c = log sum exp(logits_c) - logits_c[target_c]; scaled softmax - onehot then takes its place."""
     with torch.cuda.device(logits_CV.device):
         _cross_entropy_row[(logits_CV.shape[0],)](
             logits_CV,
@@ -48,7 +48,8 @@ def cross_entropy_rows(logits_CV: Tensor, targets: Tensor, losses: Tensor, with_
             losses,
             logits_CV.stride(0),
             logits_CV.shape[1],
-            GRADIENT=with_gradient,
+            scale or 1.0,
+            GRADIENT=scale is not None,
             BLOCK=BLOCK_V,
             num_warps=WARPS,
         )

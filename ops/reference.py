@@ -142,6 +142,38 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
     return wide.flatten(-2).to(dtype)
 
 
+SMALLEST_SCALE = 2.0**-100
+"""Of a quantised row: rows of zeros stay zeros, and its inverse stays finite."""
+
+
+def quantize_rows(values: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(q[N,K], scale[N]) with values ~ scale q: the largest magnitude of a row becomes 448 (e4m3) or 127 (int8).
+
+    `storage` is uint8 for e4m3, which is rounded to the nearest, ties to even, as is int8. A row with a NaN or an
+    infinity comes to NaN in every product.
+    """
+    wide = values.float()
+    largest = wide.abs().amax(1) if wide.shape[1] else wide.new_zeros(wide.shape[0])
+    # By a tensor: cards multiply by the inverse of a plain number, which rounds otherwise.
+    top = torch.full_like(largest, 448.0 if storage == torch.uint8 else 127.0)
+    scale = (largest / top).clamp(min=SMALLEST_SCALE)
+    scaled = wide * (1.0 / scale)[:, None]
+    if storage == torch.uint8:
+        return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scale
+    return scaled.nan_to_num(nan=0.0).round().clamp(-127, 127).to(torch.int8), scale
+
+
+def eight_bit_values(q: Tensor) -> Tensor:
+    """What 8-bit values stand for, in float32: e4m3 where they are stored as uint8."""
+    return (q.view(torch.float8_e4m3fn) if q.dtype == torch.uint8 else q).float()
+
+
+def eight_bit_product(q: Tensor, scale: Tensor, right: Tensor, column_scale: Tensor | None) -> Tensor:
+    """Y[T,N] = scale (q[T,K] right[K,N]) column_scale in float32; scale[T], column_scale[N]."""
+    y = (eight_bit_values(q) @ eight_bit_values(right)) * scale[:, None]
+    return y if column_scale is None else y * column_scale
+
+
 def activate(gate: Tensor, up: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
     """f(gate) up, f one of silu and gelu; `clamped` is gpt-oss's (up + 1) gate sigmoid(alpha gate), both clamped."""
     if kind == "clamped":

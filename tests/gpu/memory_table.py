@@ -113,27 +113,11 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, An
     from rich.console import Console
 
     from trainer.config import load_config
+    from trainer.evaluation import Measurement
     from trainer.preflight import prepare
     from trainer.ranks.group import Ranks
     from trainer.ranks.signals import StopRequest
     from trainer.run import Run
-
-    class Measured(Run):
-        """Without the files at the end, which cost time and no memory on the card."""
-
-        static = 0
-
-        def _start_engine(self, model: Any) -> Any:
-            engine = super()._start_engine(model)
-            self.static = torch.cuda.memory_allocated()
-            return engine
-
-        def _save_checkpoint(self, *_: Any) -> None: ...
-
-        def _save_result(self, *_: Any) -> None: ...
-
-        def _end(self, *_: Any) -> None:
-            self.close()
 
     before = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
     name = f"{case['adapter']}-{case['recompute']}-{case['stage']}"
@@ -163,7 +147,10 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, An
     file.write_text(yaml.safe_dump(config))
     loaded = load_config(file, arguments.overrides)
     with (arguments.worker / f"{name}-{ranks.rank}.txt").open("w") as console:
-        run = Measured(loaded, prepare(loaded.config), ranks, Console(file=console), StopRequest())
+        # Without checkpoints and a report, which cost time and no memory on the card; nothing is held out here.
+        measured = Measurement(evaluate=lambda _: (0.0, 0), at_the_end=lambda _: None)
+        prepared = prepare(loaded.config)
+        run = Run(loaded, prepared, ranks, Console(file=console), StopRequest(), measurement=measured)
         run.train()
     found = run.memory.found
     assert found is not None, run.memory.notes
@@ -174,7 +161,7 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, An
         "reserved": torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0,
         "before": before,
         "static_predicted": sum(found.terms.get(term, 0) for term in resident),
-        "static_measured": run.static,
+        "static_measured": run.resident,
         "moment": found.moment,
         "terms": found.terms,
     }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All five tiers on the first GPU, or those named: tests/gpu/run_tiers.sh [NAME|all] [options of `zerolora tier`]
+# All six tiers on the first GPU, or those named: tests/gpu/run_tiers.sh [NAME|all] [options of `zerolora tier`]
 # The exit code is that of `zerolora tier`: 0 all held, 1 something broke, 2 usage.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

@@ -39,6 +39,13 @@ def plain_silu_mul(gate, up):
     return torch.nn.functional.silu(gate) * up
 
 
+def plain_gelu_mul(gate, up):
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+GATED = [(elementwise.silu_mul, plain_silu_mul), (elementwise.gelu_mul, plain_gelu_mul)]
+
+
 def plain_rope(q, k, cos, sin):
     R, half = cos.shape[-1], cos.shape[-1] // 2
     turned = []
@@ -103,23 +110,24 @@ def test_norm(T, D, offset, dtype):
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 8), (2, 129, 64), (1000, 1536), (257, 14336), (7, 77), (0, 64)])
-def test_silu_mul(shape, dtype):
-    spend(
-        elementwise.silu_mul, plain_silu_mul, [draw(*shape, dtype=dtype, scale=3.0), draw(*shape, dtype=dtype, seed=1)]
-    )
+@pytest.mark.parametrize(("ours", "plain"), GATED, ids=["silu", "gelu"])
+def test_gated_product(ours, plain, shape, dtype):
+    spend(ours, plain, [draw(*shape, dtype=dtype, scale=3.0), draw(*shape, dtype=dtype, seed=1)])
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_silu_mul_at_the_ends_of_its_range(dtype):
+@pytest.mark.parametrize(("ours", "plain"), GATED, ids=["silu", "gelu"])
+def test_gated_product_at_the_ends_of_its_range(ours, plain, dtype):
     gate = torch.tensor([-1e4, -200.0, -100.0, -88.0, -87.5, -20.0, 0.0, 20.0, 90.0, 1e4, 0.0, 0.0], device="cuda")
     gate = gate.to(dtype).repeat(8).requires_grad_()
-    spend(elementwise.silu_mul, plain_silu_mul, [gate, torch.ones_like(gate).detach().requires_grad_()])
+    spend(ours, plain, [gate, torch.ones_like(gate).detach().requires_grad_()])
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_silu_mul_of_two_halves_of_one_matrix(dtype):
+@pytest.mark.parametrize(("ours", "plain"), GATED, ids=["silu", "gelu"])
+def test_gated_product_of_two_halves_of_one_matrix(ours, plain, dtype):
     both = draw(100, 2 * 264, dtype=dtype)
-    spend(lambda x: elementwise.silu_mul(*x.chunk(2, -1)), lambda x: plain_silu_mul(*x.chunk(2, -1)), [both])
+    spend(lambda x: ours(*x.chunk(2, -1)), lambda x: plain(*x.chunk(2, -1)), [both])
 
 
 def _heads_first(q, k):
@@ -215,6 +223,7 @@ def test_opcheck_on_the_card():
     for name, arguments in [
         ("rms_norm_forward", (x, weight, 1e-5, 0.0)),
         ("silu_mul", (x, draw(2, 3, 8, dtype=torch.float32, seed=1))),
+        ("gelu_mul", (x, draw(2, 3, 8, dtype=torch.float32, seed=1))),
         ("rope", (q, k, cos, sin)),
     ]:
         torch.library.opcheck(getattr(torch.ops.zerolora, name).default, arguments)

@@ -48,6 +48,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
             "cache_dir": str(folder / "cache"),
         },
         "training": {"max_steps": STEPS, "batch_size": 2, "learning_rate": 5e-3, "precision": "bf16"},
+        # A few steps cannot reach the target of a whole run, which is refused.
+        "scu": {"enabled": True, "target": 1e-6},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "launcher.cli", "train", str(folder / "run.yaml"), "--num-gpus", "1"]
@@ -74,6 +76,12 @@ def test_every_kind_of_layer_is_adapted(run: tuple[Path, str]) -> None:
 def test_it_learns(run: tuple[Path, str]) -> None:
     losses, held_out = records(run[0], "train/loss"), records(run[0], "eval/loss")
     assert len(losses) == STEPS and held_out[-1] < held_out[0]
+
+
+def test_the_controller_moves_lambda(run: tuple[Path, str]) -> None:
+    measured = json.loads((run[0] / "scu_metrics.json").read_text())
+    assert [record["step"] for record in measured] == list(range(1, STEPS + 1))
+    assert measured[-1]["s_ratio"] > 1e-6 and measured[-1]["lambda"] > measured[0]["lambda"]
 
 
 def test_peft_reads_the_adapter_and_gives_the_loss_that_training_ended_with(run: tuple[Path, str]) -> None:

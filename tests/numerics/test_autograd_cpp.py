@@ -94,8 +94,8 @@ def run(env: dict[str, str], *command: str) -> None:
 
 
 def test_the_tests_of_the_reference_hold(env: dict[str, str]) -> None:
-    """Gradients, opcheck, graph breaks, freed and refilled weights, NF4, and every refusal."""
-    files = ["tests/numerics/test_reference.py", "tests/numerics/test_groups.py"]
+    """Gradients, opcheck, graph breaks, freed and refilled weights, NF4, 8 bits, and every refusal."""
+    files = [f"tests/numerics/test_{name}.py" for name in ("reference", "groups", "eight_bit")]
     run(env, "-m", "pytest", "-q", "-p", "no:cacheprovider", *PLUGIN, *files)
 
 

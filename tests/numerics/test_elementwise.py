@@ -27,13 +27,26 @@ def test_gradient_of_the_norm(offset):
     assert torch.autograd.gradcheck(lambda x: elementwise.rms_norm(x, weight, 1e-3, offset), draw(3, 5, 8))
 
 
-def test_a_trained_weight_gets_its_gradient():
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_trained_weight_gets_its_gradient(offset):
     x, weight = draw(3, 5, 8), draw(8, seed=1)
-    assert torch.autograd.gradcheck(lambda x, w: elementwise.rms_norm(x, w, 1e-3), (x, weight))
+    assert torch.autograd.gradcheck(lambda x, w: elementwise.rms_norm(x, w, 1e-3, offset), (x, weight))
 
 
-def test_gradient_of_silu_mul():
-    assert torch.autograd.gradcheck(elementwise.silu_mul, (draw(3, 5, 8), draw(3, 5, 8, seed=1)))
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_trained_norm_is_the_plain_one(offset):
+    inputs = draw(3, 5, 32, dtype=torch.bfloat16), draw(32, dtype=torch.bfloat16, seed=1)
+    grad = draw(3, 5, 32, dtype=torch.bfloat16, seed=2).detach()
+    ours, plain = (function(*inputs, 1e-3, offset) for function in (elementwise.rms_norm, elementwise.plain_rms_norm))
+    assert torch.equal(ours, plain)
+    pairs = zip(*(torch.autograd.grad(y, inputs, grad) for y in (ours, plain)), strict=True)
+    for got, wanted in pairs:
+        torch.testing.assert_close(got, wanted, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("gated", [elementwise.silu_mul, elementwise.gelu_mul])
+def test_gradient_of_a_gated_product(gated):
+    assert torch.autograd.gradcheck(gated, (draw(3, 5, 8), draw(3, 5, 8, seed=1)))
 
 
 @pytest.mark.parametrize("R", [6, 8])
@@ -56,6 +69,7 @@ def test_values_are_those_of_transformers(dtype):
         assert torch.equal(elementwise.rms_norm(x, weight, 1e-5, offset), module(x))
     gate, up = draw(3, 5, 8, dtype=dtype).detach(), draw(3, 5, 8, dtype=dtype, seed=1).detach()
     assert torch.equal(elementwise.silu_mul(gate, up), F.silu(gate) * up)
+    assert torch.equal(elementwise.gelu_mul(gate, up), F.gelu(gate, approximate="tanh") * up)
     cos, sin = (torch.cat([half, half], dim=-1) for half in angles(5, 4, dtype=dtype))
     q, k = (
         draw(2, 5, 3, 8, dtype=dtype).detach().transpose(1, 2),
@@ -77,6 +91,8 @@ def test_opcheck(name):
         "rms_norm_backward": (grad.detach(), x.detach(), weight, torch.rand(6), 1.0),
         "silu_mul": (x, draw(2, 3, 8, dtype=torch.float32, seed=1)),
         "silu_mul_backward": (grad.detach(), x.detach(), x.detach()),
+        "gelu_mul": (x, draw(2, 3, 8, dtype=torch.float32, seed=1)),
+        "gelu_mul_backward": (grad.detach(), x.detach(), x.detach()),
         "rope": (q, k, cos, sin),
         "rope_backward": (q.detach(), k.detach(), cos, sin),
     }[name]
@@ -91,6 +107,7 @@ def test_bad_input_names_the_shapes():
         (lambda: elementwise.rms_norm(x, torch.ones(4), 1e-5), r"\(4,\).*\(2, 8\)"),
         (lambda: elementwise.rms_norm(x, torch.ones(8).bfloat16(), 1e-5), "bfloat16"),
         (lambda: elementwise.silu_mul(x, torch.zeros(2, 4)), r"\(2, 8\).*\(2, 4\)"),
+        (lambda: elementwise.gelu_mul(x, torch.zeros(2, 4)), r"\(2, 8\).*\(2, 4\)"),
         (lambda: elementwise.rope(q, q[:1], cos, sin), r"\(1, 3, 5, 8\)"),
         (lambda: elementwise.rope(q, q, cos[:, :4], sin[:, :4]), r"\(1, 4, 6\)"),
         (lambda: elementwise.rope(q[..., :4], q[..., :4], cos, sin), "rotary width"),

@@ -35,6 +35,7 @@ def lora_config(
     excluded: str | None = None,
     targets: Targets | None = None,
     added_token_ids: dict[str, list[int]] | None = None,
+    task_type: str | None = "CAUSAL_LM",
 ) -> Any:
     """peft.LoraConfig for the section `lora`; `excluded` is the pattern of `trainer.model.targets.excluded_modules`.
 
@@ -50,7 +51,7 @@ def lora_config(
     if targets is not None and targets.experts and targets.expert_rank != lora.r:
         ranks = {re.escape(name): targets.expert_rank for name in sorted({tail(path) for path in targets.experts})}
     return LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=task_type,
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=0.0 if targets is not None and targets.parameters else lora.dropout,
@@ -82,7 +83,13 @@ def save_initial_adapter(model: Any, folder: Path, *, is_main: bool) -> None:
 
 
 def apply_adapter(
-    model: Any, lora: LoraSection, dtype: torch.dtype, added_token_ids: list[int] | None = None, *, base_model: str = ""
+    model: Any,
+    lora: LoraSection,
+    dtype: torch.dtype,
+    added_token_ids: list[int] | None = None,
+    *,
+    base_model: str = "",
+    task_type: str | None = "CAUSAL_LM",
 ) -> Any:
     """Put a new adapter, or the one at `lora.adapter_path`, onto the model; its weights are trained in `dtype`.
 
@@ -96,10 +103,11 @@ def apply_adapter(
     if lora.adapter_path:
         adapted = _load_existing(model, lora)
     else:
-        embedding = _embedding_name(model)
-        token_ids = {embedding: added_token_ids} if added_token_ids else None
+        token_ids = {_embedding_name(model): added_token_ids} if added_token_ids else None
         targets, excluded = targets_of(model, lora), excluded_modules(model, lora)
-        peft_config = lora_config(lora, excluded=excluded, targets=targets, added_token_ids=token_ids)
+        peft_config = lora_config(
+            lora, excluded=excluded, targets=targets, added_token_ids=token_ids, task_type=task_type
+        )
         try:
             with own_experts(model, peft_config):
                 adapted = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
@@ -142,7 +150,7 @@ def _embedding_name(model: Any) -> str:
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Trainable and total parameters; a 4-bit weight counts as the weights it stands for."""
+    """Trainable and total parameters; a packed weight counts as the weights it stands for."""
     trainable = total = 0
     trained = {id(parameter) for _, parameter in trained_parameters(model)}
     for name, parameter in model.named_parameters():

@@ -47,6 +47,11 @@ def prompt_ids(tokenizer: Any, prompt: str, system: str | None) -> torch.Tensor:
     messages = [{"role": "user", "content": prompt}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
+    return conversation_ids(tokenizer, messages)
+
+
+def conversation_ids(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
+    """Token ids [1, T] of turns through the chat template. Raises UserError where the template refuses them."""
     try:
         encoded = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True

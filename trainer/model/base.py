@@ -114,7 +114,7 @@ def load_base_model(
     shards: LayerShards | None = None,
     unpack_mxfp4: bool = False,
 ) -> Any:
-    """The base model in `dtype` on `device`; 4-bit if `quantization`. Experts stored in MXFP4 stay, or are unpacked.
+    """The base model in `dtype` on `device`; quantised if `quantization`. MXFP4 experts stay so, or are unpacked.
 
     Partitioned by DeepSpeed if a stage-3 `deepspeed_config` is given, per layer if `shards` are.
 
@@ -172,6 +172,7 @@ def match_vocabulary(model: Any, tokenizer: Any) -> None:
 def empty_model(model_config: Any, section: ModelSection) -> Any:
     """The model's modules without memory for their weights."""
     from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
 
-    with init_empty_weights():
+    with no_init_weights(), init_empty_weights():  # values that nobody sees would be drawn by torch's slow references
         return auto_class(model_config).from_config(model_config, trust_remote_code=section.trust_remote_code)

@@ -1,4 +1,4 @@
-"""Weights read from safetensors module by module: quantised to 4 bits, partitioned under ZeRO-3, never whole.
+"""Weights read from safetensors module by module: quantised to 4 or 8 bits, partitioned under ZeRO-3, never whole.
 
 transformers skips `zero.Init` for quantised models (every rank would hold the whole 4-bit model) and, for others, reads
 the whole checkpoint into the memory of rank 0. Here rank 0 reads one module's tensors, all ranks receive them, each
@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import ops
 from trainer.config import ModelSection, QuantizationSection
 from trainer.engine.layer_gather.shards import LayerShards
 from trainer.engine.linear_layers import experts_in, is_transposed
+from trainer.model.eight_bit import FrozenLinear8bit, check_card
 from trainer.model.four_bit import quantized_linear, should_quantize
 from trainer.model.frozen_experts import compute_dequantized
 from trainer.model.model_kind import auto_class, is_mxfp4
@@ -22,7 +24,7 @@ from trainer.model.mxfp4 import full_precision
 from trainer.model.packed_experts import ExpertsLayout, PackedExperts, mxfp4_layout, nf4_layout
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import RandomTensors
-from trainer.model.stored_layout import BLOCKS, SCALES, Stored, stored_layout
+from trainer.model.stored_layout import BLOCKS, SCALES, Stored, StoredTensors, stored_layout
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.weights_fit import check_weights_fit
 
@@ -49,6 +51,10 @@ def load_streamed(
     """
     from accelerate import init_empty_weights
 
+    if quantization is not None and quantization.eight_bit:
+        check_card(quantization.quant_type, device)
+        if device.type == "cuda":
+            ops.load("auto")  # the layers' own forward is an operator: whichever has been loaded before, or can be
     plain = full_precision(config)
     with init_empty_weights(include_buffers=False):
         model = auto_class(plain).from_config(
@@ -62,9 +68,41 @@ def load_streamed(
         files = SafetensorsFiles(base_model, section)
         check_weights_fit(f"base_model={base_model}", type(model), config, files)
     layout = stored_layout(model, files, base_model)
-    output_head = model.get_output_embeddings()
     if shards is not None:
         shards.plan(model)
+    fill(
+        model,
+        files,
+        layout,
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
+        deepspeed_config=deepspeed_config,
+        shards=shards,
+        unpack_mxfp4=unpack_mxfp4,
+    )
+    model.is_loaded_in_4bit = quantization is not None and not quantization.eight_bit
+    if quantization is not None and not quantization.eight_bit:
+        model.config.quantization_config = _quantization_record(quantization, dtype)
+        model.is_quantized = True
+        model.quantization_method = "bitsandbytes"
+    return model
+
+
+def fill(
+    model: Any,
+    files: StoredTensors,
+    layout: dict[str, Stored],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: QuantizationSection | None,
+    deepspeed_config: dict[str, Any] | None,
+    shards: LayerShards | None = None,
+    unpack_mxfp4: bool = False,
+) -> None:
+    """Give an empty model its weights, one module at a time: read by one rank, quantised, partitioned or cut."""
+    output_head = model.get_output_embeddings()
     filled: dict[int, nn.Parameter] = {}  # tied weights are one parameter under several names
     for path, module in list(model.named_modules()):
         to_pack = _to_pack(module, path, layout, quantization, dtype, unpack_mxfp4)
@@ -81,19 +119,16 @@ def load_streamed(
             compute_dequantized(module)
         _load_buffers(module, path, layout, files, device)
         if quantization is not None and should_quantize(path, module) and module is not output_head:
-            module = quantized_linear(module, quantization, compute_dtype=dtype)
+            if quantization.eight_bit:
+                module = FrozenLinear8bit(module, quantization.quant_type, dtype)
+            else:
+                module = quantized_linear(module, quantization, compute_dtype=dtype)
             _replace(model, path, module)
         if deepspeed_config is not None:
             _partition(module, deepspeed_config)
         if shards is not None:
             shards.cut_if_whole(model, path)
     model.eval()
-    model.is_loaded_in_4bit = quantization is not None
-    if quantization is not None:
-        model.config.quantization_config = _quantization_record(quantization, dtype)
-        model.is_quantized = True
-        model.quantization_method = "bitsandbytes"
-    return model
 
 
 def _to_pack(
@@ -125,7 +160,7 @@ def _partition(module: nn.Module, deepspeed_config: dict[str, Any]) -> None:
         deepspeed.zero.Init(module=own, config_dict_or_path=deepspeed_config)
 
 
-def _broadcast(files: Tensors, stored: Stored, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+def _broadcast(files: StoredTensors, stored: Stored, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
     """The tensor on every rank; one rank per run reads the disk."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return _read(files, stored, parameter, device)
@@ -137,7 +172,7 @@ def _broadcast(files: Tensors, stored: Stored, parameter: nn.Parameter, device: 
     return value
 
 
-def _read(files: Tensors, stored: Stored, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+def _read(files: StoredTensors, stored: Stored, parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
     """The values as the model has them; those of experts one expert at a time."""
     if stored.is_mxfp4:
         return _packed(files, stored, mxfp4_layout(parameter.shape, parameter.dtype), device).dequantized()
@@ -149,7 +184,7 @@ def _read(files: Tensors, stored: Stored, parameter: nn.Parameter, device: torch
     return value
 
 
-def _packed(files: Tensors, stored: Stored, layout: ExpertsLayout, device: torch.device) -> PackedExperts:
+def _packed(files: StoredTensors, stored: Stored, layout: ExpertsLayout, device: torch.device) -> PackedExperts:
     """The experts in 4 bits, one at a time: quantised, or MXFP4 as it is stored."""
     packed = PackedExperts.empty(layout, device)
     if stored.is_mxfp4:
@@ -165,7 +200,9 @@ def _packed(files: Tensors, stored: Stored, layout: ExpertsLayout, device: torch
     return packed
 
 
-def _broadcast_packed(files: Tensors, stored: Stored, layout: ExpertsLayout, device: torch.device) -> PackedExperts:
+def _broadcast_packed(
+    files: StoredTensors, stored: Stored, layout: ExpertsLayout, device: torch.device
+) -> PackedExperts:
     """Packed by one rank, on every rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return _packed(files, stored, layout, device)
@@ -176,7 +213,7 @@ def _broadcast_packed(files: Tensors, stored: Stored, layout: ExpertsLayout, dev
 
 
 def _load_buffers(
-    module: nn.Module, path: str, layout: dict[str, Stored], files: Tensors, device: torch.device
+    module: nn.Module, path: str, layout: dict[str, Stored], files: StoredTensors, device: torch.device
 ) -> None:
     for name, buffer in list(module.named_buffers(recurse=False)):
         stored = layout.get(_join(path, name))

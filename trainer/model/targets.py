@@ -15,7 +15,7 @@ from torch import nn
 
 from trainer.config import LoraSection, UserError
 from trainer.config.errors import shown
-from trainer.engine.linear_layers import is_linear, packed_state
+from trainer.engine.linear_layers import is_eight_bit, is_linear, packed_state
 from trainer.engine.partitioned import whole_shape
 from trainer.model.expert_layers import USUAL_NAMES, expert_modules
 from trainer.model.expert_targets import (
@@ -48,6 +48,8 @@ class Targets:
 
 def targets_of(model: Any, lora: LoraSection) -> Targets | None:
     """What gets an adapter, path by path, where names do not say it: in models with experts, and their relatives."""
+    if hasattr(model, "usual_targets"):
+        return None if lora.adapter_path else Targets(tuple(_layers_to_adapt(model, lora)), (), (), lora.r)
     ambiguous = taken_for_experts(model, {"gate", *(name for names in USUAL_NAMES.values() for name in names)})
     if lora.adapter_path or not (ambiguous or expert_modules(model) or lora.target_parameters):
         return None
@@ -63,8 +65,11 @@ def _layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
     from transformers.pytorch_utils import Conv1D
 
     excluded, head, experts = excluded_modules(model, lora), model.get_output_embeddings(), expert_modules(model)
+    usual = set(model.usual_targets()) if hasattr(model, "usual_targets") else None
     for path, module in model.named_modules():
-        if lora.target_modules == ALL_LINEAR:
+        if lora.target_modules == ALL_LINEAR and usual is not None:
+            wanted = path in usual
+        elif lora.target_modules == ALL_LINEAR:
             wanted = isinstance(module, nn.Linear | Conv1D) and module is not head
         else:
             wanted = _has_matrix(module) and _ends_in(path, lora.target_modules)
@@ -146,6 +151,8 @@ def unadapted_layers(model: Any, lora: LoraSection) -> list[str]:
             reasons["beyond the language model, where text never comes"].append(tower)
         elif excluded and re.fullmatch(excluded, path):
             reasons["lora.exclude_modules"].append(path)
+        elif hasattr(base, "usual_targets"):
+            reasons["outside of attention and feed-forward; lora.target_modules can name them"].append(path)
         elif special and re.fullmatch(special, path):
             reasons["give more than a product, such as a choice of experts"].append(path)
         elif not lora.experts and "experts" in path.split("."):
@@ -197,7 +204,8 @@ def beyond_text(model: Any) -> list[str]:
 def _no_plain_linear(model: nn.Module) -> list[str]:
     """Subclasses of nn.Linear, such as routers, that do not compute x W^T + b."""
     linear: list[tuple[str, Any]] = [each for each in model.named_modules() if isinstance(each[1], nn.Linear)]
-    return [path for path, module in linear if not is_linear(module) and packed_state(module.weight) is None]
+    quantised = {path for path, each in linear if packed_state(each.weight) is not None or is_eight_bit(each.weight)}
+    return [path for path, module in linear if path not in quantised and not is_linear(module)]
 
 
 def _below(name: str) -> str:

@@ -11,8 +11,9 @@ from safetensors import SafetensorError, safe_open
 
 from trainer.config import ModelSection, UserError
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+STEM = "model"
+WEIGHTS = f"{STEM}.safetensors"
+INDEX = f"{STEM}.safetensors.index.json"
 LONGEST_HEADER = 100 * 2**20  # what safetensors allows
 # First bytes of what people have under a name that ends with .safetensors.
 OTHER_FORMATS = (
@@ -27,13 +28,13 @@ OTHER_FORMATS = (
 class SafetensorsFiles:
     """All tensors of a model's safetensors files by name, each read when asked for."""
 
-    def __init__(self, base_model: str, section: ModelSection) -> None:
-        """Raises UserError if there are no such files or one cannot be read."""
+    def __init__(self, base_model: str, section: ModelSection, *, stem: str = STEM) -> None:
+        """`stem` is what the names of the files begin with. Raises UserError if there are none or one is damaged."""
         self._setting = f"base_model={base_model}"
         folder = _checkpoint_folder(base_model, section)
         self._file_of: dict[str, Path] = {}
         self._headers: dict[str, tuple[tuple[int, ...], str]] = {}
-        for file in files_in(folder, self._setting):
+        for file in files_in(folder, self._setting, stem=stem):
             headers = _headers(file, self._setting)
             self._headers |= headers
             self._file_of |= dict.fromkeys(headers, file)
@@ -58,26 +59,27 @@ class SafetensorsFiles:
             return torch.as_tensor(handle.get_slice(name)[index : index + 1])
 
 
-def files_in(folder: Path, setting: str) -> list[Path]:
-    """The files that transformers loads a model from: one, or those that the index names.
+def files_in(folder: Path, setting: str, *, stem: str = STEM) -> list[Path]:
+    """The files that transformers or diffusers loads a model from: one, or those that the index names.
 
     Raises UserError, beginning with `setting`, if they are not all there.
     """
-    if (folder / WEIGHTS).exists():
-        return [folder / WEIGHTS]
-    index = folder / INDEX
+    weights = f"{stem}.safetensors"
+    if (folder / weights).exists():
+        return [folder / weights]
+    index = folder / f"{weights}.index.json"
     if not index.exists():
         others = sorted(file.name for file in folder.glob("*.safetensors"))
         if not others:
             raise UserError(f"{setting}: no .safetensors file; only safetensors are loaded, convert it first")
         raise UserError(
-            f"{setting}: neither {WEIGHTS} nor {INDEX} (there is {others[0]}); copy what is missing from the model"
+            f"{setting}: neither {weights} nor {index.name} (there is {others[0]}); copy what is missing from the model"
         )
     named = _named_in(index, setting)
     missing = [name for name in named if not (folder / name).exists()]
     if missing:
         raise UserError(
-            f"{setting}: {missing[0]} is not there, which {INDEX} names ({len(missing)} of {len(named)} files are "
+            f"{setting}: {missing[0]} is not there, which {index.name} names ({len(missing)} of {len(named)} files are "
             "missing); download or copy the model again"
         )
     return [folder / name for name in named]
@@ -87,7 +89,7 @@ def _named_in(index: Path, setting: str) -> list[str]:
     try:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        raise UserError(f"{setting}: {INDEX} cannot be read ({error}); download or copy it again") from None
+        raise UserError(f"{setting}: {index.name} cannot be read ({error}); download or copy it again") from None
 
 
 def stored_shapes(file: Path, setting: str) -> dict[str, tuple[int, ...]]:

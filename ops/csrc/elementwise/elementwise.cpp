@@ -72,39 +72,42 @@ Tensor rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& weig
   return grad_x;
 }
 
-// ---- SiLU times another matrix ------------------------------------------------------------------------------------
+// ---- SiLU or GELU times another matrix ----------------------------------------------------------------------------
 
-SiluMul silu_job(const Tensor& gate, const Matrix& gate_rows, const Tensor& up, const Matrix& up_rows) {
+GatedMul gated_job(Activation activation, const Tensor& gate, const Matrix& gate_rows, const Tensor& up,
+                   const Matrix& up_rows) {
   TORCH_CHECK_VALUE(gate.dim() >= 1 && gate.sizes() == up.sizes(), "gate ", text(gate), " and up ", text(up),
                     ": expected the same shape");
   check_like("up", up, "gate", gate);
   check_launchable(gate.numel());
-  SiluMul job;
-  job.dtype = gate_rows.type, job.gate = rows_in(gate_rows), job.up = rows_in(up_rows);
+  GatedMul job;
+  job.dtype = gate_rows.type, job.activation = activation;
+  job.gate = rows_in(gate_rows), job.up = rows_in(up_rows);
   job.T = gate_rows.rows, job.D = gate_rows.cols;
   return job;
 }
 
-Tensor silu_mul(const Tensor& gate, const Tensor& up) {
+template <Activation kActivation> Tensor gated_mul(const Tensor& gate, const Tensor& up) {
   const c10::cuda::CUDAGuard guard(gate.device());
   const Matrix gate_rows = rows_of(gate), up_rows = rows_of(up);
-  SiluMul job = silu_job(gate, gate_rows, up, up_rows);
+  GatedMul job = gated_job(kActivation, gate, gate_rows, up, up_rows);
   Tensor h = at::empty(gate.sizes(), gate.options());
   job.out = h.mutable_data_ptr();
-  check(launch_silu_mul(job, stream_of(gate)), "launching SiLU");
+  check(launch_gated_mul(job, stream_of(gate)), "launching a gated product");
   return h;
 }
 
-Pair silu_mul_backward(const Tensor& grad, const Tensor& gate, const Tensor& up) {
+template <Activation kActivation>
+Pair gated_mul_backward(const Tensor& grad, const Tensor& gate, const Tensor& up) {
   const c10::cuda::CUDAGuard guard(gate.device());
   const Matrix gate_rows = rows_of(gate), up_rows = rows_of(up), grad_rows = rows_of(grad);
-  SiluMul job = silu_job(gate, gate_rows, up, up_rows);
+  GatedMul job = gated_job(kActivation, gate, gate_rows, up, up_rows);
   TORCH_CHECK_VALUE(grad.sizes() == gate.sizes(), "grad ", text(grad), " for gate ", text(gate));
   check_like("grad", grad, "gate", gate);
   Tensor grad_gate = at::empty(gate.sizes(), gate.options()), grad_up = at::empty(gate.sizes(), gate.options());
   job.grad = rows_in(grad_rows), job.ld_grads = job.D;
   job.grad_gate = grad_gate.mutable_data_ptr(), job.grad_up = grad_up.mutable_data_ptr();
-  check(launch_silu_mul_backward(job, stream_of(gate)), "launching the derivative of SiLU");
+  check(launch_gated_mul_backward(job, stream_of(gate)), "launching the derivative of a gated product");
   return {std::move(grad_gate), std::move(grad_up)};
 }
 
@@ -188,15 +191,17 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
   }
 };
 
-struct SiluFunction : torch::autograd::Function<SiluFunction> {
+template <Activation kActivation> struct GatedFunction : torch::autograd::Function<GatedFunction<kActivation>> {
+  static constexpr bool kSilu = kActivation == Activation::silu;
   static Tensor forward(AutogradContext* ctx, const Tensor& gate, const Tensor& up) {
-    static const auto op = find<decltype(silu_mul)>("zerolora::silu_mul");
+    static const auto op = find<decltype(gated_mul<kActivation>)>(kSilu ? "zerolora::silu_mul" : "zerolora::gelu_mul");
     const at::AutoDispatchBelowADInplaceOrView guard;
     ctx->save_for_backward({gate, up});
     return op.call(gate, up);
   }
   static Tensors backward(AutogradContext* ctx, const Tensors& grads) {
-    static const auto op = find<decltype(silu_mul_backward)>("zerolora::silu_mul_backward");
+    static const auto op = find<decltype(gated_mul_backward<kActivation>)>(kSilu ? "zerolora::silu_mul_backward"
+                                                                                 : "zerolora::gelu_mul_backward");
     const Tensors saved = ctx->get_saved_variables();
     auto [grad_gate, grad_up] = op.call(grads[0], saved[0], saved[1]);
     return {grad_gate, grad_up};
@@ -225,7 +230,9 @@ Pair rms_norm_with_derivative(const Tensor& x, const Tensor& weight, double eps,
   const Tensors outputs = NormFunction::apply(x, weight, eps, offset);
   return {outputs[0], outputs[1]};
 }
-Tensor silu_mul_with_derivative(const Tensor& gate, const Tensor& up) { return SiluFunction::apply(gate, up); }
+template <Activation kActivation> Tensor gated_mul_with_derivative(const Tensor& gate, const Tensor& up) {
+  return GatedFunction<kActivation>::apply(gate, up);
+}
 Pair rope_with_derivative(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin) {
   const Tensors outputs = RopeFunction::apply(q, k, cos, sin);
   return {outputs[0], outputs[1]};
@@ -236,8 +243,10 @@ Pair rope_with_derivative(const Tensor& q, const Tensor& k, const Tensor& cos, c
 TORCH_LIBRARY_IMPL(zerolora, CUDA, library) {
   library.impl("rms_norm_forward", rms_norm_forward);
   library.impl("rms_norm_backward", rms_norm_backward);
-  library.impl("silu_mul", silu_mul);
-  library.impl("silu_mul_backward", silu_mul_backward);
+  library.impl("silu_mul", gated_mul<Activation::silu>);
+  library.impl("silu_mul_backward", gated_mul_backward<Activation::silu>);
+  library.impl("gelu_mul", gated_mul<Activation::gelu>);
+  library.impl("gelu_mul_backward", gated_mul_backward<Activation::gelu>);
   library.impl("rope", rope);
   library.impl("rope_backward", rope_backward);
 }
@@ -245,11 +254,13 @@ TORCH_LIBRARY_IMPL(zerolora, CUDA, library) {
 // For CUDA tensors alone: others keep the formulas that Python registered for every device.
 TORCH_LIBRARY_IMPL(zerolora, AutogradCUDA, library) {
   library.impl("rms_norm_forward", rms_norm_with_derivative);
-  library.impl("silu_mul", silu_mul_with_derivative);
+  library.impl("silu_mul", gated_mul_with_derivative<Activation::silu>);
+  library.impl("gelu_mul", gated_mul_with_derivative<Activation::gelu>);
   library.impl("rope", rope_with_derivative);
   // A second derivative is refused, not silently zero.
   library.impl("rms_norm_backward", torch::autograd::autogradNotImplementedFallback());
   library.impl("silu_mul_backward", torch::autograd::autogradNotImplementedFallback());
+  library.impl("gelu_mul_backward", torch::autograd::autogradNotImplementedFallback());
   library.impl("rope_backward", torch::autograd::autogradNotImplementedFallback());
 }
 

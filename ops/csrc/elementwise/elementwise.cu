@@ -1,10 +1,10 @@
-// SiLU times another matrix, and rotary embedding: one pass over memory each.
+// SiLU or GELU times another matrix, and rotary embedding: one pass over memory each.
 #include "vectors.cuh"
 
 namespace zerolora {
 namespace {
 
-// ---- SiLU times another matrix ------------------------------------------------------------------------------------
+// ---- SiLU or GELU times another matrix ----------------------------------------------------------------------------
 
 constexpr int kThreads = 256, kUnroll = 2;
 
@@ -12,6 +12,21 @@ template <typename T> __device__ __forceinline__ float sigmoid(float v) {
   // The fast forms are good to 2^-21: far below the rounding of 16-bit types, and the kernel stays bound by memory.
   if constexpr (sizeof(T) == 4) return 1.f / (1.f + expf(-v));
   else return __fdividef(1.f, 1.f + __expf(-v));
+}
+
+// f(v) and, where it is wanted, its slope.
+struct Value {
+  float value, slope;
+};
+template <typename T, Activation kActivation> __device__ __forceinline__ Value activated(float v) {
+  if constexpr (kActivation == Activation::silu) {
+    const float s = sigmoid<T>(v);
+    return {v * s, s * (1.f + v * (1.f - s))};
+  }
+  // (1 + tanh(z)) / 2 is sigmoid(2 z).
+  constexpr float kTwice = 1.5957691216057308f, kCube = 0.044715f;
+  const float s = sigmoid<T>(kTwice * v * (1.f + kCube * v * v));
+  return {v * s, s * (1.f + v * (1.f - s) * kTwice * (1.f + 3.f * kCube * v * v))};
 }
 
 // A block takes kThreads * kUnroll vectors of one row, of which there are `chunks` such pieces.
@@ -39,8 +54,8 @@ __device__ __forceinline__ void store_piece(const Pack<T, W> (&packs)[kUnroll], 
     if (at.column(u, W) < D) store<T, W>(row + at.column(u, W), packs[u]);
 }
 
-template <typename T, int W>
-__global__ void __launch_bounds__(kThreads) silu_mul_kernel(const SiluMul a, const unsigned chunks) {
+template <typename T, int W, Activation kActivation>
+__global__ void __launch_bounds__(kThreads) gated_mul_kernel(const GatedMul a, const unsigned chunks) {
   const Piece at(chunks, W);
   Pack<T, W> gate[kUnroll], up[kUnroll];
   load_piece(gate, a.gate, at, a.D);
@@ -49,14 +64,14 @@ __global__ void __launch_bounds__(kThreads) silu_mul_kernel(const SiluMul a, con
   for (int u = 0; u < kUnroll; ++u)
 #pragma unroll
     for (int w = 0; w < W; ++w) {
-      const float v = to_float(gate[u].values[w]), silu = to_float(from_float<T>(v * sigmoid<T>(v)));
-      gate[u].values[w] = from_float<T>(silu * to_float(up[u].values[w]));
+      const float value = activated<T, kActivation>(to_float(gate[u].values[w])).value;
+      gate[u].values[w] = from_float<T>(to_float(from_float<T>(value)) * to_float(up[u].values[w]));
     }
   store_piece(gate, a.out, a.D, at, a.D);
 }
 
-template <typename T, int W>
-__global__ void __launch_bounds__(kThreads) silu_mul_backward_kernel(const SiluMul a, const unsigned chunks) {
+template <typename T, int W, Activation kActivation>
+__global__ void __launch_bounds__(kThreads) gated_mul_backward_kernel(const GatedMul a, const unsigned chunks) {
   const Piece at(chunks, W);
   Pack<T, W> gate[kUnroll], up[kUnroll], grad[kUnroll];
   load_piece(gate, a.gate, at, a.D);
@@ -66,23 +81,29 @@ __global__ void __launch_bounds__(kThreads) silu_mul_backward_kernel(const SiluM
   for (int u = 0; u < kUnroll; ++u)
 #pragma unroll
     for (int w = 0; w < W; ++w) {
-      const float v = to_float(gate[u].values[w]), s = sigmoid<T>(v), g = to_float(grad[u].values[w]);
-      gate[u].values[w] = from_float<T>(g * to_float(up[u].values[w]) * s * (1.f + v * (1.f - s)));
-      up[u].values[w] = from_float<T>(g * to_float(from_float<T>(v * s)));
+      const Value f = activated<T, kActivation>(to_float(gate[u].values[w]));
+      const float g = to_float(grad[u].values[w]);
+      gate[u].values[w] = from_float<T>(g * to_float(up[u].values[w]) * f.slope);
+      up[u].values[w] = from_float<T>(g * to_float(from_float<T>(f.value)));
     }
   store_piece(gate, a.grad_gate, a.ld_grads, at, a.D);
   store_piece(up, a.grad_up, a.ld_grads, at, a.D);
 }
 
-template <typename T, int W> void start_silu(const SiluMul& job, bool backward, cudaStream_t stream) {
+template <typename T, int W, Activation kActivation>
+void start_gated(const GatedMul& job, bool backward, cudaStream_t stream) {
   const int64_t per_block = static_cast<int64_t>(kThreads) * kUnroll * W;
   const unsigned chunks = static_cast<unsigned>((job.D + per_block - 1) / per_block);
   const unsigned blocks = static_cast<unsigned>(chunks * job.T);
-  if (backward) silu_mul_backward_kernel<T, W><<<blocks, kThreads, 0, stream>>>(job, chunks);
-  else silu_mul_kernel<T, W><<<blocks, kThreads, 0, stream>>>(job, chunks);
+  if (backward) gated_mul_backward_kernel<T, W, kActivation><<<blocks, kThreads, 0, stream>>>(job, chunks);
+  else gated_mul_kernel<T, W, kActivation><<<blocks, kThreads, 0, stream>>>(job, chunks);
+}
+template <typename T, int W> void start_gated(const GatedMul& job, bool backward, cudaStream_t stream) {
+  if (job.activation == Activation::silu) start_gated<T, W, Activation::silu>(job, backward, stream);
+  else start_gated<T, W, Activation::gelu>(job, backward, stream);
 }
 
-cudaError_t launch_silu(SiluMul job, bool backward, cudaStream_t stream) {
+cudaError_t launch_gated(GatedMul job, bool backward, cudaStream_t stream) {
   if (job.T == 0 || job.D == 0) return cudaSuccess;
   const bool dense =
       job.gate.ld == job.D && job.up.ld == job.D && (!backward || (job.grad.ld == job.D && job.ld_grads == job.D));
@@ -95,8 +116,8 @@ cudaError_t launch_silu(SiluMul job, bool backward, cudaStream_t stream) {
     const bool wide = job.D % kWide<T> == 0 && job.ld_grads % kWide<T> == 0 && on_vector(job.gate, kWide<T>) &&
                       on_vector(job.up, kWide<T>) && on_vector(job.grad, kWide<T>) && on_vector(job.out) &&
                       on_vector(job.grad_gate) && on_vector(job.grad_up);
-    if (wide) start_silu<T, kWide<T>>(job, backward, stream);
-    else start_silu<T, 1>(job, backward, stream);
+    if (wide) start_gated<T, kWide<T>>(job, backward, stream);
+    else start_gated<T, 1>(job, backward, stream);
   });
   return cudaGetLastError();
 }
@@ -146,8 +167,10 @@ template <typename T, int W> void start_rope(const Rope& job, cudaStream_t strea
 
 }  // namespace
 
-cudaError_t launch_silu_mul(const SiluMul& job, cudaStream_t stream) { return launch_silu(job, false, stream); }
-cudaError_t launch_silu_mul_backward(const SiluMul& job, cudaStream_t stream) { return launch_silu(job, true, stream); }
+cudaError_t launch_gated_mul(const GatedMul& job, cudaStream_t stream) { return launch_gated(job, false, stream); }
+cudaError_t launch_gated_mul_backward(const GatedMul& job, cudaStream_t stream) {
+  return launch_gated(job, true, stream);
+}
 
 cudaError_t launch_rope(const Rope& job, cudaStream_t stream) {
   if (job.B == 0 || job.T == 0 || job.D == 0 || job.q.heads + job.k.heads == 0) return cudaSuccess;

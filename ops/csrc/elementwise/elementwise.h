@@ -29,10 +29,13 @@ int64_t widest_rms_norm(DType dtype, bool aligned);
 cudaError_t launch_rms_norm(const RmsNorm& job, cudaStream_t stream);
 cudaError_t launch_rms_norm_backward(const RmsNorm& job, cudaStream_t stream);
 
-// h = silu(gate) up, silu(v) = v / (1 + exp(-v)) rounded to the type before the product (as torch does it).
-// backward: grad_up = grad silu(gate), grad_gate = grad up s (1 + gate (1 - s)), s = 1 / (1 + exp(-gate)).
-struct SiluMul {
+// h = f(gate) up with f(gate) rounded to the type before the product (as torch does it), f one of
+//     silu(v) = v / (1 + exp(-v))        gelu(v) = v (1 + tanh(sqrt(2/pi) (v + 0.044715 v^3))) / 2
+// backward: grad_up = grad f(gate), grad_gate = grad up f'(gate).
+enum class Activation { silu, gelu };
+struct GatedMul {
   DType dtype = DType::f32;
+  Activation activation = Activation::silu;
   Rows gate, up, grad;
   int64_t T = 0, D = 0;
   void* out = nullptr;  // h [T,D]
@@ -40,8 +43,8 @@ struct SiluMul {
   void* grad_up = nullptr;
   int64_t ld_grads = 0;
 };
-cudaError_t launch_silu_mul(const SiluMul& job, cudaStream_t stream);
-cudaError_t launch_silu_mul_backward(const SiluMul& job, cudaStream_t stream);
+cudaError_t launch_gated_mul(const GatedMul& job, cudaStream_t stream);
+cudaError_t launch_gated_mul_backward(const GatedMul& job, cudaStream_t stream);
 
 // Element strides of [B, heads, T, D] with contiguous D.
 struct Heads {

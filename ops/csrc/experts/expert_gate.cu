@@ -87,14 +87,14 @@ __global__ void __launch_bounds__(kWarps * 32) gate_kernel(const ExpertGate job)
       }
     }
     if constexpr (kBackward) {
-      float share[2][8] = {};
-      add_ranks(share, dh + row[0] * job.R_down, dh + row[1] * job.R_down, valid[0], valid[1], a, first, 8, I,
+      float term[2][8] = {};
+      add_ranks(term, dh + row[0] * job.R_down, dh + row[1] * job.R_down, valid[0], valid[1], a, first, 8, I,
                 job.R_down);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (masked) drop(share[i], mask.draw(mask.counter(pair[i], c)));
+        if (masked) drop(term[i], mask.draw(mask.counter(pair[i], c)));
 #pragma unroll
-        for (int j = 0; j < 8; ++j) g[i][j] += share[i][j];
+        for (int j = 0; j < 8; ++j) g[i][j] += term[i][j];
       }
     }
     uint4 packed[2], gradient[2][2];

@@ -1,5 +1,6 @@
-// The derivative of `lora_forward` and `nf4_forward` for CUDA tensors: what ops/lora.py and ops/nf4.py register for all
-// devices, without a line of Python in the forward or the backward pass.
+// The derivative of `lora_forward`, `nf4_forward` and `eight_bit_forward` for CUDA tensors: what ops/lora.py,
+// ops/nf4.py and ops/eight_bit.py register for all devices, without a line of Python in the forward or the backward
+// pass.
 //
 // Kept in between: x, h, the seed, and the weights and adapters as they were given, so that what frees a Parameter
 // after the forward and brings it back before the backward (ZeRO-3) acts on the very same tensor. They are kept before
@@ -41,15 +42,22 @@ using Nf4Backward = Gradients(at::TensorList, const Tensor&, at::TensorList, at:
                               int64_t, at::TensorList, at::TensorList, const Tensor&, Scales, double,
                               const MaybeTensor&, bool, bool, bool);
 
+using EightBitForward = Outputs(const Tensor&, at::TensorList, at::TensorList, at::TensorList, at::TensorList,
+                                at::TensorList, Scales, double, const MaybeTensor&, const MaybeTensor&);
+using EightBitBackward = Gradients(at::TensorList, const Tensor&, at::TensorList, at::TensorList, at::TensorList,
+                                   at::TensorList, const Tensor&, Scales, double, const MaybeTensor&, bool, bool, bool);
+
 template <typename Signature> c10::TypedOperatorHandle<Signature> find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// How the frozen weights are given: as they are, or packed to 4 bits (then `states` is not empty).
+// How the frozen weights are given: as they are, in 8 bits (`states` are the scales of their rows), or packed to 4 bits
+// (then there is a block size as well).
 struct Base {
   at::TensorList weights, states;
   at::IntArrayRef rows;
   int64_t block = 0, nested_block = 0;
+  bool eight_bit() const { return !states.empty() && block == 0; }
 };
 
 Tensor call_project(const Tensor& x, at::TensorList downs, Scales scales, double p, const MaybeTensor& seed) {
@@ -63,7 +71,9 @@ Outputs call_forward(const Tensor& x, const Base& base, at::TensorList biases, a
   static const auto lora = find<LoraForward>("zerolora::lora_forward");
   static const auto nf4 = find<Nf4Forward>("zerolora::nf4_forward");
   const at::AutoDispatchBelowADInplaceOrView guard;
+  static const auto eight_bit = find<EightBitForward>("zerolora::eight_bit_forward");
   if (base.states.empty()) return lora.call(x, base.weights, biases, downs, ups, scales, p, seed, h);
+  if (base.eight_bit()) return eight_bit.call(x, base.weights, base.states, biases, downs, ups, scales, p, seed, h);
   return nf4.call(x, base.weights, base.states, base.rows, base.block, base.nested_block, biases, downs, ups, scales, p,
                   seed, h);
 }
@@ -78,6 +88,10 @@ Gradients call_backward(at::TensorList grads, const Tensor& x, const Base& base,
   if (!at::GradMode::is_enabled()) guard.emplace();
   if (base.states.empty())
     return lora.call(grads, x, base.weights, downs, ups, h, scales, p, seed, need_x, need_down, need_up);
+  static const auto eight_bit = find<EightBitBackward>("zerolora::eight_bit_backward");
+  if (base.eight_bit())
+    return eight_bit.call(grads, x, base.weights, base.states, downs, ups, h, scales, p, seed, need_x, need_down,
+                          need_up);
   return nf4.call(grads, x, base.weights, base.states, base.rows, base.block, base.nested_block, downs, ups, h, scales,
                   p, seed, need_x, need_down, need_up);
 }
@@ -193,6 +207,16 @@ Outputs lora_forward(const Tensor& x, at::TensorList weights, at::TensorList bia
                             scales, p, seed));
 }
 
+Outputs eight_bit_forward(const Tensor& x, at::TensorList weights, at::TensorList row_scales, at::TensorList biases,
+                          at::TensorList downs, at::TensorList ups, Scales scales, double p, const MaybeTensor& seed,
+                          const MaybeTensor& h) {
+  const Base base{weights, row_scales, {}};
+  if (!differentiated(x, base, biases, downs, ups, h))
+    return call_forward(x, base, biases, downs, ups, scales, p, seed, h);
+  return split(Group::apply(x, weights, row_scales, biases, downs, ups, at::IntArrayRef(), int64_t{0}, int64_t{0},
+                            scales, p, seed));
+}
+
 Outputs nf4_forward(const Tensor& x, at::TensorList packed, at::TensorList states, at::IntArrayRef rows, int64_t block,
                     int64_t nested_block, at::TensorList biases, at::TensorList downs, at::TensorList ups,
                     Scales scales, double p, const MaybeTensor& seed, const MaybeTensor& h) {
@@ -212,9 +236,11 @@ Outputs nf4_forward(const Tensor& x, at::TensorList packed, at::TensorList state
 TORCH_LIBRARY_IMPL(zerolora, ZEROLORA_AUTOGRAD, library) {
   library.impl("lora_forward", lora_forward);
   library.impl("nf4_forward", nf4_forward);
+  library.impl("eight_bit_forward", eight_bit_forward);
   // A second derivative is refused, not silently zero.
   library.impl("lora_backward", torch::autograd::autogradNotImplementedFallback());
   library.impl("nf4_backward", torch::autograd::autogradNotImplementedFallback());
+  library.impl("eight_bit_backward", torch::autograd::autogradNotImplementedFallback());
 }
 
 }  // namespace zerolora

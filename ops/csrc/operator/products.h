@@ -70,16 +70,23 @@ inline bool run_frozen_if_best(const Frozen& job, const Tensor& like, cudaStream
   return true;
 }
 
+// y = h B^T + bias + what `frozen(beta)` adds to y (beta = 1), or first leaves there (beta = 0).
+template <typename FrozenTerm>
+void with_adapter(const Matrix& y, const Matrix& h, const Matrix& up, const Tensor& bias, const Tensor& like,
+                  cudaStream_t stream, const FrozenTerm& frozen) {
+  const bool product_first = y.rows < kFewTokens && !bias.defined();
+  if (product_first) frozen(0.f);
+  if (bias.defined()) expand(h, up, false, bias, y, false, {}, like, stream);
+  else if (product_first || !prefill(y, h, up, false, like, stream))
+    product(y, 1.f, h, false, up, true, product_first ? 1.f : 0.f, stream);
+  if (!product_first) frozen(1.f);
+}
+
 // y = x W^T + h B^T + bias.
 inline void output(const Matrix& y, const Matrix& x, const Matrix& weight, const Matrix& h, const Matrix& up,
                    const Tensor& bias, const Tensor& like, cudaStream_t stream) {
   if (run_frozen_if_best(frozen_job(y, {{x, weight}}, h, up, true, bias, nullptr), like, stream)) return;
-  const bool product_first = x.rows < kFewTokens && !bias.defined();
-  if (product_first) frozen_product(y, x, weight, true, 0.f, stream);
-  if (bias.defined()) expand(h, up, false, bias, y, false, {}, like, stream);
-  else if (product_first || !prefill(y, h, up, false, like, stream))
-    product(y, 1.f, h, false, up, true, product_first ? 1.f : 0.f, stream);
-  if (!product_first) frozen_product(y, x, weight, true, 1.f, stream);
+  with_adapter(y, h, up, bias, like, stream, [&](float beta) { frozen_product(y, x, weight, true, beta, stream); });
 }
 
 // target = keep * (dh A), or added to it.

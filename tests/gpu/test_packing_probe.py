@@ -7,7 +7,7 @@ import torch
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from tests.unit.test_apart import LLAMA, model_of
+from tests.unit.test_packing_probe import LLAMA, model_of
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packed_attention import VARLEN, copy_shared_heads, use_varlen
 from trainer.patches.packing_probe import keep_documents_apart

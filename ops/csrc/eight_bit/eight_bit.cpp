@@ -1,0 +1,183 @@
+// CUDA implementations of the operators that ops/eight_bit.py declares.
+// Legend: T tokens, I in, O out, R rank; see ops/eight_bit.py for the formulas.
+#include <torch/library.h>
+
+#include <tuple>
+
+#include "group.h"
+#include "scaled_product.h"
+
+namespace zerolora {
+namespace {
+
+struct Quantized {
+  Tensor q, scale;
+};
+
+// Rows of all parts side by side, each part times its factors where there are any.
+Quantized quantized(const std::vector<Matrix>& parts, at::TensorList factors, at::ScalarType storage,
+                    const Tensor& like, cudaStream_t stream) {
+  TORCH_CHECK_VALUE(!parts.empty() && parts.size() <= kMaxSiblings, text(static_cast<int64_t>(parts.size())),
+                    " matrices to quantise: 1 to ", text(kMaxSiblings));
+  TORCH_CHECK_VALUE(storage == at::kByte || storage == at::kChar, "storage=", c10::toString(storage),
+                    ": expected uint8 (e4m3) or int8");
+  Quantize job;
+  job.dtype = parts[0].type, job.fp8 = storage == at::kByte, job.T = parts[0].rows;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const float* const factor = factors.empty() ? nullptr : factors[i].const_data_ptr<float>();
+    job.part[job.parts++] = {parts[i].data, parts[i].ld, parts[i].cols, factor};
+    job.K += parts[i].cols;
+  }
+  Quantized result{at::empty({job.T, job.K}, like.options().dtype(storage)),
+                   at::empty({job.T}, like.options().dtype(at::kFloat))};
+  job.q = static_cast<uint8_t*>(result.q.mutable_data_ptr());
+  job.scale = result.scale.mutable_data_ptr<float>();
+  check(launch_quantize(job, stream), "quantising rows");
+  return result;
+}
+
+void check_weights(const Tensor& x, at::TensorList weights, at::TensorList row_scales) {
+  TORCH_CHECK_VALUE(weights.size() == row_scales.size(), text(weights.size()), " 8-bit weights, ",
+                    text(row_scales.size()), " row_scales: as many of each");
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const Tensor &weight = weights[i], &scale = row_scales[i];
+    TORCH_CHECK_VALUE(weight.dim() == 2 && weight.size(1) == x.size(-1) && weight.is_contiguous(), "8-bit weight ",
+                      text(weight), " for x ", text(x), ": expected [O, ", text(x.size(-1)),
+                      "]; under ZeRO-3 gather the parameter first");
+    TORCH_CHECK_VALUE((weight.scalar_type() == at::kByte || weight.scalar_type() == at::kChar) &&
+                          weight.scalar_type() == weights[0].scalar_type(),
+                      "8-bit weight of type ", type_name(weight), ": all uint8 (e4m3) or all int8 are expected");
+    TORCH_CHECK_VALUE(scale.dim() == 1 && scale.size(0) == weight.size(0) && scale.scalar_type() == at::kFloat &&
+                          scale.is_contiguous() && scale.device() == x.device() && weight.device() == x.device(),
+                      "row_scale ", text(scale), " of type ", type_name(scale), " on ", scale.device().str(),
+                      " for weight ", text(weight), " on ", weight.device().str());
+  }
+}
+
+std::vector<int64_t> outputs_of(at::TensorList weights) {
+  std::vector<int64_t> outs;
+  for (const Tensor& weight : weights) outs.push_back(weight.size(0));
+  return outs;
+}
+
+// Siblings' weights turned, side by side: [I, sum of O], which lives for one product.
+Tensor turned_weights(at::TensorList weights, cudaStream_t stream) {
+  int64_t outs = 0;
+  for (const Tensor& weight : weights) outs += weight.size(0);
+  const int64_t width = weights[0].size(1);
+  const Tensor turned = at::empty({width, outs}, weights[0].options());
+  uint8_t* next = static_cast<uint8_t*>(turned.mutable_data_ptr());
+  for (const Tensor& weight : weights) {
+    const auto* const source = static_cast<const uint8_t*>(weight.const_data_ptr());
+    check(launch_turn({source, weight.size(0), width, next, outs}, stream), "turning an 8-bit weight");
+    next += weight.size(0);
+  }
+  return turned;
+}
+
+// dX = beta dX + u (g_q W_q), (g_q, u) the quantised rows of all v dY.
+void frozen_gradient(const Matrix& target, const std::vector<Matrix>& grads, at::TensorList weights,
+                     at::TensorList row_scales, float beta, const Tensor& like, cudaStream_t stream) {
+  const Quantized g = quantized(grads, row_scales, weights[0].scalar_type(), like, stream);
+  scaled_product(target, {g.q, g.scale, turned_weights(weights, stream), {}}, beta, like, stream);
+}
+
+std::tuple<Tensor, Tensor> quantize_rows(at::TensorList parts, at::TensorList factors, at::ScalarType storage) {
+  TORCH_CHECK_VALUE(!parts.empty() && (factors.empty() || factors.size() == parts.size()), text(parts.size()),
+                    " parts, ", text(factors.size()), " factors: as many of each, or no factors");
+  const c10::cuda::CUDAGuard guard(parts[0].device());
+  std::vector<Matrix> rows;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    rows.push_back(rows_of(parts[i]));
+    TORCH_CHECK_VALUE(rows[i].rows == rows[0].rows && rows[i].type == rows[0].type, "part ", text(parts[i]), " beside ",
+                      text(parts[0]), ": as many rows, of the same type");
+    TORCH_CHECK_VALUE(factors.empty() || (factors[i].numel() == rows[i].cols && factors[i].is_contiguous() &&
+                                          factors[i].scalar_type() == at::kFloat),
+                      "a factor of each column in float32 is expected");
+  }
+  const auto stream = c10::cuda::getCurrentCUDAStream(parts[0].get_device());
+  Quantized result = quantized(rows, factors, storage, parts[0], stream);
+  return {std::move(result.q), std::move(result.scale)};
+}
+
+Tensor eight_bit_product(const Tensor& q, const Tensor& scale, const Tensor& right,
+                         const std::optional<Tensor>& column_scale, bool fast) {
+  const c10::cuda::CUDAGuard guard(q.device());
+  const Tensor y = at::empty({q.size(0), right.size(0)}, q.options().dtype(at::kBFloat16));
+  scaled_product(rows_of(y), {q, scale, right, column_scale.value_or(Tensor()), fast}, 0.f, y,
+                 c10::cuda::getCurrentCUDAStream(q.get_device()));
+  return y;
+}
+
+Tensor eight_bit_linear(const Tensor& x, const Tensor& weight, const Tensor& row_scale,
+                        const std::optional<Tensor>& bias) {
+  check_weights(x, weight, row_scale);
+  const c10::cuda::CUDAGuard guard(x.device());
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(x.get_device());
+  const Quantized input = quantized({rows_of(x)}, {}, weight.scalar_type(), x, stream);
+  Tensor y = at::empty(shape_like(x, weight.size(0)), x.options());
+  scaled_product(rows_of(y), {input.q, input.scale, weight, row_scale}, 0.f, x, stream);
+  if (bias.has_value()) y.add_(*bias);
+  return y;
+}
+
+Tensor eight_bit_linear_backward(at::TensorList grads, at::TensorList weights, at::TensorList row_scales) {
+  const Tensor& like = grads[0];
+  const c10::cuda::CUDAGuard guard(like.device());
+  std::vector<Matrix> rows;
+  for (const Tensor& grad : grads) rows.push_back(rows_of(grad));
+  Tensor grad_x = at::empty(shape_like(like, weights[0].size(1)), like.options());
+  const auto stream = c10::cuda::getCurrentCUDAStream(like.get_device());
+  frozen_gradient(rows_of(grad_x), rows, weights, row_scales, 0.f, like, stream);
+  return grad_x;
+}
+
+std::tuple<Tensors, Tensor> eight_bit_forward(const Tensor& x, at::TensorList weights, at::TensorList row_scales,
+                                              at::TensorList biases, at::TensorList downs, at::TensorList ups,
+                                              at::ArrayRef<double> scales, double p, const std::optional<Tensor>& seed,
+                                              const std::optional<Tensor>& h) {
+  check_weights(x, weights, row_scales);
+  Quantized input;
+  const auto write = [&](size_t i, const Matrix& y, const Matrix& rows, const Matrix& of_rank, const Matrix& up,
+                         const Tensor& bias, cudaStream_t stream) {
+    if (i == 0) input = quantized({rows}, {}, weights[0].scalar_type(), x, stream);  // once for all siblings
+    const Scaled frozen{input.q, input.scale, weights[i], row_scales[i]};
+    with_adapter(y, of_rank, up, bias, x, stream, [&](float beta) { scaled_product(y, frozen, beta, x, stream); });
+  };
+  return group_forward(x, outputs_of(weights), biases, downs, ups, scales, p, seed, h, write);
+}
+
+std::tuple<Tensor, Tensors, Tensors> eight_bit_backward(at::TensorList grads, const Tensor& x, at::TensorList weights,
+                                                        at::TensorList row_scales, at::TensorList downs,
+                                                        at::TensorList ups, const Tensor& h,
+                                                        at::ArrayRef<double> scales, double p,
+                                                        const std::optional<Tensor>& seed, bool need_x, bool need_down,
+                                                        bool need_up) {
+  check_weights(x, weights, row_scales);
+  const auto gradient = [&](const std::vector<Outer>& siblings, const Matrix& dh, const Matrix& all_downs,
+                            const Dropout& dropout, cudaStream_t stream) {
+    std::vector<Matrix> rows;
+    for (const Outer& sibling : siblings) rows.push_back(sibling.grad);
+    Tensor grad_x = at::empty(x.sizes(), x.options());
+    const Matrix target = rows_of(grad_x);
+    const bool adapter_first = target.rows >= kFewTokens;
+    if (adapter_first) adapters_part_of_x(target, dh, all_downs, false, dropout, x, stream);
+    frozen_gradient(target, rows, weights, row_scales, adapter_first ? 1.f : 0.f, x, stream);
+    if (!adapter_first) adapters_part_of_x(target, dh, all_downs, true, dropout, x, stream);
+    return grad_x;
+  };
+  return group_backward(grads, x, downs, ups, h, scales, p, seed, need_x, need_down, need_up, gradient);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(zerolora, CUDA, library) {
+  library.impl("quantize_rows", quantize_rows);
+  library.impl("eight_bit_product", eight_bit_product);
+  library.impl("eight_bit_linear", eight_bit_linear);
+  library.impl("eight_bit_linear_backward", eight_bit_linear_backward);
+  library.impl("eight_bit_forward", eight_bit_forward);
+  library.impl("eight_bit_backward", eight_bit_backward);
+}
+
+}  // namespace zerolora

@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# What is to be measured of bases in 8 bits, on one GPU; tables are printed last, files lie in $OUT.
+#   tests/bench/eight_bit.sh parts      the operators against float64; the times of their parts (about 120 s)
+#   tests/bench/eight_bit.sh speed      zerolora bench: bf16, fp8, int8, with the time by category (about 200 s)
+#   tests/bench/eight_bit.sh quality    SmolLM2, 300 steps, three seeds each of bf16, fp8, int8 and NF4 (about 200 s)
+# PYTHON (default python3), OUT (default runs/eight-bit) and GGUF (default /tmp/smollm2.gguf) may be set.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+mode=${1:?parts, speed or quality}
+python=${PYTHON:-python3}
+out=${OUT:-runs/eight-bit}
+scratch=$(mktemp -d)
+mkdir -p "$out"
+export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
+export PYTHONPATH="$PWD:${PYTHONPATH:-}"
+unset DS_ACCELERATOR
+timeout 150 "$python" -m ops.builder build > "$out/build.log" 2>&1
+echo "operators: exit $? after $SECONDS s"
+
+case $mode in
+parts)
+  timeout 90 "$python" -m pytest -p no:cacheprovider -q -rA -m gpu tests/gpu/test_ops_eight_bit.py > "$out/tests.log" 2>&1
+  echo "tests: exit $? after $SECONDS s"
+  timeout 60 "$python" -m tests.bench.bench_eight_bit > "$out/parts.log" 2>&1
+  echo "parts: exit $? after $SECONDS s"
+  grep -E "^(FAILED|ERROR)|depth [0-9]+" "$out/tests.log"
+  tail -1 "$out/tests.log"
+  tail -6 "$out/parts.log"
+  ;;
+speed)
+  timeout --signal=INT 300 "$python" -m launcher.cli bench --case bf16 --case fp8 --case int8 --steps 6 --warmup 3 \
+    --profile --json "$out/bench.json" --keep "$scratch/bench" > "$out/bench.log" 2>&1
+  echo "bench: exit $? after $SECONDS s"
+  tail -60 "$out/bench.log"
+  ;;
+quality)
+  DS_ACCELERATOR=cpu "$python" -m tests.bench.scu_texts "$scratch" "${GGUF:-/tmp/smollm2.gguf}" > "$out/texts.log" 2>&1 ||
+    { tail -5 "$out/texts.log"; exit 1; }
+  echo "texts and model after $SECONDS s"
+  common=(base_model="$scratch/model" dataset.path="$scratch/stdlib/train.jsonl"
+    dataset.evaluation.path="$scratch/stdlib/eval.jsonl" dataset.cache_dir="$scratch/cache"
+    training.max_steps=300 training.eval_steps=300 training.save_steps=0 training.precision=bf16)
+  # The first prepares the data, which the others find.
+  "$python" -m launcher.cli validate configs/demo.yaml "${common[@]}" output_dir="$scratch/none" > "$out/validate.log" 2>&1
+  for seed in 1 2 3; do
+    for kind in bf16 fp8 int8 nf4; do
+      settings=(adapter=qlora quantization.quant_type="$kind")
+      [[ $kind == bf16 ]] && settings=(adapter=lora)
+      timeout 300 "$python" -m launcher.cli train configs/demo.yaml "${common[@]}" "${settings[@]}" seed="$seed" \
+        output_dir="$scratch/runs/$kind-$seed" > "$out/$kind-$seed.log" 2>&1 &
+    done
+  done
+  wait
+  for run in "$scratch"/runs/*; do cp "$run/metrics.jsonl" "$out/$(basename "$run").jsonl"; done
+  echo "runs after $SECONDS s"
+  "$python" -m tests.bench.eight_bit_quality "$out"
+  ;;
+*) echo "$mode: parts, speed or quality" && exit 2 ;;
+esac
+rm -rf "$scratch"
