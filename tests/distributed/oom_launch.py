@@ -1,13 +1,13 @@
 """`zerolora train` around oom_rank in place of the trainer. Arguments: SHORTAGE.json, output folder, CONFIG, key=value.
 
-Both sides of a restart are the product's own: the note, and launcher/supervision/oom_restart.py that reads it.
+Both sides of a restart are the product's own: the note, and launcher/supervision/restarts.py that reads it.
 """
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launcher.supervision.oom_restart import run_with_halvings
+from launcher.supervision.restarts import Ending, Restarts
 from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import ConsolePipe
 from launcher.targets.local import local_command
@@ -16,7 +16,7 @@ from trainer.contract.ports import free_port
 if __name__ == "__main__":
     shortage, folder, *arguments = sys.argv[1:]
 
-    def start(more: Sequence[str]) -> int:
+    def start(more: Sequence[str]) -> Ending:
         with ConsolePipe() as pipe:
             command = local_command(
                 [shortage, *arguments, f"output_dir={folder}", *more, *pipe.arguments()],
@@ -25,6 +25,7 @@ if __name__ == "__main__":
                 port=free_port(),
                 module="tests.distributed.oom_rank",
             )
-            return Supervisor(command, Path(folder) / "logs").run()
+            code = Supervisor(command, Path(folder) / "logs").run()
+            return Ending(code, ranks=command.ranks)
 
-    sys.exit(run_with_halvings(start, Path(folder) / "logs"))
+    sys.exit(Restarts(Path(folder), start, most=0, resumes=False).run())

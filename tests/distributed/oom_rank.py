@@ -3,6 +3,7 @@
 deepspeed --module tests.distributed.oom_rank SHORTAGE.json CONFIG [key=value ...]     a whole run, as trainer.train
 deepspeed --module tests.distributed.oom_rank SHORTAGE.json PLAN.json                  several, one after the other
 SHORTAGE.json: {"rank", "above": largest micro-batch that it can hold, "after": optimizer steps that go well before}
+               and, where it is over again: {"until": optimizer steps by then, "grow_after": steps between two looks}
 PLAN.json: {"folder", "cases": [{"name", "overrides"}, ...]}, as matrix.py takes them
 """
 
@@ -14,8 +15,8 @@ from typing import Any
 
 import torch
 
+import trainer.language
 import trainer.memory.oom_recovery
-import trainer.run
 import trainer.train
 from tests.distributed.matrix import run_case
 from trainer.data import MicroBatch
@@ -30,7 +31,8 @@ def inject(shortage: dict[str, int]) -> None:
     class Short(TokenLoss):
         def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
             rows = len(batch.input_ids)
-            fits = rows <= shortage["above"] or model.global_steps < shortage["after"] or not torch.is_grad_enabled()
+            is_short = shortage["after"] <= model.global_steps < shortage.get("until", sys.maxsize)
+            fits = rows <= shortage["above"] or not is_short or not torch.is_grad_enabled()
             if fits or int(os.environ["RANK"]) != shortage["rank"]:
                 return super().__call__(model, batch, device)
 
@@ -43,7 +45,10 @@ def inject(shortage: dict[str, int]) -> None:
             handle.remove()  # the hook stays in the graph that was built under it
             return loss
 
-    trainer.run.TokenLoss = Short  # type: ignore[attr-defined]
+    trainer.language.TokenLoss = Short  # type: ignore[attr-defined]
+    if "grow_after" in shortage:  # a CPU does not say how much room there is
+        trainer.memory.oom_recovery.GROW_AFTER = shortage["grow_after"]
+        trainer.memory.oom_recovery.has_room_for_twice = lambda: True
 
 
 def run_plan(path: Path) -> int:

@@ -23,6 +23,12 @@ RESUMES: dict[str, dict[str, Any]] = {
     "qlora-stage0-fp32": {"zero__stage": 0, "adapter": "qlora"},
     "qlora-stage2-bf16": {"zero__stage": 2, "adapter": "qlora", "training__precision": "bf16"},
     "qlora-stage3-bf16": {"zero__stage": 3, "adapter": "qlora", "training__precision": "bf16"},
+    "fp8-stage3-bf16": {
+        "zero__stage": 3,
+        "adapter": "qlora",
+        "quantization__quant_type": "fp8",
+        "training__precision": "bf16",
+    },
     "adam8-stage2-fp32": {"zero__stage": 2, "training__optimizer": "adamw_8bit", "lora__r": 32},
     "adam8-stage3-fp32": {"zero__stage": 3, "training__optimizer": "adamw_8bit", "lora__r": 32},
 }
@@ -88,6 +94,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "quantization__block_size": 128,
         "ops__backend": "reference",
     },
+    "fp8": {"adapter": "qlora", "quantization__quant_type": "fp8", "ops__backend": "reference"},
+    "int8": {"adapter": "qlora", "quantization__quant_type": "int8", "ops__backend": "reference"},
     "clipped": {"training__max_grad_norm": 0.05},
 }
 
@@ -95,6 +103,9 @@ TWO_RANKS: list[dict[str, Any]] = [
     *_equal_losses(),
     *_resumes(),
     *(case(f"{name}-{stage}", zero__stage=stage, **changes) for name, changes in VARIANTS.items() for stage in (2, 3)),
+    *(case(f"fp8-{stage}", zero__stage=stage, **VARIANTS["fp8"]) for stage in (0, 1)),
+    # Siblings share one 8-bit gradient in our operator and not in PEFT's forward: other roundings.
+    case("fp8-peft", zero__stage=3, zero__gather="module", **{**VARIANTS["fp8"], "ops__backend": "peft"}),
     # Weights that move, as saving insists, and losses that do not.
     case("untrained", zero__stage=2, training__learning_rate=1e-9),
     case("untrained-biased", zero__stage=2, training__learning_rate=1e-9, base_model="biased"),

@@ -138,7 +138,7 @@ def on_engine(
                 chunks = steering.information.chunks
                 out["partitioned"] += sum(p.numel() == 0 for chunk in chunks for p in (*chunk.a, *chunk.b))
                 loss = loss + ACCUMULATION * steering.term(step)
-                out["lambda"].append(steering.strength)
+                out["lambda"].append(steering.lambda_)
             engine.backward(loss)
             if last:
                 sums = torch.stack([loss_sum_local.double(), steering.measured_local()])
@@ -190,17 +190,17 @@ def compare(got: dict[str, Any], want: dict[str, Any]) -> dict[str, Any]:
 
 def disagreement(steering: Steering, steps: int) -> dict[str, Any]:
     """What all ranks have as lambda, and what happens when rank 1's is off by one bit."""
-    strengths: list[Any] = [None] * WORLD
-    dist.all_gather_object(strengths, [record["lambda"].hex() for record in steering.records])
+    lambdas: list[Any] = [None] * WORLD
+    dist.all_gather_object(lambdas, [record["lambda"].hex() for record in steering.records])
     if dist.get_rank() == 1:
-        steering.state = replace(steering.state, lambda_=math.nextafter(steering.strength, 100.0))
+        steering.state = replace(steering.state, lambda_=math.nextafter(steering.lambda_, 100.0))
     try:
         steering.observe(7 * steps, torch.ones(()), 1, torch.ones(()))
     except ScuFault as fault:
         message = str(fault)
     else:
         message = "no fault"
-    return {"strengths": strengths, "fault": message}
+    return {"lambdas": lambdas, "fault": message}
 
 
 def cases() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -31,6 +31,8 @@ def plan() -> list[dict[str, Any]]:
     cases.append(case("mixtral-module", **module, **mixtral))
     cases.append(case("mixtral-packed", dataset__packing=True, **mixtral))
     cases += [case(f"mixtral-qlora-{stage}", adapter="qlora", zero__stage=stage, **mixtral) for stage in (2, 3)]
+    scu = {"scu__enabled": True, "scu__sigma": 0.05, "scu__target": 0.05}
+    cases += [case(f"mixtral-scu-{stage}", zero__stage=stage, **scu, **mixtral) for stage in (0, 2, 3)]
     cases.append(case("whole", **RESUMED))
     again = {"training__resume_from_checkpoint": "whole/checkpoint-3", "output_dir": "again"}
     cases.append(case("again", **RESUMED, **again))
@@ -96,6 +98,16 @@ def test_experts_in_4_bits_learn_the_same_whole_and_in_shares(runs: Matrix) -> N
     assert shares.losses == pytest.approx(whole.losses, rel=1e-6)
     assert whole.losses != pytest.approx(runs["mixtral-2"].losses, rel=1e-4), "4 bits are not 32"
     assert whole.records("eval/loss")[-1] < whole.records("eval/loss")[0]
+
+
+def test_the_information_of_experts_is_the_same_at_every_stage(runs: Matrix) -> None:
+    expected = runs["mixtral-scu-0"]
+    assert max(expected.records("scu/param_bpt")) > 0
+    for stage in (2, 3):
+        run = runs[f"mixtral-scu-{stage}"]
+        assert run.losses == pytest.approx(expected.losses, rel=1e-6), stage
+        for name in ("scu/param_bpt", "scu/lambda"):
+            assert run.records(name) == pytest.approx(expected.records(name), rel=1e-5), (stage, name)
 
 
 def test_a_resumed_run_continues_to_the_bit(runs: Matrix) -> None:

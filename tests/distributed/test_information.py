@@ -97,7 +97,7 @@ def test_every_case_ran(results: dict[str, Any]) -> None:
 
 
 def test_lambda_has_the_same_bits_on_both_ranks_for_50_steps(results: dict[str, Any]) -> None:
-    first, second = results["agreement"]["strengths"]
+    first, second = results["agreement"]["lambdas"]
     assert len(first) == 50 and len(set(first)) > 10
     assert first == second
 

@@ -24,7 +24,7 @@ def test_losses_do_not_depend_on_stage_ranks_or_checkpointing(
 ) -> None:
     one_rank = matrix["one-4x2" if adapter == "lora" else "one-qlora"].losses
     assert len(one_rank) == 4
-    assert one_rank[0] != one_rank[-1]
+    assert one_rank[-1] < matrix["untrained"].losses[-1] - LEARNED
     assert matrix[f"{adapter}-{stage}-{checkpointing}"].losses == pytest.approx(one_rank, abs=1e-5)
 
 
@@ -120,9 +120,16 @@ def test_every_kind_of_adapter_learns_and_is_saved(matrix: Matrix, name: str, st
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_kind_of_adapter_agrees_over_stages(matrix: Matrix, name: str) -> None:
-    # Blocks of 8-bit moments are cut along the partitions, so another stage rounds them differently.
-    tolerance = 1e-3 if name == "adam8" else 1e-5
-    assert matrix[f"{name}-3"].losses == pytest.approx(matrix[f"{name}-2"].losses, abs=tolerance)
+    assert matrix[f"{name}-3"].losses == pytest.approx(matrix[f"{name}-2"].losses, abs=1e-5)
+
+
+def test_an_8_bit_base_gives_the_same_losses_at_every_stage(matrix: Matrix) -> None:
+    for stage in (0, 1, 3):
+        assert matrix[f"fp8-{stage}"].losses == pytest.approx(matrix["fp8-2"].losses, abs=1e-5)
+    assert matrix["fp8-peft"].losses == pytest.approx(matrix["fp8-2"].losses, abs=5e-4)  # measured 9e-5
+    plain = matrix["lora-2-none"].losses
+    assert matrix["fp8-2"].losses == pytest.approx(plain, abs=5e-3)  # measured 1.4e-3
+    assert matrix["int8-2"].losses == pytest.approx(plain, abs=1.5e-3)  # measured 4e-4
 
 
 def test_modules_to_save_are_in_the_adapter(matrix: Matrix) -> None:
@@ -163,7 +170,8 @@ def test_a_checkpoint_holds_no_frozen_weights(matrix: Matrix) -> None:
     folder = matrix["whole-lora-stage3-bf16"].folder
     trained = sum(value.numel() for value in load_file(folder / "adapter_model.safetensors").values())
     stored = {path.name: path.stat().st_size for path in (folder / "checkpoint-3").iterdir()}
-    assert stored["training_state.safetensors"] < 12 * trained + 32_000
+    parts = [size for name, size in stored.items() if name.startswith("training_state-")]
+    assert len(parts) == 2 and sum(parts) < 12 * trained + 64_000
     assert stored["adapter_model.safetensors"] < 4 * trained + 16_000
     assert (folder / "checkpoint-3" / "COMPLETE").exists()
     assert not list(folder.glob(".writing-*"))

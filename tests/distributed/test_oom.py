@@ -123,6 +123,15 @@ def test_auto_is_resolved_alike_on_all_ranks(runs: Matrix) -> None:
     assert (resolved["zero"]["stage"], resolved["training"]["batch_size"]) == (2, 1)
 
 
+def test_the_micro_batch_grows_again_where_there_is_room(folder: Path, runs: Matrix) -> None:
+    cases = [case(f"grown-{until}", zero__stage=1, **HALVE) for until in (4, 99)]
+    for index, until in enumerate((4, 99)):  # the shortage is over by the second look, or never
+        grown = run_plan(folder, [cases[index]], rank=1, above=2, after=2, until=until, grow_after=2)[f"grown-{until}"]
+        assert grown.losses == pytest.approx(runs["whole"].losses, abs=1e-5)
+        sizes = [(halving["step"], halving["batch_size"]) for halving in halvings(grown.folder)]
+        assert sizes == ([(3, 2), (5, 4), (5, 2)] if until == 99 else [(3, 2), (5, 4)])
+
+
 def test_with_recomputation(runs: Matrix) -> None:
     assert runs["recomputed"].losses == pytest.approx(runs["whole"].losses, abs=1e-5)
     assert len(halvings(runs["recomputed"].folder)) == 1
@@ -154,8 +163,7 @@ def test_stages_2_and_3_are_started_again_from_the_newest_checkpoint(runs: Matri
     overrides = [f"zero.stage={stage}", "training.on_oom=halve"]
     code, seen = launch(folder, f"again-{stage}", *overrides, rank=1, above=2, after=AFTER)
     assert code == 0, seen
-    where = folder / f"again-{stage}" / "checkpoint-2"
-    assert f"out of memory in step {AFTER + 1}: going on from {where} with batch_size 2, accumulation 4" in seen
+    assert f"out of memory in step {AFTER + 1}: going on from checkpoint-2 with batch_size 2, accumulation 4" in seen
     lines = (folder / f"again-{stage}" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["train/loss"] for line in lines]
     assert losses == pytest.approx(runs["whole"].losses, abs=1e-5)

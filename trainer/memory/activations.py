@@ -56,9 +56,13 @@ class Work:
     capped_logits: bool
     """The model caps its logits by a hyperbolic tangent, whose results are kept too."""
     packed_weights: bool
+    """4-bit weights, dequantised where they are used, or 8-bit ones."""
+    eight_bit: bool = False
+    """They have 8 bits, and their products take 8-bit inputs."""
     frozen_by_operator: bool = False
     """Our operator computes experts without an adapter too (trainer/patches/fused_experts.py)."""
-    """4-bit weights, dequantised where they are used."""
+    scan_by_kernel: bool = False
+    """mamba-ssm and causal-conv1d compute recurrent layers, and not plain torch."""
 
     @property
     def tokens(self) -> int:
@@ -144,8 +148,12 @@ def computed_again(mixer: Mixer, work: Work) -> bool:
 def kept_by_recurrence(mixer: Mixer, work: Work) -> int:
     """A Mamba-2 layer in plain torch: projections, convolution, gated norm, and its scan in 32 bits.
 
-    The scan keeps what it takes and gives per chunk, head and state, and eight tensors of the inner width.
+    The scan keeps what it takes and gives per chunk, head and state, and eight tensors of the inner width. mamba-ssm's
+    keeps what it takes and gives alone, and one number of 32 bits a head; the gated norm keeps four tensors.
     """
+    if work.scan_by_kernel:
+        in_type = mixer.width_in + 2 * mixer.width_projected + mixer.width_inner
+        return work.tokens * (in_type * work.element + FP32 * (mixer.heads + 4 * mixer.width_inner))
     in_type = mixer.width_in + 2 * mixer.width_projected + 3 * mixer.width_inner
     return work.tokens * (in_type * work.element + FP32 * (mixer.scan + 8 * mixer.width_inner))
 
@@ -177,9 +185,9 @@ def _reads_with_experts(layer: Layer) -> bool:
 
 
 def kept_if_selective(layer: Layer, work: Work) -> int:
-    """Selective recomputation keeps everything but adapted feed-forward parts, of which it keeps the input, T H e."""
+    """Selective recomputation keeps everything but feed-forward parts, of which it keeps the input, T H e."""
     parts = [mixer for mixer in layer.mixers if mixer.kind in FEED_FORWARD]
-    if not any(mixer.trained_in or mixer.trained_out for mixer in parts):
+    if not parts:
         return kept_by_layer(layer, work)
     # Experts, and those that all tokens visit, are one part.
     inputs = 1 if any(mixer.kind == "experts" for mixer in parts) else len(parts)
@@ -233,7 +241,14 @@ def backward_of_mixer(layer: Layer, mixer: Mixer, work: Work) -> int:
         per_token += mixer.width_projected
     elif work.swiglu == "model":
         per_token += mixer.width_projected + mixer.width_inner
-    return work.tokens * per_token * work.element + (dequantised(mixer, work) if work.packed_weights else 0)
+    beside = in_eight_bits(mixer, work) if work.eight_bit else dequantised(mixer, work) if work.packed_weights else 0
+    return work.tokens * per_token * work.element + beside
+
+
+def in_eight_bits(mixer: Mixer, work: Work) -> int:
+    """Bytes of dY in 8 bits and of the turned weights: those of the first projections together, or the largest."""
+    together = mixer.width_in * mixer.width_projected
+    return work.tokens * max(mixer.width_projected, mixer.width_in) + max(mixer.largest_weight, together)
 
 
 def dequantised(mixer: Mixer, work: Work) -> int:

@@ -15,7 +15,7 @@ from trainer.memory.activations import (
     loss_head,
     recomputed_layer,
 )
-from trainer.memory.process import process_peak
+from trainer.memory.process import PROCESS, process_peak
 from trainer.memory.widths import Shapes, Weight
 
 GIB = 2**30
@@ -50,6 +50,8 @@ class Placement:
     """16-bit training, with 32-bit master weights."""
     eight_bit_moments: bool
     packed: bool
+    eight_bit: bool
+    """What is packed has 8 bits a value and a scale a row, not 4 bits and a scale a block."""
     block_size: int
     double_quant: bool
     accumulation: int
@@ -88,7 +90,25 @@ class Estimate:
         return int(self.peak * FRAGMENTATION)
 
 
-def estimate(shapes: Shapes, work: Work, placement: Placement, *, checkpoints: int) -> Estimate:
+@dataclass(frozen=True)
+class Seen:
+    """Activations in bytes that were seen on an empty model, where they are not summed up from its layers."""
+
+    kept: int
+    """From the forward pass to the backward pass."""
+    block: int
+    """While the largest block is computed again."""
+    backward: int
+    """Gradients of activations at the worst place."""
+
+    def times(self, rows: int) -> "Seen":
+        """Of so many rows."""
+        return Seen(self.kept * rows, self.block * rows, self.backward * rows)
+
+
+def estimate(
+    shapes: Shapes, work: Work, placement: Placement, *, checkpoints: int, seen: Seen | None = None
+) -> Estimate:
     """The memory of one rank for one configuration. `checkpoints` is how many are kept on the disk."""
     resident = {
         "base model": base_weights(shapes, placement) - quantisation_state(shapes, placement),
@@ -100,17 +120,21 @@ def estimate(shapes: Shapes, work: Work, placement: Placement, *, checkpoints: i
         "dequantised experts": dequantised_experts(shapes, placement),
         "communication buffers": standing_buckets(placement),
     }
-    kept = kept_by_layers(shapes, work)
+    if seen is None:
+        kept, head = kept_by_layers(shapes, work), loss_head(shapes, work)
+        block, of_layer = recomputed_layer(shapes, work), backward_of_layer(shapes, work)
+    else:
+        kept, head, block, of_layer = seen.kept, 0, seen.block, seen.backward
     layers, outside = gathered(shapes, placement)
     moments: dict[str, dict[str, int]] = {
         "loss": {
             "activations": kept,
-            "logits and loss": loss_head(shapes, work),
+            "logits and loss": head,
             "gathered weights": layers // GATHERED_LAYERS + outside,
         },
         "backward": {
-            "activations": kept + recomputed_layer(shapes, work),
-            "backward of a layer": backward_of_layer(shapes, work),
+            "activations": kept + block,
+            "backward of a layer": of_layer,
             "gathered weights": layers if placement.by_layer else layers + outside,
         },
         "gradients": {"reduction": reduction(shapes, placement)},
@@ -121,7 +145,7 @@ def estimate(shapes: Shapes, work: Work, placement: Placement, *, checkpoints: i
     process = None
     if not placement.on_gpu:
         on_host = sum(resident.values()) + offloaded(shapes, work, placement)
-        process = process_peak(shapes, work, on_host)
+        process = process_peak(shapes, work, on_host) if seen is None else PROCESS + on_host + kept + block + of_layer
     host = host_memory(shapes, work, placement)
     return Estimate(terms, moment, host, disk(shapes, placement, checkpoints), process)
 
@@ -132,19 +156,23 @@ def rounded(size: int) -> int:
 
 
 def bytes_of(weight: Weight, placement: Placement) -> int:
-    """A weight as it lies on the card: elements x e, or half a byte each with their scales."""
+    """A weight as it lies on the card: elements x e, or a byte or half a byte each with their scales."""
     if not is_packed(weight, placement):
         return rounded(weight.elements * placement.element)
+    if placement.eight_bit and not weight.mxfp4:
+        return rounded(weight.elements) + scales_of(weight, placement)
     return rounded((weight.elements + 1) // 2) + scales_of(weight, placement)
 
 
 def is_packed(weight: Weight, placement: Placement) -> bool:
-    """Whether a weight has 4 bits for a value: a packed base's matrices, and what is stored so."""
+    """Whether a weight has 4 or 8 bits for a value: a packed base's matrices, and what is stored so."""
     return weight.mxfp4 or (placement.packed and weight.packable)
 
 
 def scales_of(weight: Weight, placement: Placement) -> int:
-    """What a 4-bit weight needs in addition to its numbers.
+    """What a quantised weight needs in addition to its numbers.
+
+    8 bits: 4 bytes a row.
 
     Scales: 4 bytes per block, or 1 byte per block and 4 bytes per 256 blocks (double quantisation); code books 16 and
     256 numbers of 32 bits per matrix. Of experts each has its own blocks, and all have the same books. MXFP4: 1 byte
@@ -154,6 +182,8 @@ def scales_of(weight: Weight, placement: Placement) -> int:
         return 0
     if weight.mxfp4:
         return rounded(weight.elements // 32)
+    if placement.eight_bit:
+        return rounded(4 * weight.rows)
     matrices = max(1, weight.experts)
     blocks = -(-weight.elements // matrices // placement.block_size)
     if not placement.double_quant:

@@ -51,7 +51,7 @@ def read_shapes(
     inside = {id(module) for block in blocks for module in block.modules()}
     outside = [each for each in model.modules() if id(each) not in inside and is_norm_of(each, hidden)]
     rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
-    weights = tuple(_weights(model, blocks, head, in_mxfp4=is_mxfp4(model_config)))
+    weights = tuple(weights_of(model, blocks, head, in_mxfp4=is_mxfp4(model_config)))
     grown = max(0, vocabulary_at_least - rows)
     if grown:
         per_row = hidden * (1 if tied else 2)
@@ -80,7 +80,10 @@ def _embedding(model: Any) -> tuple[int, int]:
     return int(weight.shape[1]), int(weight.shape[0])
 
 
-def _weights(model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, *, in_mxfp4: bool) -> Iterator[Weight]:
+def weights_of(
+    model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, *, in_mxfp4: bool
+) -> Iterator[Weight]:
+    """Every parameter, with the number of the block that it is in."""
     layer_of = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
     packable = {id(module.weight) for module in model.modules() if is_linear(module) and module is not head}
     experts = {id(each): len(each) for module in model.modules() for each in experts_in(module).values()}
@@ -94,6 +97,7 @@ def _weights(model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, 
             trained=parameter.requires_grad,
             layer=layer_of.get(id(parameter), -1),
             factor="lora_" in name,
+            rows=parameter.shape[0] if parameter.dim() == 2 else 0,
         )
 
 

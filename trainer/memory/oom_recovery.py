@@ -10,7 +10,8 @@ engine.backward reduces where `is_gradient_accumulation_boundary`, stage 1 also 
 `overlap_comm`, which trainer/engine/deepspeed_engine.py turns off).
 
 At stages 2 and 3 the other ranks sit in a collective of their own backward pass, which no message reaches. The rank
-leaves a note and ends; the launcher starts all of them again from the newest checkpoint (oom_restart.py).
+leaves a note and ends; the launcher starts all of them again from the newest checkpoint, as after any other failure
+(launcher/supervision/restarts.py).
 """
 
 import gc
@@ -28,11 +29,17 @@ from trainer.config import RunConfig, UserError
 from trainer.contract.known_versions import require
 from trainer.contract.restart_note import EXIT_RESTART, MOST_HALVINGS, RestartNote
 from trainer.engine.protocol import Engine
+from trainer.images.pipeline import is_pipeline
 from trainer.memory.advice import smaller_batch
+from trainer.memory.peak import measure_anew
 from trainer.ranks.group import Ranks
 
 _ALSO_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 Result = TypeVar("Result")
+GROW_AFTER = 50
+"""Steps between a halving and a look whether the micro-batch before it fits again."""
+GROWTH_SPARE = 0.9
+"""Share of the memory that is not used which twice the activations may take more of."""
 
 
 class OutOfMemory(UserError):
@@ -64,14 +71,29 @@ class Recovery:
     """Guards the steps of one run as `training.on_oom` says."""
 
     def __init__(
-        self, config: RunConfig, ranks: Ranks, engine: Engine, batches: Any, say: Callable[[str], None]
+        self,
+        config: RunConfig,
+        ranks: Ranks,
+        engine: Engine,
+        batches: Any,
+        small_pass: Callable[[Any], object],
+        say: Callable[[str], None],
     ) -> None:
-        """Every rank must call it. `batches` are what the loop draws from; they are recut in place."""
+        """Every rank must call it. `batches` are what the loop draws from; they are recut in place.
+
+        `small_pass` runs the model over as little as it takes.
+        """
         self._config, self._ranks, self._engine, self._batches, self._say = config, ranks, engine, batches, say
+        self._small_pass = small_pass
         self._halves = config.training.on_oom == "halve"
         self._in_process = self._halves and config.zero.stage < 2
         self._agreed = False
         self.halvings: list[Halving] = []
+        """Every change of the micro-batch, growing again among them."""
+        self._before: list[tuple[int, int]] = []
+        """Micro-batch and accumulation before each halving that still holds."""
+        self._grown: list[tuple[int, int]] = []
+        self._grows = True
         self._group: Any = None
         if self._in_process and ranks.world_size > 1:
             self._group = dist.new_group(backend="gloo")
@@ -82,6 +104,7 @@ class Recovery:
         `step` counts from 1, `saved_at` is the step of the newest checkpoint.
         Raises OutOfMemory or RestartSmaller where it cannot be repeated here.
         """
+        self._grow_if_it_fits(step)
         while True:
             random_states = _random_states() if self._in_process else None
             failure = ""
@@ -137,29 +160,45 @@ class Recovery:
             optimizer._backward_active_depth = 0
         # Siblings computed together and offloaded inputs are held for whoever asks next, and with them the whole graph
         # of the pass that was given up. A short pass without gradients takes their place.
-        tokens = torch.full((1, 8), self._batches.pad_token_id, device=engine.device)
         with torch.no_grad():
-            engine.module(input_ids=tokens, use_cache=False)
+            self._small_pass(engine.module)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def _recut(self, step: int) -> None:
         """The smaller micro-batch for the batches and the engine; OutOfMemory if there is none."""
-        batches, engine = self._batches, self._engine
+        batches = self._batches
         smaller = self._smaller()
-        if smaller is None or len(self.halvings) == MOST_HALVINGS:
+        if smaller is None or len(self._before) == MOST_HALVINGS:
             raise OutOfMemory(self._with_fixes(step))
+        # What grew and ran out of memory again is not tried a third time.
+        self._grows = not any(size == batches.batch_size for size, _ in self._grown)
         size, accumulation = smaller
         self._say(
             f"[yellow]step {step}: out of memory with batch_size {batches.batch_size}[/yellow]; repeated with "
             f"{size}, accumulation {accumulation}"
         )
-        world_size = self._ranks.world_size
-        batches.batch_size, batches.accumulation = size, accumulation
-        engine.set_train_micro_batch_size(size)
-        engine.set_train_batch_size(size * accumulation * world_size)
+        self._before.append((batches.batch_size, batches.accumulation))
+        self._cut(step, size, accumulation)
+
+    def _cut(self, step: int, size: int, accumulation: int) -> None:
+        self._batches.batch_size, self._batches.accumulation = size, accumulation
+        self._engine.set_train_micro_batch_size(size)
+        self._engine.set_train_batch_size(size * accumulation * self._ranks.world_size)
         self.halvings.append(Halving(step, size, accumulation))
+        measure_anew()
+
+    def _grow_if_it_fits(self, step: int) -> None:
+        """After GROW_AFTER steps without trouble, back to the micro-batch before, where every rank has room for it."""
+        if not self._before or not self._grows or step < self.halvings[-1].step + GROW_AFTER:
+            return
+        if (step - self.halvings[-1].step) % GROW_AFTER or self._any_rank(not has_room_for_twice()):
+            return
+        size, accumulation = self._before.pop()
+        self._grown.append((size, accumulation))
+        self._say(f"step {step}: there is room again; batch_size {size}, accumulation {accumulation}")
+        self._cut(step, size, accumulation)
 
     def _smaller(self) -> tuple[int, int] | None:
         size, accumulation = self._batches.batch_size, self._batches.accumulation
@@ -173,11 +212,12 @@ class Recovery:
         smaller = self._smaller()
         failure: UserError
         if self._halves and not self._agreed and smaller is not None:
-            note = RestartNote(step, *smaller, self._config.zero.stage, self._newest_checkpoint(saved_at))
+            note = RestartNote(step, *smaller, self._config.zero.stage)
             note.write(Path(self._config.output_dir) / "logs")
             failure = RestartSmaller(
                 f"step {step}: out of memory with batch_size {self._batches.batch_size}; to go on by hand add "
-                + " ".join(note.overrides())
+                + " ".join(f"{name}={value}" for name, value in note.settings().items())
+                + (" training.resume_from_checkpoint=latest" if saved_at else "")
             )
         else:
             failure = OutOfMemory(self._with_fixes(step))
@@ -200,19 +240,25 @@ class Recovery:
             ways.append("training.on_oom=halve")
         if training.gradient_checkpointing == "none":
             ways.append("training.gradient_checkpointing=true")
-        ways.append(f"dataset.max_length={max(1, self._config.dataset.max_length // 2)}")
+        if is_pipeline(self._config):
+            ways.append(f"image.resolution={self._config.image.resolution // 2}")
+        else:
+            ways.append(f"dataset.max_length={max(1, self._config.dataset.max_length // 2)}")
         if self._config.adapter == "lora":
             ways.append("adapter=qlora")
         if self._ranks.world_size > 1 and self._config.zero.stage < 3:
             ways.append("zero.stage=3")
         return f"{when}; use {', or '.join(ways)}; `zerolora estimate` says what each would need"
 
-    def _newest_checkpoint(self, saved_at: int) -> str | None:
-        """The checkpoint that this run last wrote or began from; None if it began at the start and wrote none."""
-        own = Path(self._config.output_dir) / f"checkpoint-{saved_at}"
-        if saved_at == 0:
-            return None
-        return str(own) if own.exists() else self._config.training.resume_from_checkpoint
+
+def has_room_for_twice() -> bool:
+    """Whether the card holds twice of what the steps since the last change took beyond what always lies there."""
+    if not torch.cuda.is_available():
+        return False
+    stays, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    free, _ = torch.cuda.mem_get_info()
+    unused = free + torch.cuda.memory_reserved() - peak
+    return peak - stays < GROWTH_SPARE * unused
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

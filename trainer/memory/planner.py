@@ -21,6 +21,9 @@ SPARE = 0.05
 STAGES = (0, 1, 2, 3)
 # Where there is no GPU, memory is not what decides: the default.
 CPU_STAGE = 2
+RECOMPUTATION = "training.gradient_checkpointing"
+RECOMPUTATIONS = ("none", "selective", "non_reentrant")
+"""By the time that they take, the least first."""
 Changes = dict[str, Any]
 
 
@@ -121,11 +124,22 @@ class Planner:
         return fits
 
     def resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
-        """`auto` replaced: the lowest stage that fits (with micro-batch 1 if that is `auto`), then the largest batch.
+        """`auto` replaced: the cheapest recomputation that fits, for it the lowest stage, then the largest batch.
 
-        Where nothing fits the last stage and micro-batch 1 are taken, for the check before training to refuse.
-        Without a GPU (`memory` None): stage 2, or the highest that other settings allow, and micro-batch 1.
+        Stages are tried with micro-batch 1 if that is `auto`. Where nothing fits the last stage and micro-batch 1 are
+        taken, for the check before training to refuse. Without a GPU (`memory` None): no recomputation, stage 2, or
+        the highest that other settings allow, and micro-batch 1.
         """
+        if config.training.gradient_checkpointing != "auto":
+            return self._resolved(config, memory)
+        ways = ["none"] if memory is None else [way for way in RECOMPUTATIONS if _is_allowed(config, way)]
+        for way in ways:
+            resolved = self._resolved(with_changes(config, {RECOMPUTATION: way}), memory)
+            if memory is None or self.of(resolved).needed <= memory:
+                break
+        return resolved
+
+    def _resolved(self, config: RunConfig, memory: int | None) -> RunConfig:
         samples, ranks = self.lengths.samples, self.machine.world_size
         config = with_global_batch(config, samples, ranks)
         stage_open, batch_open = config.zero.stage == AUTO, config.training.batch_size == AUTO
@@ -183,6 +197,8 @@ class Planner:
             softcap=self.shapes.softcap,
             capped_logits=self.shapes.facts.caps,
             packed_weights=config.adapter == "qlora",
+            eight_bit=config.adapter == "qlora" and config.quantization.eight_bit,
+            scan_by_kernel=self.machine.on_gpu and self.machine.scan_kernels,
             frozen_by_operator=self.machine.on_gpu and config.adapter != "none",
         )
 
@@ -199,6 +215,7 @@ class Planner:
             master=self._element < 4,
             eight_bit_moments=training.optimizer == "adamw_8bit",
             packed=config.adapter == "qlora",
+            eight_bit=config.quantization.eight_bit,
             block_size=config.quantization.block_size,
             double_quant=config.quantization.double_quant,
             accumulation=training.gradient_accumulation_steps,
@@ -219,6 +236,14 @@ OFFLOADS: dict[str, Changes] = {
     "optimizer": {"zero.offload_optimizer": True, "zero.offload_parameters": False},
     "optimizer, parameters": {"zero.offload_optimizer": True, "zero.offload_parameters": True},
 }
+
+
+def _is_allowed(config: RunConfig, recomputation: str) -> bool:
+    try:
+        check_combinations(with_changes(config, {RECOMPUTATION: recomputation}))
+    except UserError:
+        return recomputation == RECOMPUTATIONS[0]  # what is wrong with all of them is told of the first
+    return True
 
 
 def _offloads_of(stage: int) -> list[str]:

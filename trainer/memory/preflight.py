@@ -15,16 +15,19 @@ from trainer.contract.rank_variables import host_name
 from trainer.contract.whole_files import write_json
 from trainer.data.prepared import Prepared, samples_of
 from trainer.data.step_count import with_global_batch, with_looks_in_steps
-from trainer.decisions import Decisions, Machine, decide
+from trainer.decisions import Decisions, Machine, decide, decide_for_pictures
 from trainer.engine.deepspeed_engine import DTYPES
+from trainer.images.pipeline import Pipeline
 from trainer.memory.advice import does_not_fit
 from trainer.memory.bytes import CONTEXT, Estimate, as_json
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.oom_recovery import Halving
 from trainer.memory.peak import peak_memory_gib
-from trainer.memory.planner import Lengths, Planner, gib
+from trainer.memory.pictures import picture_planner
+from trainer.memory.planner import RECOMPUTATION, RECOMPUTATIONS, Lengths, Planner, gib, with_changes
 from trainer.memory.process import host_memory_left
 from trainer.patches.liger import known_models
+from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.packed_attention import has_flash
 from trainer.ranks.group import Ranks
 
@@ -55,7 +58,8 @@ def plan_memory(
         flash = has_flash(device, DTYPES[precision])
         liger = known_models(on_gpu=on_gpu)
         try:
-            machine = Machine(ranks.world_size, on_gpu, precision, liger, _has_own_kernels(config, device), flash)
+            own = _has_own_kernels(config, device)
+            machine = Machine(ranks.world_size, on_gpu, precision, liger, own, flash, has_scan_kernels())
             plan = plan_on(machine, config, prepared, memory)
             answer[0] = plan if on_gpu else with_host_check(plan, neighbours)
         except UserError as error:
@@ -73,12 +77,7 @@ def plan_on(machine: Machine, config: RunConfig, prepared: Prepared, memory: int
     config = with_global_batch(config, samples_of(prepared), machine.world_size)
     is_open = AUTO in (config.zero.stage, config.training.batch_size)
     try:
-        shapes = read_shapes(
-            prepared.model_config,
-            config.model,
-            None if config.adapter == "none" else config.lora,
-            vocabulary_at_least=len(prepared.tokenizer),
-        )
+        planner = _planner(machine, config, prepared)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         # A model built in a way that the estimate does not know still trains, if nothing depends on the estimate.
         reason = f"{type(error).__name__}: {error}"
@@ -86,10 +85,12 @@ def plan_on(machine: Machine, config: RunConfig, prepared: Prepared, memory: int
             raise UserError(
                 f"zero.stage or training.batch_size=auto: this model has no estimate ({reason}); give both a number"
             ) from None
+        if config.training.gradient_checkpointing == "auto":
+            config = with_changes(config, {RECOMPUTATION: "none" if memory is None else "non_reentrant"})
         config = with_looks_in_steps(config, samples_of(prepared), machine.world_size)
-        unread = decide(config, machine, None)
+        pictures = isinstance(prepared.model_config, Pipeline)
+        unread = decide_for_pictures(config, machine) if pictures else decide(config, machine, None)
         return MemoryPlan(config, None, unread, (f"no memory estimate for this model ({reason})",))
-    planner = Planner(shapes, Lengths.of(config, prepared.data.train), machine)
     resolved = with_looks_in_steps(planner.resolve(config, memory), samples_of(prepared), machine.world_size)
     found = planner.of(resolved)
     notes = []
@@ -97,12 +98,34 @@ def plan_on(machine: Machine, config: RunConfig, prepared: Prepared, memory: int
         chosen = f"ZeRO stage {resolved.zero.stage}, batch_size {resolved.training.batch_size}"
         reason = f"{gib(found.peak)} estimated" if memory is not None else "the defaults, for there is no GPU to fill"
         notes.append(f"auto: {chosen}, {reason}")
+    if config.training.gradient_checkpointing == "auto" and memory is not None:
+        notes.append(recomputation_line(planner, resolved, memory))
     if memory is not None and found.needed > memory:
         problem = does_not_fit(planner, resolved, memory, "has free")
         if not resolved.training.ignore_memory_check:
             raise UserError(f"{problem}; or training.ignore_memory_check=true")
         notes.append(f"[yellow]warning:[/yellow] {problem}")
     return MemoryPlan(resolved, found, planner.decisions(resolved), tuple(notes))
+
+
+def _planner(machine: Machine, config: RunConfig, prepared: Prepared) -> Planner:
+    if isinstance(prepared.model_config, Pipeline):
+        return picture_planner(config, prepared.model_config, machine, prepared.data.train)
+    shapes = read_shapes(
+        prepared.model_config,
+        config.model,
+        None if config.adapter == "none" else config.lora,
+        vocabulary_at_least=len(prepared.tokenizer),
+    )
+    return Planner(shapes, Lengths.of(config, prepared.data.train), machine)
+
+
+def recomputation_line(planner: Planner, resolved: RunConfig, memory: int) -> str:
+    """Why `training.gradient_checkpointing: auto` is what it is."""
+    way, found = resolved.training.gradient_checkpointing, planner.of(resolved)
+    without = planner.of(with_changes(resolved, {RECOMPUTATION: RECOMPUTATIONS[0]}))
+    line = f"auto: gradient checkpointing {way}, {gib(found.needed)} estimated"
+    return line if way == "none" else f"{line}; without it {gib(without.needed)}, and there are {gib(memory)}"
 
 
 def on_this_cpu(config: RunConfig, prepared: Prepared) -> str:

@@ -10,33 +10,24 @@ from trainer.memory.activations import (
     Work,
     kept_by_layer,
     kept_by_layers,
-    kept_by_mixer,
     loss_head,
     recomputed_layer,
 )
-from trainer.memory.widths import Layer, Shapes
+from trainer.memory.widths import Shapes
 
 PROCESS = 550 * 2**20
 """Python, torch, transformers, DeepSpeed and gloo in a process that has trained a model of next to nothing."""
 LEFT_IN_HEAP = 0.7
-"""Fraction of what all layers keep that the C library's heap holds beside it at the peak: it gives back little of what
-is freed between tensors that stay. Measured in fp32 and bf16, 256 to 4,096 tokens, recomputed and not: 0.4 to 0.9."""
-MAPPED = 32 * 2**20
-"""Bytes from which on glibc asks the kernel for every tensor alone, and gives it back (its largest mmap threshold)."""
+"""Fraction of what all layers keep that the C library's heap holds beside it at the peak: it returns little of what
+is freed between tensors that stay. Measured in fp32 and bf16, 256 to 7,168 tokens, recomputed and not: 0.4 to 0.9."""
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def process_peak(shapes: Shapes, work: Work, resident: int) -> int:
     """Peak resident memory of a process whose weights, optimizer and buffers take `resident` bytes."""
     kept = kept_by_layers(shapes, work) + recomputed_layer(shapes, work)
-    in_gaps = int(LEFT_IN_HEAP * sum(_in_heap(layer, work) for layer in shapes.layers))
+    in_gaps = int(LEFT_IN_HEAP * sum(kept_by_layer(layer, work) for layer in shapes.layers))
     return PROCESS + resident + kept + in_gaps + _loss(shapes, work)
-
-
-def _in_heap(layer: Layer, work: Work) -> int:
-    """What a layer keeps in tensors so small that the C library takes them from its heap."""
-    large = [mixer for mixer in layer.mixers if work.tokens * mixer.width_inner * work.element >= MAPPED]
-    return kept_by_layer(layer, work) - sum(kept_by_mixer(mixer, work) for mixer in large)
 
 
 def _loss(shapes: Shapes, work: Work) -> int:

@@ -7,7 +7,7 @@ from trainer.patches.model_facts import ModelFacts
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter: its elements, whether it is a matrix that a 4-bit base packs, whether it is trained."""
+    """One parameter: its elements, whether it is a matrix that a quantised base packs, whether it is trained."""
 
     elements: int
     packable: bool
@@ -20,6 +20,8 @@ class Weight:
     """How many experts' matrices it holds, each of which is packed by itself; 0 for others."""
     mxfp4: bool = False
     """Whether it is stored in MXFP4 and stays so."""
+    rows: int = 0
+    """Of a matrix."""
 
 
 @dataclass(frozen=True)

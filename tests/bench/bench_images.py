@@ -1,0 +1,176 @@
+"""Peak memory and pictures a second of image models of true shape with random weights, beside diffusers with PEFT.
+
+python -m tests.bench.bench_images OUT ours|diffusers CASE ...     JSON for each case, also in OUT/images.jsonl
+
+Both train LoRA r 16 on attention and feed-forward in bf16, batch 1, with latents and conditions at hand. The other loop
+is that of diffusers' scripts: factors in 32 bits, autocast, torch's fused AdamW, clipping.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+STEPS = 10
+CASES: dict[str, dict[str, Any]] = {
+    "sdxl-512": {"base_model": "random:sdxl", "resolution": 512},
+    "sdxl-1024-r": {"base_model": "random:sdxl", "resolution": 1024, "recompute": True},
+    "sd3.5-medium-1024-r": {"base_model": "random:sd3.5-medium", "resolution": 1024, "recompute": True},
+    "sd3.5-large-1024-r": {"base_model": "random:sd3.5-large", "resolution": 1024, "recompute": True},
+    "flux-1024-r": {"base_model": "random:flux-dev", "resolution": 1024, "recompute": True},
+    "flux-1024-r-nf4": {"base_model": "random:flux-dev", "resolution": 1024, "recompute": True, "adapter": "qlora"},
+    "tiny": {
+        "base_model": "random:sd3.5-medium,num_layers=2,num_attention_heads=2,caption_projection_dim=128",
+        "resolution": 64,
+        "recompute": True,
+    },
+}
+
+
+def settings(case: dict[str, Any], out: Path, name: str) -> dict[str, Any]:
+    """The configuration of one case."""
+    return {
+        "base_model": case["base_model"],
+        "adapter": case.get("adapter", "lora"),
+        "output_dir": str(out / name),
+        "lora": {"r": 16, "alpha": 16},
+        "dataset": {"path": str(out / f"pictures-{case['resolution']}"), "cache_dir": str(out / "cache")},
+        "image": {"resolution": case["resolution"]},
+        "training": {
+            "max_steps": STEPS,
+            "gradient_checkpointing": bool(case.get("recompute")),
+            "precision": "bf16",
+            "save_steps": 0,
+            "learning_rate": 1e-4,
+        },
+        "logging": {"report_to": "none", "progress": "off"},
+        "output": {"overwrite": "delete"},
+    }
+
+
+def ours(out: Path, name: str) -> dict[str, Any]:
+    """A whole run in a process of its own."""
+    from tests.pipelines import write_pictures
+
+    case = CASES[name]
+    side = case["resolution"]
+    if not (out / f"pictures-{side}").exists():
+        write_pictures(out / f"pictures-{side}", 4, sizes=((side, side),))
+    config = out / f"{name}.yaml"
+    config.write_text(yaml.safe_dump(settings(case, out, name)))
+    began = time.perf_counter()
+    with (out / f"{name}.log").open("w") as log:
+        done = subprocess.run([sys.executable, "-m", "trainer.train", str(config)], stdout=log, stderr=log, check=False)
+    if done.returncode:
+        return {"failed": (out / f"{name}.log").read_text()[-1500:]}
+    lines = [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["perf/step_ms"] for line in lines if "perf/step_ms" in line]
+    peak = max(line["memory/peak_gib"] for line in lines if "memory/peak_gib" in line)
+    return summary(peak, [each / 1e3 for each in steps], time.perf_counter() - began)
+
+
+def diffusers_loop(out: Path, name: str) -> dict[str, Any]:
+    """The loop of diffusers' scripts."""
+    import torch
+    from peft import LoraConfig
+
+    from trainer.config import ModelSection
+    from trainer.images.encoding import random_conditions
+    from trainer.images.pipeline import read_pipeline
+
+    case = CASES[name]
+    pipeline = read_pipeline(case["base_model"], ModelSection())
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    denoiser = random_denoiser(pipeline, device, nf4=case.get("adapter") == "qlora")
+    targets = usual_targets(pipeline)
+    denoiser.add_adapter(LoraConfig(r=16, lora_alpha=16, target_modules=targets))
+    for parameter in denoiser.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    if case.get("recompute"):
+        denoiser.enable_gradient_checkpointing()
+    denoiser.train()
+    trained = [parameter for parameter in denoiser.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=device.type == "cuda")
+    conditions = {key: value[None].to(device) for key, value in random_conditions(pipeline, "a red circle").items()}
+    side = case["resolution"] // pipeline.downsampling
+    conditions["sizes"] = torch.full((1, 6), float(case["resolution"]), device=device)
+    conditions["guidance"] = torch.ones(1, device=device)
+    latents = torch.randn(1, pipeline.channels, side, side, device=device)
+    seconds = []
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        noise, level = torch.randn_like(latents), torch.rand(1, device=device)
+        noisy, times = (1 - level) * latents + level * noise, (level * 999).long()
+        with torch.autocast(device.type, torch.bfloat16):
+            predicted = pipeline.family.predict(denoiser, noisy.bfloat16(), times, conditions)
+        loss = (predicted.float() - noise).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        float(loss.detach())
+        seconds.append(time.perf_counter() - began)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    return summary(peak, seconds, sum(seconds))
+
+
+def random_denoiser(pipeline: Any, device: Any, *, nf4: bool) -> Any:
+    """The denoiser in bf16, or with bitsandbytes' own 4-bit layers, as diffusers loads them."""
+    import bitsandbytes as bnb
+    import torch
+    from torch import nn
+
+    denoiser = pipeline.empty_denoiser()
+    denoiser.requires_grad_(False)
+    for path, module in list(denoiser.named_modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            value = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
+            value = value.normal_(0.0, 0.02) if value.dim() > 1 else value.fill_(float(name == "weight"))
+            setattr(module, name, nn.Parameter(value, requires_grad=False))
+        if nf4 and type(module) is nn.Linear:
+            packed = bnb.nn.Linear4bit(
+                module.in_features, module.out_features, module.bias is not None, torch.bfloat16, quant_type="nf4"
+            )
+            packed.weight = bnb.nn.Params4bit(module.weight.data.cpu(), requires_grad=False, quant_type="nf4")
+            packed.bias = module.bias
+            parent, _, last = path.rpartition(".")
+            setattr(denoiser.get_submodule(parent) if parent else denoiser, last, packed.to(device))
+            module.weight.data = module.weight.data.new_empty(0)
+    return denoiser.to(device)
+
+
+def usual_targets(pipeline: Any) -> list[str]:
+    """The same layers as ours, by their whole paths."""
+    from trainer.images.model import ImageModel
+
+    prefix = f"{pipeline.family.denoiser}."
+    return [path.removeprefix(prefix) for path in ImageModel(pipeline).usual_targets()]
+
+
+def summary(peak: float, seconds: list[float], wall: float) -> dict[str, Any]:
+    """The first steps warm up."""
+    step = median(seconds[3:])
+    return {"peak_gib": round(peak, 2), "step_ms": round(step * 1e3, 1), "pictures_s": round(1 / step, 3), "s": wall}
+
+
+def main() -> None:
+    out, who = Path(sys.argv[1]), sys.argv[2]
+    out.mkdir(parents=True, exist_ok=True)
+    for name in sys.argv[3:]:
+        found = ours(out, name) if who == "ours" else diffusers_loop(out, name)
+        line = json.dumps({"case": name, "who": who, **found})
+        print(line, flush=True)
+        with (out / "images.jsonl").open("a") as file:
+            file.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()

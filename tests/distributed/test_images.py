@@ -1,0 +1,181 @@
+"""Image models of every family on two ranks: losses of plain diffusers and PEFT, an adapter that diffusers loads."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.distributed.conftest import ROOT, Matrix, deepspeed_command, environment
+from tests.distributed.plan import case
+from tests.pipelines import make_pipeline, write_pictures
+from tests.plain_diffusers import plain_losses
+from trainer.config import RunConfig, load_config
+
+pytestmark = pytest.mark.distributed
+
+STEPS, RANKS, STAGES = 3, 2, (0, 1, 2, 3)
+RELATIVE = 1e-6
+FAMILIES = ("sd", "sdxl", "sd3", "flux")
+MODULE = {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0}
+SHOWN = {"image__flip": True, "image__caption_dropout": 0.5, "image__min_snr_gamma": 5.0}
+
+
+def plan(folder: Path) -> list[dict[str, Any]]:
+    drawn = {"logging__sample_prompts": ["a red circle"]}
+    flux, sd3 = {"base_model": str(folder / "flux")}, {"base_model": str(folder / "sd3")}
+    cases = [case(f"sdxl-{stage}", zero__stage=stage, **(drawn if stage == 2 else {})) for stage in STAGES]
+    cases += [case("sdxl-module", **MODULE), case("sd-2", base_model=str(folder / "sd"), **drawn)]
+    cases += [case("sd3-2", **sd3), case("sd3-3", zero__stage=3, **sd3, **drawn)]
+    cases += [case("flux-2", **flux, **drawn), case("flux-3", zero__stage=3, **flux)]
+    recomputed = {"training__gradient_checkpointing": "non_reentrant"}
+    cases += [case("sdxl-recomputed", **recomputed), case("flux-recomputed-3", zero__stage=3, **recomputed, **flux)]
+    cases += [case(f"flux-nf4-{stage}", adapter="qlora", zero__stage=stage, **flux) for stage in (2, 3)]
+    cases += [case("flux-fused", ops__backend="reference", **flux), case("sdxl-fused", ops__backend="reference")]
+    cases += [case("with-class", image__prior={"path": str(folder / "class")}, image__prior_weight=0.5)]
+    cases += [case("shown", **SHOWN)]
+    again = {"training__resume_from_checkpoint": "shown/checkpoint-2", "output_dir": "again", **SHOWN}
+    return [*cases, case("again", **again)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    folder = tmp_path_factory.mktemp("images")
+    for family in FAMILIES:
+        make_pipeline(folder / family, family)
+    write_pictures(folder / "pictures", 10, sizes=((64, 64), (96, 64), (64, 96)))
+    write_pictures(folder / "class", 3, seed=9)
+    (folder / "base.yaml").write_text(yaml.safe_dump(base(folder)))
+    cases = plan(folder)
+    for each in cases:
+        overrides = each["overrides"]
+        if "output_dir" in overrides:
+            overrides["output_dir"] = str(folder / overrides["output_dir"])
+            overrides["training.resume_from_checkpoint"] = str(folder / "shown/checkpoint-2")
+    (folder / "plan.json").write_text(json.dumps(cases))
+    command = deepspeed_command(RANKS, "tests.distributed.matrix", str(folder), str(folder / "plan.json"))
+    with (folder / "launch-2.log").open("w") as log:
+        subprocess.run(command, env=environment(), cwd=ROOT, stdout=log, stderr=log, timeout=840, check=False)
+    return Matrix(folder, cases)
+
+
+def base(folder: Path) -> dict[str, Any]:
+    return {
+        "base_model": str(folder / "sdxl"),
+        "output_dir": "unset",
+        "lora": {"r": 4, "alpha": 8},
+        "dataset": {"path": str(folder / "pictures"), "val_split": 0.2, "cache_dir": str(folder / "cache")},
+        "image": {"resolution": 32, "bucket_step": 8, "sample_steps": 2},
+        "training": {
+            "batch_size": 1,
+            "gradient_accumulation_steps": 2,
+            "max_steps": STEPS,
+            "learning_rate": 1e-2,
+            "precision": "fp32",
+            "save_steps": 2,
+        },
+        "logging": {"report_to": "none"},
+    }
+
+
+def plain(runs: Matrix, *overrides: str) -> tuple[list[float], Any]:
+    config: RunConfig = load_config(runs["sdxl-0"].folder.parent / "base.yaml", overrides).config
+    return plain_losses(config, ranks=RANKS)
+
+
+@pytest.fixture(scope="module")
+def plain_sdxl(runs: Matrix) -> tuple[list[float], Any]:
+    return plain(runs)
+
+
+@pytest.mark.parametrize(
+    "name", [*(f"sdxl-{stage}" for stage in STAGES), "sdxl-module", "sdxl-recomputed", "sdxl-fused"]
+)
+def test_losses_of_sdxl_are_those_of_plain_diffusers(
+    runs: Matrix, plain_sdxl: tuple[list[float], Any], name: str
+) -> None:
+    assert runs[name].losses == pytest.approx(plain_sdxl[0], rel=RELATIVE)
+    assert len(set(runs[name].losses)) == STEPS
+
+
+@pytest.mark.parametrize("family", ["sd", "sd3", "flux"])
+def test_losses_of_the_others_are_those_of_plain_diffusers(runs: Matrix, family: str) -> None:
+    expected, _ = plain(runs, f"base_model={runs['sdxl-0'].folder.parent / family}")
+    for name in {"sd": ["sd-2"], "sd3": ["sd3-2", "sd3-3"]}.get(
+        family, ["flux-2", "flux-3", "flux-recomputed-3", "flux-fused"]
+    ):
+        assert runs[name].losses == pytest.approx(expected, rel=RELATIVE), name
+
+
+def test_a_four_bit_base_trains_alike_on_stages_2_and_3_and_nearly_as_the_whole_one(runs: Matrix) -> None:
+    assert runs["flux-nf4-3"].losses == pytest.approx(runs["flux-nf4-2"].losses, rel=RELATIVE)
+    assert runs["flux-nf4-2"].losses != runs["flux-2"].losses
+    assert runs["flux-nf4-2"].losses == pytest.approx(runs["flux-2"].losses, rel=0.05)
+
+
+def test_prior_preservation_adds_its_weighted_loss(runs: Matrix) -> None:
+    source = json.dumps({"path": str(runs["with-class"].folder.parent / "class")})
+    expected, _ = plain(runs, f"image.prior={source}", "image.prior_weight=0.5")
+    assert runs["with-class"].losses == pytest.approx(expected, rel=RELATIVE)
+    assert all(both > alone for both, alone in zip(runs["with-class"].losses, runs["sdxl-2"].losses, strict=True))
+
+
+def test_a_run_is_resumed_to_the_bit(runs: Matrix) -> None:
+    assert runs["again"].losses == runs["shown"].losses[2:]
+    whole, again = runs["shown"].adapter(), runs["again"].adapter()
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def test_held_out_loss_does_not_depend_on_the_seed_of_training_or_the_stage(runs: Matrix) -> None:
+    first = [runs[name].records("eval/loss")[0] for name in ("sdxl-0", "sdxl-3", "shown")]
+    assert first == pytest.approx([first[0]] * 3, rel=RELATIVE)
+    assert runs["sdxl-0"].records("eval/loss")[-1] < first[0]
+
+
+@pytest.mark.parametrize(("name", "family"), [("sdxl-2", "sdxl"), ("sd-2", "sd"), ("sd3-3", "sd3"), ("flux-2", "flux")])
+def test_diffusers_loads_the_adapter_and_draws_the_sample_of_the_run(runs: Matrix, name: str, family: str) -> None:
+    import diffusers
+    from PIL import Image, ImageChops
+
+    folder = runs[name].folder
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder.parent / family, dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    arguments: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 2}
+    without = pipeline("a red circle", generator=torch.Generator().manual_seed(42), **arguments).images[0]
+    pipeline.load_lora_weights(folder)
+    image = pipeline("a red circle", generator=torch.Generator().manual_seed(42), **arguments).images[0]
+    ours = Image.open(folder / "samples" / "00-after.png")
+    assert _farthest(ImageChops.difference(image, ours)) <= 1, "the adapter loaded by diffusers draws another picture"
+    assert _farthest(ImageChops.difference(without, Image.open(folder / "samples" / "00-before.png"))) <= 1
+    assert _farthest(ImageChops.difference(without, image)) > 1, "the adapter changes nothing that could differ"
+
+
+@pytest.mark.parametrize("form", ["kohya", "merged"])
+def test_what_is_exported_and_merged_draws_the_same(runs: Matrix, form: str, tmp_path: Path) -> None:
+    import diffusers
+    from PIL import Image, ImageChops
+
+    from trainer.checkpoint.finished_run import find_run
+    from trainer.commands.export.__main__ import export
+    from trainer.commands.image_adapter import KOHYA, merge_images
+
+    run = find_run(runs["sdxl-2"].folder)
+    base = run.folder.parent / "sdxl"
+    if form == "merged":
+        base = merge_images(run, tmp_path / "merged", dtype="auto", scale=1.0)
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(base, dtype=torch.float32)
+    if form == "kohya":
+        export(run, "kohya", tmp_path / "kohya")
+        pipeline.load_lora_weights(tmp_path / "kohya", weight_name=KOHYA)
+    pipeline.set_progress_bar_config(disable=True)
+    seed = torch.Generator().manual_seed(42)
+    image = pipeline("a red circle", height=32, width=32, num_inference_steps=2, generator=seed).images[0]
+    ours = Image.open(run.folder / "samples" / "00-after.png")
+    assert _farthest(ImageChops.difference(image, ours)) <= 1
+
+
+def _farthest(difference: Any) -> int:
+    return max(high for _, high in difference.getextrema())

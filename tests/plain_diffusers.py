@@ -1,0 +1,130 @@
+"""The plain way to train the same adapter of an image model: diffusers, PEFT, torch's AdamW, a loop of some lines."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from trainer.config import RunConfig
+from trainer.engine.optimizer import build_schedule
+from trainer.images.batches import Drawing, Group, ImageBatches
+from trainer.images.objective import Objective
+from trainer.preflight import prepare
+from trainer.ranks.group import set_seed
+
+TARGETS = ["to_k", "to_q", "to_v", "to_out.0", "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
+FEED_FORWARD = ["ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "proj_mlp"]
+
+
+def plain_losses(config: RunConfig, *, ranks: int, dtype: torch.dtype = torch.float32) -> tuple[list[float], Any]:
+    """Mean loss a picture at each step of `config`, and the pipeline with the trained adapter in it.
+
+    The pictures, noise and times are those that `ranks` ranks of zerolora draw; noising, prediction, loss and
+    update are written as diffusers' own training scripts have them.
+    """
+    import diffusers
+
+    training, prepared = config.training, prepare(config)
+    family = prepared.model_config.family
+    pipeline = getattr(diffusers, family.pipeline).from_pretrained(config.base_model, dtype=torch.float32)
+    denoiser = getattr(pipeline, family.denoiser)
+    denoiser.requires_grad_(False)
+    _add_adapter(config, denoiser, family)
+    denoiser.train()
+    trained = [parameter for parameter in denoiser.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=training.learning_rate, weight_decay=training.weight_decay)
+    assert training.max_steps is not None
+    schedule = build_schedule(optimizer, training, training.max_steps)
+    scheduler: Any = getattr(diffusers, family.scheduler).from_config(pipeline.scheduler.config)
+    batches = _batches(config, prepared, ranks)
+    losses: list[float] = []
+    epoch = offset = 0
+    for _ in range(training.max_steps):
+        parts, taken = batches.step(epoch, offset)
+        total = 0.0
+        for part in parts:
+            for group in part.groups:
+                loss = _loss(config, family.name, scheduler, denoiser, group) / taken
+                loss.backward()
+                total += loss.item()
+        losses.append(total)
+        torch.nn.utils.clip_grad_norm_(trained, training.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        offset += taken
+        if offset >= len(prepared.data.train):
+            epoch, offset = epoch + 1, 0
+    return losses, pipeline
+
+
+def _add_adapter(config: RunConfig, denoiser: Any, family: Any) -> None:
+    """By PEFT's own names of diffusers' scripts; the same first values, for the layers come in the same order."""
+    from peft import LoraConfig
+
+    lora = config.lora
+    targets: list[str] | str = [*TARGETS, *FEED_FORWARD]
+    if family.name == "flux":
+        targets = rf".*({'|'.join(name.replace('.', '[.]') for name in targets)})|single_transformer_blocks.*proj_out"
+    settings = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=targets, init_lora_weights=True)
+    set_seed(config.seed)
+    denoiser.add_adapter(settings)
+
+
+def _batches(config: RunConfig, prepared: Any, ranks: int) -> ImageBatches:
+    training, image = config.training, config.image
+    objective = Objective(prepared.model_config, image)
+    return ImageBatches(
+        prepared.data.train,
+        Drawing(objective.draw_time, image.flip, image.caption_dropout, image.prior_weight),
+        prior=prepared.data.prior,
+        batch_size=training.batch_size,
+        accumulation=training.gradient_accumulation_steps * ranks,
+        rank=0,
+        world_size=1,
+        seed=config.seed,
+        shuffle=config.dataset.shuffle,
+    )
+
+
+def _loss(config: RunConfig, family: str, scheduler: Any, denoiser: Any, group: Group) -> torch.Tensor:
+    """As train_text_to_image_lora_sdxl.py, train_dreambooth_lora_sd3.py and train_dreambooth_lora_flux.py."""
+    latents, noise, given = group.latents, group.noise, group.conditions
+    steps = scheduler.config.num_train_timesteps
+    index = (group.times * steps).long()
+    if family in ("sd", "sdxl"):
+        noisy = scheduler.add_noise(latents, noise, index)
+        added = {"text_embeds": given["pooled"], "time_ids": given["sizes"]} if family == "sdxl" else None
+        predicted = denoiser(noisy, index, given["text"], added_cond_kwargs=added).sample
+        target = noise
+        if scheduler.config.prediction_type == "v_prediction":
+            target = scheduler.get_velocity(latents, noise, index)
+        errors = F.mse_loss(predicted, target, reduction="none").mean(dim=(1, 2, 3))
+        return (errors * group.weights).sum()
+    timesteps = scheduler.timesteps[steps - 1 - index]
+    sigmas = scheduler.sigmas[[(scheduler.timesteps == each).nonzero().item() for each in timesteps]]
+    sigmas = sigmas.view(-1, 1, 1, 1)
+    noisy = (1.0 - sigmas) * latents + sigmas * noise
+    if family == "sd3":
+        predicted = denoiser(noisy, given["text"], given["pooled"], timesteps).sample
+    else:
+        predicted = _flux(denoiser, noisy, timesteps, given)
+    errors = F.mse_loss(predicted, noise - latents, reduction="none").mean(dim=(1, 2, 3))
+    return (errors * group.weights).sum()
+
+
+def _flux(denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, given: Any) -> torch.Tensor:
+    from diffusers import FluxPipeline
+
+    count, channels, height, width = noisy.shape
+    places = FluxPipeline._prepare_latent_image_ids(count, height // 2, width // 2, noisy.device, noisy.dtype)
+    predicted = denoiser(
+        hidden_states=FluxPipeline._pack_latents(noisy, count, channels, height, width),
+        timestep=timesteps / 1000,
+        guidance=torch.ones(count),
+        pooled_projections=given["pooled"],
+        encoder_hidden_states=given["text"],
+        txt_ids=torch.zeros(given["text"].shape[1], 3),
+        img_ids=places,
+    ).sample
+    return FluxPipeline._unpack_latents(predicted, 2 * height, 2 * width, 2)

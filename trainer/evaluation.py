@@ -1,0 +1,54 @@
+"""What a run looks at beside its training loss: the held-out loss, and what comes of the sample prompts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.engine.protocol import Engine
+from trainer.memory.peak import release_if_fragmented
+from trainer.ranks.progress import phase
+from trainer.step import evaluate_loss
+from trainer.task import StepLoss, Task
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Of a run that is made for its held-out losses: what it does otherwise.
+
+    It writes no checkpoints and no report: an interrupted one starts again.
+    """
+
+    evaluate: Callable[[Engine], tuple[float, int]]
+    """Held-out loss of the engine's model, nats per target token, and the number of target tokens."""
+    at_the_end: Callable[[Engine], None]
+    """What more is measured of the trained model."""
+
+
+class Evaluation:
+    """Of one run, on its engine; a `measurement` has a loss of its own."""
+
+    def __init__(
+        self,
+        task: Task,
+        engine: Engine,
+        loss: StepLoss,
+        measurement: Measurement | None = None,
+        *,
+        held_out: bool,
+    ) -> None:
+        """`held_out`: whether there is anything to evaluate on."""
+        self.has_data = held_out
+        self._task, self._engine, self._loss, self._measurement = task, engine, loss, measurement
+
+    @phase("evaluate")
+    def loss(self) -> tuple[float, int]:
+        """The held-out loss of a target, and the number of targets; every rank must call it."""
+        if self._measurement is not None:
+            return self._measurement.evaluate(self._engine)
+        found = evaluate_loss(self._engine, self._loss, self._task.evaluation())
+        release_if_fragmented()
+        return found
+
+    def sample(self, when: str, step: int, folder: Any) -> None:
+        """What the model makes of the sample prompts, kept in the run's `folder`; every rank must call it."""
+        self._task.sample(self._engine, when, step, folder)

@@ -1,0 +1,1 @@
+"""Image models: pipelines of diffusers, whose denoiser gets an adapter."""

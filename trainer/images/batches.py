@@ -1,0 +1,229 @@
+"""Micro-batches of pictures: the same global batch, noise and times on any number of ranks.
+
+What is drawn for a picture (noise, time, mirror image, dropped caption) depends on the seed, the epoch and its place in
+the epoch's order alone, so that a resumed run and one on other ranks draw the same.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer.data.batches import parts_of
+from trainer.data.step_count import steps_per_epoch
+from trainer.images.data import Entry, ImageSamples
+from trainer.images.families import Conditions
+
+EVALUATION_TIMES = 4
+SIZES = "sizes"
+"""SDXL's conditioning by size and crop, which 16 bits would round."""
+_EVALUATION, _PRIOR, _TRAINING = 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Group:
+    """Pictures of one size, as tensors on the host, fp32."""
+
+    latents: Tensor
+    """[B, C, H, W]."""
+    noise: Tensor
+    times: Tensor
+    """Between 0 and 1 [B]: how far into the scheduler's times."""
+    conditions: Conditions
+    captions: tuple[str, ...]
+    weights: Tensor
+    """Of each picture's loss [B]; 0 for what only fills up."""
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """What one rank computes in one micro-step: most often one group."""
+
+    groups: tuple[Group, ...]
+    tokens: int
+    """Pictures."""
+    target_count: int
+    """Pictures that the loss is divided by: without those of the class."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What is random about how a picture is shown."""
+
+    draw_time: Callable[[torch.Generator], float]
+    flip: bool
+    caption_dropout: float
+    prior_weight: float
+    with_conditions: bool = True
+    """False where captions are encoded in the step."""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One picture as it is shown once."""
+
+    entry: Entry
+    caption: int
+    latents: Tensor
+    noise: Tensor
+    time: float
+    weight: float
+    samples: ImageSamples
+
+
+class ImageBatches:
+    """This rank's part of every global batch; see trainer/data/batches.py for which part that is.
+
+    A global batch is of one size as far as the epoch's pictures allow it; what is left over of each size comes
+    together in mixed ones.
+    """
+
+    def __init__(
+        self,
+        samples: ImageSamples,
+        drawing: Drawing,
+        *,
+        prior: ImageSamples | None,
+        batch_size: int,
+        accumulation: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self.samples, self.prior = samples, prior
+        self.batch_size, self.accumulation = batch_size, accumulation
+        self.rank, self.world_size = rank, world_size
+        self._drawing, self._seed, self._shuffle = drawing, seed, shuffle
+        self._order: tuple[int, int, NDArray[np.int64]] | None = None
+
+    @property
+    def global_batch_size(self) -> int:
+        """G, in pictures."""
+        return self.batch_size * self.accumulation * self.world_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of one pass; the last may be incomplete."""
+        return steps_per_epoch(len(self.samples), self.global_batch_size)
+
+    def step(self, epoch: int, offset: int) -> tuple[list[ImageBatch], int]:
+        """This rank's micro-batches of the step `offset` pictures into the epoch, and how many all ranks take."""
+        taken = self.order(epoch)[offset : offset + self.global_batch_size]
+        places = np.arange(offset, offset + len(taken))
+        return [self._batch(epoch, taken[part], places[part]) for part in parts_of(self)], len(taken)
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """The epoch's permutation of the pictures."""
+        size = self.global_batch_size
+        if self._order is None or self._order[:2] != (epoch, size):
+            draw = np.random.default_rng([self._seed, epoch])
+            order = draw.permutation(len(self.samples)) if self._shuffle else np.arange(len(self.samples))
+            self._order = epoch, size, by_size(order, self.samples.sizes, size, draw if self._shuffle else None)
+        return self._order[2]
+
+    def _batch(self, epoch: int, indices: NDArray[np.int64], places: NDArray[np.int64]) -> ImageBatch:
+        rows = [
+            self._row(self.samples, int(index), epoch, int(place), _TRAINING, 1.0)
+            for index, place in zip(indices, places, strict=True)
+        ]
+        count = len(rows)
+        if self.prior is not None:
+            weight = self._drawing.prior_weight
+            rows += [
+                self._row(self.prior, int(place) % len(self.prior), epoch, int(place), _PRIOR, weight)
+                for place in places
+            ]
+        if not rows:  # every rank runs the same number of micro-steps
+            rows = [self._row(self.samples, 0, epoch, 0, _TRAINING, 0.0)]
+        return collate(rows, count, with_conditions=self._drawing.with_conditions)
+
+    def _row(self, samples: ImageSamples, index: int, epoch: int, place: int, kind: int, weight: float) -> _Row:
+        drawing, entry = self._drawing, samples[index]
+        generator = generator_of(self._seed, epoch, place, kind)
+        mirrored, dropped = torch.rand(2, generator=generator).tolist()
+        mean, std = samples.store.latents(entry.number, flipped=drawing.flip and mirrored < 0.5)
+        time = drawing.draw_time(generator)
+        latents = mean + std * torch.randn(mean.shape, generator=generator)
+        noise = torch.randn(mean.shape, generator=generator)
+        caption = samples.store.number_of("") if dropped < drawing.caption_dropout else entry.caption
+        return _Row(entry, caption, latents, noise, time, weight, samples)
+
+
+def image_evaluation(
+    samples: ImageSamples, *, batch_size: int, rank: int, world_size: int, with_conditions: bool
+) -> Iterator[ImageBatch]:
+    """Every held-out picture at fixed times with fixed noise, whatever the run's seed; every rank yields as many."""
+    count = len(samples) * EVALUATION_TIMES
+    for start in range(0, count, batch_size * world_size):
+        first = start + rank * batch_size
+        chosen = range(first, min(first + batch_size, count))
+        rows = [_evaluation_row(samples, at, 1.0) for at in chosen] or [_evaluation_row(samples, 0, 0.0)]
+        yield collate(rows, len(chosen), with_conditions=with_conditions)
+
+
+def _evaluation_row(samples: ImageSamples, at: int, weight: float) -> _Row:
+    index, time = divmod(at, EVALUATION_TIMES)
+    entry = samples[index]
+    mean, _ = samples.store.latents(entry.number, flipped=False)
+    noise = torch.randn(mean.shape, generator=generator_of(0, index, time, _EVALUATION))
+    return _Row(entry, entry.caption, mean, noise, (time + 0.5) / EVALUATION_TIMES, weight, samples)
+
+
+def generator_of(*numbers: int) -> torch.Generator:
+    """A generator that these numbers alone decide."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+    return torch.Generator().manual_seed(seed % 2**63)
+
+
+def by_size(
+    order: NDArray[np.int64], sizes: NDArray[np.int64], together: int, draw: np.random.Generator | None
+) -> NDArray[np.int64]:
+    """The order rearranged so that runs of `together` pictures have one size, with what is left over at the end."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for index in order.tolist():
+        groups.setdefault((int(sizes[index, 0]), int(sizes[index, 1])), []).append(index)
+    if len(groups) == 1:
+        return order
+    whole, rest = [], []
+    for members in groups.values():
+        end = len(members) // together * together
+        whole += [members[start : start + together] for start in range(0, end, together)]
+        rest += members[end:]
+    if draw is not None:
+        whole = [whole[at] for at in draw.permutation(len(whole))]
+    return np.array([index for part in whole for index in part] + rest, dtype=np.int64)
+
+
+def collate(rows: Sequence[_Row], count: int, *, with_conditions: bool) -> ImageBatch:
+    """Rows by size, as tensors; `count` is what the loss is divided by."""
+    groups: dict[tuple[int, ...], list[_Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row.latents.shape), []).append(row)
+    made = tuple(_group(members, with_conditions=with_conditions) for members in groups.values())
+    return ImageBatch(made, tokens=sum(row.weight > 0 for row in rows), target_count=count)
+
+
+def _group(rows: Sequence[_Row], *, with_conditions: bool) -> Group:
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        conditions = row.samples.store.conditions(row.caption) if with_conditions else {}
+        found.append(conditions | {SIZES: sizes_of(row.entry)})
+    return Group(
+        torch.stack([row.latents for row in rows]),
+        torch.stack([row.noise for row in rows]),
+        torch.tensor([row.time for row in rows], dtype=torch.float64),
+        {name: torch.stack([each[name] for each in found]) for name in found[0]},
+        tuple(row.samples.store.captions[row.caption] for row in rows),
+        torch.tensor([row.weight for row in rows]),
+    )
+
+
+def sizes_of(entry: Entry) -> Tensor:
+    """SDXL's conditioning: height and width before, top and left of the crop, height and width of what is seen."""
+    (width, height), (left, top) = entry.original, entry.crop
+    return torch.tensor([height, width, top, left, entry.height, entry.width], dtype=torch.float32)

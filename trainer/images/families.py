@@ -1,0 +1,144 @@
+"""The pipelines that are trained: what their denoisers take, how captions become what those read.
+
+Shapes: B pictures, C channels of latents, H and W their sides, T tokens of a caption.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Conditions = dict[str, Tensor]
+FLUX_TIMES = 1000.0  # of the scheduler, in one time of the model
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of pipeline."""
+
+    name: str
+    pipeline: str
+    """Its class in diffusers."""
+    denoiser: str
+    """The component that is trained."""
+    model: str
+    """The class of that."""
+    scheduler: str
+    """The class by which noise is added in training."""
+    patch: int
+    """Latents that a side must be a multiple of."""
+    text_encoders: tuple[str, ...]
+    guided: bool
+    """Samples are made with a negative prompt."""
+    encode: Callable[[Any, Sequence[str], torch.device], Conditions]
+    """(pipeline, captions, device) -> what the denoiser reads of them, each [B, ...]."""
+    predict: Callable[[nn.Module, Tensor, Tensor, Conditions], Tensor]
+    """(denoiser, noisy latents [B, C, H, W], the scheduler's times [B], conditions) -> its prediction [B, C, H, W]."""
+
+    @property
+    def flow(self) -> bool:
+        """Whether it is held to a velocity between data and noise."""
+        return self.scheduler == "FlowMatchEulerDiscreteScheduler"
+
+    def as_arguments(self, conditions: Conditions, *, negative: Conditions | None = None) -> Conditions:
+        """What the pipeline is called with instead of prompts."""
+        given = {PIPELINE_NAMES[name]: value for name, value in conditions.items()}
+        if negative is not None and self.guided:
+            given |= {f"negative_{PIPELINE_NAMES[name]}": value for name, value in negative.items()}
+        return given
+
+
+PIPELINE_NAMES = {"text": "prompt_embeds", "pooled": "pooled_prompt_embeds"}
+
+
+def _encode_sd(pipeline: Any, captions: Sequence[str], device: torch.device) -> Conditions:
+    text, _ = pipeline.encode_prompt(list(captions), device, 1, False)
+    return {"text": text}
+
+
+def _encode_sdxl(pipeline: Any, captions: Sequence[str], device: torch.device) -> Conditions:
+    text, _, pooled, _ = pipeline.encode_prompt(list(captions), device=device, do_classifier_free_guidance=False)
+    return {"text": text, "pooled": pooled}
+
+
+def _encode_sd3(pipeline: Any, captions: Sequence[str], device: torch.device) -> Conditions:
+    text, _, pooled, _ = pipeline.encode_prompt(
+        list(captions), None, None, device=device, do_classifier_free_guidance=False
+    )
+    return {"text": text, "pooled": pooled}
+
+
+def _encode_flux(pipeline: Any, captions: Sequence[str], device: torch.device) -> Conditions:
+    text, pooled, _ = pipeline.encode_prompt(list(captions), None, device=device)
+    return {"text": text, "pooled": pooled}
+
+
+def _predict_sd(unet: nn.Module, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
+    predicted: Tensor = unet(noisy, times, conditions["text"], return_dict=False)[0]
+    return predicted
+
+
+def _predict_sdxl(unet: nn.Module, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
+    added = {"text_embeds": conditions["pooled"], "time_ids": conditions["sizes"]}
+    predicted: Tensor = unet(noisy, times, conditions["text"], added_cond_kwargs=added, return_dict=False)[0]
+    return predicted
+
+
+def _predict_sd3(transformer: nn.Module, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
+    predicted: Tensor = transformer(
+        hidden_states=noisy,
+        timestep=times,
+        encoder_hidden_states=conditions["text"],
+        pooled_projections=conditions["pooled"],
+        return_dict=False,
+    )[0]
+    return predicted
+
+
+def _predict_flux(transformer: Any, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
+    B, C, H, W = noisy.shape
+    rows = noisy.view(B, C, H // 2, 2, W // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, (H // 2) * (W // 2), C * 4)
+    places = torch.zeros(H // 2, W // 2, 3, device=noisy.device, dtype=noisy.dtype)
+    places[..., 1] += torch.arange(H // 2, device=noisy.device)[:, None]
+    places[..., 2] += torch.arange(W // 2, device=noisy.device)[None, :]
+    text = conditions["text"]
+    guidance = conditions["guidance"] if transformer.config.guidance_embeds else None
+    predicted: Tensor = transformer(
+        hidden_states=rows,
+        timestep=times / FLUX_TIMES,
+        guidance=guidance,
+        pooled_projections=conditions["pooled"],
+        encoder_hidden_states=text,
+        txt_ids=torch.zeros(text.shape[1], 3, device=noisy.device, dtype=noisy.dtype),
+        img_ids=places.view(-1, 3),
+        return_dict=False,
+    )[0]
+    return predicted.view(B, H // 2, W // 2, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, C, H, W)
+
+
+UNET, FLOW = "UNet2DConditionModel", "FlowMatchEulerDiscreteScheduler"
+CLIP_T5 = ("text_encoder", "text_encoder_2", "text_encoder_3")
+FAMILIES = (
+    Family(
+        "sd", "StableDiffusionPipeline", "unet", UNET, "DDPMScheduler", 1, CLIP_T5[:1], True, _encode_sd, _predict_sd
+    ),
+    Family(
+        *("sdxl", "StableDiffusionXLPipeline", "unet", UNET, "DDPMScheduler", 1, CLIP_T5[:2], True),
+        *(_encode_sdxl, _predict_sdxl),
+    ),
+    Family(
+        *("sd3", "StableDiffusion3Pipeline", "transformer", "SD3Transformer2DModel", FLOW, 2, CLIP_T5, True),
+        *(_encode_sd3, _predict_sd3),
+    ),
+    Family(
+        *("flux", "FluxPipeline", "transformer", "FluxTransformer2DModel", FLOW, 2, CLIP_T5[:2], False),
+        *(_encode_flux, _predict_flux),
+    ),
+)
+
+
+def family_of(pipeline: str) -> Family | None:
+    """The family of a pipeline's class; None of one that is not trained here."""
+    return next((family for family in FAMILIES if family.pipeline == pipeline), None)

@@ -1,0 +1,179 @@
+"""The pipeline that a run trains: its folder, its family, the settings of its denoiser and its scheduler."""
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from trainer.config import ImageSection, ModelSection, RunConfig, UserError
+from trainer.contract.hub_patience import ask_once_without_network
+from trainer.images.families import FAMILIES, Family, family_of
+from trainer.images.published import published_shape
+
+INDEX = "model_index.json"
+VAE, TOKENS = "vae", "text_encoder"
+SAMPLED_BYTES = 1 << 20
+
+
+def is_pipeline(config: RunConfig) -> bool:
+    """Whether the run's model is a pipeline of images: as `task` says, or as is found where `base_model` points."""
+    if config.task != "auto":
+        return config.task == "image"
+    name = config.base_model
+    if published_shape(name) is not None or (Path(name) / INDEX).is_file():
+        return True
+    return not Path(name).exists() and _cached(name, config.model, INDEX) is not None
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What there is before a weight is read; `folder` is None for a random one."""
+
+    base_model: str
+    family: Family
+    settings: dict[str, Any]
+    """Of the denoiser."""
+    scheduler_settings: dict[str, Any]
+    folder: Path | None
+    channels: int
+    """Of the latents."""
+    downsampling: int
+    """Pixels of a latent's side."""
+    text: dict[str, tuple[int, ...]]
+    """Shape of each condition of a caption, where the pipeline is random."""
+
+    @property
+    def side(self) -> int:
+        """What the sides of a picture must be multiples of."""
+        return self.downsampling * self.family.patch
+
+    @property
+    def denoiser_folder(self) -> str:
+        """Where its weights and settings lie; empty for a random one."""
+        return "" if self.folder is None else str(self.folder / self.family.denoiser)
+
+    def empty_denoiser(self) -> Any:
+        """The denoiser's modules without memory for their weights."""
+        import diffusers
+        from accelerate import init_empty_weights
+
+        with init_empty_weights(include_buffers=False):
+            return getattr(diffusers, self.family.model).from_config(self.settings)
+
+    def training_scheduler(self, image: ImageSection) -> Any:
+        """diffusers' scheduler by which noise is added, with the run's own settings."""
+        import diffusers
+
+        changes: dict[str, Any] = {}
+        if self.family.flow and image.time_shift != "auto":
+            changes = {"shift": image.time_shift, "use_dynamic_shifting": False}
+        if not self.family.flow and image.prediction != "auto":
+            changes = {"prediction_type": image.prediction}
+        return getattr(diffusers, self.family.scheduler).from_config(self.scheduler_settings, **changes)
+
+    def encoder(self, dtype: Any, *, text: bool = True, vae: bool = False) -> Any:
+        """diffusers' pipeline with its text encoders, or its VAE, and without the denoiser."""
+        import diffusers
+        from transformers.utils import logging
+
+        assert self.folder is not None, "a random pipeline encodes nothing"
+        logging.set_verbosity_error()
+        diffusers.utils.logging.disable_progress_bar()
+        diffusers.utils.logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        left_out: dict[str, Any] = {self.family.denoiser: None}
+        listed = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
+        left_out |= {} if vae else {VAE: None}
+        if not text:
+            left_out |= {name: None for name in listed if name.startswith(("text_encoder", "tokenizer"))}
+        left_out |= {name: None for name in ("safety_checker", "feature_extractor", "image_encoder") if name in listed}
+        extra = {"requires_safety_checker": False} if self.family.name == "sd" else {}
+        kind = getattr(diffusers, self.family.pipeline)
+        return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **left_out, **extra)
+
+    @cached_property
+    def encoders_digest(self) -> str:
+        """A name for the VAE and the text encoders: of random ones, that of the pipeline."""
+        if self.folder is None:
+            return self.base_model
+        digest = xxhash.xxh3_128()
+        for part in (VAE, *self.family.text_encoders, "tokenizer", "tokenizer_2", "tokenizer_3"):
+            for file in sorted((self.folder / part).glob("*")) if (self.folder / part).is_dir() else ():
+                digest.update(f"{part}/{file.name}:{file.stat().st_size}\n".encode())
+                with file.open("rb") as stream:
+                    digest.update(stream.read(SAMPLED_BYTES))
+        return digest.hexdigest()
+
+
+def read_pipeline(base_model: str, section: ModelSection) -> Pipeline:
+    """What `base_model` names. Raises UserError for what is not there, damaged, or not of a family trained here."""
+    said = f"base_model={base_model}"
+    if importlib.util.find_spec("diffusers") is None:
+        raise UserError(f"{said}: image models need diffusers; pip install 'zerolora[images]'")
+    if (found := published_shape(base_model)) is not None:
+        shape, settings = found
+        family = next(family for family in FAMILIES if family.name == shape.family)
+        return Pipeline(base_model, family, settings, shape.scheduler, None, shape.channels, 8, shape.text)
+    folder = _folder(base_model, section)
+    listed = _json(folder / INDEX, said)
+    name = str(listed.get("_class_name"))
+    known = family_of(name)
+    if known is None:
+        names = ", ".join(family.pipeline for family in FAMILIES)
+        raise UserError(f"{said}: {INDEX} names {name}, which is not trained here; there are {names}")
+    vae = _json(folder / VAE / "config.json", said)
+    settings = _json(folder / known.denoiser / "config.json", said)
+    scheduler = _json(folder / "scheduler" / "scheduler_config.json", said)
+    halvings = len(vae.get("block_out_channels", [])) - 1
+    return Pipeline(base_model, known, settings, scheduler, folder, int(vae.get("latent_channels", 4)), 2**halvings, {})
+
+
+def _folder(base_model: str, section: ModelSection) -> Path:
+    path = Path(base_model).expanduser()
+    if path.is_dir():
+        if not (path / INDEX).is_file():
+            raise UserError(f"base_model={base_model}: no {INDEX} in it; name the folder of a pipeline of diffusers")
+        return path
+    from huggingface_hub import snapshot_download
+
+    from trainer.model.model_source import check_source, unreadable
+
+    check_source("base_model", base_model)
+    ask_once_without_network(base_model)
+    try:
+        # Many repositories hold the same weights again, for other tools and in other precisions.
+        ignored = ["*.bin", "*.ckpt", "*.onnx*", "*.msgpack", "*.fp16.safetensors", "*openvino*", "*.png", "*.jpg"]
+        found = snapshot_download(
+            base_model, revision=section.revision, allow_patterns=["*/*", INDEX], ignore_patterns=ignored
+        )
+    except Exception as error:  # whatever the hub's library says: it is not there
+        raise unreadable("base_model", base_model, error) from None
+    return Path(found)
+
+
+def _cached(name: str, section: ModelSection, file: str) -> str | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, file, revision=section.revision or "main")
+    except HFValidationError:
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _json(file: Path, said: str) -> dict[str, Any]:
+    name = f"{file.parent.name}/{file.name}" if file.name != INDEX else INDEX
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{said}: {name} is not there; copy the whole pipeline") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{said}: {name} cannot be read ({error}); copy it again") from None
+    if not isinstance(settings, dict):
+        raise UserError(f"{said}: {name} holds no settings but a {type(settings).__name__}; copy it again")
+    return settings

@@ -1,0 +1,63 @@
+"""Sizes that pictures come to: as many pixels as a square of `image.resolution`, in the shape nearest their own."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from PIL import Image
+
+from trainer.config import ImageSection, UserError
+
+LONGEST = 2.0
+"""Ratio of the longest side of a bucket to the resolution."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a picture comes to its size: scaled to cover it, cut in the middle."""
+
+    width: int
+    height: int
+    scaled: tuple[int, int]
+    crop: tuple[int, int]
+    """Left and top of what is kept."""
+
+    def apply(self, image: Image.Image) -> Image.Image:
+        """The picture at its size."""
+        left, top = self.crop
+        scaled = image.resize(self.scaled, Image.Resampling.LANCZOS)
+        return scaled.crop((left, top, left + self.width, top + self.height))
+
+
+def bucket_sizes(image: ImageSection) -> list[tuple[int, int]]:
+    """(width, height) of all buckets: multiples of `bucket_step` with at most as many pixels as the square."""
+    side, step = image.resolution, image.bucket_step
+    if not image.buckets:
+        return [(side, side)]
+    sizes = {(side, side)}
+    for width in range(step, int(LONGEST * side) + 1, step):
+        height = min(int(side * side / width) // step * step, int(LONGEST * side))
+        if height >= step and min(width, height) * LONGEST >= side:
+            sizes |= {(width, height)}
+    return sorted(sizes)
+
+
+def fit(width: int, height: int, sizes: Sequence[tuple[int, int]]) -> Fit:
+    """The size nearest in shape, and how a picture of so many pixels comes to it."""
+    shape = math.log(width / height)
+    to_width, to_height = min(sizes, key=lambda size: (abs(math.log(size[0] / size[1]) - shape), -size[0] * size[1]))
+    factor = max(to_width / width, to_height / height)
+    scaled = max(to_width, round(width * factor)), max(to_height, round(height * factor))
+    return Fit(to_width, to_height, scaled, ((scaled[0] - to_width) // 2, (scaled[1] - to_height) // 2))
+
+
+def check_sizes(image: ImageSection, side: int) -> None:
+    """Raise UserError for sizes that the VAE and the model cannot divide into latents."""
+    settings = {"resolution": image.resolution} | ({"bucket_step": image.bucket_step} if image.buckets else {})
+    for name, value in settings.items():
+        if value % side:
+            near = max(side, round(value / side) * side)
+            raise UserError(
+                f"image.{name}={value}: this model takes sides that are multiples of {side}, for its VAE halves them; "
+                f"use {near}"
+            )

@@ -1,0 +1,206 @@
+"""The memory estimate of image models: what a block keeps is not summed up from widths but seen, on an empty twin.
+
+The twin runs once on torch's meta device, which knows shapes and computes nothing; every tensor that autograd saves for
+the backward pass is counted, weights apart. Attention counts as flash attention, which keeps no scores.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.config import RunConfig
+from trainer.decisions import Decisions, Machine, decide_for_pictures
+from trainer.images.model import ImageModel
+from trainer.images.pipeline import Pipeline
+from trainer.memory.bytes import Estimate, Seen, estimate
+from trainer.memory.model_widths import weights_of
+from trainer.memory.planner import RECOMPUTATION, Lengths, Planner, with_changes
+from trainer.memory.widths import Layer, NormBytes, Shapes
+from trainer.patches.model_facts import ModelFacts
+
+NO_NORMS = NormBytes(0, 0, 0)
+TOKENS = {"sd": 77, "sdxl": 77, "sd3": 333, "flux": 512}
+"""Of an encoded caption, by family."""
+Text = dict[str, tuple[int, ...]]
+GRADIENTS = 2
+"""Copies of the largest tensor in the backward pass: the gradient of what a layer gives and of what it reads."""
+
+
+@dataclass(frozen=True)
+class PicturePlanner(Planner):
+    """Estimates for variations of a run on an image model; `lengths` count a picture as one token."""
+
+    pipeline: Pipeline
+    text: Text
+    """Shape of each condition of a caption."""
+
+    def of(self, config: RunConfig) -> Estimate:
+        """The estimate of a configuration without `auto`."""
+        decided = self.decisions(config)
+        work, placement = self.work(config, decided), self._placement(config, decided)
+        training = config.training
+        recompute, rows = training.gradient_checkpointing != "none", training.batch_size
+        seen = self._seen(config.image.resolution, config.lora, self._element, recompute=recompute)
+        if recompute and training.offload_activations:
+            seen = replace(seen, kept=0)
+        kept = (training.save_total_limit or 1) + int(training.best_checkpoint)
+        rows *= 2 if config.image.prior is not None else 1
+        return estimate(self.shapes, work, placement, checkpoints=kept, seen=seen.times(rows))
+
+    def resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
+        """As for language models; blocks are computed again as a whole or not at all."""
+        if config.training.gradient_checkpointing != "auto":
+            return super().resolve(config, memory)
+        for way in ("none", "non_reentrant"):
+            resolved = super().resolve(with_changes(config, {RECOMPUTATION: way}), memory)
+            if memory is None or self.of(resolved).needed <= memory:
+                break
+        return resolved
+
+    def decisions(self, config: RunConfig) -> Decisions:
+        """As the run will make them."""
+        return decide_for_pictures(config, self.machine)
+
+    @cached_property
+    def _seen(self) -> Callable[..., Seen]:
+        return cache(partial(see, self.pipeline, self.text))
+
+
+def picture_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
+    """The weights of the adapted model, block by block; its layers have no widths."""
+    model = _twin(pipeline, lora)
+    base = model.get_base_model()
+    blocks = [base.get_submodule(path) for path in base.gathered_blocks()]
+    return Shapes(
+        hidden=1,
+        vocabulary=1,
+        tied=False,
+        norm=NO_NORMS,
+        weights=tuple(weights_of(model, blocks, None, in_mxfp4=False)),
+        layers=tuple(Layer(1, NO_NORMS, ()) for _ in blocks),
+        facts=ModelFacts(pipeline.family.name, True, False, False, False, False, "an image model", False, {}),
+        softcap=False,
+    )
+
+
+def _twin(pipeline: Pipeline, lora: Any) -> Any:
+    """The adapted model without memory for its weights."""
+    from accelerate import init_empty_weights
+
+    from trainer.model.adapter import apply_adapter
+
+    model = ImageModel(pipeline)
+    model.requires_grad_(False)
+    fresh = lora.model_copy(update={"adapter_path": None, "init": "default"})
+    with init_empty_weights():
+        return apply_adapter(model, fresh, torch.float32, task_type=None)
+
+
+def see(pipeline: Pipeline, text: Text, side: int, lora: Any, element: int, *, recompute: bool) -> Seen:
+    """What a square picture of `side` pixels keeps in one forward pass; bytes, `element` of them a value."""
+    dtype = torch.float32 if element == 4 else torch.bfloat16
+    model = _twin(pipeline, lora).to("meta", dtype)
+    denoiser = model.get_base_model().denoiser.train()
+    counter = Counter(model)
+    if recompute:
+        denoiser.enable_gradient_checkpointing(gradient_checkpointing_func=counter.block)
+    with _flash_attention(), torch.autograd.graph.saved_tensors_hooks(counter.save, lambda tensor: tensor):
+        model(*_inputs(pipeline, text, side // pipeline.downsampling, dtype))
+    return Seen(counter.kept, counter.largest_block, GRADIENTS * counter.largest)
+
+
+def _inputs(pipeline: Pipeline, text: Text, side: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """One picture of noise and a caption, on the meta device."""
+    conditions = {name: torch.empty(1, *shape, device="meta", dtype=dtype) for name, shape in text.items()}
+    conditions["sizes"] = torch.empty(1, 6, device="meta")
+    conditions["guidance"] = torch.empty(1, device="meta")
+    noisy = torch.empty(1, pipeline.channels, side, side, device="meta", dtype=dtype)
+    return noisy, torch.empty(1, device="meta"), conditions
+
+
+def text_of(pipeline: Pipeline) -> Text:
+    """Shapes of an encoded caption, where no data shows them."""
+    settings = pipeline.empty_denoiser().config
+    width = next(settings[name] for name in ("joint_attention_dim", "cross_attention_dim") if name in settings)
+    return pipeline.text or {"text": (TOKENS[pipeline.family.name], width), "pooled": (_pooled(settings),)}
+
+
+def _pooled(settings: Any) -> int:
+    if settings.get("pooled_projection_dim"):
+        return int(settings["pooled_projection_dim"])
+    projected = settings.get("projection_class_embeddings_input_dim")
+    return int(projected) - 6 * int(settings["addition_time_embed_dim"]) if projected else 1
+
+
+class Counter:
+    """Bytes of the tensors that a pass saves, each memory once and weights not at all."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._known = {_memory(each) for each in (*model.parameters(), *model.buffers())}
+        self._alive: list[Any] = []  # else the next tensor would be taken for one that is gone
+        self.kept = self.largest = self.largest_block = 0
+
+    def save(self, tensor: Tensor) -> Tensor:
+        """Hook of autograd: a tensor is saved."""
+        self.kept += self._new(tensor)
+        return tensor
+
+    def block(self, block: Callable[..., Any], *inputs: Any) -> Any:
+        """A block that is computed again: its inputs are kept; what it saves is there while it is computed."""
+        self.kept += sum(self._new(each) for each in inputs if isinstance(each, Tensor))
+        before = self.kept
+        with torch.autograd.graph.saved_tensors_hooks(self.save, lambda tensor: tensor):
+            given = block(*inputs)
+        self.largest_block, self.kept = max(self.largest_block, self.kept - before), before
+        return given
+
+    def _new(self, tensor: Tensor) -> int:
+        if _memory(tensor) in self._known:
+            return 0
+        self._known.add(_memory(tensor))
+        self._alive.append(tensor)
+        size = tensor.untyped_storage().nbytes()
+        self.largest = max(self.largest, size)
+        return size
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Flash(torch.autograd.Function):
+    """Keeps what flash attention keeps: queries, keys, values, the result, and a sum of each row in 32 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        result = query.new_empty(*query.shape[:-1], value.shape[-1])
+        ctx.save_for_backward(query, key, value, result, query.new_empty(query.shape[:-1], dtype=torch.float32))
+        return result
+
+
+@contextmanager
+def _flash_attention() -> Iterator[None]:
+    """On the meta device torch would take attention apart, and keep its scores."""
+    own = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = lambda query, key, value, *_, **__: _Flash.apply(query, key, value)
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = own
+
+
+def picture_planner(
+    config: RunConfig, pipeline: Pipeline, machine: Machine, samples: Any | None = None
+) -> PicturePlanner:
+    """A planner for a run on these pictures, or on some that are not known."""
+    count = None if samples is None else len(samples)
+    text = text_of(pipeline)
+    if samples is not None:
+        text = {name: tuple(value.shape) for name, value in samples.store.conditions(samples[0].caption).items()}
+    return PicturePlanner(picture_shapes(pipeline, config.lora), Lengths(1, 1, count), machine, pipeline, text)

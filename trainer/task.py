@@ -1,0 +1,104 @@
+"""What a run asks of the kind of model that it trains; all else is the same for every kind.
+
+A language model reads tokens and is held to the next one (trainer/language.py); an image model reads noisy latents and
+is held to the noise (trainer/images/task.py).
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from trainer.engine.layer_gather.shards import LayerShards
+from trainer.engine.protocol import Engine
+
+
+class Batch(Protocol):
+    """What one rank computes in one forward pass."""
+
+    @property
+    def tokens(self) -> int:
+        """How much it is, in what the task counts."""
+        ...
+
+    @property
+    def target_count(self) -> int:
+        """What the sum of its losses is divided by."""
+        ...
+
+
+class StepLoss(Protocol):
+    """The summed loss of a batch, fp32 and differentiable; `balancing` is added to it in training only."""
+
+    balancing: torch.Tensor | float
+
+    def __call__(self, model: Any, batch: Any, device: torch.device) -> torch.Tensor: ...
+
+
+class Task(Protocol):
+    """One kind of model, of one run on one rank."""
+
+    @property
+    def counted(self) -> str:
+        """What a batch is counted in: tokens or images."""
+        ...
+
+    @property
+    def peft_type(self) -> str | None:
+        """PEFT's task_type."""
+        ...
+
+    def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> Any:
+        """The frozen model on the device, partitioned while it is read where stage 3 asks for it."""
+        ...
+
+    def keep_embeddings(self) -> bool:
+        """Whether layer gather leaves embedding and head whole."""
+        ...
+
+    def added_tokens(self) -> list[int]:
+        """Rows of the embedding that are trained with the adapter."""
+        ...
+
+    def small_pass(self, model: Any) -> object:
+        """A forward pass over as little as the model takes."""
+        ...
+
+    def loss(self, model: Any, *, fused_head: bool | None) -> StepLoss:
+        """The loss of this model, before the engine starts."""
+        ...
+
+    def check(self, engine: Engine, loss: Any, *, varlen: bool) -> None:
+        """What must be seen on the running model, before the first step. Raises UserError."""
+        ...
+
+    def batches(self) -> Any:
+        """This rank's micro-batches of every step."""
+        ...
+
+    def evaluation(self) -> Iterable[Any]:
+        """This rank's batches of what is held out; every rank has as many."""
+        ...
+
+    def meter(self, model: Any) -> Any:
+        """Counts the model's FLOPs; None where they or the card's peak are not known."""
+        ...
+
+    def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
+        """What the model makes of the sample prompts, kept in the run's `folder`; every rank must call it.
+
+        `when` is before, after, or step-N.
+        """
+        ...
+
+    def beside(self) -> Callable[[Path], None]:
+        """What writes into a folder of saved weights what they need in order to be used; rank 0.
+
+        It may be called by a thread while training goes on, `beside` itself may not.
+        """
+        ...
+
+    def card(self, run_dir: Path, name: str) -> str:
+        """The model card of the finished run."""
+        ...
