@@ -26,20 +26,35 @@ LOGITS = "logits-in-memory.safetensors"
 
 
 def train_and_keep_logits() -> None:
-    """`trainer.train` as it is, but for a look at the model after its last evaluation."""
+    """`trainer.train` as it is, but for a look at the model whenever its weights are copied or written."""
     import trainer.run_folder
     import trainer.train
-    from trainer.checkpoint.weights import save_adapter
+    from trainer.checkpoint.weights import gathered, save_adapter, write_adapter
 
-    def saving(model: Any, tokenizer: Any, folder: Path, **settings: Any) -> None:
-        save_adapter(model, tokenizer, folder, **settings)
+    seen: dict[int, torch.Tensor] = {}
+
+    def logits_of(model: Any) -> torch.Tensor:
         was_training = model.training
         with torch.no_grad():
             logits = model.eval()(TOKENS.to(model.device), use_cache=False).logits
         model.train(was_training)
-        save_file({"logits": logits.float().cpu().contiguous()}, folder / LOGITS)
+        return logits.float().cpu().contiguous()
 
-    trainer.run_folder.save_adapter = saving  # type: ignore[attr-defined]
+    def copying(model: Any, **settings: Any) -> dict[str, torch.Tensor]:
+        weights = gathered(model, **settings)
+        seen[id(weights)] = logits_of(model)
+        return weights
+
+    def writing(model: Any, trained: dict[str, torch.Tensor], folder: Path, **settings: Any) -> None:
+        write_adapter(model, trained, folder, **settings)
+        save_file({"logits": seen.pop(id(trained))}, folder / LOGITS)
+
+    def saving(model: Any, folder: Path, **settings: Any) -> None:
+        save_adapter(model, folder, **settings)
+        save_file({"logits": logits_of(model)}, folder / LOGITS)
+
+    replaced = {"gathered": copying, "write_adapter": writing, "save_adapter": saving}
+    vars(trainer.run_folder).update(replaced)
     sys.exit(trainer.train.main(sys.argv[1:]))
 
 
@@ -162,7 +177,13 @@ def test_eval_of_a_checkpoint_is_of_its_own_weights(run_dir: Path) -> None:
 def test_generate_as_a_command_says_nothing_but_answers(run_dir: Path) -> None:
     few = ("--max-new-tokens", "8")
     done = run_process(
-        "-m", "trainer.commands.generate", str(run_dir), "--base", *few, stdin="red cat\n\nseven birds\n"
+        "-m",
+        "launcher.module",
+        "trainer.commands.generate",
+        str(run_dir),
+        "--base",
+        *few,
+        stdin="red cat\n\nseven birds\n",
     )
     assert done.stdout.count("base + adapter") == 2
     assert done.stderr == ""

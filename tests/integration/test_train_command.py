@@ -188,7 +188,7 @@ def test_two_ranks_pass_over_a_damaged_checkpoint_together(
     """To the bits of the run that was not damaged. Named, it is refused, and so is another run; nothing is written."""
     run = workplace / "damaged"
     shutil.copytree(workplace / "run", run)
-    file = run / "checkpoint-13" / "training_state.safetensors"
+    file = run / "checkpoint-13" / "training_state-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     common = [*COMMAND, str(workplace / "config.yaml"), "training.max_steps=13", f"output_dir={run}"]
     refused = [*common, f"training.resume_from_checkpoint={run / 'checkpoint-13'}"]
@@ -201,13 +201,16 @@ def test_two_ranks_pass_over_a_damaged_checkpoint_together(
         said += done.stderr.splitlines()
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     assert len(said) == 3, said
-    assert "checkpoint-13: training_state.safetensors is damaged" in said[0] and f"{run / 'checkpoint-12'}" in said[0]
+    assert (
+        "checkpoint-13: training_state-00001.safetensors is damaged" in said[0]
+        and f"{run / 'checkpoint-12'}" in said[0]
+    )
     assert said[1].startswith("error: seed=7: checkpoint-12 was trained with 42; set it back, or allow the change")
     assert said[2].startswith("error: training.batch_size=2 x gradient_accumulation_steps=1 x 2 ranks = 4 sequences")
     command = [*common, "training.resume_from_checkpoint=latest"]
     done = subprocess.run(command, env=environment(), cwd=workplace, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr + done.stdout
-    assert done.stdout.count("warning: passed over checkpoint-13 (training_state.safetensors is damaged: ") == 1
+    assert done.stdout.count("warning: passed over checkpoint-13 (training_state-00001.safetensors is damaged: ") == 1
     assert [path.name for path in whole_checkpoints(run)] == ["checkpoint-6", "checkpoint-12", "checkpoint-13"]
     expected = load_file(workplace / "run" / "adapter_model.safetensors")
     for name, value in load_file(run / "adapter_model.safetensors").items():

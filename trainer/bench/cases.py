@@ -12,6 +12,8 @@ import yaml
 from trainer.bench.task import Case
 from trainer.config import AUTO, DatasetSection, RunConfig, UserError, dump_yaml, load_config
 from trainer.model.published_shapes import PREFIX, SHAPES, shape_of
+from trainer.model.random_weights import random_config
+from trainer.preflight import check_packing
 
 # What a configuration of its own would say; everything that costs time is on.
 DEFAULTS: dict[str, Any] = {
@@ -33,7 +35,13 @@ CASES: dict[str, dict[str, Any]] = {
     "nf4": {"adapter": "qlora"},
     "nf4-recompute": {"adapter": "qlora", **_RECOMPUTE},
     "nf4-recompute-offload": {"adapter": "qlora", **_OFFLOAD},
+    "fp8": {"adapter": "qlora", "quantization.quant_type": "fp8"},
+    "fp8-recompute": {"adapter": "qlora", "quantization.quant_type": "fp8", **_RECOMPUTE},
+    "fp8-recompute-offload": {"adapter": "qlora", "quantization.quant_type": "fp8", **_OFFLOAD},
+    "int8": {"adapter": "qlora", "quantization.quant_type": "int8"},
 }
+# Documents of a pack would see each other, and in plain torch a layer keeps ten times what one of attention does.
+OF_RECURRENT = ("dataset.packing=false", "training.gradient_checkpointing=non_reentrant")
 MOST_SEQUENCES = 64  # of a micro-batch, where `auto` is still to say
 IN_REACH = 1e-6  # an S that any adapter passes in its first steps
 PROFILED = 4  # steps under the profiler, the first of which is left out
@@ -48,6 +56,7 @@ def resolve(
     """
     if case != AS_CONFIGURED and case not in CASES:
         raise UserError(f"--case {case}: there is no such case; there are {', '.join(CASES)}")
+    defaults = config is None
     if config is None:
         config = folder / "defaults.yaml"
         config.write_text(yaml.safe_dump(DEFAULTS))
@@ -60,9 +69,20 @@ def resolve(
             if shape
             else f"base_model={run.base_model}: its shape is not known; say it with --shape ({', '.join(SHAPES)})"
         )
+    if defaults and is_recurrent(PREFIX + name):
+        run = load_config(config, [*OF_RECURRENT, *of_case, *overrides]).config
     if run.adapter == "none":
         raise UserError("adapter=none: bench measures adapters; set adapter: lora or qlora")
     return run, PREFIX + name
+
+
+def is_recurrent(base_model: str) -> bool:
+    """Whether layers of a shape carry a state along the sequence, so that it cannot be packed."""
+    try:
+        check_packing(random_config(base_model))
+    except UserError:
+        return True
+    return False
 
 
 def prepared(run: RunConfig, base_model: str, texts: Path, folder: Path, *, steps: int, profile: bool) -> Path:
@@ -130,7 +150,7 @@ def peer_case(name: str, run: RunConfig, base_model: str, *, on_gpu: bool, batch
     return Case(
         name=name,
         base_model=base_model,
-        four_bit=run.adapter == "qlora",
+        four_bit=run.adapter == "qlora" and not run.quantization.eight_bit,
         recompute=run.training.gradient_checkpointing != "none",
         rank=run.lora.r,
         alpha=run.lora.alpha,

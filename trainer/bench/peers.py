@@ -6,6 +6,7 @@
 peft        PEFT on transformers as they come, bf16 adapter, torch's fused AdamW
 peft-liger  the same with Liger's kernels for norms, SwiGLU, rotary embedding and the loss
 deepspeed   the same under DeepSpeed ZeRO (the stage of the task), with Liger where there is a GPU
+axolotl     its ModelLoader with its LoRA kernels (no figure of it is published here yet)
 unsloth     FastLanguageModel, its own gradient checkpointing (which offloads) where the case recomputes
 """
 
@@ -24,12 +25,18 @@ from typing import Any
 
 from trainer.bench.task import Case, Task
 
-STACKS = ("peft", "peft-liger", "deepspeed", "unsloth")
+STACKS = ("peft", "peft-liger", "deepspeed", "unsloth", "axolotl")
 NEEDS = {
     "peft": ("peft",),
     "peft-liger": ("peft", "liger_kernel"),
     "deepspeed": ("peft", "deepspeed"),
     "unsloth": ("unsloth",),
+    "axolotl": ("axolotl",),
+}
+# What keeps them from zerolora's own environment.
+OF_THEIR_OWN = {
+    "unsloth": "it wants datasets < 5, zerolora datasets >= 5.2",
+    "axolotl": "it pins transformers, peft, datasets and fifty others, none of them at zerolora's versions",
 }
 PACKAGE_OF = {"liger_kernel": "liger-kernel"}
 RESULT = "RESULT "
@@ -42,8 +49,11 @@ def missing_package(stack: str, folder: str | None = None) -> str | None:
     missing = [name for name in NEEDS[stack] if PathFinder.find_spec(name, paths) is None]
     if not missing:
         return None
-    if stack == "unsloth":  # wants datasets < 5, zerolora datasets >= 5.2
-        return "not installed: pip install it into a folder of its own, and --peer-packages unsloth=FOLDER"
+    if stack in OF_THEIR_OWN:
+        return (
+            f"not installed: {OF_THEIR_OWN[stack]}; pip install --target FOLDER {stack}, and --peer-packages "
+            f"{stack}=FOLDER"
+        )
     return f"not installed: pip install {PACKAGE_OF.get(missing[0], missing[0])}"
 
 
@@ -72,6 +82,10 @@ def measure(stack: str, case: Case, task: Task) -> dict[str, Any]:
         from trainer.bench.unsloth import unsloth_model
 
         model = unsloth_model(case, Path(task.folder))
+    elif stack == "axolotl":
+        from trainer.bench.axolotl import axolotl_model
+
+        model = axolotl_model(case, Path(task.folder))
     else:
         model = peft_model(case, device, with_liger="liger-kernel" in packages_of(stack))
     model.train()
@@ -165,7 +179,7 @@ def plain_step(model: Any, stack: str, on_gpu: bool) -> Callable[[Any], Any]:
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=on_gpu)
-    autocast = stack == "unsloth"  # as its own trainer runs it
+    autocast = stack in OF_THEIR_OWN  # as their own trainers run it
 
     def step(tokens: Any) -> Any:
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):

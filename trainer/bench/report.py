@@ -14,6 +14,7 @@ LABELS = {
     "peft-liger": "PEFT + Liger",
     "deepspeed": "DeepSpeed + PEFT",
     "unsloth": "Unsloth",
+    "axolotl": "Axolotl",
 }
 MFU_FORMULA = (
     "model FLOPs of the step / seconds / dense peak of the card; 4 per frozen and 6 per adapter weight and token, "

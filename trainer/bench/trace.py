@@ -18,7 +18,7 @@ from typing import Any
 
 from trainer.monitor.profiler import BACKWARD, OPTIMIZER, SCU, STEP
 
-FROZEN, DEQUANTISATION, ATTENTION, ADAPTER = "frozen products", "dequantisation", "attention", "adapter"
+FROZEN, DEQUANTISATION, ATTENTION, ADAPTER = "frozen products", "quantisation", "attention", "adapter"
 NORMS, HEAD, ELEMENTWISE, INFORMATION = "norms, activations", "head and loss", "element-wise", "SCU"
 ENGINE, COMMUNICATION, COPIES, IDLE = "engine, optimizer", "communication", "host copies", "idle"
 # Where two run at once the time is that of the first of them: what is hidden behind computing costs nothing.
@@ -40,7 +40,7 @@ CATEGORIES = (
 _COMMUNICATION = re.compile(r"nccl|gloo:|c10d::", re.I)
 _ATTENTION = re.compile(r"flash|fmha|sdpa|attention|varlen", re.I)
 _HEAD = re.compile(r"cross_entropy|softmax|nll_loss|token_loss", re.I)
-_DEQUANTISATION = re.compile(r"dequant|nf4", re.I)
+_DEQUANTISATION = re.compile(r"quantize|nf4|turn_kernel|turn_any_kernel|rescale_kernel", re.I)
 _PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|aten::(mm|addmm|addmm_|bmm|baddbmm|matmul|linear)$", re.I)
 _NORMS = re.compile(r"rms_?norm|layer_?norm|silu|swiglu|gelu|rope|rotary", re.I)
 FROZEN_PRODUCT = "zerolora::frozen_product"  # ops/csrc/operator/products.h
@@ -133,11 +133,15 @@ def categorise(
         return HEAD
     if _ATTENTION.search(name) or _ATTENTION.search(around):
         return ATTENTION
-    if innermost == FROZEN_PRODUCT:  # by cuBLAS, or by our kernel with the adapter's term in it
+    if innermost in (
+        FROZEN_PRODUCT,
+        "aten::_scaled_mm",
+        "aten::_int_mm",
+    ):  # by cuBLAS, torch, or by our kernel with the adapter's term in it
         return FROZEN
     if _OUR_KERNEL.search(name):
         return NORMS if _NORMS.search(name) else ADAPTER
-    if innermost.startswith(("zerolora::lora_", "zerolora::nf4_")):
+    if innermost.startswith(("zerolora::lora_", "zerolora::nf4_", "zerolora::eight_bit_")):
         return ADAPTER
     if _PRODUCT.search(name) or _PRODUCT.search(innermost):
         return ADAPTER if sizes and min(sizes) <= 4 * shape.rank else FROZEN

@@ -19,10 +19,14 @@ from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.data.step_count import count_steps, steps_line
 from trainer.decisions import Machine
+from trainer.images.pipeline import is_pipeline, read_pipeline
 from trainer.memory.advice import does_not_fit
 from trainer.memory.bytes import CONTEXT, GIB, Estimate, as_json
 from trainer.memory.model_widths import read_shapes
+from trainer.memory.pictures import picture_planner
 from trainer.memory.planner import Choice, Lengths, Planner, gib
+from trainer.memory.preflight import recomputation_line
+from trainer.patches.mamba import has_scan_kernels
 
 UNITS = {"": GIB, "G": GIB, "GIB": GIB, "GB": 10**9, "M": 2**20, "MIB": 2**20, "MB": 10**6, "T": 2**40, "TIB": 2**40}
 LEAST_GPU = GIB
@@ -83,6 +87,8 @@ def model_config_of(config: RunConfig) -> tuple[Any, str]:
 def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -> tuple[dict[str, Any], RunConfig]:
     """Everything the command says, as plain values, and the configuration with `auto` resolved."""
     resolved = planner.resolve(config, memory)
+    if config.training.gradient_checkpointing == "auto":
+        notes = [*notes, recomputation_line(planner, resolved, memory)]
     counted = resolved.training, planner.lengths.samples, planner.machine.world_size
     found = planner.of(resolved)
     table = planner.table(resolved)
@@ -241,6 +247,12 @@ def on_cpu(planner: Planner, config: RunConfig) -> Choice:
 
 def planner_for(config: RunConfig, world_size: int) -> tuple[Planner, list[str]]:
     """A planner for GPUs that are not here, and what had to be assumed."""
+    precision = "bf16" if config.training.precision == "auto" else config.training.precision
+    machine = Machine.assumed(world_size, precision)
+    if is_pipeline(config):
+        pipeline = read_pipeline(config.base_model, config.model)
+        where = f"every picture counts as {config.image.resolution} x {config.image.resolution}"
+        return picture_planner(config, pipeline, machine), [where]
     model_config, note = model_config_of(config)
     lengths, vocabulary, where = lengths_of(config)
     shapes = read_shapes(
@@ -249,9 +261,12 @@ def planner_for(config: RunConfig, world_size: int) -> tuple[Planner, list[str]]
         None if config.adapter == "none" else config.lora,
         vocabulary_at_least=vocabulary,
     )
-    precision = "bf16" if config.training.precision == "auto" else config.training.precision
-    machine = Machine.assumed(world_size, precision)
-    return Planner(shapes, lengths, machine), [line for line in (note, where) if line]
+    planner = Planner(shapes, lengths, machine)
+    scan = ""
+    if any(mixer.kind == "recurrent" for layer in shapes.layers for mixer in layer.mixers):
+        plain = "in plain torch; the extra `mamba` has kernels that keep less"
+        scan = f"Mamba layers {'by mamba-ssm' if has_scan_kernels() else plain}"
+    return planner, [line for line in (note, where, scan) if line]
 
 
 if __name__ == "__main__":

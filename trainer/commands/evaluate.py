@@ -31,6 +31,7 @@ from trainer.checkpoint.finished_run import (
     run_device,
     saved_tokenizer,
 )
+from trainer.commands.image_adapter import refuse_images
 from trainer.commands.scale import AUTO, SCALES, best_scale, chosen_on_the_other_half, scale_of, scaled_adapter
 from trainer.config import CommandParser, DatasetSection, SourceSection, UserError
 from trainer.contract.output_file import check_output_file
@@ -287,6 +288,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.json is not None:
         check_output_file(arguments.json, f"--json={arguments.json}")
     run = find_run(arguments.run, arguments.base_model)
+    refuse_images(run, "its held-out loss is in metrics.jsonl")
     config = run.config
     tokenizer = saved_tokenizer(run)
     documents = held_out_documents(run, tokenizer, arguments.data, arguments.split)

@@ -1,24 +1,38 @@
 """`zerolora generate RUN [PROMPT ...]`: prompts answered by a trained adapter, and by its base beside it."""
 
 import argparse
+import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from io import TextIOWrapper
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from transformers import TextStreamer
 
-from trainer.checkpoint.finished_run import find_run, load_trained, quiet_libraries, run_device, saved_tokenizer
+from trainer.checkpoint.finished_run import (
+    FinishedRun,
+    find_run,
+    load_trained,
+    quiet_libraries,
+    run_device,
+    saved_tokenizer,
+)
+from trainer.commands.image_adapter import refuse_images
 from trainer.config import CommandParser, UserError
 from trainer.config.errors import shown
 from trainer.model.answers import prompt_ids, stop_tokens
 from trainer.model.base import context_length
+from trainer.patches.fused_lora import fuse
 
 
 @dataclass(frozen=True)
@@ -29,6 +43,16 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
 
+    def check(self) -> None:
+        """Raise UserError for a number that cannot be."""
+        for allowed, setting, value, range_ in (
+            (self.max_new_tokens >= 1, "--max-new-tokens", self.max_new_tokens, "1 or more"),
+            (self.temperature >= 0, "--temperature", self.temperature, "0 or more"),
+            (0 < self.top_p <= 1, "--top-p", self.top_p, "above 0 and 1 at most"),
+        ):
+            if not allowed:
+                raise UserError(f"{setting}={value}: must be {range_}")
+
     def arguments(self) -> dict[str, Any]:
         """For `generate`; what the base's own generation settings say of sampling does not count."""
         if self.temperature == 0:
@@ -36,7 +60,6 @@ class Sampling:
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
 
 
-@torch.no_grad()
 def answer(
     model: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, system: str | None = None, with_adapter: bool = True
 ) -> str:
@@ -44,23 +67,77 @@ def answer(
 
     Raises UserError if the prompt leaves no room for an answer, or the chat template takes no system turn.
     """
-    input_ids = prompt_ids(tokenizer, prompt, system).to(model.device)
-    length = input_ids.shape[1]
-    longest = context_length(model.config)
+    rows = [prompt_ids(tokenizer, prompt, system)]
+    return continued(model, tokenizer, rows, sampling, with_adapter=with_adapter)[0]
+
+
+@torch.no_grad()
+def continued(
+    model: Any,
+    tokenizer: Any,
+    rows: Sequence[torch.Tensor],
+    sampling: Sampling,
+    *,
+    with_adapter: bool = True,
+    streamer: Any = None,
+) -> list[str]:
+    """What follows each of several rows of token ids [1, T], computed together, padded on the left.
+
+    `streamer` hears of the tokens of a single row as they come. Raises UserError if a row leaves no room.
+    """
+    longest, length = context_length(model.config), max(row.shape[1] for row in rows)
     if longest is not None and length >= longest:
         raise UserError(f"the prompt has {length} tokens, and the model was made for {longest}; shorten it")
     room = sampling.max_new_tokens if longest is None else min(sampling.max_new_tokens, longest - length)
+    input_ids = torch.full((len(rows), length), tokenizer.pad_token_id)
+    mask = torch.zeros_like(input_ids)
+    for index, row in enumerate(rows):
+        input_ids[index, length - row.shape[1] :], mask[index, length - row.shape[1] :] = row[0], 1
     with nullcontext() if with_adapter else model.disable_adapter():
         generated = model.generate(
-            input_ids=input_ids,
-            attention_mask=torch.ones_like(input_ids),
+            input_ids=input_ids.to(model.device),
+            attention_mask=mask.to(model.device),
             max_new_tokens=room,
             use_cache=True,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=stop_tokens(model, tokenizer),
+            streamer=streamer,
             **sampling.arguments(),
         )
-    return str(tokenizer.decode(generated[0, length:], skip_special_tokens=True)).strip()
+    return [str(tokenizer.decode(row[length:], skip_special_tokens=True)).strip() for row in generated]
+
+
+def load_to_answer(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
+    """The trained model, its adapter merged into 16 or 32-bit weights or fused, unless the base is to be seen too."""
+    model = load_trained(run, tokenizer, run_device())
+    if both:
+        return model
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    if run.config.adapter == "lora" and not any(isinstance(layer, ParamWrapper) for layer in layers):
+        model.merge_adapter()
+    elif model.device.type == "cuda" and run.config.ops.backend != "peft":
+        tokens = torch.full((1, 8), tokenizer.pad_token_id, device=model.device)
+        with torch.no_grad():
+            fuse(model, "auto", forward=lambda: model(input_ids=tokens, use_cache=False))
+    return model
+
+
+def prompts_of(file: Path) -> list[str]:
+    """A prompt a line; of a .jsonl file what `prompt` says. Raises UserError for a file or line that cannot be read."""
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"--prompts {file}: cannot be read ({reason}); name a text file, a prompt a line") from None
+    if file.suffix != ".jsonl":
+        return [line.strip() for line in lines]
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            prompts.append(str(json.loads(line)["prompt"]))
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f'--prompts {file}: record {number} is no {{"prompt": "..."}}; write it so') from None
+    return prompts
 
 
 def show(answers: dict[str, str], console: Console) -> None:
@@ -77,7 +154,7 @@ def show(answers: dict[str, str], console: Console) -> None:
     console.print(table)
 
 
-def _lines(terminal: bool) -> Iterator[str]:
+def prompts_on_stdin(terminal: bool) -> Iterator[str]:
     """Prompts from standard input until its end or Ctrl-C; each is a conversation of its own."""
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
@@ -117,42 +194,48 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--base", action="store_true", help="show the base model's answer beside")
     parser.add_argument("--system", metavar="TEXT", help="system turn (dataset.system_prompt of the run)")
     parser.add_argument("--base-model", metavar="MODEL", help="where the base model is now, if it was moved")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", dest="file", help="prompts, one a line, or .jsonl")
+    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts answered at a time (1)")
     arguments = parser.parse_intermixed_args(argv)
-    for allowed, setting, value, range_ in (
-        (arguments.max_new_tokens >= 1, "--max-new-tokens", arguments.max_new_tokens, "1 or more"),
-        (arguments.temperature >= 0, "--temperature", arguments.temperature, "0 or more"),
-        (0 < arguments.top_p <= 1, "--top-p", arguments.top_p, "above 0 and 1 at most"),
-    ):
-        if not allowed:
-            raise UserError(f"{setting}={value}: must be {range_}")
+    if arguments.batch_size < 1:
+        raise UserError(f"--batch-size={arguments.batch_size}: must be 1 or more")
+    Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p).check()
     return arguments
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    given = [*arguments.prompts, *(prompts_of(arguments.file) if arguments.file is not None else ())]
     run = find_run(arguments.run, arguments.base_model)
+    refuse_images(run, "pictures are drawn with diffusers, as its README.md says")
     tokenizer = saved_tokenizer(run)
-    model = load_trained(run, tokenizer, run_device())
+    model = load_to_answer(run, tokenizer, both=arguments.base)
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model writes what an ASCII terminal cannot show
     system = run.config.dataset.system_prompt if arguments.system is None else arguments.system or None
+    prompts = iter(given) if given or arguments.file is not None else prompts_on_stdin(sys.stdin.isatty())
     console = Console()
-    terminal = sys.stdin.isatty()
-    prompts: Iterable[str] = arguments.prompts or _lines(terminal)
-    several = len(arguments.prompts) > 1
-    for given in prompts:
-        prompt = readable(given)
-        names = {"base": False, "base + adapter": True} if arguments.base else {"adapter": True}
+    # On a terminal words are shown as they come; in a pipe an answer is a line, whole.
+    streams = arguments.batch_size == 1 and not arguments.base and sys.stdout.isatty()
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
+    names = {"base": False, "base + adapter": True} if arguments.base else {"adapter": True}
+    while batch := [readable(prompt) for prompt in islice(prompts, arguments.batch_size)]:
+        rows = [prompt_ids(tokenizer, prompt, system) for prompt in batch]
+        if len(given) > 1 and streams:
+            console.print(Text(f"> {batch[0]}", style="bold"), soft_wrap=True)
         try:
             answers = {
-                name: answer(model, tokenizer, prompt, sampling, system=system, with_adapter=with_adapter)
+                name: continued(model, tokenizer, rows, sampling, with_adapter=with_adapter, streamer=streamer)
                 for name, with_adapter in names.items()
             }
         except KeyboardInterrupt:
             return
-        if several:
-            console.print(Text(f"> {prompt}", style="bold"), soft_wrap=True)
-        show(answers, console)
+        if streams:
+            continue
+        for index, prompt in enumerate(batch):
+            if len(given) > 1:
+                console.print(Text(f"> {prompt}", style="bold"), soft_wrap=True)
+            show({name: texts[index] for name, texts in answers.items()}, console)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,27 +1,33 @@
-"""`python -m trainer.commands.inspect CONFIG [key=value ...] [--examples N]`: the data as the model will see it.
+"""`python -m trainer.commands.inspect CONFIG [key=value ...] [--examples N | --step N]`: the data as the model sees it.
 
 Shows examples with the tokens that carry loss in colour (in ⟦brackets⟧ where there are no colours), the fraction of
-trained tokens, what was cut, how full the packs are, and warns of masks that are usually mistakes.
+trained tokens, what was cut, how full the packs are, and warns of masks that are usually mistakes. With a step, what
+all ranks train on in it.
 """
 
 import sys
 from io import TextIOWrapper
 from itertools import groupby, islice
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import CommandParser, UserError, load_config
-from trainer.data import DataStats, PreparedData, Sample, Samples, prepare_data
+from trainer.config import CommandParser, RunConfig, UserError, load_config
+from trainer.config.types import AUTO
+from trainer.data import Batches, DataStats, PreparedData, Sample, Samples, prepare_data
+from trainer.data.step_count import global_batch, with_global_batch
 from trainer.model.base import context_length, load_model_config, load_tokenizer
 
 # Documents of a pack that are shown.
 SHOWN_DOCUMENTS = 2
 # Examples of a stream that stand for the whole in the figures.
 STREAM_EXAMPLES = 200
+# Of a document of a step.
+SHOWN_CHARACTERS = 100
 
 
 def show_data(data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: Console, *, examples: int) -> None:
@@ -41,6 +47,35 @@ def show_data(data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: C
         console.print(f"of the first {len(seen)} samples: {stats.trained_fraction:.1%} of the tokens are trained")
     for warning in warnings(stats, seen, tokenizer):
         console.print(Text(f"warning: {warning}", style="bold yellow"), soft_wrap=True)
+
+
+def show_step(
+    config: RunConfig, data: PreparedData, tokenizer: Any, console: Console, *, step: int, ranks: int
+) -> None:
+    """Print a line for each document of a step (from 1) of a run on so many ranks.
+
+    Raises UserError for a stream, whose samples depend on all before, and for a batch that is chosen at the start.
+    """
+    if not isinstance(data.train, Samples):
+        raise UserError("dataset.streaming=true: which samples a step takes is known in the run only")
+    config = with_global_batch(config, len(data.train), ranks)
+    training = config.training
+    if training.batch_size == AUTO:
+        raise UserError("training.batch_size=auto: chosen at the start; name the training_config.json of the run")
+    batches = Batches(
+        data.train, batch_size=training.batch_size, accumulation=training.gradient_accumulation_steps, rank=0,
+        world_size=ranks, seed=config.seed, shuffle=config.dataset.shuffle, pad_token_id=0, flat=False,
+    )  # fmt: skip
+    epoch, in_epoch = divmod(step - 1, batches.steps_per_epoch)
+    size = global_batch(training, ranks)
+    for index in batches.order(epoch)[in_epoch * size : (in_epoch + 1) * size].tolist():
+        for number, document in enumerate(_documents(data.train[index])):
+            text = " ".join(tokenizer.decode(document.input_ids, skip_special_tokens=False).split())
+            place = f"sample {index}" + (f", document {number + 1}" if number else "")
+            console.print(
+                f"{place} ({len(document.input_ids)} tokens): {text[:SHOWN_CHARACTERS]}",
+                markup=False, highlight=False, soft_wrap=True,
+            )  # fmt: skip
 
 
 def warnings(stats: DataStats, samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -123,6 +158,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--examples", type=int, default=3, help="how many to show (3)")
+    parser.add_argument("--step", type=_from_one, help="show what is trained on in this step, from 1, instead")
+    parser.add_argument("--ranks", type=_from_one, default=1, help="of a run on so many ranks (1)")
     arguments = parser.parse_intermixed_args(argv)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # data holds what an ASCII terminal cannot show
@@ -140,11 +177,21 @@ def main(argv: list[str] | None = None) -> int:
             cache_dir=Path(config.dataset.cache_dir).expanduser(),
             max_length_of_model=context_length(load_model_config(config.base_model, config.model)),
         )
-        show_data(data, tokenizer, console, examples=arguments.examples)
+        if arguments.step:
+            show_step(config, data, tokenizer, console, step=arguments.step, ranks=arguments.ranks)
+        else:
+            show_data(data, tokenizer, console, examples=arguments.examples)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
+
+
+def _from_one(word: str) -> int:
+    number = int(word)
+    if number < 1:
+        raise ValueError
+    return number
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from trainer.checkpoint.finished_run import (
     run_device,
     saved_tokenizer,
 )
+from trainer.commands.image_adapter import is_of_images, merge_images
 from trainer.commands.requantised import in_mxfp4_again
 from trainer.commands.scale import AUTO, scale_adapter, scale_of
 from trainer.commands.whole_output import check_output, put_in_place, writing
@@ -209,7 +210,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> None:
     run = find_run(arguments.run, arguments.base_model)
-    print(merge(run, arguments.output or arguments.run / "merged", dtype=arguments.dtype, scale=arguments.scale))
+    put_together = merge_images if is_of_images(run) else merge
+    output = arguments.output or arguments.run / "merged"
+    print(put_together(run, output, dtype=arguments.dtype, scale=arguments.scale))
 
 
 if __name__ == "__main__":

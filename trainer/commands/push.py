@@ -26,6 +26,7 @@ from trainer.checkpoint.finished_run import (
     quiet_libraries,
     saved_tokenizer,
 )
+from trainer.commands.image_adapter import card_of_images, copy_of_images, is_of_images
 from trainer.config import CommandParser, UserError
 from trainer.contract.output_file import check_output_file
 from trainer.monitor.metrics import Record, read_metrics
@@ -40,13 +41,21 @@ def stage(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
     """Put what is to be uploaded into `folder`, the card also beside the adapter; returns the files, sorted."""
     for name in ADAPTER:
         shutil.copyfile(run.folder / name, folder / name)
-    saved_tokenizer(run).save_pretrained(folder)
+    pictures = is_of_images(run)
+    if pictures:
+        copy_of_images(run, folder)
+    else:
+        saved_tokenizer(run).save_pretrained(folder)
     base = public_name(run.config.base_model)
     _edit_json(folder / "adapter_config.json", {"base_model_name_or_path": base})
     _edit_json(folder / "tokenizer_config.json", dict.fromkeys(OF_THIS_MACHINE))
     card = run.folder / CARD
     if not is_own_card(card):
-        card.write_text(model_card(run.config, run.run_dir, records_of(run), name=repo), encoding="utf-8")
+        if pictures:
+            text = card_of_images(run, records_of(run), repo)
+        else:
+            text = model_card(run.config, run.run_dir, records_of(run), name=repo)
+        card.write_text(text, encoding="utf-8")
         reseal(run.folder, CARD)
     shutil.copyfile(card, folder / CARD)
     return sorted(path for path in folder.rglob("*") if path.is_file())

@@ -68,8 +68,15 @@ def _outcome(folder: Path, exit_code: int | None) -> Outcome:
         loss, step = float(held_out.values[best]), int(held_out.steps[best])
     elif len(training):
         loss = float(training.values[-max(1, len(training) // LAST_SHARE) :].mean())
-    state = "done" if exit_code == 0 else f"ended with {exit_code}" if exit_code else "not finished"
+    state = (
+        f"ended with {exit_code}" if exit_code else "done" if exit_code == 0 or _has_result(folder) else "not finished"
+    )
     return Outcome(folder.name, held_out, training, loss, step, state)
+
+
+def _has_result(folder: Path) -> bool:
+    """Whether a run came to its end: of the jobs of an array nobody notes the exit codes."""
+    return (folder / "adapter_model.safetensors").is_file() or any(folder.glob("model*.safetensors"))
 
 
 def show(console: Console, runs: list[Outcome]) -> None:

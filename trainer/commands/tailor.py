@@ -10,7 +10,6 @@ import math
 import os
 import shlex
 import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,8 @@ import numpy as np
 
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.commands.estimate import DEFAULT_GPU, parse_memory
+from trainer.commands.reasoned_yaml import Line, as_yaml
 from trainer.config import CommandParser, LoraSection, RunConfig, UserError, load_config
-from trainer.config.yaml_core import dump
 from trainer.contract.output_file import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.data.prepared import Prepared
@@ -31,25 +30,14 @@ from trainer.decisions import Machine
 from trainer.memory.bytes import GIB
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
+from trainer.model.capacity import holds, tells, too_small
 
 LONGEST_LOOKED_AT = 16_384
 KEPT_WHOLE = 0.995
 """Share of the documents that are not cut."""
 PACK = 2048
-BITS_PER_PARAMETER, BITS_PER_TOKEN = 2.0, 1.0
-"""What an adapter holds (Allen-Zhu and Li, 2024), and about what a token of text tells a model that is trained."""
 RANKS = (16, 32, 64, 128)
 SHORT_RUN = 200
-WIDTH = 110
-
-
-@dataclass(frozen=True)
-class Line:
-    """A setting, and why it is that."""
-
-    name: str
-    value: Any
-    why: str
 
 
 @dataclass(frozen=True)
@@ -74,7 +62,22 @@ class Seen:
     packable: bool
     parameters: int
     per_rank: int
-    """Parameters that each unit of rank adds."""
+    """Parameters that each unit of rank adds, of layers that are no experts."""
+    widest: int
+    """Above this a rank adds nothing to any layer."""
+    per_expert_rank: int = 0
+    """Those that each unit of the experts' rank adds."""
+    visited: int = 1
+    """Experts that a token visits."""
+    expert_width: int = 0
+
+    def expert_rank(self, rank: int) -> int:
+        """By `lora.expert_rank: r/top_k`."""
+        return max(1, rank // self.visited)
+
+    def adapter(self, rank: int) -> int:
+        """Parameters of the adapter."""
+        return rank * self.per_rank + self.expert_rank(rank) * self.per_expert_rank
 
 
 def tailored(ask: Ask) -> tuple[list[Line], list[str]]:
@@ -84,7 +87,7 @@ def tailored(ask: Ask) -> tuple[list[Line], list[str]]:
     data = _data_lines(ask, seen)
     rank, warnings = _rank(seen)
     settings = {line.name: line.value for line in data} | {"lora.r": rank.value, "base_model": ask.model}
-    settings["output_dir"] = ask.output_dir
+    settings |= {"output_dir": ask.output_dir} | {line.name: line.value for line in _target_lines(seen)}
     samples = _samples(settings, seen)
     length = _length_lines(samples, settings, seen)
     settings |= {line.name: line.value for line in length}
@@ -101,7 +104,7 @@ def tailored(ask: Ask) -> tuple[list[Line], list[str]]:
         Line("base_model", ask.model, f"{seen.parameters / 1e6:,.1f} million parameters"),
         Line("output_dir", ask.output_dir, "adapter, checkpoints and report"),
         *placement[:1], rank, Line("lora.alpha", 32, "a scale that suits every rank, with the learning rate below"),
-        Line("lora.target_modules", "all-linear", "attention alone learns less, at any rank"),
+        *_target_lines(seen),
         *data, *length, batch_line, *placement[1:], _rate(seen, steps), *_looks(settings),
     ]  # fmt: skip
     return lines, warnings
@@ -124,6 +127,7 @@ def _seen(ask: Ask, prepared: Prepared, context: int | None) -> Seen:
     from trainer.config import ModelSection
     from trainer.model.adapter import adapted_layers, apply_adapter
     from trainer.model.base import empty_model
+    from trainer.model.expert_layers import expert_modules, expert_width, visited_experts
     from trainer.preflight import check_packing
 
     assert isinstance(prepared.data.train, Samples)
@@ -131,14 +135,22 @@ def _seen(ask: Ask, prepared: Prepared, context: int | None) -> Seen:
     model = empty_model(prepared.model_config, ModelSection())
     model.tie_weights()
     size = sum(parameter.numel() for parameter in model.parameters())
-    adapted = apply_adapter(model, LoraSection(r=1), next(model.parameters()).dtype)
-    per_rank = sum(layer.parameters for layer in adapted_layers(adapted))
+    adapted = adapted_layers(apply_adapter(model, LoraSection(r=1), next(model.parameters()).dtype))
+    per_expert_rank = sum(layer.parameters for layer in adapted if "." in layer.name)
+    per_rank = sum(layer.parameters for layer in adapted) - per_expert_rank
+    widths = [expert_width(module) for module in expert_modules(model).values()] if per_expert_rank else []
     try:
         check_packing(prepared.model_config)
         packable = True
     except UserError:
         packable = False
-    return Seen(tokens, targets, context, packable, size, per_rank)
+    return Seen(
+        tokens, targets, context, packable, size, per_rank,
+        widest=max(min(map(int, layer.shape.split(" -> "))) for layer in adapted if "." not in layer.name),
+        per_expert_rank=per_expert_rank,
+        visited=visited_experts(prepared.model_config) if widths else 1,
+        expert_width=min(widths, default=size),
+    )  # fmt: skip
 
 
 def _data_lines(ask: Ask, seen: Seen) -> list[Line]:
@@ -172,16 +184,25 @@ def _data_lines(ask: Ask, seen: Seen) -> list[Line]:
 
 def _rank(seen: Seen) -> tuple[Line, list[str]]:
     """The lowest usual rank whose parameters hold what the data tells; a warning where none does."""
-    bits = float(seen.targets.sum()) * BITS_PER_TOKEN
-    enough = next((rank for rank in RANKS if rank * seen.per_rank * BITS_PER_PARAMETER >= bits), None)
-    rank = enough or RANKS[-1]
-    holds = rank * seen.per_rank * BITS_PER_PARAMETER
-    why = f"{rank * seen.per_rank:,} parameters hold about {holds / 1e6:,.1f} Mbit, the data about {bits / 1e6:,.1f}"
-    warning = (
-        f"the data tells about {bits / 1e6:,.0f} Mbit and an adapter of r={rank} holds about {holds / 1e6:,.0f}: more "
-        "data than it can learn; a higher lora.r, or adapter: none"
-    )
-    return Line("lora.r", rank, why), [] if enough else [warning]
+    trained = float(seen.targets.sum())
+    ranks = [rank for rank in RANKS if rank <= seen.widest and seen.expert_rank(rank) <= seen.expert_width] or [8]
+    rank = next((rank for rank in ranks if holds(seen.adapter(rank)) >= tells(trained)), ranks[-1])
+    parameters = seen.adapter(rank)
+    held, told = holds(parameters) / 1e6, tells(trained) / 1e6
+    why = f"{parameters:,} parameters hold about {held:,.1f} Mbit, the data about {told:,.1f}"
+    warning = too_small(parameters, trained, rank)
+    return Line("lora.r", rank, why), [warning] if warning else []
+
+
+def _target_lines(seen: Seen) -> list[Line]:
+    """Every linear layer; and experts, each with its part of the rank."""
+    lines = [Line("lora.target_modules", "all-linear", "attention alone learns less, at any rank")]
+    if seen.per_expert_rank:
+        lines += [
+            Line("lora.experts", True, "most of a mixture's weights are its experts'"),
+            Line("lora.expert_rank", "r/top_k", f"a token visits {seen.visited} experts, and meets r in all of them"),
+        ]
+    return lines
 
 
 def _samples(settings: dict[str, Any], seen: Seen) -> int:
@@ -282,20 +303,6 @@ def _config(settings: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
-def as_yaml(lines: list[Line], output: Path) -> str:
-    """The file: each setting below its reason, sections in the order of their first setting."""
-    text = [f"# zerolora train {shlex.quote(str(output))}", "# All other settings: zerolora config --schema", ""]
-    sections = dict.fromkeys(line.name.rpartition(".")[0] for line in lines)
-    for section in sections:
-        indent = "  " if section else ""
-        text += [f"{section}:"] if section else []
-        for line in (line for line in lines if line.name.rpartition(".")[0] == section):
-            mark = f"{indent}# "
-            text += textwrap.wrap(line.why, WIDTH, initial_indent=mark, subsequent_indent=mark)
-            text.append(indent + dump({line.name.rpartition(".")[2]: line.value}).rstrip("\n"))
-    return "\n".join(text) + "\n"
-
-
 def _card(given: str | None) -> tuple[int, str]:
     import torch
 
@@ -326,7 +333,7 @@ def main(argv: list[str] | None = None) -> int:
         memory, card = _card(arguments.gpu_memory)
         ask = Ask(arguments.model, arguments.data, arguments.gpus, memory, card, arguments.output_dir)
         lines, warnings = tailored(ask)
-        write_whole(arguments.output, as_yaml(lines, arguments.output))
+        write_whole(arguments.output, as_yaml(lines, arguments.output, warnings))
         load_config(arguments.output)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -12,7 +12,7 @@ import shlex
 import sys
 from difflib import unified_diff
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.config.repair import repaired
@@ -36,32 +36,46 @@ def findings(config: RunConfig, prepared: "Prepared") -> list[str]:
         with_global_batch,
         with_looks_in_steps,
     )
+    from trainer.images.model import ImageModel
+    from trainer.images.pipeline import Pipeline
     from trainer.memory.preflight import on_this_cpu
     from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
     from trainer.model.base import empty_model
+    from trainer.model.capacity import too_small
     from trainer.model.targets import unadapted_layers
     from trainer.patches.mamba import unadapted_lines
 
-    text_config = prepared.model_config.get_text_config()
-    model = empty_model(prepared.model_config, config.model)
-    model.tie_weights()  # a tied head is counted once
+    pictures = isinstance(prepared.model_config, Pipeline)
+    model: Any
+    if pictures:
+        model = ImageModel(prepared.model_config)
+    else:
+        model = empty_model(prepared.model_config, config.model)
+        model.tie_weights()  # a tied head is counted once
     size = sum(parameter.numel() for parameter in model.parameters())
-    lines = [
-        f"model: {config.base_model}: {type(model).__name__}, {size:,} parameters, "
-        f"{text_config.num_hidden_layers} layers, context {text_config.max_position_embeddings:,}",
-        f"tokenizer: {type(prepared.tokenizer).__name__}, {len(prepared.tokenizer):,} tokens, "
-        f"pads with {prepared.tokenizer.pad_token!r}",
-    ]
+    if pictures:
+        name = type(model.denoiser).__name__
+        lines = [f"model: {config.base_model}: {name} of {model.family.pipeline}, {size:,} parameters"]
+    else:
+        text_config = prepared.model_config.get_text_config()
+        lines = [
+            f"model: {config.base_model}: {type(model).__name__}, {size:,} parameters, "
+            f"{text_config.num_hidden_layers} layers, context {text_config.max_position_embeddings:,}",
+            f"tokenizer: {type(prepared.tokenizer).__name__}, {len(prepared.tokenizer):,} tokens, "
+            f"pads with {prepared.tokenizer.pad_token!r}",
+        ]
     if config.adapter == "none":
         lines.append("adapter: none, all weights are trained")
     else:
         # Values drawn for an adapter, or read for one that exists, have no place on a model without weights.
         plain = config.lora.model_copy(update={"init": "default", "adapter_path": None})
-        peft_model = apply_adapter(model, plain, next(model.parameters()).dtype)
+        peft_type = None if pictures else "CAUSAL_LM"
+        peft_model = apply_adapter(model, plain, next(model.parameters()).dtype, task_type=peft_type)
         adapted = adapted_layers(peft_model)
         trained = sum(layer.parameters for layer in adapted)
         where = ", ".join(f"{layer.name} ({layer.count})" for layer in adapted)
-        base = "a 4-bit base" if config.adapter == "qlora" else "the base as it is"
+        quantised = "an 8-bit base" if config.quantization.eight_bit else "a 4-bit base"
+        base = quantised if config.adapter == "qlora" else "the base as it is"
         part = f"{trained:,} parameters ({trained / (size + trained):.2%} of all)"
         lines.append(f"adapter: r={config.lora.r} on {base}, {part}: {where}")
         lines += rank_lines(adapted, config.lora) + unadapted_layers(peft_model, config.lora)
@@ -71,6 +85,9 @@ def findings(config: RunConfig, prepared: "Prepared") -> list[str]:
     if not torch.cuda.is_available():
         lines.append(f"memory: {on_this_cpu(config, prepared)}")
     samples = samples_of(prepared)
+    if config.adapter != "none" and samples is not None:
+        small = too_small(trained, prepared.data.stats.target_tokens, config.lora.r)
+        lines += [f"warning: {small}"] if small else []
     on_one = with_looks_in_steps(with_global_batch(config, samples, 1), samples, 1)
     lines.append(f"steps: {steps_line(on_one.training, samples, 1)}{_on_more(config)}")
     if smaller := smaller_batch_line(config.training, on_one.training, 1):

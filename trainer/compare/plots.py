@@ -78,28 +78,28 @@ def _draw_curves(figure: Figure, comparison: Comparison) -> None:
 
 def _draw_scu(figure: Figure, comparison: Comparison) -> None:
     """S above, lambda below; fixed lambdas and schedules by their first seed, the controller by each of its seeds."""
-    share_axes, strength_axes = figure.subplots(2, 1, sharex=True)
-    share_axes.set_title("S (smoothed) and λ over the run")
+    measured_axes, lambda_axes = figure.subplots(2, 1, sharex=True)
+    measured_axes.set_title("S (smoothed) and λ over the run")
     for setting, runs in comparison.by_setting.items():
         style = _style(comparison, setting)
         for index, run in enumerate(runs if setting.controller == "pi" else runs[:1]):
             steps = [record["step"] for record in run.records]
             label = "" if index else setting.label
-            share_axes.plot(steps, [record[measured_name(record)] for record in run.records], label=label, **style)
+            measured_axes.plot(steps, [record[measured_name(record)] for record in run.records], label=label, **style)
             if setting.controller != "none":
-                strength_axes.plot(steps, [record["lambda"] for record in run.records], **style)
+                lambda_axes.plot(steps, [record["lambda"] for record in run.records], **style)
         if setting.controller == "pi":
             scu = runs[0].trial.config.scu
             if scu.target != "auto":
                 low, high = deadband_of(scu.law if scu.measure != "kl" else "kl", scu.target, float(scu.deadband))
-                share_axes.axhspan(low, high, color=ORANGE, alpha=0.2, linewidth=0)
-    share_axes.set_ylabel(MEASURED[next(iter(comparison.by_setting)).measure])
-    share_axes.set_ylim(bottom=0)
-    share_axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
-    strength_axes.set_ylabel("λ")
+                measured_axes.axhspan(low, high, color=ORANGE, alpha=0.2, linewidth=0)
+    measured_axes.set_ylabel(MEASURED[next(iter(comparison.by_setting)).measure])
+    measured_axes.set_ylim(bottom=0)
+    measured_axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
+    lambda_axes.set_ylabel("λ")
     if comparison.find("pi") or comparison.find("fixed"):
-        strength_axes.set_yscale("log")
-    strength_axes.set_xlabel("optimizer step")
+        lambda_axes.set_yscale("log")
+    lambda_axes.set_xlabel("optimizer step")
 
 
 def measured_name(record: dict[str, Any]) -> str:

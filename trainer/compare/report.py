@@ -37,7 +37,7 @@ CONTROL = {
     "training BPT": _number("final_training_bpt", ".3f"),
     "S": _number("final_s", ".4f"),
     "reached at": _number("step_in_deadband", ".0f"),
-    "in deadband": _number("share_in_deadband", ".0%"),
+    "in deadband": _number("fraction_in_deadband", ".0%"),
     "λ": _number("final_lambda", ".3g"),
     "penalty": _number("final_penalty_nats", ".3g"),
 }
@@ -53,7 +53,7 @@ NOTES = (
     "[ ]: 95 % bootstrap interval over documents; final - none: over documents and seeds, paired.",
     "± seeds: standard deviation over the seeds. Training BPT: mean of the last 20 steps.",
     "S, λ and penalty (λ ln 2 ParamBPT, nats/token): at the end. All these are means over the seeds.",
-    "In deadband: share of the steps from the one on at which S reached it.",
+    "In deadband: fraction of the steps from the one on at which S reached it.",
     "Stopped early: at the evaluation that is best on one half of the documents, measured on the other half, and back;",
     "scaled: the same among scales of the finished adapter. Texts: bits per token from the base, at the end.",
 )
@@ -90,7 +90,7 @@ def statements(comparison: Comparison) -> list[str]:
         if found := comparison.edge(measure, "final"):
             best, end = found
             lines.append(
-                f"the best fixed lambda, {best.strength:g}, is the {end} of the sweep: the optimum may lie beyond it; "
+                f"the best fixed lambda, {best.lambda_:g}, is the {end} of the sweep: the optimum may lie beyond it; "
                 "give more with --lambdas"
             )
     for setting in comparison.find("pi"):
@@ -166,8 +166,8 @@ def _steering(comparison: Comparison, setting: Setting) -> str:
         ends = ", ".join(f"{run['final_s']:.4f}" for run in runs)
         return f"{head}; at the end S was {ends}"
     steps = ", ".join(str(run["step_in_deadband"]) for run in reached)
-    shares = ", ".join(f"{run['share_in_deadband']:.0%}" for run in reached)
-    return f"{head}, at step {steps}, and was inside it for {shares} of the steps from there on"
+    fractions = ", ".join(f"{run['fraction_in_deadband']:.0%}" for run in reached)
+    return f"{head}, at step {steps}, and was inside it for {fractions} of the steps from there on"
 
 
 def _markdown(cells: Sequence[str]) -> str:

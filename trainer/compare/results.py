@@ -37,7 +37,7 @@ MEAN_OF = (
     "final_penalty_nats",
     "final_s",
     "step_in_deadband",
-    "share_in_deadband",
+    "fraction_in_deadband",
     "final_lambda",
     "scale",
     "text_kl_bits",
@@ -103,7 +103,7 @@ class Result:
             "setting": setting.label,
             "measure": setting.measure,
             "controller": setting.controller,
-            "lambda": setting.strength,
+            "lambda": setting.lambda_,
             "seed": self.trial.seed,
             "start_bpt": float(self.curve[0]),
             "final_bpt": float(self.curve[-1]),
@@ -120,7 +120,7 @@ class Result:
             "final_s": last["kl_smoothed" if "kl_smoothed" in last else "s_smoothed"],
             "target": scu.target if steered else None,
             "step_in_deadband": self.records[reached]["step"] if steered and reached is not None else None,
-            "share_in_deadband": float(np.mean(inside[reached:])) if steered and reached is not None else None,
+            "fraction_in_deadband": float(np.mean(inside[reached:])) if steered and reached is not None else None,
             "final_lambda": last["lambda"],
         }
 

@@ -25,6 +25,7 @@ from trainer.data.batches import IGNORED, MicroBatch, collate
 from trainer.data.prepared import Prepared
 from trainer.data.reference_text import reference_samples
 from trainer.engine.protocol import Engine
+from trainer.evaluation import Measurement
 from trainer.model.adapter import changes_base_weights
 from trainer.monitor.console import open_console
 from trainer.monitor.metrics import read_metrics
@@ -32,7 +33,7 @@ from trainer.patches.loss_head import TokenLoss, adapter_off
 from trainer.preflight import prepare
 from trainer.ranks.group import Ranks, leave_process_group
 from trainer.ranks.signals import StopRequest
-from trainer.run import Measurement, Run
+from trainer.run import Run
 
 DOCUMENTS_FILE = "heldout_documents.json"
 

@@ -44,11 +44,11 @@ Process = subprocess.Popen[bytes]
 
 @dataclass(frozen=True)
 class Setting:
-    """What is compared: everything of a trial but its seed. `strength` is lambda, or where a schedule ends."""
+    """What is compared: everything of a trial but its seed. `lambda_` is lambda, or where a schedule ends."""
 
     measure: str
     controller: str
-    strength: float | None = None
+    lambda_: float | None = None
     target: float | None = None
     several: bool = False
     """PI runs at other targets too, which the label has to tell apart."""
@@ -58,7 +58,7 @@ class Setting:
         """As tables and folders have it, `delta-fixed-0.1`; without a regulariser the measure does not matter."""
         if self.controller == "none":
             return "none"
-        number = self.target if self.controller == "pi" and self.several else self.strength
+        number = self.target if self.controller == "pi" and self.several else self.lambda_
         return f"{self.measure}-{self.controller}" + ("" if number is None else f"-{number:g}")
 
 
@@ -110,7 +110,7 @@ def settings(config: RunConfig, options: argparse.Namespace) -> list[Setting]:
     for index, measure in enumerate(options.measures):
         given = options.targets or [config.scu.target] * len(options.measures)
         targets = [None if target == "auto" else float(target) for target in (given if one_measure else given[index:])]
-        strengths = {
+        lambdas = {
             "none": [] if index else [None],
             "fixed": options.lambdas,
             "linear": options.ramps,
@@ -121,7 +121,7 @@ def settings(config: RunConfig, options: argparse.Namespace) -> list[Setting]:
                 held = targets if one_measure else targets[:1]
                 found += [Setting(measure, controller, None, target, len(held) > 1) for target in held]
             else:
-                found += [Setting(measure, controller, strength, targets[0]) for strength in strengths[controller]]
+                found += [Setting(measure, controller, lambda_, targets[0]) for lambda_ in lambdas[controller]]
     return found
 
 
@@ -130,11 +130,11 @@ def _overrides(setting: Setting, config: RunConfig, smallest: float) -> list[str
     own = [f"scu.measure={setting.measure}", f"scu.controller={setting.controller}"]
     if setting.target is not None:
         own.append(f"scu.target={setting.target:g}")
-    if setting.strength is None:
+    if setting.lambda_ is None:
         return own
-    start, end = setting.strength, max(config.scu.lambda_max, setting.strength)
+    start, end = setting.lambda_, max(config.scu.lambda_max, setting.lambda_)
     if setting.controller != "fixed":
-        start, end = min(smallest, setting.strength / 2), setting.strength
+        start, end = min(smallest, setting.lambda_ / 2), setting.lambda_
     low = min(config.scu.lambda_min, start)
     # With all their digits: a lambda that was rounded past its bound would be refused.
     return [*own, *(f"scu.lambda_{name}={value!r}" for name, value in (("start", start), ("min", low), ("max", end)))]

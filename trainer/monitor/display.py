@@ -15,6 +15,7 @@ BAR_WORDS = {
     "train/loss": "loss {:.3f}",
     "perf/tokens_per_second": "{:,.0f} tok/s",
     "perf/tokens_per_second_per_gpu": "{:,.0f} tok/s/GPU",
+    "perf/images_per_second": "{:,.2f} images/s",
 }
 LINE_WORDS = {
     "train/loss": "loss {:7.4f}",
@@ -22,6 +23,7 @@ LINE_WORDS = {
     "train/grad_norm": "grad {:8.3g}",
     "perf/tokens_per_second": "{:>9,.0f} tok/s",
     "perf/tokens_per_second_per_gpu": "{:>7,.0f} tok/s/GPU",
+    "perf/images_per_second": "{:>8,.2f} images/s",
     "memory/peak_gib": "{:6.2f} GiB",
 }
 

@@ -29,7 +29,7 @@ class ExpertLoad:
         return cls(model) if expert_modules(model) and not compiled else None
 
     def _count(self, layer: int, experts: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A recomputed layer counts twice, as all others then do: shares are the same."""
+        """A recomputed layer counts twice, as all others then do: fractions are the same."""
         if not (experts.training and torch.is_grad_enabled()):
             return
         index = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)][1]
@@ -44,9 +44,9 @@ class ExpertLoad:
         """Shares of the busiest and the idlest expert of a layer, and the entropy (1: all alike), means over layers."""
         found: dict[str, float] = {}
         if self._visits:
-            shares = [counts.double() / counts.sum().clamp(min=1) for counts in self._visits.values()]
-            entropies = [torch.special.entr(share).sum() / math.log(max(len(share), 2)) for share in shares]
-            table = torch.stack([torch.stack([s.max(), s.min(), e]) for s, e in zip(shares, entropies, strict=True)])
+            fractions = [counts.double() / counts.sum().clamp(min=1) for counts in self._visits.values()]
+            entropies = [torch.special.entr(fraction).sum() / math.log(max(len(fraction), 2)) for fraction in fractions]
+            table = torch.stack([torch.stack([s.max(), s.min(), e]) for s, e in zip(fractions, entropies, strict=True)])
             busiest, idlest, entropy = table.mean(0).tolist()
             found = {"experts/busiest_share": busiest, "experts/idlest_share": idlest, "experts/entropy": entropy}
             for counts in self._visits.values():

@@ -84,6 +84,12 @@ class MetricFiles:
             self._events.add(int(record["step"] or 0), numbers)
         self._settle()
 
+    def write_picture(self, step: int, tag: str, picture: Any) -> None:
+        """Add a picture (PIL) to the events."""
+        if self._events is not None:
+            self._events.add_picture(step, tag, picture)
+            self._settle()
+
     def close(self) -> None:
         """Write what there still is to write; what the disk still refuses is told. May be called twice."""
         if self._closed:

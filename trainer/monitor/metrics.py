@@ -116,6 +116,13 @@ class Metrics:
             self._wandb.log({"step": step, **numbers})
         self._display.line(step, numbers)
 
+    def picture(self, step: int, name: str, picture: Any) -> None:
+        """Show a picture (PIL) in TensorBoard and wandb."""
+        self._files.write_picture(step, f"samples/{name}", picture)
+        if self._wandb is not None:
+            wandb = importlib.import_module("wandb")
+            self._wandb.log({"step": step, f"samples/{name}": wandb.Image(picture)})
+
     def progress(self, step: int, values: Mapping[str, float]) -> None:
         """Move the bar; `values` may lack any name. Cheap enough for every step."""
         self._display.move(step, values)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -58,6 +59,11 @@ class Events:
         shown = {**numbers, **{ON_TOP[name]: number for name, number in numbers.items() if name in ON_TOP}}
         for tag, number in shown.items():
             self._record(Event(wall_time=time.time(), step=step, summary=summary.scalar(tag, number)))
+
+    def add_picture(self, step: int, tag: str, picture: Any) -> None:
+        """A picture (PIL) of a step."""
+        pixels = np.asarray(picture.convert("RGB"))
+        self._record(Event(wall_time=time.time(), step=step, summary=summary.image(tag, pixels, dataformats="HWC")))
 
     def _record(self, event: Any) -> None:
         framed = io.BytesIO()

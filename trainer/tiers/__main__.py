@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -22,18 +23,38 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from trainer.config import CommandParser, UserError, load_config
+from trainer.config import CommandParser, TierSection, UserError, load_config
 from trainer.contract.home import HOME
 from trainer.contract.launcher_process import tie_children_to_this_process
 from trainer.monitor.metric_files import METRICS_FILE
 from trainer.monitor.metrics import read_metrics
 from trainer.tiers import checks
+from trainer.tiers.baselines import Baselines
 from trainer.tiers.checks import Check, TierRun
-from trainer.tiers.machine import CPU, Machine, Weights, cpu_time, find_data, find_weights, this_machine
+from trainer.tiers.machine import (
+    CPU,
+    Machine,
+    Weights,
+    cache_folder,
+    cpu_time,
+    find_data,
+    find_template,
+    find_weights,
+    this_machine,
+)
 
 ROOT = Path(__file__).parents[2]
 POLL_S = 0.3
 EXIT_INTERRUPTED = 130
+EXAMPLES = """examples:
+  zerolora tier quick                        one tier, in a minute
+  zerolora tier all --without full           without the 7B model
+  zerolora tier all --json > verdicts.json   for a machine to read
+  zerolora tier memory --models ~/models     weights of your own folder
+  zerolora tier quick --cpu                  without a GPU; nothing of memory and time is then asserted"""
+
+
+Assertions = tuple[checks.Checker, ...]
 
 
 @dataclass(frozen=True)
@@ -44,7 +65,8 @@ class Tier:
     shape: str
     needs_gib: float
     """Free memory without which it is not started (--check-vram)."""
-    checks: tuple[checks.Checker, ...]
+    asserts: Callable[[TierSection], Assertions]
+    """With the limits of its file's section `tier`."""
     resume_at: int | None = None
     """A checkpoint from which a second run goes on."""
 
@@ -53,20 +75,51 @@ class Tier:
         """Its file in configs/."""
         return HOME / "configs" / f"tier_{self.name}.yaml"
 
+    @property
+    def checks(self) -> Assertions:
+        """What is asserted of its run."""
+        return self.asserts(load_config(self.config).config.tier)
 
-QUICK = (checks.finished_within(120), checks.finite, checks.adapters_moved, checks.peak_memory(0.5))
-CONVERGENCE = (checks.finite, checks.adapters_moved, checks.loss_fell(0.30), checks.held_out_loss_fell)
-MEMORY = (checks.finite, checks.adapters_moved, checks.peak_memory(2.0))
-EXTENDED = (checks.finite, checks.memory_is_flat, checks.throughput_holds, checks.smoothed_loss_falls)
-FULL = (checks.finite, checks.adapters_moved, checks.peak_memory(12.0), checks.checkpoints_are_whole(495, 990, 1000))
+
+def _set(limit: float | None, name: str) -> float:
+    if limit is None:
+        raise UserError(f"tier.{name}: missing in the tier's file, which asserts it; give a number")
+    return limit
+
+
+def _quick(limits: TierSection) -> Assertions:
+    memory = checks.peak_memory(_set(limits.peak_memory_gib, "peak_memory_gib"))
+    return checks.finished_within(_set(limits.seconds, "seconds")), checks.finite, checks.adapters_moved, memory
+
+
+def _convergence(limits: TierSection) -> Assertions:
+    memory = () if limits.peak_memory_gib is None else (checks.peak_memory(limits.peak_memory_gib),)
+    fell = checks.loss_fell(_set(limits.loss_fall, "loss_fall")), checks.held_out_loss_fell
+    return checks.finite, checks.adapters_moved, *fell, *memory
+
+
+def _memory(limits: TierSection) -> Assertions:
+    return checks.finite, checks.adapters_moved, checks.peak_memory(_set(limits.peak_memory_gib, "peak_memory_gib"))
+
+
+def _extended(limits: TierSection) -> Assertions:
+    return checks.finite, checks.memory_is_flat, checks.throughput_holds, checks.smoothed_loss_falls
+
+
+def _full(limits: TierSection) -> Assertions:
+    whole = checks.checkpoints_are_whole(495, 990, 1000)
+    return *_memory(limits), whole, checks.resumes, checks.loss_fell(_set(limits.loss_fall, "loss_fall"))
+
+
 TIERS = {
     tier.name: tier
     for tier in (
-        Tier("quick", "smollm2-135m", 0.5, QUICK),
-        Tier("convergence", "smollm2-135m", 2.0, CONVERGENCE),
-        Tier("memory", "tinyllama-1.1b", 2.0, MEMORY),
-        Tier("extended", "tinyllama-1.1b", 5.0, EXTENDED),
-        Tier("full", "llama2-7b", 12.0, (*FULL, checks.resumes, checks.loss_fell(0.30)), resume_at=990),
+        Tier("quick", "smollm2-135m", 0.5, _quick),
+        Tier("convergence", "smollm2-135m", 2.0, _convergence),
+        Tier("convergence_qlora", "smollm2-135m", 1.0, _convergence),
+        Tier("memory", "tinyllama-1.1b", 2.0, _memory),
+        Tier("extended", "tinyllama-1.1b", 5.0, _extended),
+        Tier("full", "llama2-7b", 12.0, _full, resume_at=990),
     )
 }
 
@@ -99,7 +152,7 @@ class Runner:
             problem = f"needs {needed:.1f} GiB free on the card, which has {self.machine.free_gib:.1f}"
             return self._conclude(Outcome(tier.name, weights.model, False, 0.0, (), f"not run: {problem}"))
         folder = self.options.output / tier.name
-        overrides = [f"base_model={weights.model}", *find_data(tier.config)]
+        overrides = [f"base_model={weights.model}", *find_data(tier.config), *find_template(weights.model)]
         started = time.monotonic()
         code = self._train(tier, folder, overrides)
         seconds = time.monotonic() - started
@@ -113,19 +166,32 @@ class Runner:
         if code:
             problem = f"zerolora train ended with exit code {code}; see {last / 'logs'}"
             return self._conclude(Outcome(tier.name, weights.model, False, seconds, (), problem))
+        config = load_config(tier.config).config
         finished = TierRun(
             folder,
             read_metrics(folder),
-            load_config(tier.config).config.training.max_steps or 0,
+            config.training.max_steps or 0,
             seconds,
             on_gpu=self.machine.on_gpu,
             real_weights=weights.real,
+            limits=config.tier,
             resumed=read_metrics(resumed) if tier.resume_at is not None else (),
         )
-        made = tuple(check(finished) for check in tier.checks)
+        made = (*(check(finished) for check in tier.checks), *self._baseline(tier, finished))
         whole = time.monotonic() - started
         held = all(check.passed is not False for check in made)
         return self._conclude(Outcome(tier.name, weights.model, held, whole, made))
+
+    def _baseline(self, tier: Tier, run: TierRun) -> tuple[Check, ...]:
+        """Throughput beside what was kept for this card, and kept where nothing was, or where that is asked for."""
+        rate = checks.tokens_per_second(run)
+        if rate is None:
+            return ()
+        baselines = Baselines(self.options.baselines, self.machine.card)
+        known = None if self.options.new_baseline else baselines.read(tier.name)
+        if known is None:
+            baselines.keep(tier.name, rate)
+        return (checks.against_baseline(run, known),)
 
     def _announce(self, tier: Tier, weights: Weights) -> None:
         self.console.print(f"[bold]{tier.name}[/bold]  {escape(weights.model)}: {escape(weights.text)}", soft_wrap=True)
@@ -197,7 +263,10 @@ def _last_step(folder: Path) -> str:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
-        prog="zerolora tier", description="Real runs on one GPU, and what must be true of each; docs/guide/tiers.md."
+        prog="zerolora tier",
+        description="Real runs on one GPU, and what must be true of each; docs/guide/tiers.md.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", help=f"{', '.join(TIERS)}, or all")
     parser.add_argument("--check-vram", action="store_true", help="look first whether the card has room for the tier")
@@ -208,6 +277,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", type=Path, metavar="DIR", help="folder of models, by the last part of their names")
     parser.add_argument("--base-model", metavar="MODEL", help="folder of the model of this one tier, or random:SHAPE")
     parser.add_argument("--output", type=Path, default=Path("runs/tiers"), help="where the runs lie (runs/tiers)")
+    add = parser.add_argument
+    add("--without", action="append", default=[], metavar="NAME", help="leave this tier out of `all`; may be repeated")
+    add("--baselines", type=Path, default=cache_folder() / "tiers", metavar="DIR", help="where throughput is kept")
+    add("--new-baseline", action="store_true", help="keep this run's throughput in place of what is kept for the card")
     return parser.parse_args(argv)
 
 
@@ -215,7 +288,11 @@ def _chosen(options: argparse.Namespace) -> list[Tier]:
     if options.name == "all":
         if options.base_model:
             raise UserError(f"--base-model {options.base_model}: the tiers have models of their own; name one tier")
-        return list(TIERS.values())
+        if unknown := [name for name in options.without if name not in TIERS]:
+            raise UserError(f"--without {unknown[0]}: no such tier; there are {', '.join(TIERS)}")
+        return [tier for name, tier in TIERS.items() if name not in options.without]
+    if options.without:
+        raise UserError(f"--without {options.without[0]}: leaves a tier out of `all`, and {options.name} is one")
     if options.name not in TIERS:
         raise UserError(f"{options.name}: no such tier; there are {', '.join(TIERS)}, and all")
     return [TIERS[options.name]]

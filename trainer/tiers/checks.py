@@ -3,15 +3,18 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
+from trainer.config import TierSection
 from trainer.monitor.metrics import Record
 
 # Steps in which kernels are compiled, caches filled and the allocator grows.
 WARM_UP = 20
 WINDOW = 100
 SMOOTHED = 50
+NO_LIMITS = TierSection()
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class TierRun:
     """From the start of the command to its end, loading and saving included."""
     on_gpu: bool
     real_weights: bool
+    limits: TierSection = NO_LIMITS
     resumed: Sequence[Record] = ()
     """Records of the run that went on from one of the checkpoints."""
 
@@ -92,37 +96,56 @@ def peak_memory(limit_gib: float) -> Checker:
 
 
 def memory_is_flat(run: TierRun) -> Check:
-    """The peak grows by less than 1 % after the warm-up."""
+    """The peak grows by less than `tier.memory_growth` after the warm-up."""
+    limit = run.limits.memory_growth
 
     def compare() -> Check:
         peaks = run.values("memory/peak_gib")
         growth = peaks[-1] / peaks[WARM_UP] - 1 if len(peaks) > WARM_UP else math.nan
-        text = f"the peak grows by {growth:.2%} after step {WARM_UP}, under 1 %"
-        return Check("memory is flat", growth < 0.01, text)
+        text = f"the peak grows by {growth:.2%} after step {WARM_UP}, under {limit:.0%}"
+        return Check("memory is flat", growth < limit, text)
 
     return _on_gpu(run, "memory is flat", compare)
 
 
 def throughput_holds(run: TierRun) -> Check:
-    """The median tokens a second of the last 100 steps is within 5 % of that of the first 100 after the warm-up."""
+    """Median tokens a second of the last 100 steps and of the first 100 after the warm-up: `tier.throughput_change`."""
+    limit = run.limits.throughput_change
 
     def compare() -> Check:
         rates = run.values("perf/tokens_per_second")[WARM_UP:]
         first, last = median(rates[:WINDOW] or [math.nan]), median(rates[-WINDOW:] or [math.nan])
-        text = f"{first:,.0f} tokens/s at first, {last:,.0f} at last ({last / first - 1:+.1%}), within 5 %"
-        return Check("throughput", len(rates) >= 2 * WINDOW and abs(last / first - 1) <= 0.05, text)
+        text = f"{first:,.0f} tokens/s at first, {last:,.0f} at last ({last / first - 1:+.1%}), within {limit:.0%}"
+        return Check("throughput", len(rates) >= 2 * WINDOW and abs(last / first - 1) <= limit, text)
 
     return _on_gpu(run, "throughput", compare)
 
 
+def tokens_per_second(run: TierRun) -> float | None:
+    """The median after the warm-up; None of a run on a CPU, or one that was over by then."""
+    rates = run.values("perf/tokens_per_second")[WARM_UP:]
+    return median(rates) if run.on_gpu and rates else None
+
+
+def against_baseline(run: TierRun, baseline: float | None) -> Check:
+    """Tokens a second are at most `tier.baseline_loss` below those that were kept for this card."""
+    rate, limit = tokens_per_second(run), run.limits.baseline_loss
+    if rate is None:
+        return Check("baseline", None, "too few steps, or no card, to compare throughput on")
+    if baseline is None:
+        return Check("baseline", None, f"{rate:,.0f} tokens/s kept: the first run of this tier on this card")
+    text = f"{rate:,.0f} tokens/s, {rate / baseline - 1:+.1%} of this card's {baseline:,.0f}, at least -{limit:.0%}"
+    return Check("baseline", rate >= (1 - limit) * baseline, text)
+
+
 def smoothed_loss_falls(run: TierRun) -> Check:
-    """The mean loss of 50 steps falls: a line through these means slopes down, and the last lies below the first."""
+    """The mean loss of every 50 steps lies below that of the 50 before."""
     losses = run.values("train/loss")
     means = [fmean(losses[end - SMOOTHED : end]) for end in range(SMOOTHED, len(losses) + 1, SMOOTHED)]
-    centre = (len(means) - 1) / 2
-    slope = sum((index - centre) * mean for index, mean in enumerate(means))
+    rises = sum(after >= before for before, after in pairwise(means))
     text = f"means of {SMOOTHED} steps: " + " ".join(f"{mean:.3f}" for mean in means)
-    return Check("smoothed loss falls", len(means) > 2 and slope < 0 and means[-1] < means[0], text)
+    text += f"; {rises} of {len(means)} do not fall" if rises else ""
+    return Check("smoothed loss falls", len(means) > 2 and not rises, text)
 
 
 def loss_fell(fraction: float) -> Checker:

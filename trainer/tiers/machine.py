@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import UserError, load_config
+from trainer.config import ModelSection, UserError, load_config
 
 CPU = "cpu"
 # What the CUDA context and cuBLAS take beside torch's allocations, with room to spare.
@@ -17,6 +17,11 @@ CONTEXT_GIB = 1.0
 # that is no matrix product.
 PASSES = 4
 LOOK = "import torch as t; print(*t.cuda.mem_get_info(), t.cuda.get_device_name(), sep='|')"
+ALPACA = (
+    "{% for turn in messages %}{% if turn.role == 'assistant' %}### Response:\n{{ turn.content }}{{ eos_token }}"
+    "{% elif turn.role == 'user' %}### Instruction:\n{{ turn.content }}\n\n{% else %}{{ turn.content }}\n\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}### Response:\n{% endif %}"
+)
 # Imports, the fused operators' self-test, the first and the last save.
 CPU_START_S = 30.0
 
@@ -29,6 +34,8 @@ class Machine:
     on_gpu: bool
     free_gib: float | None = None
     context_gib: float = CONTEXT_GIB
+    card: str = CPU
+    """Its name alone."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ def this_machine(*, cpu: bool) -> Machine:
         raise UserError(f"zerolora tier: the GPU does not answer ({reason}); zerolora doctor says more")
     free, total, name = result.stdout.strip().split("|")
     text = f"{name}, {int(free) / 2**30:.1f} of {int(total) / 2**30:.1f} GiB free"
-    return Machine(text, on_gpu=True, free_gib=int(free) / 2**30)
+    return Machine(text, on_gpu=True, free_gib=int(free) / 2**30, card=name)
 
 
 def cache_folder() -> Path:
@@ -125,6 +132,20 @@ def find_data(config: Path) -> list[str]:
     if load_config(config).config.dataset.evaluation is not None:
         overrides.append(f"dataset.evaluation.path={held_out}")
     return overrides
+
+
+def find_template(base_model: str) -> list[str]:
+    """For a base model without a chat template (SmolLM2-135M, Llama-2-7b-hf) an override with Alpaca's form; else none.
+
+    The data is conversations, which without a template have no form at all.
+    """
+    from trainer.model.base import load_tokenizer
+
+    try:
+        template = load_tokenizer(base_model, ModelSection()).chat_template
+    except UserError:
+        return []  # the run itself says so, and the other tiers go on
+    return [] if template else [f"dataset.chat_template={ALPACA}"]
 
 
 def cpu_time(config: Path, base_model: str) -> float:

@@ -1,12 +1,11 @@
-"""`python -m trainer.commands.export RUN --format peft|vllm|hf|gguf|ollama`: a trained adapter for other programs.
+"""`python -m trainer.commands.export RUN --format FORMAT`: a trained adapter for other programs.
 
-peft: the adapter and its tokenizer, for PEFT and vLLM. vllm: the same with each expert of a mixture apart, for vLLM and
-SGLang. hf: adapter and base as one model of safetensors. gguf: the
-merged model as one file for llama.cpp. ollama: that file and a Modelfile.
+peft, vllm, sglang: the adapter with its tokenizer, in the layout that each loads. gguf-lora: the adapter as one file
+for llama.cpp. hf: adapter and base as one model of safetensors. gguf: that model as one file for llama.cpp. ollama:
+that file and a Modelfile. kohya: an adapter of an image model for ComfyUI.
 """
 
 import argparse
-import json
 import shutil
 import sys
 from dataclasses import dataclass
@@ -14,57 +13,24 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.finished_run import (
-    ADAPTER,
     FinishedRun,
     exit_code_of,
     find_run,
     quiet_libraries,
-    saved_tokenizer,
 )
+from trainer.commands.export.adapters import ADAPTER_FORMS, export_adapter
 from trainer.commands.export.gguf import FORMATS, check_architecture, convert, longest_context, write_gguf
 from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.commands.export.ollama import modelfile
-from trainer.commands.export.per_expert import write_per_expert
+from trainer.commands.image_adapter import export_images, is_of_images
 from trainer.commands.merge import check_room, load_merged, merge, save_merged
 from trainer.commands.whole_output import check_output, put_in_place, writing
 from trainer.config import CommandParser, UserError
 from trainer.model.base import load_model_config
-from trainer.monitor.report.model_card import is_on_hub, public_name
 
 GGUF_NAME = "model.gguf"
-
-
-def export_peft(run: FinishedRun, output: Path, *, per_expert: bool = False) -> list[str]:
-    """The adapter with its tokenizer; a base that is known on the hub is named as it is there.
-
-    With `per_expert` each expert of a mixture has matrices of its own.
-    """
-    tokenizer = saved_tokenizer(run)  # read before anything is written
-    base = public_name(run.config.base_model)
-    base = base if is_on_hub(base) else run.config.base_model
-    with writing(output) as folder:
-        for name in ADAPTER:
-            shutil.copyfile(run.folder / name, folder / name)
-        tokenizer.save_pretrained(folder)
-        path = folder / "adapter_config.json"
-        settings = json.loads(path.read_text(encoding="utf-8")) | {"base_model_name_or_path": base}
-        path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        if per_expert:
-            write_per_expert(folder, folder, run.config.base_model, run.config.model)
-        put_in_place(folder, output)
-    return [f"PeftModel.from_pretrained(base, {str(output)!r}), base being {base}"]
-
-
-def export_vllm(run: FinishedRun, output: Path) -> list[str]:
-    """As for PEFT, experts one by one; a fused tensor is not what vLLM's loader of most models takes."""
-    lines = export_peft(run, output, per_expert=True)
-    rank = json.loads((output / "adapter_config.json").read_text(encoding="utf-8"))["r"]
-    return [
-        f"vllm serve BASE --enable-lora --max-lora-rank {rank} --lora-modules NAME={output}",
-        "SGLang: --lora-paths; vLLM, for models whose own experts are one tensor (gpt-oss, Qwen3.5, Llama 4): "
-        "--enable-mixed-moe-lora-format, with is_3d_lora_weight: false",
-        *lines[1:],
-    ]
+FILES = {"gguf": GGUF_NAME, "gguf-lora": "adapter.gguf"}
+"""Formats that are one file."""
 
 
 def export_gguf(run: FinishedRun, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
@@ -135,16 +101,24 @@ class Source:
 
 
 def export(
-    run: FinishedRun, form: str, output: Path, *, dtype: str = "auto", converter: Path | None = None
+    run: FinishedRun,
+    form: str,
+    output: Path,
+    *,
+    dtype: str = "auto",
+    converter: Path | None = None,
+    verified: bool = False,
 ) -> list[str]:
     """Write the run's adapter in that form to `output`; returns what to say of it. Raises UserError, RuntimeError."""
-    if form == "gguf" and output.is_dir():
-        raise UserError(f"{output}: is a folder, and --format gguf writes a file; --output {output / 'model.gguf'}")
+    if form in FILES and output.is_dir():
+        raise UserError(f"{output}: is a folder, and --format {form} writes a file; --output {output / FILES[form]}")
     check_output(output)
-    if form == "peft":
-        return export_peft(run, output)
-    if form == "vllm":
-        return export_vllm(run, output)
+    if is_of_images(run):
+        return export_images(run, form, output)
+    if form == "kohya":
+        raise UserError("--format kohya: a format of image models, and this run trained a language model; use peft")
+    if form in ADAPTER_FORMS:
+        return export_adapter(run, form, output, verified=verified, converter=converter)
     if form == "hf":
         merge(run, output, dtype={"f32": "fp32", "f16": "fp16"}.get(dtype, dtype))
         return ["AutoModelForCausalLM.from_pretrained, vLLM or text-generation-inference read it"]
@@ -156,14 +130,22 @@ def export(
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(prog="zerolora export", description="A trained adapter for other programs.")
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
-    parser.add_argument("--format", choices=("peft", "vllm", "hf", "gguf", "ollama"), required=True)
-    parser.add_argument("--output", type=Path, metavar="PATH", help="file for gguf, else folder (RUN/export-FORMAT)")
+    parser.add_argument("--format", choices=(*ADAPTER_FORMS, "hf", "gguf", "ollama", "kohya"), required=True)
+    parser.add_argument(
+        "--output", type=Path, metavar="PATH", help="file for gguf and gguf-lora, else folder (RUN/export-FORMAT)"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="compare the logits of the exported adapter with the trained model's"
+    )
     parser.add_argument(
         "--dtype", choices=("auto", *FORMATS), default="auto", help="number format (auto: as the base is stored)"
     )
     parser.add_argument("--base-model", metavar="MODEL", help="where the full-precision base is, if not where it was")
     parser.add_argument(
-        "--converter", type=Path, metavar="FILE", help="llama.cpp's convert_hf_to_gguf.py, for other architectures"
+        "--converter",
+        type=Path,
+        metavar="FILE",
+        help="llama.cpp's convert_hf_to_gguf.py (gguf-lora: convert_lora_to_gguf.py), for other architectures",
     )
     return parser.parse_args(argv)
 
@@ -176,18 +158,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    default = options.run / ("export.gguf" if options.format == "gguf" else f"export-{options.format}")
-    output = options.output or default
-    if options.format in ("peft", "vllm", "hf") and options.converter is not None:
+    names = {"gguf": "export.gguf", "gguf-lora": "export-lora.gguf"}
+    output = options.output or options.run / names.get(options.format, f"export-{options.format}")
+    if options.verify and options.format not in ADAPTER_FORMS:
+        raise UserError(f"--verify: for adapters ({', '.join(ADAPTER_FORMS)}), and --format is {options.format}")
+    if options.format in ("peft", "vllm", "sglang", "hf") and options.converter is not None:
         raise UserError(f"--converter {options.converter}: makes GGUF files, and --format is {options.format}")
-    if options.dtype != "auto" and options.format in ("peft", "vllm"):
+    if options.dtype != "auto" and options.format in ADAPTER_FORMS:
         raise UserError(
             f"--dtype {options.dtype}: --format {options.format} keeps the adapter's own numbers; leave it out"
         )
     if options.dtype == "q8_0" and options.format == "hf":
         raise UserError(f"--dtype q8_0: a format of GGUF files, and --format is {options.format}; leave it out")
-    run = find_run(options.run, options.base_model, needs_base=options.format != "peft")
-    lines = export(run, options.format, output, dtype=options.dtype, converter=options.converter)
+    run = find_run(options.run, options.base_model, needs_base=options.format != "peft" or options.verify)
+    lines = export(
+        run, options.format, output, dtype=options.dtype, converter=options.converter, verified=options.verify
+    )
     print(output)
     for line in lines:
         print(f"  {line}")

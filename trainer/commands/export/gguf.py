@@ -1,7 +1,7 @@
 """A merged model as one GGUF file for llama.cpp and what is built on it, written with the `gguf` package.
 
-Layout of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Llama, Mistral and Qwen2 with the
-tokenizers of gguf_vocabulary.py are written here; for others there is llama.cpp's convert_hf_to_gguf.py.
+Layout of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Llama, Mistral, Qwen2 and Qwen3
+with the tokenizers of gguf_vocabulary.py are written here; for others there is llama.cpp's convert_hf_to_gguf.py.
 Matrices are stored in the format asked for, vectors in 32 bits, as llama.cpp's own converter does.
 """
 
@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "LlamaForCausalLM": (MODEL_ARCH.LLAMA, True),
     "MistralForCausalLM": (MODEL_ARCH.LLAMA, True),
     "Qwen2ForCausalLM": (MODEL_ARCH.QWEN2, False),
+    "Qwen3ForCausalLM": (MODEL_ARCH.QWEN3, False),
 }
 FORMATS = {
     "f32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
@@ -49,12 +50,15 @@ def convert(model_folder: Path, output: Path, *, dtype: str, converter: Path) ->
         raise RuntimeError(f"{converter.name} ended with exit code {result.returncode}: {' '.join(last)}")
 
 
-def check_architecture(config: Any) -> None:
-    """Raise UserError if this module cannot write a model of that configuration."""
+def check_architecture(config: Any, form: str = "gguf") -> None:
+    """Raise UserError if this module cannot write a model of that configuration, or an adapter of it."""
     name = (config.architectures or ["unknown"])[0]
-    way_out = "give llama.cpp's convert_hf_to_gguf.py with --converter"
+    script = "convert_hf_to_gguf.py" if form == "gguf" else "convert_lora_to_gguf.py"
+    way_out = f"give llama.cpp's {script} with --converter"
     if name not in ARCHITECTURES:
-        raise UserError(f"--format gguf: {name} is not one of {', '.join(ARCHITECTURES)}; {way_out}")
+        raise UserError(f"--format {form}: {name} is not one of {', '.join(ARCHITECTURES)}; {way_out}")
+    if form != "gguf":
+        return  # an adapter says nothing of positions
     kind = config.rope_parameters.get("rope_type", "default")
     # llama.cpp reads a divisor of each frequency for this one of the architectures only.
     known = ("default", "linear", "llama3") if ARCHITECTURES[name][0] == MODEL_ARCH.LLAMA else ("default", "linear")
@@ -140,7 +144,7 @@ class _Stored:
         with safe_open(str(self.file), framework="pt") as handle:
             tensor = handle.get_tensor(self.original)
         if self.rotated_heads:
-            tensor = _neighbours(tensor, self.rotated_heads)
+            tensor = neighbours(tensor, self.rotated_heads)
         return tensor.float().numpy()
 
 
@@ -171,7 +175,7 @@ def _kind(shape: tuple[int, ...], dtype: str) -> GGMLQuantizationType:
     return GGMLQuantizationType.F16 if kind == GGMLQuantizationType.Q8_0 and shape[-1] % 32 else kind
 
 
-def _neighbours(weight: torch.Tensor, heads: int) -> torch.Tensor:
+def neighbours(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Rows of each head from [first half, second half] to pairs (0, n/2), (1, n/2 + 1) ..."""
     head = weight.shape[0] // heads
     halves = weight.reshape(heads, 2, head // 2, *weight.shape[1:])

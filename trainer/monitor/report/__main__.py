@@ -1,21 +1,25 @@
-"""`python -m trainer.monitor.report RUN [--open]`: plots and an HTML page of a run."""
+"""`python -m trainer.monitor.report RUN [RUN ...] [--open]`: the page and plots of a run, or one page of several."""
 
 import sys
 import webbrowser
 from pathlib import Path
 
 from trainer.config import CommandParser, UserError
+from trainer.monitor.report.together import PAGE, write_page_of_runs
 from trainer.monitor.report.write import write_report
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 2 after one line on stderr."""
-    parser = CommandParser(prog="zerolora report", description="Plots and an HTML page of a run.")
-    parser.add_argument("run", type=Path, help="output folder of the run")
+    parser = CommandParser(prog="zerolora report", description="Plots and an HTML page of a run, or one of several.")
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="output folder of a run; several: over each other"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help=f"the page of several runs ({PAGE} in this folder)")
     parser.add_argument("--open", action="store_true", help="show the page in a browser")
     arguments = parser.parse_args(argv)
     try:
-        page = write_report(arguments.run)
+        page = _write(arguments.runs, arguments.output)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -23,6 +27,14 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.open and not webbrowser.open(page.resolve().as_uri()):
         print("no browser found; open the page by hand", file=sys.stderr)
     return 0
+
+
+def _write(runs: list[Path], output: Path | None) -> Path:
+    if len(runs) > 1:
+        return write_page_of_runs(runs, output or Path(PAGE))
+    if output is not None:
+        raise UserError(f"--output {output}: is for the page of several runs; that of one is RUN/report.html")
+    return write_report(runs[0])
 
 
 if __name__ == "__main__":

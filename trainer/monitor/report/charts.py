@@ -15,6 +15,7 @@ from trainer.monitor.metrics import Record
 from trainer.monitor.report.curves import (
     SPREAD_FOR_LOG_SCALE,
     Series,
+    counted_in,
     held_out_words,
     running_mean,
     series,
@@ -55,12 +56,14 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
     loss = with_mean(training, "blue", "training")
     if len(held_out):
         loss += (Curve(held_out, "dashed", "orange"), Curve(held_out, "dots", "orange", held_out_words(held_out)))
-    memory, rate = series(records, "memory/peak_gib"), series(records, "perf/tokens_per_second_per_gpu")
+    counted = counted_in(records)
+    unit = "nats per token" if counted == "tokens" else "mean squared error"
+    memory, rate = series(records, "memory/peak_gib"), series(records, f"perf/{counted}_per_second_per_gpu")
     found = [
-        Chart("Loss", "nats per token, by optimizer step", loss, wide=True),
+        Chart("Loss", f"{unit}, by optimizer step", loss, wide=True),
         Chart("Learning rate", "", (Curve(series(records, "train/learning_rate"), "line", "blue"),), low=0.0),
         Chart("Gradient norm", "L2", with_mean(series(records, "train/grad_norm"), "blue", "before clipping"), low=0.0),
-        Chart("Throughput", "tokens/s per rank", with_mean(rate, "green", "per rank"), low=0.0),
+        Chart("Throughput", f"{counted}/s per rank", with_mean(rate, "green", "per rank"), low=0.0),
         Chart("Peak memory", "GiB of rank 0", (Curve(memory, "line", "green"),), low=0.0),
         *_scu_charts(records, deadband),
     ]
@@ -80,7 +83,7 @@ def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:
     band = (goal - 100 * deadband, goal + 100 * deadband) if goal is not None and deadband else None
     return [
         Chart("SCU: S", "%", tuple(curves), low=0.0, band=band),
-        Chart("SCU: strength λ", "", (Curve(series(records, "scu/lambda"), "line", "blue"),), low=0.0),
+        Chart("SCU: λ", "", (Curve(series(records, "scu/lambda"), "line", "blue"),), low=0.0),
         Chart("SCU: DataBPT", "bits per token", with_mean(series(records, "scu/data_bpt"), "blue", "per step")),
         Chart("SCU: ParamBPT", "bits per token", (Curve(series(records, "scu/param_bpt"), "line", "blue"),), low=0.0),
     ]
@@ -95,7 +98,7 @@ def _divergence_charts(records: list[Record]) -> list[Chart]:
     )
     return [
         Chart("SCU: K, adapter from base", "bits per token of reference text", curves, low=0.0),
-        Chart("SCU: strength λ", "", (Curve(series(records, "scu/lambda"), "line", "blue"),), low=0.0),
+        Chart("SCU: λ", "", (Curve(series(records, "scu/lambda"), "line", "blue"),), low=0.0),
     ]
 
 

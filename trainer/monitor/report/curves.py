@@ -38,6 +38,11 @@ def series(records: list[Record], name: str) -> Series:
     return Series(pairs[:, 0], pairs[:, 1])
 
 
+def counted_in(records: list[Record]) -> str:
+    """What the run counted its batches in: tokens, or images."""
+    return "images" if any("train/images" in record for record in records) else "tokens"
+
+
 def running_mean(values: Values, window: int) -> Values:
     """Mean over `window` neighbours, fewer at both ends, NaN left out; centred, so that it does not lag."""
     known = np.isfinite(values)

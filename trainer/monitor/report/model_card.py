@@ -112,7 +112,7 @@ def _usage(config: RunConfig, name: str, base: str) -> str:
         "```"
     )
     if config.adapter == "qlora":
-        code += "\n\nIt was trained on a 4-bit base (below) and fits the full-precision one as well."
+        code += "\n\nIt was trained on a quantised base (below) and fits the full-precision one as well."
     return code
 
 

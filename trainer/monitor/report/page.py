@@ -1,16 +1,21 @@
 """The HTML of a report: one file that needs no other, readable in a browser, a mail or a printout."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from types import MappingProxyType
 from urllib.parse import quote
+
+from trainer.monitor.report.pictures import Shown
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #27303d; --soft: #5b6675; --line: #e3e7ed; --paper: #ffffff;
-        --ground: #f5f7fa; --blue: #2f6db3; --orange: #c96f15; --green: #2f8460; }
+        --ground: #f5f7fa; --blue: #2f6db3; --orange: #c96f15; --green: #2f8460;
+        --violet: #8a4fa0; --red: #b5473c; --olive: #74761a; --teal: #16838f; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e4e8ee; --soft: #9aa6b5; --line: #323b47; --paper: #1c222a; --ground: #12161b;
-          --blue: #6ea8e8; --orange: #f0a050; --green: #62c296; } }
+          --blue: #6ea8e8; --orange: #f0a050; --green: #62c296;
+          --violet: #c79be0; --red: #ee8c80; --olive: #c3c55a; --teal: #5cc6d2; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--ground); color: var(--ink);
        font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
@@ -29,7 +34,7 @@ code { font: 13px/1.5 ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(260px, 100%), 1fr)); gap: 14px; }
 .summary { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr)); gap: 14px;
            margin-top: 14px; }
-figure { margin: 0; padding: 14px 18px; }
+figure { margin: 0; padding: 14px 18px; display: flex; flex-direction: column; justify-content: space-between; }
 .wide { grid-column: 1 / -1; }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 0 0 8px; font-size: 12.5px; color: var(--soft); }
 .legend span::before { content: ""; display: inline-block; width: 16px; height: 0; margin-right: 6px;
@@ -38,6 +43,8 @@ figure { margin: 0; padding: 14px 18px; }
 .legend .dashed::before { border-top-style: dashed; border-top-width: 2px; }
 .legend .dots::before { width: 8px; height: 8px; border: 0; border-radius: 50%; background: var(--c); }
 .blue { --c: var(--blue); } .orange { --c: var(--orange); } .green { --c: var(--green); }
+.run0 { --c: var(--blue); } .run1 { --c: var(--orange); } .run2 { --c: var(--green); } .run3 { --c: var(--violet); }
+.run4 { --c: var(--red); } .run5 { --c: var(--olive); } .run6 { --c: var(--teal); } .run7 { --c: var(--soft); }
 .chart { position: relative; height: 130px; margin: 8px 8px 26px 44px; font-size: 11.5px; color: var(--soft);
          font-variant-numeric: tabular-nums; }
 .wide .chart { height: 270px; }
@@ -59,17 +66,39 @@ th, td { padding: 5px 0; border-top: 1px solid var(--line); text-align: left; ve
 tr:first-child th, tr:first-child td { border-top: 0; }
 th { width: 150px; padding-right: 16px; color: var(--soft); font-weight: normal; }
 td { overflow-wrap: anywhere; font-variant-numeric: tabular-nums; }
-.answers { margin-top: 14px; }
-.answers td, .answers th { width: 50%; padding-right: 16px; white-space: pre-wrap; }
+.wide-table { margin-top: 14px; overflow-x: auto; }
+.wide-table thead th { color: var(--soft); border-top: 0; }
+.wide-table td, .wide-table th { padding-right: 16px; width: auto; }
+.numbers td, .numbers th { white-space: nowrap; }
+.wide-table td, .wide-table code { overflow-wrap: normal; }
+.wide-table i { display: inline-block; width: 16px; border-top: 3px solid var(--c); margin-right: 6px;
+                vertical-align: middle; }
+.bar { display: flex; height: 12px; margin: 4px 0 8px; border-radius: 3px; overflow: hidden; }
+.bar i { background: var(--c); min-width: 1px; }
+.swatch { display: inline-block; width: 10px; height: 10px; margin-right: 7px; border-radius: 2px;
+          background: var(--c); }
+details { margin-top: 10px; }
+summary { cursor: pointer; color: var(--soft); }
+.answers { margin-top: 14px; overflow-x: auto; }
+.answers table { table-layout: fixed; min-width: calc(var(--columns) * 120px); }
+.answers td, .answers th { width: auto; padding-right: 16px; white-space: pre-wrap; }
 .answers h3 { margin: 12px 0 2px; font-size: 14px; overflow-wrap: anywhere; }
+.pictures { margin-top: 14px; }
+.pictures div { display: flex; flex-wrap: wrap; gap: 14px; }
+.pictures img { display: block; width: 224px; max-width: 100%; }
 @media (max-width: 520px) {
   main { padding: 20px 12px 32px; }
   .tiles { grid-template-columns: 1fr 1fr; gap: 10px; }
   .tile { padding: 10px 12px; } .tile b { font-size: 16px; }
+  .tile:last-child:nth-child(odd) { grid-column: 1 / -1; }
   .summary th { width: 108px; padding-right: 10px; }
   .wide .chart { height: 200px; } }
 @media print { body { background: none; } figure, section { break-inside: avoid; } }
 """.strip()
+
+
+SHORT_PHASE = 0.01
+"""Phases of a smaller share of the time are shown as one."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +112,27 @@ class Tile:
 
 @dataclass(frozen=True)
 class Answer:
-    """A sample prompt, and what the model said to it before and after training."""
+    """A sample prompt, and what was said to it, by who said it: before and after training, or a run each."""
 
     prompt: str
-    before: str
-    after: str
+    said: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A setting that is not at its default."""
+
+    name: str
+    value: str
+    default: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a run: those that are not at their defaults, and all of them."""
+
+    changed: Sequence[Changed]
+    whole: str
 
 
 def render_page(
@@ -98,11 +143,20 @@ def render_page(
     figures: Sequence[str],
     *,
     answers: Sequence[Answer] = (),
+    pictures: Sequence[tuple[str, Sequence[Shown]]] = (),
     commands: Sequence[tuple[str, str]] = (),
     files: Sequence[str] = (),
+    times: Mapping[str, float] = MappingProxyType({}),
+    settings: Settings | None = None,
+    wide: Sequence[str] = (),
 ) -> str:
-    """The page as text; `figures` are HTML, all else is escaped. `files` lie beside the page."""
+    """The page as text; `figures` and `wide` are HTML, all else is escaped. `files` lie beside the page.
+
+    `times` are seconds by phase.
+    """
     tables = [_table(name, rows) for name, rows in groups]
+    if times:
+        tables.append(_times(times))
     if commands:
         tables.append(_table("Next", commands, code=True))
     if files:
@@ -112,8 +166,11 @@ def render_page(
         f"<header><h1>{escape(title)}</h1><p>{escape(subtitle)}</p></header>",
         f'<div class="tiles">{"".join(map(_tile, tiles))}</div>',
         f'<div class="plots">{"".join(figures)}</div>',
+        *wide,
         *([f'<section class="answers"><h2>Answers</h2>{"".join(map(_answer, answers))}</section>'] if answers else []),
+        *(map(_pictures, pictures)),
         f'<div class="summary">{"".join(tables)}</div>',
+        *([_settings(settings)] if settings else []),
     ]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -130,8 +187,64 @@ def _tile(tile: Tile) -> str:
 
 
 def _answer(answer: Answer) -> str:
-    cells = f"<td>{escape(answer.before)}</td><td>{escape(answer.after)}</td>"
-    return f"<h3>{escape(answer.prompt)}</h3><table><tr><th>before</th><th>after</th></tr><tr>{cells}</tr></table>"
+    heads = "".join(f"<th>{escape(name)}</th>" for name in answer.said)
+    cells = "".join(f"<td>{escape(text) or '<small>(nothing)</small>'}</td>" for text in answer.said.values())
+    table = f'<table style="--columns:{len(answer.said)}"><tr>{heads}</tr><tr>{cells}</tr></table>'
+    return f"<h3>{escape(answer.prompt)}</h3>{table}"
+
+
+def _times(times: Mapping[str, float]) -> str:
+    """A bar of the phases that took longest to shortest, and their seconds."""
+    whole = sum(times.values()) or 1.0
+    short = {name for name, seconds in times.items() if seconds < SHORT_PHASE * whole}
+    shown = {name: seconds for name, seconds in times.items() if name not in short}
+    longest = sorted(shown.items(), key=lambda item: -item[1])
+    if short:
+        longest.append(("others", sum(times[name] for name in short)))
+    parts = [(name, seconds, f"run{at % 8}") for at, (name, seconds) in enumerate(longest)]
+    bar = "".join(
+        f'<i class="{colour}" style="width:{100 * seconds / whole:.2f}%"></i>' for _, seconds, colour in parts
+    )
+    rows = "".join(
+        f'<tr><th><span class="swatch {colour}"></span>{escape(name)}</th><td>{seconds:,.1f} s</td>'
+        f"<td>{seconds / whole:.0%}</td></tr>"
+        for name, seconds, colour in parts
+    )
+    return f'<section><h2>Time by phase</h2><div class="bar">{bar}</div><table>{rows}</table></section>'
+
+
+def _settings(settings: Settings) -> str:
+    rows = [(change.name, change.value, change.default) for change in settings.changed]
+    table = wide_table("Settings that are not at their defaults", ("setting", "here", "default"), rows, code=True)
+    whole = f"<details><summary>All settings</summary><pre><code>{escape(settings.whole)}</code></pre></details>"
+    return table.replace("</section>", f"{whole}</section>")
+
+
+def wide_table(
+    title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, code: bool = False, runs: bool = False
+) -> str:
+    """A table over the whole width; `code` sets all cells but the first as such, with `runs` each row is a run's."""
+    mark = ("<code>", "</code>") if code else ("", "")
+    top = "".join(f"<th>{escape(head)}</th>" for head in heads)
+    lines = "".join(
+        f"<tr><th>{f'<i class=run{at}></i>' if runs else ''}{escape(first)}</th>"
+        f"{''.join(f'<td>{mark[0]}{escape(cell)}{mark[1]}</td>' for cell in rest)}</tr>"
+        for at, (first, *rest) in enumerate(rows)
+    )
+    return (
+        f'<section class="wide-table{" numbers" if runs else ""}"><h2>{escape(title)}</h2>'
+        f"<table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></section>"
+    )
+
+
+def _pictures(row: tuple[str, Sequence[Shown]]) -> str:
+    prompt, pictures = row
+    shown = "".join(
+        f'<figure><img src="{picture.address}" alt="{escape(prompt)}"><figcaption>'
+        f"{escape(picture.when)}</figcaption></figure>"
+        for picture in pictures
+    )
+    return f'<section class="pictures"><h2>{escape(prompt)}</h2><div>{shown}</div></section>'
 
 
 def _table(name: str, rows: Sequence[tuple[str, str]], *, code: bool = False) -> str:

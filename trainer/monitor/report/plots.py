@@ -10,7 +10,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from trainer.monitor.metrics import Record
-from trainer.monitor.report.curves import SPREAD_FOR_LOG_SCALE, Series, held_out_words, running_mean, series, window_for
+from trainer.monitor.report.curves import (
+    SPREAD_FOR_LOG_SCALE,
+    Series,
+    counted_in,
+    held_out_words,
+    running_mean,
+    series,
+    window_for,
+)
 
 BLUE, ORANGE, GREEN, GREY, INK = "#2f6db3", "#d9822b", "#3b8f6b", "#8a94a3", "#27303d"
 STYLE = {
@@ -47,11 +55,11 @@ def draw_plots(records: list[Record], folder: Path, *, deadband: float | None = 
         ("Loss", "loss", ("train/loss", "eval/loss"), _draw_loss),
         ("Learning rate", "learning_rate", ("train/learning_rate",), _draw_learning_rate),
         ("Gradient norm", "gradient_norm", ("train/grad_norm",), _draw_gradient_norm),
-        ("Throughput", "throughput", ("perf/tokens_per_second_per_gpu",), _draw_throughput),
+        ("Throughput", "throughput", (f"perf/{counted_in(records)}_per_second_per_gpu",), _draw_throughput),
         ("Peak memory", "memory", ("memory/peak_gib",), _draw_memory),
         ("SCU: S", "scu_s", ("scu/s_ratio",), lambda axes, rows: _draw_s(axes, rows, deadband)),
         ("SCU: K, adapter from base", "scu_kl", ("scu/kl_bits",), _draw_k),
-        ("SCU: regularisation strength λ", "scu_lambda", ("scu/lambda",), _draw_lambda),
+        ("SCU: λ", "scu_lambda", ("scu/lambda",), _draw_lambda),
         ("SCU: DataBPT, information in the data", "scu_data_bpt", ("scu/data_bpt",), _draw_data_bits),
         ("SCU: ParamBPT, information in the adapter", "scu_param_bpt", ("scu/param_bpt",), _draw_parameter_bits),
     ]
@@ -84,7 +92,7 @@ def _draw_loss(axes: Any, records: list[Record]) -> None:
         axes.plot(held_out.steps, held_out.values, ":", color=ORANGE, linewidth=1.0, alpha=0.6)
         label = held_out_words(held_out)
         axes.plot(held_out.steps, held_out.values, "o", color=ORANGE, markersize=7, label=label, zorder=5)
-    axes.set_ylabel("loss (nats/token)")
+    axes.set_ylabel("loss (nats/token)" if counted_in(records) == "tokens" else "mean squared error")
     _legend(axes)
 
 
@@ -105,9 +113,10 @@ def _draw_gradient_norm(axes: Any, records: list[Record]) -> None:
 
 
 def _draw_throughput(axes: Any, records: list[Record]) -> None:
-    rate = series(records, "perf/tokens_per_second_per_gpu")
+    counted = counted_in(records)
+    rate = series(records, f"perf/{counted}_per_second_per_gpu")
     _draw_with_mean(axes, rate, GREEN, "per rank")
-    axes.set_ylabel("tokens/s per rank")
+    axes.set_ylabel(f"{counted}/s per rank")
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     _legend(axes)
@@ -146,9 +155,9 @@ def _draw_k(axes: Any, records: list[Record]) -> None:
 
 
 def _draw_lambda(axes: Any, records: list[Record]) -> None:
-    strength = series(records, "scu/lambda")
-    axes.plot(strength.steps, strength.values, color=BLUE, linewidth=2)
-    _scale(axes, strength)
+    found = series(records, "scu/lambda")
+    axes.plot(found.steps, found.values, color=BLUE, linewidth=2)
+    _scale(axes, found)
     axes.set_ylabel("λ")
 
 

@@ -1,11 +1,13 @@
 """What a report reads of a run's own records: each file in the shape it was written in, or a line that names it."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from trainer.config import RunConfig, UserError
+from trainer.contract.whole_files import write_json
 
 
 class RunRecord(BaseModel):
@@ -26,6 +28,8 @@ class RunRecord(BaseModel):
 _SETTINGS = TypeAdapter(RunConfig)
 _RECORD = TypeAdapter(RunRecord)
 _ANSWERS = TypeAdapter(dict[str, dict[str, str]])
+_TIMES = TypeAdapter(dict[str, float])
+TIMES = "time_by_phase.json"
 
 
 def read_settings(run_dir: Path) -> dict[str, Any]:
@@ -43,6 +47,18 @@ def read_run(run_dir: Path) -> dict[str, Any]:
 def read_answers(path: Path) -> dict[str, dict[str, str]]:
     """Prompt -> before, after -> answer; nothing if there is no such file. Raises UserError."""
     return _read(path, _ANSWERS) or {}
+
+
+def read_times(run_dir: Path) -> dict[str, float]:
+    """Phase -> seconds of rank 0; nothing if there is no such file. Raises UserError."""
+    return _read(run_dir / TIMES, _TIMES) or {}
+
+
+def keep_times(run_dir: Path, seconds: Mapping[str, float], *, goes_on: bool) -> None:
+    """Note the seconds of each phase; those of the starts before are added where the run `goes_on`."""
+    before = read_times(run_dir) if goes_on else {}
+    names = list(dict.fromkeys([*before, *seconds]))
+    write_json(run_dir / TIMES, {name: round(before.get(name, 0.0) + seconds.get(name, 0.0), 3) for name in names})
 
 
 def _read(path: Path, shape: TypeAdapter[Any]) -> Any:

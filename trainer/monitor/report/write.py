@@ -10,16 +10,30 @@ from typing import Any
 
 from trainer.config import UserError
 from trainer.contract.output_file import check_output_file
+from trainer.contract.restart_record import read_restarts
 from trainer.contract.whole_files import write_json, write_whole
 from trainer.monitor.metrics import Record, read_metrics
+from trainer.monitor.report.changed_settings import settings_of
 from trainer.monitor.report.charts import charts, draw
+from trainer.monitor.report.curves import counted_in
 from trainer.monitor.report.page import Answer, Tile, render_page
-from trainer.monitor.report.recorded import read_answers, read_run, read_settings
+from trainer.monitor.report.pictures import shown_in_page
+from trainer.monitor.report.recorded import read_answers, read_run, read_settings, read_times
 
 PAGE = "report.html"
 ANSWERS = "answers.json"
 """Prompt -> before, after -> answer."""
-FILES = ("README.md", "adapter_model.safetensors", "training_config.json", "run.json", "metrics.jsonl", "plots", "logs")
+DIFFUSERS = "pytorch_lora_weights.safetensors"
+FILES = (
+    DIFFUSERS,
+    "README.md",
+    "adapter_model.safetensors",
+    "training_config.json",
+    "run.json",
+    "metrics.jsonl",
+    "plots",
+    "logs",
+)
 SHOWN_MEAN = 10
 PAUSE_FACTOR, PAUSE_SLACK_S = 10.0, 600.0
 
@@ -48,11 +62,14 @@ def write_report(run_dir: Path) -> Path:
         name,
         _subtitle(config, run),
         tiles(records, run),
-        summary_rows(records, config, run),
+        summary_rows(records, config, run) + _restart_rows(run_dir),
         [draw(chart) for chart in charts(records, deadband=deadband)],
         answers=answers,
+        pictures=shown_in_page(run_dir),
         commands=next_commands(str(run_dir), config) if config else (),
         files=[name for name in FILES if (run_dir / name).exists()],
+        times=read_times(run_dir),
+        settings=settings_of(config),
     )
     write_whole(page, text)
     return page
@@ -62,9 +79,11 @@ def next_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, st
     """What one does with a run that has ended, as commands."""
     folder, commands = shlex.quote(run_dir), []
     if config["adapter"] != "none":
-        if config["dataset"]["evaluation"] or config["dataset"]["val_split"]:
+        held_out = config["dataset"]["evaluation"] or config["dataset"]["val_split"]
+        if held_out and not (Path(run_dir) / DIFFUSERS).exists():
             commands.append(("measure", f"zerolora eval {folder}"))
-        commands.append(("try it", f"zerolora generate {folder} --base 'your question'"))
+        if not (Path(run_dir) / DIFFUSERS).exists():
+            commands.append(("try it", f"zerolora generate {folder} --base 'your question'"))
         commands.append(("merge", f"zerolora merge {folder}"))
     if "tensorboard" in config["logging"]["report_to"]:
         commands.append(("curves", f"tensorboard --logdir {shlex.quote(f'{run_dir}/tensorboard')}"))
@@ -81,7 +100,8 @@ def keep_answer(run_dir: Path, prompt: str, when: str, answer: str) -> None:
 def _answers(run_dir: Path) -> list[Answer]:
     """Answers to the sample prompts that were given both before and after training."""
     said = read_answers(run_dir / ANSWERS)
-    return [Answer(prompt, at["before"], at["after"]) for prompt, at in said.items() if {"before", "after"} <= set(at)]
+    both = {prompt: at for prompt, at in said.items() if {"before", "after"} <= set(at)}
+    return [Answer(prompt, {when: at[when] for when in ("before", "after")}) for prompt, at in both.items()]
 
 
 def values_of(records: list[Record], name: str) -> list[float]:
@@ -116,17 +136,16 @@ def tiles(records: list[Record], run: Mapping[str, Any]) -> list[Tile]:
     for label, values, note in (("held-out loss", held_out, ""), ("training loss", means, of)):
         if len(values) > 1:
             shown.append(Tile(label, f"{values[0]:.3f} → {values[-1]:.3f}", _change(values[0], values[-1]) + note))
-    rate = _rate(records)
+    rate, counted = _rate(records), counted_in(records)
     if rate:
-        ranks = run.get("world_size", 1)
-        shown.append(
-            Tile("tokens/s", f"{rate * ranks:,.0f}", f"{rate:,.0f} on each of {ranks}" if ranks > 1 else "median")
-        )
+        ranks, digits = run.get("world_size", 1), 0 if counted == "tokens" else 2
+        each = f"{rate:,.{digits}f} on each of {ranks}" if ranks > 1 else "median"
+        shown.append(Tile(f"{counted}/s", f"{rate * ranks:,.{digits}f}", each))
     memory = values_of(records, "memory/peak_gib")
     if memory:
         shown.append(Tile("peak memory", f"{max(memory):.2f} GiB", "of rank 0"))
     steps = max(record["step"] or 0 for record in records)
-    shown.append(Tile("time", _duration(training_seconds(records)), f"{steps:,.0f} steps"))
+    shown.append(Tile("time", duration(training_seconds(records)), f"{steps:,.0f} steps"))
     return shown
 
 
@@ -135,7 +154,7 @@ def summary_rows(
 ) -> list[tuple[str, list[tuple[str, str]]]]:
     """The summary table: groups of (name, value); what a run did not record is left out."""
     groups = [
-        ("Model and data", _model_rows(config)),
+        ("Model and data", _model_rows(config, pictures=counted_in(records) == "images")),
         ("Training", _training_rows(records, config, run)),
         ("Results", _result_rows(records)),
         ("Ran on", _machine_rows(run)),
@@ -143,7 +162,7 @@ def summary_rows(
     return [(title, rows) for title, rows in groups if rows]
 
 
-def _model_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _model_rows(config: Mapping[str, Any], *, pictures: bool = False) -> list[tuple[str, str]]:
     if not config:
         return []
     lora, data = config["lora"], config["dataset"]
@@ -159,13 +178,17 @@ def _model_rows(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     if config["adapter"] == "qlora":
         bits = config["quantization"]
         twice = ", double quantisation" if bits["double_quant"] else ""
-        rows.append(("4-bit base", f"{bits['quant_type']}, blocks of {bits['block_size']}{twice}"))
+        blocks = "a scale for each row" if bits["bits"] == 8 else f"blocks of {bits['block_size']}{twice}"
+        rows.append((f"{bits['bits']}-bit base", f"{bits['quant_type']}, {blocks}"))
     rows.append(("data", ", ".join(source["path"] for source in data["mix"]) or data["path"]))
     if data["evaluation"]:
         rows.append(("held out", data["evaluation"]["path"]))
     elif data["val_split"]:
         rows.append(("held out", f"{data['val_split']:.1%} of the records"))
-    rows.append(("sequences", f"up to {data['max_length']:,} tokens" + (", packed" if data["packing"] else "")))
+    if pictures:
+        rows.append(("pictures", f"{config['image']['resolution']} pixels" + ", buckets" * config["image"]["buckets"]))
+    else:
+        rows.append(("sequences", f"up to {data['max_length']:,} tokens" + (", packed" if data["packing"] else "")))
     return rows
 
 
@@ -180,7 +203,8 @@ def _training_rows(records: list[Record], config: Mapping[str, Any], run: Mappin
     if config:
         training, ranks = config["training"], run.get("world_size", 1)
         size, micro = training["batch_size"], training["gradient_accumulation_steps"]
-        rows.append(("batch", f"{size * micro * ranks} sequences = {size} x {micro} micro-steps x {ranks} ranks"))
+        what = "sequences" if counted_in(records) == "tokens" else "pictures"
+        rows.append(("batch", f"{size * micro * ranks} {what} = {size} x {micro} micro-steps x {ranks} ranks"))
         rows.append(("learning rate", f"{training['learning_rate']:g}, {training['lr_scheduler']}"))
         stage, precision = config["zero"]["stage"], run.get("precision") or training["precision"]
         rows.append(("optimizer", f"{training['optimizer']}, precision {precision}, ZeRO stage {stage}"))
@@ -189,7 +213,7 @@ def _training_rows(records: list[Record], config: Mapping[str, Any], run: Mappin
 
 def _result_rows(records: list[Record]) -> list[tuple[str, str]]:
     rows = []
-    losses, held_out = values_of(records, "train/loss"), values_of(records, "eval/loss")
+    losses, held_out, counted = values_of(records, "train/loss"), values_of(records, "eval/loss"), counted_in(records)
     if losses:
         rows.append(("training loss", f"first {losses[0]:.4f}, last {losses[-1]:.4f}, lowest {min(losses):.4f}"))
     if held_out:
@@ -199,14 +223,15 @@ def _result_rows(records: list[Record]) -> list[tuple[str, str]]:
             ("held-out loss", f"before {held_out[0]:.4f}, after {held_out[-1]:.4f}, lowest {best:.4f} at step {at}")
         )
         rows.append(("relative change", _change(held_out[0], held_out[-1])))
-        bits = [loss / math.log(2) for loss in (held_out[0], held_out[-1])]
-        rows.append(("bits per token", f"before {bits[0]:.4f}, after {bits[1]:.4f}"))
+        if counted == "tokens":
+            bits = [loss / math.log(2) for loss in (held_out[0], held_out[-1])]
+            rows.append(("bits per token", f"before {bits[0]:.4f}, after {bits[1]:.4f}"))
     rate, memory = _rate(records), values_of(records, "memory/peak_gib")
     if rate:
-        rows.append(("tokens/s per rank", f"{rate:,.0f} (median)"))
+        rows.append((f"{counted}/s per rank", f"{rate:,.{0 if counted == 'tokens' else 2}f} (median)"))
     if memory:
         rows.append(("peak memory of rank 0", f"{max(memory):.2f} GiB"))
-    rows.append(("time", _duration(training_seconds(records)) + ", evaluations and checkpoints included"))
+    rows.append(("time", duration(training_seconds(records)) + ", evaluations and checkpoints included"))
     s, target = values_of(records, "scu/s_ratio"), values_of(records, "scu/target")
     if s:
         aim = f", target {target[-1]:.3%}" if target else ""
@@ -227,6 +252,15 @@ def _machine_rows(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _restart_rows(run_dir: Path) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Why the ranks were started again, and from where they went on; no group without a restart."""
+    rows = [
+        (f"step {restart.step}", f"{restart.reason}; went on from {restart.checkpoint or 'the start'}")
+        for restart in read_restarts(run_dir)
+    ]
+    return [("Restarts", rows)] if rows else []
+
+
 def _subtitle(config: Mapping[str, Any], run: Mapping[str, Any]) -> str:
     words = []
     if config:
@@ -238,8 +272,8 @@ def _subtitle(config: Mapping[str, Any], run: Mapping[str, Any]) -> str:
 
 
 def _rate(records: list[Record]) -> float | None:
-    """Median tokens per second of one rank: the first step, which compiles and warms up, does not count for more."""
-    rates = values_of(records, "perf/tokens_per_second_per_gpu")
+    """Median tokens or images per second of one rank: the first step, which warms up, does not count for more."""
+    rates = values_of(records, f"perf/{counted_in(records)}_per_second_per_gpu")
     return statistics.median(rates) if rates else None
 
 
@@ -247,7 +281,8 @@ def _change(before: float, after: float) -> str:
     return f"{after / before - 1:+.1%}".replace("-", "−") if before else "from 0"  # noqa: RUF001
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A time in the two largest units that it has."""
     minutes, hours = seconds / 60, seconds / 3600
     if minutes < 1:
         return f"{seconds:.0f} s"

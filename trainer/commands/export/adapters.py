@@ -1,0 +1,95 @@
+"""The adapter alone, in the layout of the program that is to apply it, and what to type there."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, saved_tokenizer
+from trainer.commands.export.gguf_lora import write_gguf_lora
+from trainer.commands.export.servers import write_for_server
+from trainer.commands.export.verify import verify
+from trainer.commands.whole_output import put_in_place, writing
+from trainer.config import UserError
+from trainer.monitor.report.model_card import is_on_hub, public_name
+
+ADAPTER_FORMS = ("peft", "vllm", "sglang", "gguf-lora")
+
+
+def export_adapter(
+    run: FinishedRun, form: str, output: Path, *, verified: bool = False, converter: Path | None = None
+) -> list[str]:
+    """Write it to `output`, a folder or for gguf-lora a file; returns what to say of it.
+
+    With `verified` nothing is left there unless the files give the trained model's logits. Raises UserError for an
+    adapter that the program would not apply, RuntimeError where the comparison fails.
+    """
+    tokenizer = saved_tokenizer(run)  # read before anything is written
+    with writing(output) as folder:
+        written = folder
+        if form == "gguf-lora":
+            written = folder / "adapter.gguf"
+            lines = _write_gguf(run, written, converter, output)
+        else:
+            settings = _write_folder(run, form, folder, tokenizer)
+            lines = [_command(form, output, settings)]
+        said = [verify(run, form, written, tokenizer)] if verified else []
+        put_in_place(written, output)
+    return [*said, *lines]
+
+
+def _write_folder(run: FinishedRun, form: str, folder: Path, tokenizer: Any) -> dict[str, Any]:
+    """PEFT's files and the tokenizer; a base that is known on the hub is named as it is there."""
+    base = public_name(run.config.base_model)
+    for name in ADAPTER:
+        shutil.copyfile(run.folder / name, folder / name)
+    path = folder / "adapter_config.json"
+    settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    settings |= {"base_model_name_or_path": base if is_on_hub(base) else run.config.base_model}
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if form != "peft":
+        settings = write_for_server(folder, form, run.config.base_model, run.config.model)
+    tokenizer.save_pretrained(folder)
+    return settings
+
+
+def _command(form: str, output: Path, settings: dict[str, Any]) -> str:
+    base, rank = settings["base_model_name_or_path"], settings["r"]
+    if form == "peft":
+        return f"PeftModel.from_pretrained(base, {str(output)!r}), base being {base}"
+    if form == "sglang":
+        return f"python -m sglang.launch_server --model-path {base} --enable-lora --lora-paths NAME={output}"
+    room = next((room for room in VLLM_RANKS if room >= rank), rank)
+    return f"vllm serve {base} --enable-lora --max-lora-rank {room} --lora-modules NAME={output}"
+
+
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What --max-lora-rank may be."""
+
+
+def _write_gguf(run: FinishedRun, file: Path, converter: Path | None, output: Path) -> list[str]:
+    if converter is None:
+        layers, by = write_gguf_lora(run, file), "the gguf package"
+        said = f"A and B of {layers} layers in f32, written by {by}"
+    else:
+        _convert(run, file, converter)
+        said = f"written by {converter}"
+    return [said, f"llama-server -m BASE.gguf --lora {output}"]
+
+
+def _convert(run: FinishedRun, file: Path, converter: Path) -> None:
+    """By a script of the user's, llama.cpp's convert_lora_to_gguf.py, which reads layers and one scale for all."""
+    if not converter.is_file():
+        raise UserError(f"--converter {converter}: no such file; name llama.cpp's convert_lora_to_gguf.py")
+    adapter, base = file.with_name(".adapter"), run.config.base_model
+    adapter.mkdir()
+    _write_folder(run, "vllm", adapter, saved_tokenizer(run))
+    where = ["--base", base] if Path(base).is_dir() else ["--base-model-id", base]
+    command = [sys.executable, str(converter), str(adapter), "--outfile", str(file), "--outtype", "f32", *where]
+    result = subprocess.run(command, capture_output=True, text=True)
+    shutil.rmtree(adapter)
+    if result.returncode or not file.is_file():
+        last = [line for line in (result.stderr or result.stdout).splitlines() if line.strip()][-1:]
+        raise RuntimeError(f"{converter.name} ended with exit code {result.returncode}: {' '.join(last)}")

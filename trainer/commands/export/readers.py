@@ -1,0 +1,142 @@
+"""What each server makes of an exported adapter's files, by its own rules: what each weight of the base gains.
+
+Written from the loaders and apart from what writes the files, so that a mistake in one shows in the other:
+
+    vLLM       vllm/lora/lora_model.py, peft_helper.py, lora_weights.py
+    SGLang     python/sglang/srt/lora/lora.py, utils.py, mem_pool.py
+    llama.cpp  src/llama-adapter.cpp, convert_lora_to_gguf.py
+
+Each yields the name of a layer in the base's checkpoint and the gain of its weight [out, in]; RuntimeError for what
+the server would refuse, or pass over in silence.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+Gain = tuple[str, Tensor]
+IN_OUT = ("gpt_oss", "llama4", "llama4_text")
+"""Models whose checkpoints store experts [E, in, out]."""
+IN_PAIRS = ("gpt_oss",)
+"""Models whose checkpoints store gate and up row by row in turn."""
+OTHER_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj")
+
+
+def read_vllm(folder: Path, _stored: dict[str, Tensor], _config: Any) -> Iterator[Gain]:
+    """Scale alpha / r, or alpha / sqrt(r) for rsLoRA; layers by name, each with an A of no more than r rows."""
+    settings = _settings(folder)
+    for forbidden in ("modules_to_save", "use_dora"):
+        if settings.get(forbidden):
+            raise RuntimeError(f"adapter_config.json: vLLM refuses {forbidden}")
+    rank, alpha = settings["r"], settings["lora_alpha"]
+    scale = alpha / math.sqrt(rank) if settings.get("use_rslora") else alpha / rank
+    for layer, a, b in _pairs(folder):
+        if len(a) > rank:
+            raise RuntimeError(f"{layer}: rank {len(a)}, and vLLM makes room for r={rank}")
+        yield layer, scale * (b.float() @ a.float())
+
+
+def read_sglang(folder: Path, stored: dict[str, Tensor], _config: Any) -> Iterator[Gain]:
+    """Scale alpha / r whatever else is said; q, k, v and gate, up are stacked, r rows of A each."""
+    settings = _settings(folder)
+    rank, scale = settings["r"], settings["lora_alpha"] / settings["r"]
+    pairs = {layer: (a, b) for layer, a, b in _pairs(folder)}
+    targets = set(settings["target_modules"])
+    for layer, (a, b) in pairs.items():
+        parent, _, own = layer.rpartition(".")
+        if own not in targets:
+            raise RuntimeError(f"{layer}: not among target_modules, so that SGLang passes over it")
+        if len(a) != rank:
+            raise RuntimeError(f"{layer}: A has {len(a)} rows, and SGLang takes r={rank} of the stack")
+        group = next((group for group in STACKED if own in group), ())
+        for other in (f"{parent}.{name}" for name in group):
+            if other not in pairs and f"{other}.weight" in stored:
+                raise RuntimeError(f"{layer}: SGLang stacks it with {other}, which has no A and B")
+        yield layer, scale * (b.float() @ a.float())
+
+
+def read_llama_cpp(file: Path, stored: dict[str, Tensor], config: Any) -> Iterator[Gain]:
+    """Scale alpha / rows of A; rows of q and k are taken back from pairs to halves where llama.cpp rotates pairs."""
+    from gguf import GGUFReader, get_tensor_name_map
+    from gguf.constants import MODEL_ARCH_NAMES
+
+    reader = GGUFReader(file)
+    fields = {name: reader.fields[name].contents() for name in reader.fields}
+    if (fields["general.type"], fields["adapter.type"]) != ("adapter", "lora"):
+        raise RuntimeError(f"{file}: is no LoRA adapter by its own words")
+    kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == fields["general.architecture"])
+    names = get_tensor_name_map(kind, config.num_hidden_layers)
+    layers = {names.get_name(name, try_suffixes=(".weight",)): name.removesuffix(".weight") for name in stored}
+    tensors = {tensor.name: torch.from_numpy(tensor.data.copy()).float() for tensor in reader.tensors}
+    for name, a in tensors.items():
+        weight, is_a, _ = name.partition(".lora_a")
+        if not is_a:
+            continue
+        gain = fields["adapter.lora.alpha"] / len(a) * (tensors[f"{weight}.lora_b"] @ a)
+        heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(weight.split(".")[-2])
+        if heads and fields["general.architecture"] == "llama":
+            gain = gain.view(heads, -1, 2, gain.shape[1]).transpose(1, 2).reshape(gain.shape)
+        yield layers[weight], gain
+
+
+def add_gains(stored: dict[str, Tensor], gains: Iterator[Gain], model_type: str) -> int:
+    """Add them to the tensors of the base's checkpoint, by name; returns how many. RuntimeError for a name of none."""
+    count = 0
+    for layer, gain in gains:
+        count += 1
+        name = _stored_name(stored, layer)
+        if name is not None:
+            stored[name] = stored[name] + gain
+        else:
+            _add_to_fused(stored, layer, gain, model_type)
+    return count
+
+
+def _stored_name(stored: dict[str, Tensor], layer: str) -> str | None:
+    parent, _, own = layer.rpartition(".")
+    names = (f"{layer}.weight", f"{parent}.{OTHER_NAMES.get(own, own)}.weight")
+    return next((name for name in names if name in stored), None)
+
+
+def _add_to_fused(stored: dict[str, Tensor], layer: str, gain: Tensor, model_type: str) -> None:
+    """To one part of one expert where all experts are one tensor."""
+    expert = ONE_EXPERT.fullmatch(layer)
+    part = expert[3] if expert else ""
+    wanted = ("down_proj",) if part == "down" else ("gate_up_proj", f"{part}_proj")
+    names = [f"{expert[1]}.{name}{end}" for name in wanted for end in ("", ".weight")] if expert else []
+    name = next((name for name in names if name in stored), None)
+    if expert is None or name is None:
+        raise RuntimeError(f"{layer}: the base has no such layer")
+    whole = stored[name].clone()
+    weight = whole[int(expert[2])]
+    weight = weight.mT if model_type in IN_OUT else weight
+    if "gate_up" in name:
+        halves = (weight[0::2], weight[1::2]) if model_type in IN_PAIRS else weight.chunk(2)
+        weight = halves[0 if part == "gate" else 1]
+    weight += gain
+    stored[name] = whole
+
+
+def _pairs(folder: Path) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Layer, A, B of each pair of PEFT's file; every tensor must be half of one."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    for name, a in tensors.items():
+        match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", name)
+        if match is None:
+            raise RuntimeError(f"{name}: neither A nor B of a layer")
+        if match[2] == "A":
+            yield match[1], a, tensors[name.replace(".lora_A.", ".lora_B.")]
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    return settings

@@ -1,0 +1,95 @@
+"""An adapter as vLLM and SGLang load it: matrices of single layers under the checkpoint's names, and one scale for all.
+
+Both read PEFT's two files, but apply less than PEFT can: no DoRA, no weights trained in full, one rank and one alpha.
+What PEFT has of its own kind, experts in one tensor, a rank or a scale of some layers, is said in their terms here:
+
+    scale of every layer      lora_alpha / r, into which rsLoRA and patterns are worked (SGLang reads neither)
+    experts                   gate, up and down of each; SGLang has these names where the checkpoint has w1, w3, w2
+    q, k, v and gate, up      SGLang stacks them: all of a group or none, and all of rank r; others' rows are zero
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trainer.commands.export.factors import PREFIX, Factors, read_factors
+from trainer.config import UserError
+
+NAMES = {"vllm": "vLLM", "sglang": "SGLang", "gguf-lora": "llama.cpp"}
+SGLANG_KNOWS = frozenset(
+    "q_proj k_proj v_proj qkv_proj o_proj out_proj gate_proj up_proj gate_up_proj down_proj q_a_proj q_b_proj "
+    "kv_a_proj_with_mqa kv_b_proj in_proj in_proj_q in_proj_k in_proj_v in_proj_z in_proj_qkv in_proj_qkvz "
+    "lm_head".split()
+)
+"""Layers whose adapters SGLang applies, by the last part of their names (python/sglang/srt/lora/utils.py)."""
+PLAIN_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+MERGED = "zerolora export --format hf writes the merged model"
+
+
+def write_for_server(folder: Path, server: str, base_model: str, section: Any) -> dict[str, Any]:
+    """Put the adapter in `folder` into the layout of `server`; returns its settings.
+
+    Raises UserError for what that server does not apply; nothing is written then.
+    """
+    check_applied(folder, server)
+    factors = read_factors(folder, base_model, section, whole_groups=server == "sglang")
+    if server == "sglang":
+        factors = _as_sglang_calls_them(factors)
+    rank, scale = max(len(found.a_RI) for found in factors.values()), common_scale(factors)
+    tensors: dict[str, Tensor] = {}
+    for layer, found in factors.items():
+        found = found.rescaled(scale)
+        found = found.padded(rank) if server == "sglang" else found
+        tensors[f"{PREFIX}{layer}.lora_A.weight"] = found.a_RI.clone(memory_format=torch.contiguous_format)
+        tensors[f"{PREFIX}{layer}.lora_B.weight"] = found.b_OR.clone(memory_format=torch.contiguous_format)
+    settings: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    alpha = scale * rank
+    settings |= {"r": rank, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha, "use_rslora": False}
+    settings |= {"target_modules": sorted({layer.rpartition(".")[2] for layer in factors}), "target_parameters": None}
+    settings |= {"rank_pattern": {}, "alpha_pattern": {}, "exclude_modules": None}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return settings
+
+
+def common_scale(factors: dict[str, Factors]) -> float:
+    """The scale of all layers, or 1 where they have several, into whose B it is to be worked."""
+    scales = {found.scale for found in factors.values()}
+    return scales.pop() if len(scales) == 1 else 1.0
+
+
+def check_applied(folder: Path, server: str) -> None:
+    """Raise UserError for an adapter that is more than low-rank products of layers that the server knows."""
+    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    name = NAMES[server]
+    if settings.get("use_dora"):
+        raise UserError(f"--format {server}: {name} applies no DoRA; {MERGED}")
+    others = [
+        key.removeprefix(PREFIX)
+        for key in load_file(folder / "adapter_model.safetensors")
+        if not re.search(r"\.lora_[AB]\.weight$", key)
+    ]
+    if others:
+        raise UserError(
+            f"--format {server}: {name} applies A and B of linear layers alone, and here is {others[0]} as well (of "
+            f"lora.modules_to_save, model.added_tokens or an embedding); {MERGED}"
+        )
+
+
+def _as_sglang_calls_them(factors: dict[str, Factors]) -> dict[str, Factors]:
+    renamed = {}
+    for layer, found in factors.items():
+        parent, _, own = layer.rpartition(".")
+        renamed[f"{parent}.{PLAIN_NAMES[own]}" if own in PLAIN_NAMES else layer] = found
+    unknown = sorted({layer.rpartition(".")[2] for layer in renamed} - SGLANG_KNOWS)
+    if unknown:
+        raise UserError(
+            f"--format sglang: SGLang applies no adapters of {', '.join(unknown)}; leave them out with "
+            f"lora.exclude_modules when you train, or {MERGED}"
+        )
+    return renamed

@@ -1,0 +1,105 @@
+"""What becomes of an image model's adapter after training: merged into its pipeline, or written for other programs."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from trainer.checkpoint.finished_run import ADAPTER, FinishedRun
+from trainer.commands.scale import scale_adapter
+from trainer.commands.whole_output import check_output, put_in_place, writing
+from trainer.config import UserError
+from trainer.engine.deepspeed_engine import DTYPES
+from trainer.images.card import image_card
+from trainer.images.files import DIFFUSERS, as_kohya
+from trainer.images.pipeline import is_pipeline, read_pipeline
+from trainer.monitor.metrics import Record
+from trainer.monitor.report.pictures import SAMPLES
+
+KOHYA = "lora.safetensors"
+
+
+def is_of_images(run: FinishedRun) -> bool:
+    """Whether the run's adapter is of an image model."""
+    return (run.folder / DIFFUSERS).is_file() or is_pipeline(run.config)
+
+
+def refuse_images(run: FinishedRun, what: str) -> None:
+    """Raise UserError where a command knows tokens alone."""
+    if is_of_images(run):
+        raise UserError(f"{run.folder}: the adapter is of an image model, and {what}")
+
+
+def export_images(run: FinishedRun, form: str, output: Path) -> list[str]:
+    """The adapter for diffusers (`peft`), for ComfyUI and kohya's scripts, or in its pipeline (`hf`)."""
+    pipeline = read_pipeline(run.config.base_model, run.config.model)
+    if form == "hf":
+        merge_images(run, output, dtype="auto", scale=1.0)
+        return [f"{pipeline.family.pipeline}.from_pretrained({str(output)!r}) of diffusers reads it"]
+    if form not in ("peft", "kohya"):
+        refuse_images(run, f"--format {form} is of language models")
+    with writing(output) as folder:
+        if form == "kohya":
+            save_file(as_kohya(run.folder, pipeline), folder / KOHYA, metadata={"format": "pt"})
+        else:
+            for name in (*ADAPTER, DIFFUSERS):
+                shutil.copyfile(run.folder / name, folder / name)
+        put_in_place(folder, output)
+    if form == "kohya":
+        return [f"{output / KOHYA}: for ComfyUI's models/loras, and for what reads kohya's scripts"]
+    return [f"pipeline.load_lora_weights({str(output)!r})"]
+
+
+def copy_of_images(run: FinishedRun, folder: Path) -> None:
+    """What is uploaded beside PEFT's files: the adapter as diffusers loads it, and the last sample images."""
+    shutil.copyfile(run.folder / DIFFUSERS, folder / DIFFUSERS)
+    for file in sorted((run.run_dir / SAMPLES).glob("*-after.png")):
+        (folder / SAMPLES).mkdir(exist_ok=True)
+        shutil.copyfile(file, folder / SAMPLES / file.name)
+
+
+def card_of_images(run: FinishedRun, records: list[Record], name: str) -> str:
+    """The model card that is uploaded."""
+    return image_card(run.config, read_pipeline(run.config.base_model, run.config.model), records, name)
+
+
+def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float | str) -> Path:
+    """Write the pipeline with the adapter added to its denoiser, W + s B A in 32 bits, rounded once.
+
+    Raises UserError if `output` holds something, or the base is random.
+    """
+    from trainer.images.model import load_image_model
+    from trainer.model.saved_adapter import load_adapter
+
+    if isinstance(scale, str):
+        raise UserError(f"--scale={scale}: is found on held-out text; give a number, such as --scale 0.8")
+    check_output(output)
+    pipeline = read_pipeline(run.config.base_model, run.config.model)
+    if pipeline.folder is None:
+        raise UserError(f"base_model={run.config.base_model}: a random pipeline has nothing to merge into")
+    model = load_image_model(pipeline, run.config.model, dtype=torch.float32, device=torch.device("cpu"))
+    adapted = load_adapter(model, str(run.folder), in_32_bits=True)
+    scale_adapter(adapted, scale)
+    merged: Any = adapted.merge_and_unload()
+    kept = _stored_dtype(pipeline.folder / pipeline.family.denoiser) if dtype == "auto" else DTYPES[dtype]
+    part = pipeline.family.denoiser
+    with writing(output) as folder:
+        for path in pipeline.folder.iterdir():
+            if path.is_dir() and path.name != part:
+                shutil.copytree(path, folder / path.name)
+        shutil.copyfile(pipeline.folder / "model_index.json", folder / "model_index.json")
+        merged.denoiser.to(kept).save_pretrained(folder / part, safe_serialization=True)
+        put_in_place(folder, output)
+    return output
+
+
+def _stored_dtype(folder: Path) -> torch.dtype:
+    """Of the first weight of the denoiser."""
+    from safetensors import safe_open
+
+    file = next(iter(sorted(folder.glob("diffusion_pytorch_model*.safetensors"))))
+    with safe_open(str(file), framework="pt") as handle:
+        found: torch.dtype = handle.get_tensor(next(iter(handle.keys()))).dtype
+    return found

@@ -1,0 +1,101 @@
+"""Sample images of a run, as files: samples/00-before.png, ... which prompt each is of, and as parts of a page."""
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.contract.whole_files import write_json
+
+SAMPLES = "samples"
+INDEX = "prompts.json"
+MOST_SHOWN = 60
+MOST_CHARACTERS = 600_000
+"""Of all pictures of a page together, which has to stay under 1 MB."""
+SIDES = (448, 320, 224, 160, 112, 80)
+JPEG_QUALITY = 80
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A picture within a page: when it was drawn, and a `data:` address that holds all of it."""
+
+    when: str
+    address: str
+
+
+def keep_picture(run_dir: Path, prompt: str, when: str, picture: Any) -> None:
+    """Write one picture; `when` is before, after, or step-N."""
+    folder = run_dir / SAMPLES
+    folder.mkdir(exist_ok=True)
+    prompts = read_prompts(run_dir)
+    if prompt not in prompts:
+        prompts.append(prompt)
+        write_json(folder / INDEX, prompts)
+    picture.save(folder / f"{prompts.index(prompt):02d}-{when}.png")
+
+
+def read_prompts(run_dir: Path) -> list[str]:
+    """The prompts whose pictures there are, in their order."""
+    file = run_dir / SAMPLES / INDEX
+    found: list[str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    return found
+
+
+def pictures_of(run_dir: Path) -> list[tuple[str, list[Path]]]:
+    """(prompt, its pictures): before training, during it in the order of steps, after it."""
+    found = []
+    for index, prompt in enumerate(read_prompts(run_dir)):
+        files = (run_dir / SAMPLES).glob(f"{index:02d}-*.png")
+        found.append((prompt, sorted(files, key=_place)))
+    return found
+
+
+def shown_in_page(run_dir: Path) -> list[tuple[str, list[Shown]]]:
+    """`pictures_of` as JPEGs within the page, as large as all of them together may be; damaged ones are left out.
+
+    Of a long run each prompt keeps its first picture, its last and some between them, evenly spaced.
+    """
+    rows = pictures_of(run_dir)[: MOST_SHOWN // 2]
+    each = max(2, MOST_SHOWN // max(1, len(rows)))
+    chosen = [(prompt, _spread(files, each)) for prompt, files in rows]
+    shown: list[tuple[str, list[Shown]]] = []
+    for side in SIDES:
+        shown = [(prompt, _embedded(files, side)) for prompt, files in chosen]
+        if sum(len(picture.address) for _, row in shown for picture in row) <= MOST_CHARACTERS:
+            break
+    return [(prompt, row) for prompt, row in shown if row]
+
+
+def _spread(files: Sequence[Path], count: int) -> list[Path]:
+    if len(files) <= count:
+        return list(files)
+    return [files[at * (len(files) - 1) // (count - 1)] for at in range(count)]
+
+
+def _embedded(files: Sequence[Path], side: int) -> list[Shown]:
+    from PIL import Image  # every rank imports this module, only rank 0 draws
+
+    shown = []
+    for file in files:
+        out = io.BytesIO()
+        try:
+            with Image.open(file) as picture:
+                small = picture.convert("RGB")
+        except OSError:
+            continue
+        small.thumbnail((side, side))
+        small.save(out, "JPEG", quality=JPEG_QUALITY, optimize=True)
+        address = f"data:image/jpeg;base64,{base64.b64encode(out.getvalue()).decode()}"
+        shown.append(Shown(file.stem.partition("-")[2], address))
+    return shown
+
+
+def _place(file: Path) -> tuple[int, int]:
+    when = file.stem.partition("-")[2]
+    if when.startswith("step-"):
+        return 1, int(when.removeprefix("step-"))
+    return (0, 0) if when == "before" else (2, 0)

@@ -1,0 +1,159 @@
+"""Several runs on one page: their curves over each other, what came of each, and in which settings they differ."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainer.config import UserError
+from trainer.contract.output_file import check_output_file
+from trainer.contract.whole_files import write_whole
+from trainer.monitor.metrics import Record, read_metrics
+from trainer.monitor.report.changed_settings import as_text, flat
+from trainer.monitor.report.charts import Chart, Curve, draw
+from trainer.monitor.report.curves import counted_in, running_mean, series, window_for
+from trainer.monitor.report.page import Answer, render_page, wide_table
+from trainer.monitor.report.recorded import read_answers, read_settings
+from trainer.monitor.report.write import ANSWERS, duration, training_seconds, values_of
+
+PAGE = "runs.html"
+MOST = 8
+"""As many as there are colours that can be told apart."""
+CHARTS = (
+    ("Loss", "nats per token, by optimizer step", "train/loss", None),
+    ("Held-out loss", "nats per token", "eval/loss", None),
+    ("Learning rate", "", "train/learning_rate", 0.0),
+    ("Gradient norm", "L2", "train/grad_norm", 0.0),
+    ("Throughput", "tokens/s per rank", "perf/tokens_per_second_per_gpu", 0.0),
+    ("Throughput", "images/s per rank", "perf/images_per_second_per_gpu", 0.0),
+    ("Peak memory", "GiB of rank 0", "memory/peak_gib", 0.0),
+    ("SCU: S", "fraction", "scu/s_ratio", 0.0),
+)
+NOT_A_DIFFERENCE = ("output_dir", "logging.run_name")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one run has left of itself."""
+
+    name: str
+    records: list[Record]
+    settings: dict[str, Any]
+    answers: dict[str, dict[str, str]]
+
+
+def write_page_of_runs(folders: Sequence[Path], page: Path) -> Path:
+    """Write a page of several runs to `page`; returns it. Raises UserError for a folder that has no metrics."""
+    if len(folders) > MOST:
+        raise UserError(f"zerolora report: {len(folders)} runs, and {MOST} can be told apart; name fewer")
+    runs = [_read(folder) for folder in folders]
+    names = _names(folders)
+    runs = [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+    check_output_file(page, str(page))
+    text = render_page(
+        f"{len(runs)} runs",
+        " · ".join(names),
+        (),
+        (),
+        [draw(chart) for chart in overlaid(runs)],
+        answers=_answers(runs),
+        wide=[_outcomes(runs), *_differences(runs)],
+    )
+    write_whole(page, text)
+    return page
+
+
+def _read(folder: Path) -> Recorded:
+    records = read_metrics(folder)
+    if not records:
+        raise UserError(f"{folder}: metrics.jsonl is empty, nothing was trained yet; wait for the first step")
+    answers = read_answers(folder / ANSWERS)
+    return Recorded(folder.name, records, read_settings(folder), answers)
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Folders by their last part, or by more of them where that is the same."""
+    whole = [folder.resolve().parts for folder in folders]
+    depth = next(
+        (
+            depth
+            for depth in range(1, max(map(len, whole)) + 1)
+            if len({parts[-depth:] for parts in whole}) == len(whole)
+        ),
+        None,
+    )
+    if depth is None:
+        raise UserError("zerolora report: the same run is named twice; name each once")
+    return ["/".join(parts[-depth:]) for parts in whole]
+
+
+def overlaid(runs: Sequence[Recorded]) -> list[Chart]:
+    """A chart for every metric that a run has values for, a line for each run: means where there are many values."""
+    found = []
+    for title, unit, metric, low in CHARTS:
+        curves = tuple(curve for at, run in enumerate(runs) for curve in _curves(run, metric, f"run{at}"))
+        wide = metric in ("train/loss", "eval/loss")  # whose legend says which run has which colour
+        told = curves if wide else tuple(replace(curve, label="") for curve in curves)
+        if any(len(curve.line.finite()) for curve in curves):
+            squares = wide and any(counted_in(run.records) == "images" for run in runs)
+            found.append(Chart(title, "mean squared error" if squares else unit, told, low=low, wide=wide))
+    return found
+
+
+def _curves(run: Recorded, metric: str, colour: str) -> list[Curve]:
+    line = series(run.records, metric)
+    if not len(line.finite()):
+        return []
+    if metric == "eval/loss":
+        return [Curve(line.finite(), "line", colour, run.name), Curve(line.finite(), "dots", colour)]
+    window = window_for(len(line)) if metric != "train/learning_rate" else None
+    if window is None:
+        return [Curve(line, "line", colour, run.name)]
+    mean = replace(line, values=running_mean(line.values, window))
+    pale = [Curve(line, "pale", colour)] if metric == "train/loss" else []
+    return [*pale, Curve(mean, "line", colour, f"{run.name}, mean of {window}")]
+
+
+def _outcomes(runs: Sequence[Recorded]) -> str:
+    heads = ("run", "steps", "held-out loss", "lowest", "training loss", "tokens/s per rank", "peak memory", "time")
+    return wide_table("What came of them", heads, [_outcome(run) for run in runs], runs=True)
+
+
+def _outcome(run: Recorded) -> list[str]:
+    held_out, losses = values_of(run.records, "eval/loss"), values_of(run.records, "train/loss")
+    rates, memory = values_of(run.records, "perf/tokens_per_second_per_gpu"), values_of(run.records, "memory/peak_gib")
+    last = losses[-max(1, len(losses) // 10) :]
+    return [
+        run.name,
+        f"{max(record['step'] or 0 for record in run.records):,.0f}",
+        f"{held_out[0]:.4f} → {held_out[-1]:.4f}" if held_out else "",
+        f"{min(held_out):.4f}" if held_out else "",
+        f"{sum(last) / len(last):.4f}" if last else "",
+        f"{sorted(rates)[len(rates) // 2]:,.0f}" if rates else "",
+        f"{max(memory):.2f} GiB" if memory else "",
+        duration(training_seconds(run.records)),
+    ]
+
+
+def _differences(runs: Sequence[Recorded]) -> list[str]:
+    """The settings that are not the same in all runs."""
+    settings = [flat(run.settings) for run in runs]
+    names = list(dict.fromkeys(name for found in settings for name in found))
+    rows = []
+    for name in names:
+        values = [as_text(found[name]) if name in found else "" for found in settings]
+        if len(set(values)) > 1 and name not in NOT_A_DIFFERENCE:
+            rows.append([name, *values])
+    return [wide_table("Where their settings differ", ("setting", *(run.name for run in runs)), rows, code=True)]
+
+
+def _answers(runs: Sequence[Recorded]) -> list[Answer]:
+    """What each run says after training, beside the base, which has said the same before all of them."""
+    prompts = dict.fromkeys(prompt for run in runs for prompt in run.answers)
+    found = []
+    for prompt in prompts:
+        after = {run.name: run.answers[prompt]["after"] for run in runs if "after" in run.answers.get(prompt, {})}
+        before = {run.answers[prompt]["before"] for run in runs if "before" in run.answers.get(prompt, {})}
+        if after:
+            found.append(Answer(prompt, ({"before": before.pop()} if len(before) == 1 else {}) | after))
+    return found
