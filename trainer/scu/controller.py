@@ -86,7 +86,7 @@ class Steering:
         self._measured: Tensor | None = None
 
     @property
-    def strength(self) -> float:
+    def lambda_(self) -> float:
         """lambda as it stands."""
         return self.state.lambda_
 
@@ -112,11 +112,11 @@ class Steering:
         reach = math.fsum(planned_learning_rates)
         squares = self.information.reachable_squares(reach, reach * b_ratio)
         bits_low, bits_high = (self.information.bits(bound) for bound in squares)
-        low = scu.share_of(data_bpt_now, bits_low)
-        now_global = sum_over_ranks(self._mean_share(self.information.squares().detach()))
-        now = scu.share_of(data_bpt_now, self.information.bits(now_global.item()))
+        low = scu.s_ratio(data_bpt_now, bits_low)
+        now_global = sum_over_ranks(self._mean_over_ranks(self.information.squares().detach()))
+        now = scu.s_ratio(data_bpt_now, self.information.bits(now_global.item()))
         target = self.law.target
-        high = scu.share_of(KNOWN_BY_HEART, bits_high)
+        high = scu.s_ratio(KNOWN_BY_HEART, bits_high)
         warnings = [warning] if (warning := scu.gain_warning(self.law)) else []
         if not low <= target <= high:
             line = (
@@ -141,7 +141,7 @@ class Steering:
         """
         self.settle()
         if self.divergence is not None:
-            term = self.divergence.term(step, self.strength)
+            term = self.divergence.term(step, self.lambda_)
             self._measured = self.divergence.local()
             return term
         assert self.information is not None
@@ -149,13 +149,13 @@ class Steering:
         self._measured = squares.detach()
         if self.law.controller == "none":
             return torch.zeros_like(self._measured)
-        return squares * (self.strength * self.information.nats_per_square)
+        return squares * (self.lambda_ * self.information.nats_per_square)
 
     def measured_local(self) -> Tensor:
         """This rank's addend to Q, or to the sum of KL: fp64 on the device, summed with the losses of the step."""
         if self._measured is None:
             raise ScuFault("scu: measured_local() without term() in this step")
-        return self._measured if self.divergence is not None else self._mean_share(self._measured)
+        return self._measured if self.divergence is not None else self._mean_over_ranks(self._measured)
 
     def observe(
         self,
@@ -205,7 +205,7 @@ class Steering:
                 f"scu: step {pending.step} measured a loss sum of {loss_sum} nats over {tokens:g} target tokens and "
                 f"{measured} for the {what}; look at the loss of that step, or lower training.learning_rate"
             )
-        strength, data = self.strength, data_bpt(loss_sum, tokens)
+        lambda_, data = self.lambda_, data_bpt(loss_sum, tokens)
         if self.divergence is not None:
             bits = self.divergence.bits(pending.step, measured)
             self.state = scu.advance(self.law, self.state, bits)
@@ -213,9 +213,9 @@ class Steering:
         else:
             assert self.information is not None
             bits = self.information.bits(measured)
-            self.state = scu.advance(self.law, self.state, scu.share_of(data, bits))
-            found = {"param_bpt": bits, "s_ratio": self.state.share, "s_smoothed": self.state.smoothed}
-        ce_loss, reg_loss = loss_sum / tokens, strength * math.log(2.0) * bits
+            self.state = scu.advance(self.law, self.state, scu.s_ratio(data, bits))
+            found = {"param_bpt": bits, "s_ratio": self.state.measured, "s_smoothed": self.state.smoothed}
+        ce_loss, reg_loss = loss_sum / tokens, lambda_ * math.log(2.0) * bits
         self.records.append(
             {
                 "step": pending.step,
@@ -224,7 +224,7 @@ class Steering:
                 "total_loss": ce_loss + reg_loss,
                 "data_bpt": data,
                 **found,
-                "lambda": strength,
+                "lambda": lambda_,
                 "integral_term": self.state.integral,
                 "error": self.state.error,
                 "cuda_memory_mb": pending.memory_mb,
@@ -233,7 +233,7 @@ class Steering:
 
     def metrics(self) -> dict[str, float]:
         """`scu/*` of the last measurement that has arrived, which is of the step before unless `settle` was called."""
-        values = {"scu/lambda": self.strength}
+        values = {"scu/lambda": self.lambda_}
         if self.law.controller == "pi":
             values["scu/target"] = self.law.target
         if self.records:
@@ -295,7 +295,7 @@ class Steering:
         if self.divergence is not None:
             self.divergence.write(run_dir)
 
-    def _mean_share(self, squares: Tensor) -> Tensor:
+    def _mean_over_ranks(self, squares: Tensor) -> Tensor:
         """Q of this rank over the number of ranks: what sums to the adapter's Q, with the same bits on every rank."""
         return squares.double() / (dist.get_world_size() if dist.is_initialized() else 1)
 
@@ -304,13 +304,13 @@ class Steering:
             return
         assert self._measured is not None, "observe() before term()"
         smoothed = math.nan if self.state.smoothed is None else self.state.smoothed
-        mine = torch.tensor([self.strength, self.state.integral, smoothed], dtype=torch.float64).view(torch.int64)
+        mine = torch.tensor([self.lambda_, self.state.integral, smoothed], dtype=torch.float64).view(torch.int64)
         mine = mine.to(self._measured.device)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine)
         bits = torch.stack(everyone).cpu()
         different = [rank for rank, row in enumerate(bits) if not torch.equal(row, bits[0])]
         if different:
-            strengths = bits.view(torch.float64)[:, 0].tolist()
-            listed = ", ".join(f"rank {rank} {strengths[rank]!r}" for rank in [0, *different])
+            lambdas = bits.view(torch.float64)[:, 0].tolist()
+            listed = ", ".join(f"rank {rank} {lambdas[rank]!r}" for rank in [0, *different])
             raise ScuFault(f"scu: step {step}: lambda, integral or smoothed S differ between ranks: lambda is {listed}")

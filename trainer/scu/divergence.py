@@ -63,18 +63,18 @@ class Divergence:
         self._engine, self._token_loss, self.reference = engine, token_loss, reference
         self._sum: Tensor | None = None
 
-    def term(self, step: int, strength: float) -> Tensor:
+    def term(self, step: int, lambda_: float) -> Tensor:
         """lambda K in nats a token; its mean over the ranks is the term. Every rank must call it.
 
         While lambda is 0 K is measured without a gradient.
         """
         sum_local = self._token_loss.divergence(
-            self._engine, self.reference.batch(step), self._engine.device, with_gradient=strength > 0
+            self._engine, self.reference.batch(step), self._engine.device, with_gradient=lambda_ > 0
         )
         self._sum = sum_local.detach()
-        if strength == 0:
+        if lambda_ == 0:
             return torch.zeros_like(self._sum)
-        return sum_local * (strength * self.reference.world_size / self.reference.tokens(step))
+        return sum_local * (lambda_ * self.reference.world_size / self.reference.tokens(step))
 
     def local(self) -> Tensor | None:
         """This rank's sum of divergences of the step, nats, fp64; None before `term`."""

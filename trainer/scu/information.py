@@ -6,6 +6,7 @@
     measure factors:  w = all of A and B, dw = 2 w
 
 Legend: N adapted layers of one shape, R rank, I in, O out. s is PEFT's scale: alpha / r, rsLoRA alpha / sqrt(r).
+Mixtures of experts: each expert of a layer counts as a layer of its own.
 DoRA: w is the update s B A of the direction, before it is normalised; the trained magnitudes (one number per output)
 are not counted, since they start at the norms of the base weight, which is no information of the adapter.
 QLoRA: the same; the 4-bit base never enters.
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from trainer.config import UserError
 from trainer.engine.flat_adapter import FlatAdapter
 from trainer.engine.partitioned import is_partitioned, is_whole_here, own_share, sharing_group, whole_shape
+from trainer.model.expert_factor import ExpertFactor
 
 Measure = Literal["delta", "factors"]
 # An nn.Parameter that ZeRO-3 may have partitioned (trainer/engine/partitioned.py).
@@ -34,7 +36,7 @@ GRAM_PIECES = 16
 
 @dataclass(frozen=True)
 class AdapterPair:
-    """One adapted layer: A [R, I], B [O, R] and the scale s of its update s B A."""
+    """One adapted layer: A [R, I], B [O, R], scale s of its update s B A; of experts A [E, R, I], B [E, O, R]."""
 
     name: str
     a: nn.Parameter
@@ -57,7 +59,7 @@ def find_pairs(model: nn.Module) -> list[AdapterPair]:
                 a, b = module.lora_embedding_A[adapter], module.lora_embedding_B[adapter]
             else:
                 continue
-            if len(whole_shape(a)) != 2:
+            if len(whole_shape(a)) != 2 and not isinstance(module.lora_A[adapter], ExpertFactor):
                 raise UserError(
                     f"scu.enabled=true: {path} has an adapter of shape {tuple(whole_shape(a))}; exclude that layer"
                 )
@@ -107,7 +109,11 @@ class AdapterInformation:
         with torch.no_grad():
             results = [compute(chunk) for chunk in self.chunks]
             value = torch.stack([value for value, *_ in results]).sum()
-        gradients = [gradient for _, *pair in results for gradient in pair]
+        gradients = [
+            chunk.by_layer(gradient)
+            for chunk, (_, *pair) in zip(self.chunks, results, strict=True)
+            for gradient in pair
+        ]
         leaves = [chunk.leaves() for chunk in self.chunks]
         flat = [chunk.flat is not None for chunk in self.chunks]
         counts = [(whole, len(side)) for whole, sides in zip(flat, leaves, strict=True) for side in sides]
@@ -168,13 +174,18 @@ class _Chunk:
         dtype = torch.promote_types(self.a[0].dtype, torch.float32)
         if self.flat is not None:
             down, up = (self.flat.block(number)[self.rows or slice(None)] for number in self.blocks)
-            return down.to(dtype), up.to(dtype)
+            return _matrices(down).to(dtype), _matrices(up).to(dtype)
         tensors: list[Tensor] = read(self.a + self.b)
         split = len(self.a)
         # cat and view: stack would make a view of each tensor first, which is dear for hundreds of small ones.
-        a_NRI = torch.cat(tensors[:split]).view(split, *whole_shape(self.a[0]))
-        b_NOR = torch.cat(tensors[split:]).view(split, *whole_shape(self.b[0]))
+        a_NRI = torch.cat(tensors[:split]).view(-1, *whole_shape(self.a[0])[-2:])
+        b_NOR = torch.cat(tensors[split:]).view(-1, *whole_shape(self.b[0])[-2:])
         return a_NRI.to(dtype), b_NOR.to(dtype)
+
+    def by_layer(self, gradient: Tensor) -> Tensor:
+        """A gradient in the shape of its parameters, one after the other: of experts [layers, E, ...]."""
+        experts = whole_shape(self.a[0])[:-2]
+        return gradient.view(len(self.a), *experts, *gradient.shape[1:])
 
 
 def _chunks(pairs: list[AdapterPair], flat: FlatAdapter | None) -> Iterator[_Chunk]:
@@ -187,7 +198,8 @@ def _chunks(pairs: list[AdapterPair], flat: FlatAdapter | None) -> Iterator[_Chu
         wide = torch.promote_types(dtype, torch.float32)
         for start in range(0, len(group), size):
             part = group[start : start + size]
-            scale_N11 = torch.tensor([pair.scale for pair in part], dtype=wide, device=device).view(-1, 1, 1)
+            scales = [pair.scale for pair in part for _ in range(a_shape[:-2].numel())]
+            scale_N11 = torch.tensor(scales, dtype=wide, device=device).view(-1, 1, 1)
             place = _place(flat, part) if flat is not None else {}
             yield _Chunk([pair.a for pair in part], [pair.b for pair in part], scale_N11, **place)
 
@@ -232,6 +244,11 @@ def _delta(chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor]:
     square_N11 = chunk.scale_N11.square()
     value = (square_N11 * gram_a_NRR * gram_b_NRR).sum()
     return value, (2 * square_N11 * gram_b_NRR) @ a_NRI, b_NOR @ (2 * square_N11 * gram_a_NRR)
+
+
+def _matrices(stacked: Tensor) -> Tensor:
+    """[N, R, I] of layers as it is, of experts [layers, E, R, I] as [N, R, I]."""
+    return stacked.reshape(-1, *stacked.shape[-2:])
 
 
 def _gram(b_NOR: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
-"""The Shannon Control Unit's law: a pure state machine over plain numbers that moves one strength, lambda.
+"""The Shannon Control Unit's law: a pure state machine over plain numbers that moves lambda, the SCU term's factor.
 
 What is measured, M, is S = ParamBPT / (DataBPT + ParamBPT), or K, bits a token between the outputs of adapter and base.
 
 `logit` and `kl`, ours:   L = ln(S / (1 - S)), or ln K;   L_hat = L at first, then ema L + (1 - ema) L_hat
-    until M first reaches the target: nothing moves (logit: lambda = lambda_start, kl: lambda = 0; then lambda_start)
+    until M first reaches the target: nothing moves (logit: lambda = lambda_start, kl: lambda = 0; then lambda_start);
+        logit: no longer than `patience` updates, after which lambda_start holds S below the target and must fall
     e = L_hat - L(target);   |e| <= deadband: lambda stays
     otherwise  ln lambda <- ln lambda + Kp (e - e before) + Ki clip(e, -bound, bound), within lambda's bounds
 `published`:   S_hat = S at first, then ema S + (1 - ema) S_hat;   e = S_hat - target
@@ -30,6 +31,8 @@ SLOPE = {"logit": 3.0, "kl": 2.0}
 K as 1 / lambda^2; DataBPT rises meanwhile, by a power of 0.33 to 0.68 in docs/lab/data/scu-compare-controllers.csv."""
 LAG_STEPS = 20.0
 """Optimizer steps by which the weights answer lambda late, as a first-order lag (docs/lab/scu.md)."""
+PATIENCE_LAGS, PATIENCE_FRACTION = 5.0, 0.1
+"""Lags of the weights, and fraction of the run, by which S has come to rest under a lambda that stands still."""
 TINY = 1e-12
 
 
@@ -74,6 +77,13 @@ class Law:
         if self.controller == "pi" and self.form != "published":
             _refuse_swinging(self)
 
+    @property
+    def patience(self) -> float:
+        """Updates for which the law in the logit waits for S to reach the target; `kl` waits for ever."""
+        if self.form == "kl":
+            return math.inf
+        return max(PATIENCE_LAGS * LAG_STEPS / self.every, PATIENCE_FRACTION * self.total_updates)
+
 
 @dataclass(frozen=True)
 class State:
@@ -81,7 +91,7 @@ class State:
 
     lambda_: float
     integral: float = 0.0
-    share: float | None = None
+    measured: float | None = None
     """The last M: S, or K in bits a token."""
     smoothed: float | None = None
     error: float | None = None
@@ -97,6 +107,8 @@ class State:
     def from_dict(cls, values: dict[str, Any]) -> "State":
         """The state that `to_dict` wrote; ValueError names keys that are missing or unknown."""
         values = {"started": True} | values  # checkpoints of the published law alone did not have it
+        # Those from before 0.1.0 call M `share`.
+        values = {"measured" if name == "share" else name: value for name, value in values.items()}
         known = {field.name for field in fields(cls)}
         if set(values) != known:
             raise ValueError(f"controller state with keys {sorted(values)}: expected {sorted(known)}")
@@ -118,8 +130,10 @@ def advance(law: Law, state: State, measured: float) -> State:
     if law.form == "kl" and not 0.0 <= measured < math.inf:
         raise ValueError(f"K={measured}: a divergence is positive; the logits of adapter or base are not finite")
     if law.form != "kl" and not 0.0 <= measured <= 1.0:
-        raise ValueError(f"S={measured}: a share of information lies in [0, 1]; the loss or the adapter is not finite")
-    state = replace(state, share=measured, updates=state.updates + 1)
+        raise ValueError(
+            f"S={measured}: a fraction of information lies in [0, 1]; the loss or the adapter is not finite"
+        )
+    state = replace(state, measured=measured, updates=state.updates + 1)
     if law.form != "published" and law.controller == "pi":
         return _proportional_integral(law, state, measured)
     smoothed = measured if state.smoothed is None else law.ema * measured + (1.0 - law.ema) * state.smoothed
@@ -133,9 +147,9 @@ def advance(law: Law, state: State, measured: float) -> State:
 def _proportional_integral(law: Law, state: State, measured: float) -> State:
     if not state.started:
         error = _level(law, measured) - _level(law, law.target)
-        begins = measured >= law.target
-        strength = law.lambda_start if begins else state.lambda_
-        return replace(state, smoothed=measured, error=error, lambda_=strength, started=begins)
+        begins = measured >= law.target or state.updates >= law.patience
+        lambda_ = law.lambda_start if begins else state.lambda_
+        return replace(state, smoothed=measured, error=error, lambda_=lambda_, started=begins)
     assert state.smoothed is not None and state.error is not None
     level = law.ema * _level(law, measured) + (1.0 - law.ema) * _level(law, state.smoothed)
     error = level - _level(law, law.target)
@@ -163,8 +177,8 @@ def _level(law: Law, measured: float) -> float:
     """logit S, or ln K: what differs by the same amount wherever it differs by the same ratio."""
     if law.form == "kl":
         return math.log(max(measured, TINY))
-    share = _clip(measured, TINY, 1.0 - TINY)
-    return math.log(share / (1.0 - share))
+    ratio = _clip(measured, TINY, 1.0 - TINY)
+    return math.log(ratio / (1.0 - ratio))
 
 
 def _of_level(law: Law, level: float) -> float:
@@ -204,7 +218,7 @@ def _clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def share_of(data_bpt: float, param_bpt: float) -> float:
+def s_ratio(data_bpt: float, param_bpt: float) -> float:
     """S = ParamBPT / (DataBPT + ParamBPT), both in bits per token; 0 where both are 0."""
     total = data_bpt + param_bpt
     return param_bpt / total if total != 0.0 else 0.0

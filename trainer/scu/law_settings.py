@@ -5,12 +5,11 @@ from dataclasses import replace
 from torch import nn
 
 from trainer.config import ScuSection, UserError
+from trainer.config.sections import AUTO_TARGET
 from trainer.engine.flat_adapter import flat_adapter_of
 from trainer.scu import law as scu
 from trainer.scu.information import AdapterInformation, Measure, find_pairs
 
-AUTO_TARGET = 0.01
-"""S of the update at which a strong fixed lambda ends best, with scu.sigma=0.1 (docs/lab/scu.md)."""
 AUTO_TARGET_BITS = 0.05
 """Of K, bits a token."""
 

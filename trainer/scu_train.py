@@ -1,0 +1,71 @@
+"""The program of a rank with the flags of `zerolora scu-train`, for those who start ranks by other programs.
+
+torchrun --nproc_per_node 2 -m trainer.scu_train --bf16     or     deepspeed --module trainer.scu_train --bf16
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from trainer.config import UserError, load_config
+from trainer.config.scu_flags import CONFIG_FILE, open_log, parse, settings
+from trainer.config.yaml_core import dump
+from trainer.contract.rank_variables import read_place
+from trainer.ranks.training_process import begin
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train under the SCU; exit codes as of trainer/train.py."""
+    begin()
+    arguments = sys.argv[1:] if argv is None else argv
+    rank = local_rank = 0
+    try:
+        _, rank, _, local_rank = read_place(os.environ)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / CONFIG_FILE
+            overrides = _write(path, arguments)
+            if rank == 0:
+                _copy_to_log()
+            from trainer.rank import main as train
+
+            return train([str(path), *overrides])
+    except (UserError, ValueError) as error:
+        if local_rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return UserError.exit_code
+
+
+def _write(path: Path, arguments: list[str]) -> list[str]:
+    """The configuration that the flags mean, into a file; returns the settings in place of it. Raises UserError."""
+    from trainer.demo import demo_data
+
+    options = parse(arguments, by_rank=True)
+    for flag in ("check_requirements", "dry_run"):
+        if getattr(options, flag):
+            word = flag.replace("_", "-")
+            raise UserError(f"--{word}: needs no ranks; zerolora scu-train --{word}")
+    data, held_out = options.data, None
+    if data is None:
+        cache = Path(os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora").expanduser()
+        data, held_out = map(str, demo_data(cache))
+    path.write_text(dump(settings(options, data, held_out)), encoding="utf-8")
+    load_config(path, options.overrides, with_lines=False)  # mistakes are of flags, not of a file's lines
+    return list(options.overrides)
+
+
+def _copy_to_log() -> None:
+    """From here on what this process prints is in the guide's log as well."""
+    with open_log() as log:
+        copier = subprocess.Popen(["tee", "-a", log.name], stdin=subprocess.PIPE, start_new_session=True)
+    assert copier.stdin is not None
+    os.dup2(copier.stdin.fileno(), 1)
+    copier.stdin.close()
+
+
+if __name__ == "__main__":
+    code = main()
+    from trainer.ranks.group import end_process
+
+    end_process(code)
