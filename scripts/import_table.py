@@ -1,7 +1,7 @@
-"""What `zerolora import` makes of every file of folders that you have: `python scripts/import_table.py FOLDER ...`.
+"""What `zerolora import` makes of every file of folders that you have: `python -m scripts.import_table FOLDER ...`.
 
 Files that train LoRA or QLoRA adapters are counted (`--all`: full fine-tuning too). `--markdown` prints the table of
-docs/importing.md: the file, and whether it validates with --settings-only, or the reason why not.
+docs/guide/importing.md: the file, and whether it validates with --settings-only, or the reason why not.
 """
 
 import argparse

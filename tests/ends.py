@@ -71,7 +71,7 @@ def write_endless_run(folder: Path) -> Path:
         "output_dir": "unset",
         "lora": {"r": 4},
         "dataset": {"path": str(folder / "train.jsonl"), "max_length": 96, "cache_dir": str(folder / "cache")},
-        "training": {"batch_size": 2, "max_steps": 100_000, "learning_rate": 1e-3, "save_steps": 0},
+        "training": {"batch_size": 2, "max_steps": 100_000, "learning_rate": 1e-3, "save_steps": 0, "max_restarts": 0},
         "logging": {"report_to": "none", "progress": "off"},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))

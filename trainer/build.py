@@ -1,29 +1,27 @@
-"""The model as the engine gets it (base, adapter, fused operators, checkpointing) and the batches it is fed."""
+"""The model as the engine gets it: base, adapter, fused operators, checkpointing."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from trainer.config import RunConfig, trained_in_full
-from trainer.data import Batches, Samples, StreamBatches
-from trainer.data.prepared import Prepared
 from trainer.decisions import VARLEN, Decisions
 from trainer.engine.deepspeed_engine import DTYPES, partitioning_announced
 from trainer.engine.layer_gather.shards import LayerShards
 from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
-from trainer.model.base import grows_vocabulary, load_base_model, match_vocabulary
 from trainer.model.targets import unadapted_layers
 from trainer.patches.installation import Wanted, install
 from trainer.patches.liger import PARTS
 from trainer.patches.mamba import unadapted_lines, unquantized_lines
-from trainer.patches.packed_attention import choose_attention
 from trainer.ranks.group import Ranks, set_seed
+from trainer.task import Task
 
 
 def build_model(
     config: RunConfig,
     decided: Decisions,
-    tokenizer: Any,
+    task: Task,
     ranks: Ranks,
     device: torch.device,
     precision: str,
@@ -35,26 +33,22 @@ def build_model(
     warn where the model turned out other than was decided.
     """
     dtype = DTYPES[precision]
-    shards = _layer_shards(config, decided, tokenizer, ranks, device)
-    model = load_base_model(
-        config.base_model,
-        config.model,
-        dtype=dtype,
-        device=device,
-        attention=choose_attention(config.model),
-        quantization=config.quantization if config.adapter == "qlora" else None,
-        deepspeed_config=engine_config if engine_config["zero_optimization"]["stage"] == 3 else None,
-        shards=shards,
-    )
-    match_vocabulary(model, tokenizer)
-    wanted = patches_wanted(config, decided, device, dtype, tokenizer.pad_token_id, shards)
+    shards = _layer_shards(config, decided, task, ranks, device)
+    model = task.load_base(dtype, engine_config, shards)
+    wanted = patches_wanted(config, decided, device, dtype, task.small_pass, shards)
     lines = [decided.line(), *install("base", model, wanted)]
     # The adapter's first values depend on the seed alone, not on what loading drew before.
     set_seed(config.seed)
     if config.adapter != "none":
-        added = tokenizer.convert_tokens_to_ids(list(config.model.added_tokens))
         with partitioning_announced(engine_config):
-            model = apply_adapter(model, config.lora, dtype, added, base_model=config.base_model)
+            model = apply_adapter(
+                model,
+                config.lora,
+                dtype,
+                task.added_tokens(),
+                base_model=config.base_model,
+                task_type=task.peft_type,
+            )
         lines += rank_lines(adapted_layers(model), config.lora) + unadapted_layers(model, config.lora)
         lines += unadapted_lines(model, quantized=config.adapter == "qlora")
         if config.adapter == "qlora":
@@ -67,7 +61,7 @@ def build_model(
 
 
 def _layer_shards(
-    config: RunConfig, decided: Decisions, tokenizer: Any, ranks: Ranks, device: torch.device
+    config: RunConfig, decided: Decisions, task: Task, ranks: Ranks, device: torch.device
 ) -> LayerShards | None:
     """What cuts the base per layer while it is loaded; None where DeepSpeed does it or there is nothing to cut."""
     if decided.gather.value != "layer" or (ranks.world_size == 1 and not config.zero.offload_parameters):
@@ -77,7 +71,7 @@ def _layer_shards(
         in_host_memory=config.zero.offload_parameters,
         pin_memory=config.zero.pin_memory,
         keep_whole=trained_in_full(config),
-        keep_embeddings=bool(config.model.added_tokens) or grows_vocabulary(config.base_model, config.model, tokenizer),
+        keep_embeddings=task.keep_embeddings(),
     )
 
 
@@ -95,7 +89,7 @@ def patches_wanted(
     decided: Decisions,
     device: torch.device,
     dtype: torch.dtype,
-    any_token: int,
+    small_pass: Callable[[Any], object],
     shards: LayerShards | None = None,
 ) -> Wanted:
     """What `trainer/patches/installation.py` is to install on the model of a run, and on its engine."""
@@ -114,22 +108,6 @@ def patches_wanted(
         adapters_reason=decided.adapters.reason,
         no_siblings=None if decided.siblings.value else decided.siblings.reason,
         clips_on_device=decided.clips_on_device.value,
-        any_token=any_token,
+        small_pass=small_pass,
         shards=shards,
     )
-
-
-def make_batches(config: RunConfig, prepared: Prepared, ranks: Ranks, *, flat: bool) -> Batches | StreamBatches:
-    """This rank's micro-batches of every step."""
-    training, samples = config.training, prepared.data.train
-    common: dict[str, Any] = {
-        "batch_size": training.batch_size,
-        "accumulation": training.gradient_accumulation_steps,
-        "rank": ranks.rank,
-        "world_size": ranks.world_size,
-        "pad_token_id": prepared.tokenizer.pad_token_id,
-        "flat": flat,
-    }
-    if isinstance(samples, Samples):
-        return Batches(samples, seed=config.seed, shuffle=config.dataset.shuffle, **common)
-    return StreamBatches(samples, **common)

@@ -2,14 +2,16 @@
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.markup import escape
 
-from trainer.checkpoint.checkpoint import SaveFailed, agreed_damage, restore_checkpoint, save_checkpoint
+from trainer.checkpoint.background import Order, SaveFailed, Saves, Snapshot
+from trainer.checkpoint.checkpoint import agreed_damage, restore_checkpoint
 from trainer.checkpoint.checkpoint_files import later_checkpoints
 from trainer.checkpoint.resume_comparison import agree_on_resumption, nothing_left, run_identity
 from trainer.config import RunConfig, UserError
@@ -44,6 +46,7 @@ class Course:
         self._run_dir = Path(config.output_dir)
         self._identity: dict[str, Any] | None = None
         self._saved, self._begun_at = False, 0
+        self._saves = Saves(self._run_dir, ranks)
         resumption = agree_on_resumption(config, prepared, ranks, device, precision)
         self.checkpoint = resumption.checkpoint
         self._later = [] if self.checkpoint else later_checkpoints(self._run_dir, 0)
@@ -76,34 +79,56 @@ class Course:
         engine: Engine,
         position: Position,
         more: dict[str, Any],
-        save_weights: Callable[[Path], None],
+        snapshot: Snapshot,
         before_publishing: Callable[[], None],
     ) -> None:
-        """Write a checkpoint; every rank must call it. Raises SaveFailed, of which the user has been told."""
+        """Let a checkpoint be written; every rank must call it. Raises SaveFailed, of which the user has been told."""
         training = self._config.training
+        with suppress(SaveFailed):  # the one before: told, and another is about to be made
+            self.settle()
         if self._identity is None and self._ranks.is_main:
             self._identity = run_identity(self._config, self._prepared, self._ranks.world_size, self._precision)
-        try:
-            aside = save_checkpoint(
-                self._run_dir,
-                engine,
-                self._ranks,
-                position.to_dict() | more | {"run": self._identity},
-                save_weights,
-                before_publishing=before_publishing,
-                keep=training.save_total_limit,
-                protect=(position.best_step,) if training.best_checkpoint else (),
-                later=self._later,
-            )
-        except SaveFailed as error:
-            self._say(f"[yellow]warning:[/yellow] {escape(str(error))}")
-            raise
-        if not self._saved and self._ranks.is_main:
-            close_earlier_course(self._run_dir, keep=bool(aside))
-        self._saved, self._later = True, []
+        order = Order(
+            keep=training.save_total_limit,
+            protect=(position.best_step,) if training.best_checkpoint else (),
+            later=self._later,
+            before_publishing=before_publishing,
+            after_publishing=self._is_under_way,
+        )
+        with self._told():
+            self._saves.begin(engine, position.to_dict() | more | {"run": self._identity}, snapshot, order)
+
+    def settle(self) -> None:
+        """Wait until the checkpoint that is being written is whole; every rank must call it.
+
+        Raises SaveFailed, of which the user has been told, if it is not.
+        """
+        with self._told():
+            aside = self._saves.finish()
+        if aside is None:
+            return
+        self._later = []
         if aside:
             names = ", ".join(path.name for path in aside)
             self._say(f"checkpoints later than step {self._begun_at} are of the course left there: kept as {names}")
+
+    def _is_under_way(self, aside: list[Path]) -> None:
+        """This course has a checkpoint of its own: whatever ends the run now, its records count from here on."""
+        if not self._saved:
+            close_earlier_course(self._run_dir, keep=bool(aside))
+        self._saved = True
+
+    def wait_for_save(self, seconds: float) -> None:
+        """On this rank alone, of a run that has failed."""
+        self._saves.wait(seconds)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except SaveFailed as error:
+            self._say(f"[yellow]warning:[/yellow] {escape(str(error))}")
+            raise
 
     def bring(self, name: str) -> None:
         """A folder that the run needs and that lies beside the checkpoint, where this run has another output_dir."""

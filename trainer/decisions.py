@@ -6,13 +6,14 @@ executes says so, for the estimate is then off.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Generic, Literal, TypeVar
 
 from trainer.config import RunConfig, engine_stage, engine_zero, gathers_by_layer, why_not_by_layer
 from trainer.engine.deepspeed_engine import guards_on_device
 from trainer.engine.flat_adapter import why_not_flat
 from trainer.patches.liger import KNOWN, PARTS, why_not_liger
+from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.model_facts import ModelFacts
 
 Kernels = Literal["ours", "liger", "model"]
@@ -33,11 +34,14 @@ class Machine:
     """Whether the CUDA operators are built, or will be."""
     flash: bool
     """Whether torch's flash attention runs there, in that precision."""
+    scan_kernels: bool = False
+    """Whether mamba-ssm and causal-conv1d are installed, which compute Mamba layers."""
 
     @classmethod
     def assumed(cls, world_size: int, precision: str) -> "Machine":
-        """GPUs that are not here, with everything installed."""
-        return cls(world_size, True, precision, KNOWN, own_kernels=True, flash=precision != "fp32")
+        """GPUs that are not here, with everything installed but the kernels for Mamba layers, if they are not here."""
+        flash = precision != "fp32"
+        return cls(world_size, True, precision, KNOWN, own_kernels=True, flash=flash, scan_kernels=has_scan_kernels())
 
     @classmethod
     def cpu(cls, world_size: int, precision: str) -> "Machine":
@@ -129,6 +133,22 @@ def decide(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Dec
         gather=_gather(config),
         flat=Decided(not_flat is None, not_flat or ""),
         clips_on_device=Decided(guards_on_device(config.training, zero, machine.precision, machine.on_gpu)),
+    )
+
+
+def decide_for_pictures(config: RunConfig, machine: Machine) -> Decisions:
+    """The record of a run on an image model: adapters and ZeRO as for language, the rest as diffusers has it."""
+    theirs = Decided[Kernels]("model", "an image model")
+    return replace(
+        decide(config, machine, None),
+        attention=Decided("sdpa"),
+        own_elementwise=Decided(False, "an image model"),
+        norms=theirs,
+        swiglu=theirs,
+        rotary=theirs,
+        liger=Decided(False, "an image model"),
+        recomputed_results=Decided("none", "an image model"),
+        fused_head=Decided(False, "an image model has no head"),
     )
 
 
@@ -225,8 +245,6 @@ def _fused_head(config: RunConfig, machine: Machine, model: ModelFacts | None) -
         return Decided(False, "the head is trained")
     if engine_stage(config) == 3:
         return Decided(False, "DeepSpeed's stage 3 partitions the head")
-    if machine.precision == "fp16":
-        return Decided(False, "in fp16 its gradients would vanish")
     return Decided(True if model is not None and model.head is not None else None)
 
 

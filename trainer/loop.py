@@ -4,11 +4,11 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from trainer.checkpoint.checkpoint import SaveFailed
+from trainer.checkpoint.background import SaveFailed
 from trainer.config import TrainingSection
 from trainer.engine.protocol import Engine
 from trainer.memory.oom_recovery import Recovery
@@ -17,12 +17,15 @@ from trainer.model.adapter import GradientCheck
 from trainer.monitor.expert_load import ExpertLoad
 from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.profiler import StepProfiler
-from trainer.patches.loss_head import TokenLoss
+from trainer.monitor.spikes import SpikeWatch
 from trainer.ranks.group import Ranks
 from trainer.ranks.progress import PROGRESS, phase
 from trainer.ranks.signals import StopRequest
+from trainer.ranks.start_times import StartTimes
+from trainer.ranks.stragglers import StragglerWatch
 from trainer.scu.controller import Steering
 from trainer.step import StepInFlight, StepResult, train_step
+from trainer.task import StepLoss
 
 NONFINITE_IN_A_ROW = 10
 
@@ -44,6 +47,8 @@ class Position:
     best_step: int = 0
     worse_in_a_row: int = 0
     nonfinite_in_a_row: int = 0
+    nonfinite_steps: int = 0
+    """All that changed no weight, or had a loss that was not finite."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON."""
@@ -71,7 +76,7 @@ class Parts:
 
     engine: Engine
     schedule: Any
-    token_loss: TokenLoss
+    loss: StepLoss
     batches: Any
     samples_per_epoch: int | None
     """None for a stream, which is one epoch without end."""
@@ -80,12 +85,24 @@ class Parts:
     stop: StopRequest
     evaluate: Callable[[], tuple[float, int]] | None
     save: Callable[[Position], None]
+    """Begins to write a checkpoint."""
+    settle_save: Callable[[], None]
+    """Waits until it is whole."""
     recovery: Recovery
     gradient_check: GradientCheck | None = None
     steering: Steering | None = None
     mfu: MfuMeter | None = None
     experts: ExpertLoad | None = None
     profiler: StepProfiler | None = None
+    counted: str = "tokens"
+    """What a batch is counted in."""
+    sample: Callable[[int], None] | None = None
+    """Show what the model makes of the sample prompts at a step; every rank must call it."""
+    sample_every: int = 0
+    spikes: SpikeWatch | None = None
+    stragglers: StragglerWatch | None = None
+    tell_start: Callable[[StartTimes], None] | None = None
+    """Hears at the end of the first step where the time until then went."""
 
 
 class Loop:
@@ -97,12 +114,14 @@ class Loop:
         self.position = position
         self._total_steps = total_steps
         self._saved_at = position.step
+        self._save_asked, self._saved_time, self._save_s = False, time.monotonic(), 0.0
         self._stopped_early = False
         self._gradient_check = parts.gradient_check
         self._in_flight: tuple[int, StepInFlight, float] | None = None  # step, its numbers, its learning rate
         self._before: StepInFlight | None = None
         self._started = 0.0
         self._stop = False
+        self._of_start: dict[str, float] = {}
 
     def run(self) -> None:
         """Train until the steps are done, a signal arrives, or the held-out loss stops falling; then save.
@@ -114,12 +133,16 @@ class Loop:
         with garbage_of_steps_only():
             while self.position.step < self._total_steps and not self._stopped_early and not self._stop:
                 self._step()
+                if self._parts.stragglers is not None:
+                    self._parts.stragglers.compare(self.position.step)
                 self._evaluate_if_due()
+                self._sample_if_due()
                 self._save_if_due()
         self._settle()
         if self._parts.profiler is not None:
             self._parts.profiler.finish()
         self._save(at_the_end=True)
+        self._parts.settle_save()
         self._parts.stop.agree()
 
     def _step(self) -> None:
@@ -144,23 +167,31 @@ class Loop:
     def _launch(self) -> tuple[StepInFlight, int]:
         """Fetch and run the step at this position; how many samples all ranks took for it."""
         parts, position = self._parts, self.position
-        with phase("data"):
+        own_time = parts.stragglers.own_time(on_device=False) if parts.stragglers is not None else nullcontext()
+        with phase("data"), own_time:
             batches, consumed = parts.batches.step(position.epoch, position.offset)
         if parts.mfu is not None:
             parts.mfu.count(position.step + 1, batches)
         launched = train_step(
             parts.engine,
-            parts.token_loss,
+            parts.loss,
             batches,
             parts.ranks,
             step=position.step + 1,
             max_grad_norm=self._training.max_grad_norm,
             steering=parts.steering,
             stop=bool(parts.stop),
+            save=self._wants_save(),
             before_update=self._settle,
             recovery=parts.recovery,
+            stragglers=parts.stragglers,
         )
         return launched, consumed
+
+    def _wants_save(self) -> bool:
+        """Rank 0's clock decides; the others hear of it with the numbers of the step."""
+        minutes = self._training.save_minutes
+        return self._parts.ranks.is_main and bool(minutes) and time.monotonic() - self._saved_time > 60.0 * minutes
 
     def _settle(self) -> None:
         """Take in the numbers of the step under way, if there is one: before the next update, or where they matter."""
@@ -175,11 +206,16 @@ class Loop:
         position.tokens += result.tokens
         position.target_tokens += result.target_tokens
         self._stop = result.stop
+        self._save_asked = self._save_asked or result.save
         if self._before is None:
             seconds = time.perf_counter() - self._started
         else:
             seconds = launched.seconds_since(self._before)
         self._before = launched
+        if (start := PROGRESS.end_start()) is not None:
+            self._of_start = start.values()
+            if parts.tell_start is not None:
+                parts.tell_start(start)
         self._report(step, result, learning_rate, seconds)
 
     def _check_finite(self, step: int, result: StepResult) -> None:
@@ -188,6 +224,7 @@ class Loop:
         position.nonfinite_in_a_row = 0 if result.applied else position.nonfinite_in_a_row + 1
         if result.applied and math.isfinite(result.loss_sum):
             return
+        position.nonfinite_steps += 1
         # fp16 looks for its loss scale by trial: a few skipped steps are its normal beginning.
         searching = self._parts.engine.fp16_enabled() and not result.applied
         patience = NONFINITE_IN_A_ROW * 2 if searching else NONFINITE_IN_A_ROW
@@ -208,21 +245,29 @@ class Loop:
             "train/grad_norm": result.grad_norm,
             "train/learning_rate": learning_rate,
             "train/epoch": position.epoch + position.offset / (parts.samples_per_epoch or math.inf),
-            "train/tokens": float(position.tokens),
-            "train/target_tokens": float(position.target_tokens),
+            f"train/{parts.counted}": float(position.tokens),
+            "train/nonfinite_steps": float(position.nonfinite_steps),
             "perf/step_ms": seconds * 1e3,
-            "perf/tokens_per_second": result.tokens / seconds,
-            "perf/tokens_per_second_per_gpu": result.tokens / seconds / parts.ranks.world_size,
+            f"perf/{parts.counted}_per_second": result.tokens / seconds,
+            f"perf/{parts.counted}_per_second_per_gpu": result.tokens / seconds / parts.ranks.world_size,
             "memory/peak_gib": peak_memory_gib(),
         }
+        if parts.counted == "tokens":
+            values["train/target_tokens"] = float(position.target_tokens)
         if parts.mfu is not None:
             values |= parts.mfu.values(step, seconds)
         if parts.steering is not None:
             values |= parts.steering.metrics()
+        if parts.spikes is not None:
+            parts.spikes.look(step, values["train/loss"], result.grad_norm)
+            values["train/spikes"] = float(parts.spikes.spikes)
+        if self._save_s:
+            values["perf/save_ms"], self._save_s = self._save_s * 1e3, 0.0
         parts.reporter.progress(step, values)
         if step % self._training.logging_steps == 0 or step == self._total_steps:
             if parts.experts is not None:
                 values |= parts.experts.values()
+            values, self._of_start = values | self._of_start, {}
             parts.reporter.log(step, values)
 
     def _evaluate_if_due(self) -> None:
@@ -234,7 +279,7 @@ class Loop:
         self._before = None  # what comes between two steps is not the next one's time
         loss, _ = parts.evaluate()
         position.last_evaluation, position.evaluated_at = loss, position.step
-        report_evaluation(parts.reporter, position.step, loss)
+        report_evaluation(parts.reporter, position.step, loss, parts.counted)
         if loss < position.best_loss - training.early_stopping_threshold:
             position.best_loss, position.best_step, position.worse_in_a_row = loss, position.step, 0
             if training.best_checkpoint:
@@ -245,16 +290,27 @@ class Loop:
                 training.early_stopping or 0
             )
 
+    def _sample_if_due(self) -> None:
+        parts, step = self._parts, self.position.step
+        if parts.sample is None or not parts.sample_every or step % parts.sample_every or step == self._total_steps:
+            return
+        self._settle()
+        self._before = None
+        parts.sample(step)
+
     def _save_if_due(self) -> None:
-        if self._training.save_steps and self.position.step % self._training.save_steps == 0:
+        steps = self._training.save_steps
+        if self._save_asked or (steps and self.position.step % steps == 0):
             self._save()
 
     def _save(self, *, at_the_end: bool = False) -> None:
         """A disk that is full ends no training: the run has said so, and the next save tries again."""
+        self._save_asked = False
         if self._saved_at == self.position.step:
             return
         self._settle()
         self._before = None
+        started = time.perf_counter()
         try:
             self._parts.save(self.position)
         except SaveFailed:
@@ -262,6 +318,7 @@ class Loop:
                 raise
         else:
             self._saved_at = self.position.step
+        self._save_asked, self._saved_time, self._save_s = False, time.monotonic(), time.perf_counter() - started
 
 
 @contextmanager
@@ -279,9 +336,11 @@ def garbage_of_steps_only() -> Iterator[None]:
         gc.unfreeze()
 
 
-def report_evaluation(reporter: Reporter | None, step: int, loss: float) -> None:
-    """Held-out loss in nats a token, bits a token, and perplexity."""
-    if reporter is not None:
-        reporter.log(
-            step, {"eval/loss": loss, "eval/bpt": loss / math.log(2), "eval/perplexity": math.exp(min(loss, 700.0))}
-        )
+def report_evaluation(reporter: Reporter | None, step: int, loss: float, counted: str = "tokens") -> None:
+    """Held-out loss; of tokens in nats, with bits a token and perplexity."""
+    if reporter is None:
+        return
+    values = {"eval/loss": loss}
+    if counted == "tokens":
+        values |= {"eval/bpt": loss / math.log(2), "eval/perplexity": math.exp(min(loss, 700.0))}
+    reporter.log(step, values)

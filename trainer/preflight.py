@@ -7,6 +7,7 @@ ranks find both done. Every failure is a UserError: one line, exit code 2, nothi
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,47 +15,111 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.config import CommandParser, RunConfig, UserError, load_config
-from trainer.data import prepare_data
+from trainer.data import Samples, prepare_data
 from trainer.data.chat import chat_template_of
 from trainer.data.prepared import Prepared, samples_of
 from trainer.data.reference_text import reference_samples
 from trainer.data.step_count import step_warnings, with_global_batch
+from trainer.images.pipeline import is_pipeline
+from trainer.images.prepare import prepare_pictures
 
 if TYPE_CHECKING:
     from trainer.checkpoint.resume_comparison import Resumption
 
 
-def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None, *, to_train: bool = True) -> Prepared:
+@dataclass(frozen=True)
+class Looked:
+    """What a look at the model's files has found."""
+
+    tokenizer: Any
+    model_config: Any
+    longest: int | None
+    """Tokens that the model was made for."""
+    notes: tuple[str, ...]
+
+
+def prepare(
+    config: RunConfig,
+    tell: Callable[[str], None] = lambda phase: None,
+    *,
+    to_train: bool = True,
+    looked: Looked | None = None,
+) -> Prepared:
     """Check what can be checked without weights and tokenise the data; `tell` hears of each phase. Raises UserError.
 
-    `to_train` false: for a look at a configuration whose output folder may hold a run already.
+    `to_train` false: for a look at a configuration whose output folder may hold a run already. `looked` is what
+    `look_at_model` has found in this process.
     """
-    from trainer.checkpoint.checkpoint_files import choose_checkpoint
-    from trainer.checkpoint.output_folder import check_free, check_place
+    check_settings(config)
+    check_folder(config, to_train=to_train)
+    _check_adapter_folder(config)
+    if is_pipeline(config):
+        prepared = prepare_pictures(config, tell)
+    else:
+        prepared = _prepare_text(config, tell, looked)
+    # More ranks take fewer steps: what does not go on one goes on none.
+    step_warnings(with_global_batch(config, samples_of(prepared), 1), samples_of(prepared), 1)
+    return prepared
+
+
+def _prepare_text(config: RunConfig, tell: Callable[[str], None], looked: Looked | None) -> Prepared:
+    if looked is None:
+        tell(f"checking the model {config.base_model}")
+        looked = look_at_model(config)
+    paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
+    tell(f"tokenising {', '.join(map(str, paths))}, or finding that done")
+    data = prepare_data(
+        config.dataset,
+        looked.tokenizer,
+        seed=config.seed,
+        cache_dir=Path(config.dataset.cache_dir).expanduser(),
+        max_length_of_model=looked.longest,
+    )
+    if data.stats.records:
+        tell(f"{data.stats.records:,} records, {data.stats.documents:,} documents to train on")
+    return Prepared(looked.tokenizer, looked.model_config, data, looked.notes, _reference(config, looked))
+
+
+def check_settings(config: RunConfig) -> None:
+    """Raise UserError for settings that this machine, or its packages, cannot carry out."""
     from trainer.engine.deepspeed_engine import check_extra_keys, resolve_precision
-    from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
-    from trainer.model.expert_targets import check_router_loss
-    from trainer.model.model_kind import check_kind
-    from trainer.model.targets import check_targets
+    from trainer.model.eight_bit import check_card
     from trainer.monitor.metrics import check_reporters
-    from trainer.patches.mamba import check_packable
-    from trainer.patches.packed_attention import check_supported
-    from trainer.scu.law_settings import law_of
 
     check_reporters(config.logging)
-    check_place(config)
-    choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=False)
-    if to_train:
-        check_free(config)
-    _check_adapter_folder(config)
     check_extra_keys(config.training, config.zero)
-    resolve_precision(config.training.precision, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    resolve_precision(config.training.precision, device)
+    if config.adapter == "qlora":
+        check_card(config.quantization.quant_type, device)
     kernels = config.model.attn_implementation
     if kernels.startswith("flash_attention") and importlib.util.find_spec("flash_attn") is None:
         raise UserError(f"model.attn_implementation={kernels}: the package flash-attn is not installed; use auto")
     if config.lora.init == "loftq" and not torch.cuda.is_available():
         raise UserError("lora.init=loftq: PEFT computes it on a GPU, and this machine has none; use lora.init: default")
-    tell(f"checking the model {config.base_model}")
+
+
+def check_folder(config: RunConfig, *, to_train: bool = True) -> None:
+    """Raise UserError where the output folder cannot be used, or has no checkpoint to go on from."""
+    from trainer.checkpoint.checkpoint_files import choose_checkpoint
+    from trainer.checkpoint.output_folder import check_free, check_place
+
+    check_place(config)
+    choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=False)
+    if to_train:
+        check_free(config)
+
+
+def look_at_model(config: RunConfig) -> Looked:
+    """The model's configuration and tokenizer, and whether its weights and layers will do. Raises UserError."""
+    from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
+    from trainer.model.eight_bit import check_no_experts
+    from trainer.model.expert_targets import check_router_loss
+    from trainer.model.model_kind import check_kind
+    from trainer.model.targets import check_targets
+    from trainer.patches.mamba import check_packable
+    from trainer.patches.packed_attention import check_supported
+
     model_config = load_model_config(config.base_model, config.model)
     check_kind(config.base_model, model_config, all_trained=config.adapter == "none")
     notes = check_weights(config.base_model, config.model, model_config)
@@ -75,31 +140,26 @@ def prepare(config: RunConfig, tell: Callable[[str], None] = lambda phase: None,
     check_router_loss(empty, config.training.router_aux_loss, None if config.adapter == "none" else config.lora)
     if config.adapter == "qlora":
         check_packable(empty)
+        if config.quantization.eight_bit:
+            check_no_experts(config.quantization.quant_type, empty)
     if config.dataset.packing:
         check_packing(model_config)
-    paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
-    tell(f"tokenising {', '.join(map(str, paths))}, or finding that done")
-    data = prepare_data(
-        config.dataset,
-        tokenizer,
-        seed=config.seed,
-        cache_dir=Path(config.dataset.cache_dir).expanduser(),
-        max_length_of_model=longest,
+    return Looked(tokenizer, model_config, longest, tuple(notes))
+
+
+def _reference(config: RunConfig, looked: Looked) -> Samples | None:
+    """The texts of scu.reference."""
+    from trainer.scu.law_settings import law_of
+
+    if not config.scu.enabled:
+        return None
+    # A size below 2B stands in for the model's, which is counted when its weights are there.
+    law_of(config.scu, total_steps=1, base_parameters=1)
+    if config.scu.reference is None:
+        return None
+    return reference_samples(
+        config.dataset, looked.tokenizer, config.scu.reference, setting="scu.reference", seed=config.seed
     )
-    if data.stats.records:
-        tell(f"{data.stats.records:,} records, {data.stats.documents:,} documents to train on")
-    reference = None
-    if config.scu.enabled:
-        # A size below 2B stands in for the model's, which is counted when its weights are there.
-        law_of(config.scu, total_steps=1, base_parameters=1)
-        if config.scu.reference is not None:
-            reference = reference_samples(
-                config.dataset, tokenizer, config.scu.reference, setting="scu.reference", seed=config.seed
-            )
-    prepared = Prepared(tokenizer, model_config, data, tuple(notes), reference)
-    # More ranks take fewer steps: what does not go on one goes on none.
-    step_warnings(with_global_batch(config, samples_of(prepared), 1), samples_of(prepared), 1)
-    return prepared
 
 
 def prepare_to_resume(

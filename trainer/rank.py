@@ -14,7 +14,7 @@ from trainer.contract.folder_lock import FolderLock, refuse_if_held
 from trainer.contract.rank_variables import host_name
 from trainer.data.prepared import Prepared
 from trainer.monitor.console import open_console, tell_torchrun
-from trainer.preflight import prepare
+from trainer.preflight import Looked, check_folder, prepare
 from trainer.ranks.agreement import first_rank_decides
 from trainer.ranks.group import Ranks, leave_process_group
 from trainer.ranks.progress import phase
@@ -27,8 +27,11 @@ from trainer.run import Run
 TO_SPEAK_S = 3.0
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Train; exit code 0 done, 1 failed or hung, 2 usage, 75 preempted and saved, 128+signal after a save."""
+def main(argv: list[str] | None = None, found: Prepared | Looked | None = None) -> int:
+    """Train; exit code 0 done, 1 failed or hung, 2 usage, 75 preempted and saved, 128+signal after a save.
+
+    `found` is what this process has prepared, or looked at, already.
+    """
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     stop = StopRequest()
     try:
@@ -50,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.lock is None and ranks.is_main:
             refuse_if_held(run_dir, resumes=loaded.config.training.resume_from_checkpoint == "auto")
         with phase("tokenise"):
-            prepared = prepare(loaded.config)
+            prepared = _prepared(loaded.config, found)
         with phase("join"):
             lock = _hold(loaded.config, ranks, arguments.lock)
         watchdog.writes = True
@@ -62,6 +65,14 @@ def main(argv: list[str] | None = None) -> int:
     if lock is not None:
         lock.release()
     return code
+
+
+def _prepared(config: RunConfig, found: Prepared | Looked | None) -> Prepared:
+    """What `prepare` gives, without what was done before the launcher held the folder."""
+    if isinstance(found, Prepared):
+        check_folder(config)
+        return found
+    return prepare(config, looked=found)
 
 
 def _hold(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLock | None:
@@ -94,7 +105,7 @@ def _train(
         width=arguments.console_width,
         terminal=arguments.console_tty,
     )
-    run = Run(loaded, prepared, ranks, console, stop, lock)
+    run = Run(loaded, prepared, ranks, console, stop, lock, profile_start=arguments.profile_start)
     try:
         run.train()
     except UserError as error:
@@ -130,10 +141,11 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = CommandParser(prog="trainer.train", description="Train as CONFIG says; one process per GPU.")
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", help="key=value")
-    parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed command")
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help="set by deepspeed and torch's launch")
     parser.add_argument("--world-size", type=int, help="how many ranks there must be")
     parser.add_argument("--lock", help="the lock of the output folder that the launcher holds")
     parser.add_argument(command_typed.OPTION, help="what the user typed, for the run's record")
+    parser.add_argument("--profile-start", action="store_true", help="say where the time to the first step went")
     parser.add_argument("--console", help="where rank 0 writes what the user sees, if not its stdout")
     parser.add_argument("--console-width", type=int)
     parser.add_argument("--console-tty", action="store_true")

@@ -1,8 +1,7 @@
 """One run on one rank, read from top to bottom: join, load, adapt, start the engine, restore, loop, save."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,12 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from trainer.build import build_model, make_batches, patches_wanted
+from trainer.build import build_model, patches_wanted
 from trainer.config import LoadedConfig, RunConfig, collective_timeout, engine_zero
 from trainer.contract import known_versions
 from trainer.contract.folder_lock import FolderLock
 from trainer.course import Course
-from trainer.data import Batches, StreamBatches, evaluation_batches
+from trainer.data import StreamBatches
 from trainer.data.prepared import Prepared, samples_of, share_stream
 from trainer.data.shared_blocks import folder_of_run
 from trainer.data.step_count import count_steps, smaller_batch_line, step_warnings, steps_line
@@ -25,40 +24,33 @@ from trainer.engine.eight_bit_moments import elements_per_buffer
 from trainer.engine.flat_adapter import flatten_adapter
 from trainer.engine.optimizer import build_optimizer, build_schedule, planned_rates, rate_floor, restore_schedule
 from trainer.engine.protocol import Engine
+from trainer.evaluation import Evaluation, Measurement
+from trainer.language import LanguageTask
 from trainer.loop import Loop, Parts, Position, report_evaluation
 from trainer.memory.oom_recovery import Recovery
 from trainer.memory.preflight import MemoryPlan, peak_over_ranks, plan_memory, record_memory
-from trainer.model.adapter import GradientCheck, count_parameters
-from trainer.model.answers import answer_prompt
+from trainer.model.adapter import GradientCheck
 from trainer.monitor.expert_load import ExpertLoad
 from trainer.monitor.metrics import Metrics
-from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.profiler import StepProfiler
+from trainer.monitor.spikes import SpikeWatch
 from trainer.monitor.summary import start_summary
 from trainer.patches.installation import install
 from trainer.patches.loss_head import TokenLoss
-from trainer.patches.packing_probe import check_causal, keep_documents_apart
 from trainer.ranks.agreement import meet
 from trainer.ranks.group import Ranks, extend_timeouts, form_process_group
 from trainer.ranks.progress import phase
 from trainer.ranks.signals import StopRequest
+from trainer.ranks.start_times import StartTimes
+from trainer.ranks.stragglers import StragglerWatch
 from trainer.run_folder import RunFolder
-from trainer.scu.base_samples import divergence_of
+from trainer.scu.begin import begin_steering
 from trainer.scu.controller import Steering
 from trainer.step import evaluate_loss
+from trainer.task import StepLoss, Task
 
-
-@dataclass(frozen=True)
-class Measurement:
-    """Of a run that is made for its held-out losses: what it does otherwise.
-
-    It writes no checkpoints and no report: an interrupted one starts again.
-    """
-
-    evaluate: Callable[[Engine], tuple[float, int]]
-    """Held-out loss of the engine's model, nats per target token, and the number of target tokens."""
-    at_the_end: Callable[[Engine], None]
-    """What more is measured of the trained model."""
+# A run that fails has its newest checkpoint written to the end if that takes no longer; the launcher waits 8 s.
+TO_WRITE_S = 5.0
 
 
 class Run:
@@ -74,28 +66,31 @@ class Run:
     stop: StopRequest
     lock: FolderLock | None
     measurement: Measurement | None
+    profile_start: bool
     # join
     device: torch.device
     precision: str
     memory: MemoryPlan
     decided: Decisions
+    task: Task
     course: Course
     folder: RunFolder
     # load, start engine
     deepspeed_config: dict[str, Any]
-    token_loss: TokenLoss
+    loss: StepLoss
     optimizer: torch.optim.Optimizer
-    flat_packs: bool
-    """Packs are one row without padding."""
     # restore, steer
-    batches: Batches | StreamBatches
+    batches: Any
     schedule: Any
     restored_scu: dict[str, Any] | None
     steering: Steering | None
     # train, save
     metrics: Metrics | None
     """Rank 0's, from the first write on."""
+    evaluation: Evaluation
     recovery: Recovery
+    resident: int
+    """Bytes on the GPU once the engine has started: all that stays there for the whole run."""
     peak: int
     """Bytes, of the rank that needed most."""
 
@@ -108,29 +103,36 @@ class Run:
         stop: StopRequest,
         lock: FolderLock | None = None,
         measurement: Measurement | None = None,
+        *,
+        profile_start: bool = False,
     ) -> None:
-        """`lock` is that of the run's folder, which rank 0 holds."""
+        """`lock` is that of the run's folder, which rank 0 holds.
+
+        `profile_start`: say in full where the time to the first step went.
+        """
         self.config, self.notes, self.lock = loaded.config, loaded.notes, lock
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
-        self.measurement = measurement
+        self.measurement, self.profile_start = measurement, profile_start
         self.restored_scu = self.steering = self.metrics = None
 
     def train(self) -> Position:
         """Everything from joining the other ranks to the saved weights; every rank must call it."""
         self._begin()
         self.course = Course(self.config, self.prepared, self.ranks, self.device, self.precision, self.say)
-        self.folder = RunFolder(self.config, self.prepared.tokenizer, self.ranks, self.console, self.course, self.lock)
+        self.folder = RunFolder(self.config, self.task, self.ranks, self.console, self.course, self.lock)
         model = self._build_model()
         engine = self._start_engine(model)
         position, total_steps = self._restore(engine)
         self.steering = self._steer(engine, position, total_steps)
         self.metrics = self.folder.open(model, position, total_steps, self.device, self.precision)
-        before = self._evaluate_and_sample(engine, position, "before") if position.step == 0 else None
+        held_out = self.prepared.data.evaluation is not None
+        self.evaluation = Evaluation(self.task, engine, self.loss, self.measurement, held_out=held_out)
+        before = self._evaluate_and_sample(position, "before") if position.step == 0 else None
         Loop(self._parts(engine, total_steps), self.config.training, position, total_steps).run()
         after = None
         if not self.stop:
             self.course.return_to_best(engine, position)
-            after = self._evaluate_and_sample(engine, position, "after")
+            after = self._evaluate_and_sample(position, "after")
             self._save_result(engine)
             if self.measurement is not None:
                 self.measurement.at_the_end(engine)
@@ -167,6 +169,8 @@ class Run:
         self.memory = plan_memory(self.config, self.prepared, self.ranks, self.device, self.precision)
         self.config = self.memory.config  # without `auto`
         self.decided = self.memory.decisions
+        kind = LanguageTask if self.prepared.tokenizer is not None else _image_task()
+        self.task = kind(self.config, self.prepared, self.ranks, self.device, self.precision, self.say)
         for note in self.memory.notes:
             self.say(note)
         samples, ranks = samples_of(self.prepared), self.ranks.world_size
@@ -188,9 +192,8 @@ class Run:
             one_gradient=self.decided.flat.value,
         )
         self.say(f"loading the model {escape(config.base_model)}")
-        tokenizer, device, precision = self.prepared.tokenizer, self.device, self.precision
         model, fusion = build_model(
-            config, self.decided, tokenizer, self.ranks, device, precision, self.deepspeed_config
+            config, self.decided, self.task, self.ranks, self.device, self.precision, self.deepspeed_config
         )
         devices = f"{self.ranks.world_size} x {self.device.type}"
         summary = start_summary(model, config, self.precision, devices)
@@ -209,27 +212,22 @@ class Run:
             multiple = elements_per_buffer(config.training.optimizer, self.ranks.world_size)
             flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio), multiple=multiple)
         optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads)
-        balance = config.training.router_aux_loss
-        self.token_loss = TokenLoss(model, fused=self.decided.fused_head.value, say=self.say, balance=balance)
+        self.loss = self.task.loss(model, fused_head=self.decided.fused_head.value)
         engine = start_engine(model, optimizer, self.deepspeed_config)
-        any_token = self.prepared.tokenizer.pad_token_id
-        install("engine", engine, patches_wanted(config, self.decided, self.device, DTYPES[self.precision], any_token))
+        dtype = DTYPES[self.precision]
+        install("engine", engine, patches_wanted(config, self.decided, self.device, dtype, self.task.small_pass))
         if flat is not None:
             flat.repoint()
         self.optimizer = optimizer
-        check_causal(self.token_loss, engine.module, any_token, self.device, config.base_model)
-        self.flat_packs = config.dataset.packing and keep_documents_apart(
-            self.token_loss, engine.module, any_token, self.device
-        )
-        if self.decided.attention.value == VARLEN and not self.flat_packs:
-            self.say("[yellow]warning:[/yellow] packs are kept apart by a mask: the memory estimate is off")
+        self.task.check(engine, self.loss, varlen=self.decided.attention.value == VARLEN)
+        self.resident = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         return engine
 
     @phase("restore")
     def _restore(self, engine: Engine) -> tuple[Position, int]:
         """Batches, schedule and position: from the start, or from a checkpoint."""
         training = self.config.training
-        self.batches = make_batches(self.config, self.prepared, self.ranks, flat=self.flat_packs)
+        self.batches = self.task.batches()
         total_steps = count_steps(training, samples_of(self.prepared), self.ranks.world_size)
         assert total_steps is not None  # a stream without max_steps was refused
         self.schedule = build_schedule(self.optimizer, training, total_steps, floor=rate_floor(self.config.scu))
@@ -244,30 +242,16 @@ class Run:
     @phase("steer")
     def _steer(self, engine: Engine, position: Position, total_steps: int) -> Steering | None:
         """The Shannon Control Unit, as it was in the checkpoint if there is one, its target found reachable."""
-        section = self.config.scu
-        if not section.enabled:
+        if not self.config.scu.enabled:
             return None
-        divergence = None
-        if section.measure == "kl":
-            divergence = divergence_of(
-                self.config, self.prepared, self.ranks, engine, self.token_loss,
-                flat=self.flat_packs, resumes=position.step > 0, say=self.say,
-            )  # fmt: skip
-        steering = Steering(
-            section,
-            engine.module,
-            target_tokens=self.prepared.data.stats.target_tokens,
-            total_steps=total_steps,
-            base_parameters=count_parameters(engine.module)[1],
-            divergence=divergence,
-        )
-        notes: list[str] = []
-        if self.restored_scu:
-            notes = steering.load_state_dict(self.restored_scu, step=position.step, run_dir=self.folder.path)
-        elif position.step:
-            notes = ["scu.enabled=true: the checkpoint has no controller; it begins anew"]
+        assert isinstance(self.task, LanguageTask) and isinstance(self.loss, TokenLoss)
+        steering, notes = begin_steering(
+            self.config, self.prepared, self.ranks, engine, self.loss,
+            flat=self.task.flat_packs, total_steps=total_steps, step=position.step,
+            restored=self.restored_scu, run_dir=self.folder.path, say=self.say,
+        )  # fmt: skip
         batches, _ = self.batches.step(position.epoch, position.offset)
-        loss, _ = evaluate_loss(engine, self.token_loss, batches)
+        loss, _ = evaluate_loss(engine, self.loss, batches)
         rates = planned_rates(self.schedule, total_steps)[position.step :]
         ratio = self.config.lora.loraplus_lr_ratio or 1.0
         resumes = position.step > 0
@@ -277,59 +261,50 @@ class Run:
         return steering
 
     def _parts(self, engine: Engine, total_steps: int) -> Parts:
-        self.recovery = Recovery(self.config, self.ranks, engine, self.batches, self.say)
+        self.recovery = Recovery(self.config, self.ranks, engine, self.batches, self.task.small_pass, self.say)
         extend_timeouts(collective_timeout(self.config.training))
         return Parts(
             engine=engine,
             schedule=self.schedule,
-            token_loss=self.token_loss,
+            loss=self.loss,
             batches=self.batches,
-            samples_per_epoch=len(self.batches.samples) if isinstance(self.batches, Batches) else None,
+            samples_per_epoch=None if isinstance(self.batches, StreamBatches) else len(self.batches.samples),
             ranks=self.ranks,
             reporter=self.metrics,
             stop=self.stop,
-            evaluate=(lambda: self._evaluate(engine)) if self.prepared.data.evaluation is not None else None,
+            evaluate=self.evaluation.loss if self.evaluation.has_data else None,
             save=lambda position: self._save_checkpoint(engine, position),
+            settle_save=self._settle_save,
             recovery=self.recovery,
             steering=self.steering,
             gradient_check=GradientCheck(engine.module, finite=self.precision != "fp16"),
-            mfu=MfuMeter.of(engine.module, self.device, self.precision) if self.ranks.is_main else None,
+            mfu=self.task.meter(engine.module) if self.ranks.is_main else None,
             experts=self._expert_load(engine),
+            counted=self.task.counted,
+            sample=lambda step: self.evaluation.sample(f"step-{step}", step, self.folder),
+            sample_every=self.config.image.sample_every if self.task.counted == "images" else 0,
+            tell_start=self._tell_start,
             profiler=StepProfiler.of_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
+            spikes=SpikeWatch(self.say) if self.ranks.is_main and self.config.training.on_spike == "warn" else None,
+            stragglers=StragglerWatch(self.ranks, self.device, self.say) if self.ranks.world_size > 1 else None,
         )
+
+    def _evaluate_and_sample(self, position: Position, when: str) -> float | None:
+        """Held-out loss, and what the model makes of the sample prompts."""
+        loss = position.last_evaluation if position.evaluated_at == position.step else None
+        if self.evaluation.has_data and loss is None:
+            loss, _ = self.evaluation.loss()
+            report_evaluation(self.metrics, position.step, loss, self.task.counted)
+        self.evaluation.sample(when, position.step, self.folder)
+        return loss
+
+    def _tell_start(self, times: StartTimes) -> None:
+        for line in times.table() if self.profile_start else [times.line()]:
+            self.say(escape(line))
 
     def _expert_load(self, engine: Engine) -> ExpertLoad | None:
         compiled = self.config.training.torch_compile
         return ExpertLoad.of(engine.module, compiled=compiled) if self.ranks.is_main else None
-
-    @phase("evaluate")
-    def _evaluate(self, engine: Engine) -> tuple[float, int]:
-        if self.measurement is not None:
-            return self.measurement.evaluate(engine)
-        training, samples = self.config.training, self.prepared.data.evaluation
-        assert samples is not None
-        batches = evaluation_batches(
-            samples,
-            batch_size=training.eval_batch_size or training.batch_size,
-            rank=self.ranks.rank,
-            world_size=self.ranks.world_size,
-            pad_token_id=self.prepared.tokenizer.pad_token_id,
-            flat=self.flat_packs,
-        )
-        return evaluate_loss(engine, self.token_loss, batches)
-
-    def _evaluate_and_sample(self, engine: Engine, position: Position, when: str) -> float | None:
-        """Held-out loss, and answers to the sample prompts."""
-        loss = position.last_evaluation if position.evaluated_at == position.step else None
-        if self.prepared.data.evaluation is not None and loss is None:
-            loss, _ = self._evaluate(engine)
-            report_evaluation(self.metrics, position.step, loss)
-        tokenizer, logging, system = self.prepared.tokenizer, self.config.logging, self.config.dataset.system_prompt
-        for prompt in logging.sample_prompts:
-            answer = answer_prompt(engine, tokenizer, prompt, logging.sample_tokens, system)
-            self.say(f"[bold]{when} training[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}")
-            self.folder.save_answer(prompt, when, answer.strip())
-        return loss
 
     @phase("save")
     def _save_checkpoint(self, engine: Engine, position: Position) -> None:
@@ -342,6 +317,10 @@ class Run:
             state["scu"] = self.steering.state_dict()
             self.folder.save_steering(self.steering)
         self.folder.save_checkpoint(engine, position, state, must_have_moved=self._must_have_moved())
+
+    @phase("save")
+    def _settle_save(self) -> None:
+        self.course.settle()
 
     @phase("save")
     def _save_result(self, engine: Engine) -> None:
@@ -357,9 +336,11 @@ class Run:
             return
         self.metrics.close()
         if self.measurement is not None:
-            self.say(f"stopped at step {position.step}" if self.stop else f"done at step {position.step}: {after:.4f}")
+            found = f": {after:.4f}" if after is not None else ""
+            self.say(f"{'stopped' if self.stop else 'done'} at step {position.step}{found}")
             return
         self.folder.check()
+        self.folder.write_times()
         with self.folder.while_there_is_room("the measured memory"):
             self.say(record_memory(self.folder.path, self.memory, self.peak, self.device, self.recovery.halvings))
         if self.stop:
@@ -368,7 +349,9 @@ class Run:
         self.folder.write_report(before, after)
 
     def close(self) -> None:
-        """Finish the files and the bar of a run that ends early."""
+        """Finish the files and the bar of a run that ends early, and the checkpoint if it is nearly written."""
+        if hasattr(self, "course"):
+            self.course.wait_for_save(TO_WRITE_S)
         if self.metrics is not None:
             self.metrics.close()
 
@@ -376,3 +359,10 @@ class Run:
         """One of zerolora's own lines; only rank 0 speaks."""
         if self.ranks.is_main:
             self.console.print(line, soft_wrap=True)
+
+
+def _image_task() -> Any:
+    """Only runs on pictures import what they need."""
+    from trainer.images.task import ImageTask
+
+    return ImageTask

@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from trainer.checkpoint.adapter_files import record_checksums
-from trainer.checkpoint.checkpoint import SaveFailed
+from trainer.checkpoint.background import SaveFailed, WriteWeights
+from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.run_record import RESULT, make_way, note_written, place_result, write_run_record
-from trainer.checkpoint.weights import save_adapter, save_full_model
+from trainer.checkpoint.weights import gathered, save_adapter, save_full_model, write_adapter, write_full_model
 from trainer.config import RunConfig
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.full_disk import disk_errors_into
@@ -25,12 +26,16 @@ from trainer.course import Course
 from trainer.engine.protocol import Engine
 from trainer.loop import Position
 from trainer.model.adapter import changes_base_weights, save_initial_adapter
-from trainer.monitor.metrics import Metrics, read_metrics
-from trainer.monitor.report.model_card import CARD, is_own_card, model_card
+from trainer.monitor.metrics import Metrics
+from trainer.monitor.report.model_card import CARD, is_own_card
+from trainer.monitor.report.pictures import SAMPLES, keep_picture
+from trainer.monitor.report.recorded import TIMES, keep_times
 from trainer.monitor.report.write import ANSWERS, keep_answer, write_report
 from trainer.monitor.summary import end_summary
 from trainer.ranks.group import Ranks
+from trainer.ranks.progress import PROGRESS
 from trainer.scu.controller import Steering
+from trainer.task import Task
 
 INITIAL_ADAPTER = "initial_adapter"
 
@@ -39,12 +44,13 @@ class RunFolder:
     """The folder of one run, on one rank."""
 
     def __init__(
-        self, config: RunConfig, tokenizer: Any, ranks: Ranks, console: Console, course: Course, lock: FolderLock | None
+        self, config: RunConfig, task: Task, ranks: Ranks, console: Console, course: Course, lock: FolderLock | None
     ) -> None:
         """`config` is without `auto`; `lock` is the folder's, which rank 0 holds. Nothing is written yet."""
         self.path = Path(config.output_dir)
-        self._config, self._tokenizer, self._ranks = config, tokenizer, ranks
+        self._config, self._task, self._ranks = config, task, ranks
         self._console, self._course, self._lock = console, course, lock
+        self._metrics: Metrics | None = None
 
     def check(self) -> None:
         """Raise FolderLost if another run has the folder by now: called before anything is written there."""
@@ -69,10 +75,11 @@ class RunFolder:
             save_initial_adapter(model, self.path / INITIAL_ADAPTER, is_main=is_main)
         if not is_main:
             return None
-        return Metrics(
+        self._metrics = Metrics(
             self.path, config.logging, self._console, first_step=position.step, total_steps=total_steps,
             before_writing=self.check, settings=config.model_dump(mode="json"),
         )  # fmt: skip
+        return self._metrics
 
     def save_answer(self, prompt: str, when: str, answer: str) -> None:
         """Keep the answer to a sample prompt for the report."""
@@ -80,6 +87,15 @@ class RunFolder:
             self.check()
             with self.while_there_is_room(ANSWERS):
                 keep_answer(self.path, prompt, when, answer)
+
+    def save_picture(self, prompt: str, when: str, step: int, picture: Any) -> None:
+        """Keep what an image model made of a sample prompt, for the report and TensorBoard."""
+        if self._ranks.is_main:
+            self.check()
+            with self.while_there_is_room(SAMPLES):
+                keep_picture(self.path, prompt, when, picture)
+            if self._metrics is not None:
+                self._metrics.picture(step, prompt, picture)
 
     def save_steering(self, steering: Steering) -> None:
         """Write the records of the Shannon Control Unit."""
@@ -100,7 +116,7 @@ class RunFolder:
     def save_checkpoint(
         self, engine: Engine, position: Position, state: dict[str, Any], *, must_have_moved: bool
     ) -> None:
-        """Engine, position, `state` and weights; every rank must call it.
+        """Let engine, position, `state` and weights be written while training goes on; every rank must call it.
 
         `must_have_moved`: a learning rate was above zero by now. Raises SaveFailed, of which the user has been told.
         """
@@ -109,10 +125,10 @@ class RunFolder:
             name = f"checkpoint-{position.step}"
             note_written(self.path, [name, f".writing-{name}"])
 
-        def save_weights(folder: Path) -> None:
-            self._save_weights(engine, folder, must_have_moved)
+        def snapshot(copies: HostCopies) -> WriteWeights:
+            return self._snapshot(engine, copies, must_have_moved)
 
-        self._course.save(engine, position, state, save_weights, self.check)
+        self._course.save(engine, position, state, snapshot, self.check)
 
     def save_result(self, engine: Engine, *, must_have_moved: bool) -> None:
         """What training ends with, written beside and moved into the folder when it is whole; every rank must call it.
@@ -135,6 +151,11 @@ class RunFolder:
         if failures:
             raise SaveFailed(f"{self.path}: the result was not written: {failures[0]}; the newest checkpoint has it")
 
+    def write_times(self) -> None:
+        """Seconds by phase, on top of those of the starts that this one goes on from."""
+        with self.while_there_is_room(TIMES):
+            keep_times(self.path, PROGRESS.time_by_phase(), goes_on=PROGRESS.first_step > 1)
+
     def write_report(self, before: float | None, after: float | None) -> None:
         """The page and its plots, and the last lines on the console, with the held-out loss before and after."""
         page = None
@@ -144,18 +165,36 @@ class RunFolder:
             self._say(line)
 
     def _save_weights(self, engine: Engine, folder: Path, must_have_moved: bool) -> None:
-        model, tokenizer, is_main = engine.module, self._tokenizer, self._ranks.is_main
+        model, is_main = engine.module, self._ranks.is_main
         if self._config.adapter == "none":
-            save_full_model(model, tokenizer, folder, is_main=is_main)
-            return
+            save_full_model(model, folder, is_main=is_main)
+        else:
+            initial = self.path / INITIAL_ADAPTER if changes_base_weights(self._config.lora) else None
+            save_adapter(model, folder, is_main=is_main, must_have_moved=must_have_moved, initial=initial)
+        if is_main:
+            self._task.beside()(folder)
+
+    def _snapshot(self, engine: Engine, copies: HostCopies, must_have_moved: bool) -> WriteWeights:
+        """The weights of now, copied; what writes them, with what they need beside them."""
+        model, whole = engine.module, self._config.adapter == "none"
+        weights = gathered(model, only_trained=not whole, copy=copies.copy)
+        save_beside = self._task.beside() if self._ranks.is_main else None
         initial = self.path / INITIAL_ADAPTER if changes_base_weights(self._config.lora) else None
-        save_adapter(model, tokenizer, folder, is_main=is_main, must_have_moved=must_have_moved, initial=initial)
+
+        def write(folder: Path) -> None:
+            if whole:
+                write_full_model(model, weights, folder)
+            else:
+                write_adapter(model, weights, folder, must_have_moved=must_have_moved, initial=initial)
+            if save_beside is not None:
+                save_beside(folder)
+
+        return write
 
     def _write_card(self, result: Path) -> None:
         """The model card, unless the folder has one that a person wrote."""
         if self._config.adapter != "none" and not is_own_card(self.path / CARD):
-            name = self.path.resolve().name
-            card = model_card(self._config, self.path, read_metrics(self.path), name=name)
+            card = self._task.card(self.path, self.path.resolve().name)
             (result / CARD).write_text(card, encoding="utf-8")
 
     def _say(self, line: Any) -> None:

@@ -8,19 +8,21 @@ sum_local * world * accumulation / N.
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from trainer.contract.known_versions import changed
-from trainer.data import MicroBatch
 from trainer.engine.protocol import Engine
 from trainer.memory.oom_recovery import Recovery
-from trainer.patches.loss_head import TokenLoss, to_device
+from trainer.patches.loss_head import to_device
 from trainer.ranks.group import Ranks, sum_over_ranks
 from trainer.ranks.progress import phase
+from trainer.ranks.stragglers import StragglerWatch
 from trainer.scu.controller import Steering
+from trainer.task import Batch, StepLoss
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,15 @@ class StepResult:
     """False if the step was skipped because a gradient was not finite."""
     stop: bool
     """True on every rank if any rank asked to stop."""
+    save: bool = False
+    """True on every rank if any rank asked for a checkpoint."""
 
 
 class StepInFlight:
     """A step whose numbers are on their way from the device; the host goes on with the next one meanwhile."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
-        """`numbers`: target tokens, tokens, stops, loss sum, gradient norm, applied; fp64 on the device."""
+        """`numbers`: target tokens, tokens, stops, saves, loss sum, gradient norm, applied; fp64 on the device."""
         self._ended: torch.cuda.Event | None = None
         self._host = numbers
         if numbers.device.type == "cuda":
@@ -64,8 +68,8 @@ class StepInFlight:
         """The numbers, waited for."""
         if self._ended is not None:
             self._ended.synchronize()
-        targets, tokens, stops, loss_sum, grad_norm, applied = self._host.tolist()
-        return StepResult(loss_sum, int(targets), int(tokens), grad_norm, applied > 0, stops > 0)
+        targets, tokens, stops, saves, loss_sum, grad_norm, applied = self._host.tolist()
+        return StepResult(loss_sum, int(targets), int(tokens), grad_norm, applied > 0, stops > 0, saves > 0)
 
     def seconds_since(self, earlier: "StepInFlight") -> float:
         """Time from the end of an earlier step to the end of this one, both over."""
@@ -74,38 +78,41 @@ class StepInFlight:
         return float(earlier._ended.elapsed_time(self._ended)) / 1e3
 
 
-def count_targets(batches: list[MicroBatch]) -> int:
+def count_targets(batches: Sequence[Batch]) -> int:
     """Tokens with loss in this rank's micro-batches."""
     return sum(batch.target_count for batch in batches)
 
 
-def count_tokens(batches: list[MicroBatch]) -> int:
+def count_tokens(batches: Sequence[Batch]) -> int:
     """Tokens that are not padding in this rank's micro-batches."""
     return sum(batch.tokens for batch in batches)
 
 
 def train_step(
     engine: Engine,
-    token_loss: TokenLoss,
-    batches: list[MicroBatch],
+    loss: StepLoss,
+    batches: Sequence[Batch],
     ranks: Ranks,
     *,
     step: int,
     max_grad_norm: float,
     steering: Steering | None = None,
     stop: bool = False,
+    save: bool = False,
     before_update: Callable[[], None] | None = None,
     recovery: Recovery | None = None,
+    stragglers: StragglerWatch | None = None,
 ) -> StepInFlight:
     """Forward, backward and optimizer over all micro-batches of step `step` (from 1); every rank must call it.
 
-    `steering` adds its term, nats per token, once per step. `stop` says that this rank wants to end after the step; the
-    result says whether any rank does. `before_update` runs between the last backward and the optimizer: what it learns
-    of the step before can still keep this one from changing a weight. `recovery` has the ranks agree, before gradients
-    are reduced, that none ran out of memory.
+    `steering` adds its term, nats per token, once per step. `stop` says that this rank wants to end after the step,
+    `save` that it wants a checkpoint; the result says whether any rank does. `before_update` runs between the last
+    backward and the optimizer: what it learns of the step before can still keep this one from changing a weight.
+    `recovery` has the ranks agree, before gradients are reduced, that none ran out of memory; `stragglers` learns how
+    long this rank's forward passes take.
     """
     device = engine.device
-    counts = _global_counts(batches, stop, ranks, device)
+    counts = _global_counts(batches, stop, save, ranks, device)
     # What undoes the engine's division by accumulation steps and ranks; on the device where the ranks are several.
     to_engine = (ranks.world_size * len(batches) / counts[0].clamp(min=1)).float()
     sums = torch.zeros(2, device=device, dtype=torch.float64)
@@ -115,9 +122,10 @@ def train_step(
         recovery.hold_reduction()
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
-        loss_local = token_loss(engine, batch, device)
+        with stragglers.own_time() if stragglers is not None else nullcontext():
+            loss_local = loss(engine, batch, device)
         sums[0] += loss_local.detach()
-        total = (loss_local + token_loss.balancing) * to_engine
+        total = (loss_local + loss.balancing) * to_engine
         if is_last and steering is not None:
             # Every rank adds the whole term and the engine averages over ranks: only the accumulation is undone.
             total = total + steering.term(step) * len(batches)
@@ -146,9 +154,11 @@ def train_step(
     return StepInFlight(torch.cat([counts, torch.stack([sums[0], grad_norm, applied.double()])]))
 
 
-def _global_counts(batches: list[MicroBatch], stop: bool, ranks: Ranks, device: torch.device) -> torch.Tensor:
-    """Target tokens, tokens, and ranks that want to stop, over all ranks; fp64 [3] on the device."""
-    counts = torch.tensor([count_targets(batches), count_tokens(batches), stop], dtype=torch.float64)
+def _global_counts(
+    batches: Sequence[Batch], stop: bool, save: bool, ranks: Ranks, device: torch.device
+) -> torch.Tensor:
+    """Target tokens, tokens, and ranks that want to stop, and to save, over all ranks; fp64 [4] on the device."""
+    counts = torch.tensor([count_targets(batches), count_tokens(batches), stop, save], dtype=torch.float64)
     counts = to_device(counts, device)
     return sum_over_ranks(counts) if ranks.world_size > 1 else counts
 
@@ -170,12 +180,12 @@ def _guard_plain_optimizer(engine: Engine, max_grad_norm: float) -> torch.Tensor
 
 
 @torch.no_grad()
-def evaluate_loss(engine: Engine, token_loss: TokenLoss, batches: Iterable[MicroBatch]) -> tuple[float, int]:
+def evaluate_loss(engine: Engine, loss: StepLoss, batches: Iterable[Batch]) -> tuple[float, int]:
     """Held-out loss, nats per target token over all ranks, and the number of target tokens; every rank must call it."""
     sums = torch.zeros(2, device=engine.device, dtype=torch.float64)
     engine.eval()
     for batch in batches:
-        sums[0] += token_loss(engine, batch, engine.device)
+        sums[0] += loss(engine, batch, engine.device)
         sums[1] += batch.target_count
     engine.train()
     loss_sum, target_tokens = sum_over_ranks(sums).tolist()

@@ -133,7 +133,7 @@ class Case:
         torch.mm(self.dy[i], self.weight, out=self.dx).addmm_(self.dh, self.down)
 
     def our_dx(self, i: int) -> Tensor:
-        """dX the way that `lora_backward` takes: in one kernel, or cuBLAS onto the adapter's share, or before it."""
+        """dX the way that `lora_backward` takes: in one kernel, or cuBLAS onto the adapter's term, or before it."""
         run = torch.ops.zerolora.frozen_product
         return run([self.dy[i]], [self.weight.t()], self.dh, self.down.t(), None, None, False)
 

@@ -2,7 +2,7 @@
 
     python -m tests.bench.frozen_shapes        about 12 s on an H200
 
-What `frozen_wins` (ops/csrc/operator/products.h) is fitted to. "full" is the share of whole rounds of tiles that is
+What `frozen_wins` (ops/csrc/operator/products.h) is fitted to. "full" is the fraction of whole rounds of tiles that is
 used; the other columns are those of `bench_lora --table frozen` at rank 16.
 """
 

@@ -29,16 +29,14 @@ LIMIT = 0.01
 """Of the time of a pass by the full model: more than that no smaller model may lose on any shape."""
 SHIM = """
 namespace zerolora {
-int wgmma_slots(int cluster, const Device& device) {
-  const int slots[] = {0, 132, 132, 129, 132, 0, 102, 0, 120};
-  return slots[cluster];
-}
+extern "C" { int slots[9] = {0, 132, 132, 129, 132, 0, 102, 0, 120}; }
+int wgmma_slots(int cluster, const Device& device) { return slots[cluster]; }
 Plan plan_rank_simt(const RankPass&, const Device&) { return {}; }
 cudaError_t launch_rank_simt(const RankWork&, cudaStream_t) { return cudaSuccess; }
 cudaError_t launch_rank_mma(const RankWork&, cudaStream_t) { return cudaSuccess; }
 cudaError_t launch_rank_wgmma(const RankWork*, int, cudaStream_t) { return cudaSuccess; }
 }  // namespace zerolora
-extern "C" int times_of_cuts(int kind, long T, const long* widths, int count, int R, double* times) {
+extern "C" int times_of_cuts(int kind, long T, const long* widths, int count, int R, double* times, long* cuts) {
   using namespace zerolora;
   static int64_t seed = 0;
   RankWork works[kMaxMerged];
@@ -53,7 +51,10 @@ extern "C" int times_of_cuts(int kind, long T, const long* widths, int count, in
   }
   works[0].plan.merged = count;
   int n = 0;
-  try_cuts(works, count, device, [&](const Cut&, double time) { times[n++] = time; });
+  try_cuts(works, count, device, [&](const Cut& how, double time) {
+    cuts[3 * n] = how.blocks, cuts[3 * n + 1] = how.cluster, cuts[3 * n + 2] = how.length;
+    times[n++] = time;
+  });
   return n;
 }
 """
@@ -89,7 +90,7 @@ class Model:
         command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", *(f"-I{path}" for path in includes)]
         subprocess.run([*command, "-o", str(file.with_suffix(".so")), str(file)], check=True)
         self._library = ctypes.CDLL(str(file.with_suffix(".so")))
-        self._buffer = (ctypes.c_double * 100_000)()
+        self._times, self._cuts = (ctypes.c_double * 100_000)(), (ctypes.c_long * 300_000)()
 
     def set(self, values: Mapping[str, list[float]]) -> None:
         """Put constants in place; names that are missing keep their own."""
@@ -99,12 +100,24 @@ class Model:
             for index, number in enumerate(numbers):
                 at()[index] = number
 
+    def has_slots(self, slots: list[int]) -> None:
+        """Take a card's multiprocessors that clusters of 0 to 8 CTAs fill, for those of an H200."""
+        here = (ctypes.c_int * 9).in_dll(self._library, "slots")
+        for cluster, count in enumerate(slots):
+            here[cluster] = count
+
     def times(self, shape: Shape) -> NDArray[np.float64]:
         """The time of every cut, microseconds; the order is the same in all models."""
         kind, tokens, widths, rank = shape
         numbers = (ctypes.c_long * len(widths))(*widths)
-        count = self._library.times_of_cuts(kind, ctypes.c_long(tokens), numbers, len(widths), rank, self._buffer)
-        return np.array(self._buffer[:count])
+        call = self._library.times_of_cuts
+        count = call(kind, ctypes.c_long(tokens), numbers, len(widths), rank, self._times, self._cuts)
+        return np.array(self._times[:count])
+
+    def cuts(self, shape: Shape) -> list[tuple[int, int, int]]:
+        """Of the same cuts, the columns of a CTA in blocks, the CTAs of a cluster, the tiles of a CTA."""
+        numbers = self._cuts[: 3 * len(self.times(shape))]
+        return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
 
 
 def shapes() -> list[Shape]:

@@ -1,5 +1,6 @@
-// Times ways to cut the passes over dY and over x (with their reduction) on sm_90a, the one that the cost model of
-// ops/csrc/rank/plan.cu chooses first: rank_cuts hot|cool. Hot: right after whole products. rank_cuts.py builds it.
+// Times ways to cut the passes over dY and over x (with their reduction) on sm_90a. Standard input has a line for each:
+// kind T D R, columns of a CTA in blocks, CTAs of a cluster, tiles of a CTA; microseconds come out, a line for a line.
+// From kHot tokens on (ops/csrc/rank/plan.cu) right after whole products. `rank_cuts slots` says what clusters fill.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -36,47 +37,25 @@ __global__ void fill(__nv_bfloat16* data, int64_t count, uint32_t seed) {
 }
 
 enum class Kind { dy, h, da };  // U = Z P and G = Z^T V; U alone; G alone
-constexpr const char* kNames[] = {"dY", "h", "dA"};
-
-struct Choice {
-  double model;
-  Cut how;
-};
-
-// The cheapest cuts as the model has it, the one that it chooses first.
-std::vector<Choice> choices(RankWork& work, const Device& device, size_t most) {
-  std::vector<Choice> found;
-  try_cuts(&work, 1, device, [&](const Cut& how, double model) { found.push_back({model, how}); });
-  std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.model < b.model; });
-  if (found.size() > most) found.resize(most);
-  return found;
-}
 
 class Bench {
  public:
-  Bench(const Device& device, bool hot) : device_(device), hot_(hot) {
+  explicit Bench(const Device& device) : device_(device) {
     fill<<<2048, 256>>>(pool_, kPool, 1), fill<<<256, 256>>>(p_, kMost, 2), fill<<<256, 256>>>(v_, kMost, 3);
     check(cudaStreamCreate(&stream_), "creating a stream");
     heater_.forward = false, heater_.parts = 1, heater_.part[0] = {pool_, 14336, pool_ + (200ll << 20), 4096, 14336};
     heater_.T = 8192, heater_.D = 4096, heater_.y = room<__nv_bfloat16>(8192 * 4096), heater_.ldy = 4096;
   }
 
-  void shape(Kind kind, int64_t T, int64_t D, int R, size_t most) {
+  double microseconds(Kind kind, int64_t T, int64_t D, int R, const Cut& how) {
     RankWork work;
     RankPass& pass = work.pass;
     pass.dtype = DType::bf16, pass.T = T, pass.D = D, pass.ldz = D, pass.R = R, pass.z = pool_;
     if (kind != Kind::da) pass.p = p_, pass.p_by_rank = kind == Kind::h, pass.ldp = pass.p_by_rank ? D : R;
     if (kind != Kind::h) pass.v = v_, pass.ldv = R, pass.g_by_rank = kind == Kind::da;
     work.plan = tensor_core_plan(pass, Path::wgmma);
-    for (const Choice& choice : choices(work, device_, most)) {
-      work.plan = tensor_core_plan(pass, Path::wgmma);
-      const int64_t ctas = cut(&work, 1, choice.how);
-      std::printf("%s %lld %lld %d %d %d %lld %lld %.2f %.2f\n", kNames[static_cast<int>(kind)],
-                  static_cast<long long>(T), static_cast<long long>(D), R, choice.how.blocks, choice.how.cluster,
-                  static_cast<long long>(choice.how.length), static_cast<long long>(ctas), microseconds(work),
-                  choice.model);
-    }
-    std::fflush(stdout);
+    cut(&work, 1, how);
+    return microseconds(work);
   }
 
  private:
@@ -105,7 +84,7 @@ class Bench {
     };
     if (pass.p != nullptr) result(false, u_);
     if (pass.v != nullptr) result(true, g_);
-    constexpr int kCalls = 12, kRounds = 7;
+    constexpr int kCalls = 12, kRounds = 5;
     cudaGraph_t graph;
     cudaGraphExec_t run;
     check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "capturing");
@@ -120,8 +99,9 @@ class Bench {
     check(cudaEventCreate(&begin), "creating an event"), check(cudaEventCreate(&end), "creating an event");
     std::vector<float> times;
     for (int round = 0; round < kRounds; ++round) {
-      for (int i = 0; hot_ && i < (round == 0 ? 24 : 4); ++i)  // 16 in a row lower the clock
+      for (int i = 0; pass.T >= kHot && i < (heated_ ? 4 : 24); ++i)  // 16 in a row lower the clock
         check(launch_frozen(heater_, device_, stream_), "launching a product");
+      heated_ = pass.T >= kHot;
       check(cudaEventRecord(begin, stream_), "timing"), check(cudaGraphLaunch(run, stream_), "launching a graph");
       check(cudaEventRecord(end, stream_), "timing"), check(cudaEventSynchronize(end), "running");
       float milliseconds = 0.f;
@@ -135,7 +115,7 @@ class Bench {
   }
 
   Device device_;
-  bool hot_;
+  bool heated_ = false;
   cudaStream_t stream_ = nullptr;
   Frozen heater_;
   __nv_bfloat16 *pool_ = room<__nv_bfloat16>(kPool), *p_ = room<__nv_bfloat16>(kMost), *v_ = room<__nv_bfloat16>(kMost);
@@ -156,12 +136,18 @@ int main(int argc, char** argv) {
   }
   const Device device{card.multiProcessorCount, 90, static_cast<int>(card.sharedMemPerBlockOptin),
                       static_cast<int>(card.sharedMemPerMultiprocessor)};
-  Bench bench(device, argc > 1 && std::strcmp(argv[1], "hot") == 0);
-  constexpr int64_t kShapes[][2] = {{512, 4096},   {512, 28672}, {2048, 4096},  {2048, 6144},
-                                    {2048, 28672}, {4096, 4096}, {4096, 14336}, {8192, 1024},
-                                    {8192, 4096},  {8192, 6144}, {8192, 28672}, {12288, 5120},
-                                    {16384, 4096}, {16384, 14336}, {32768, 4096}, {32768, 6144}};
-  for (const Kind kind : {Kind::dy, Kind::h, Kind::da})
-    for (const int R : {16, 32, 64})
-      for (const auto& shape : kShapes) bench.shape(kind, shape[0], shape[1], R, kind == Kind::dy ? 24 : 12);
+  if (argc > 1 && std::strcmp(argv[1], "slots") == 0) {
+    for (int cluster = 0; cluster <= kMaxCluster; ++cluster)
+      std::printf("%d ", cluster == 0 || cluster == 5 || cluster == 7 ? 0 : wgmma_slots(cluster, device));
+    return 0;
+  }
+  Bench bench(device);
+  int kind, R;
+  long long T, D, length;
+  Cut how;
+  while (std::scanf("%d %lld %lld %d %d %d %lld", &kind, &T, &D, &R, &how.blocks, &how.cluster, &length) == 7) {
+    how.length = length;
+    std::printf("%.2f\n", bench.microseconds(static_cast<Kind>(kind), T, D, R, how));
+    std::fflush(stdout);
+  }
 }

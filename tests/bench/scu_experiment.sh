@@ -54,13 +54,13 @@ stdlib=(dataset.path="$scratch/stdlib/train.jsonl" dataset.evaluation.path="$scr
 # 64 records, seen 50 times in 200 steps
 torch=(dataset.path="$scratch/torch/train.jsonl" dataset.evaluation.path="$scratch/torch/eval.jsonl"
   dataset.max_samples=64 training.max_steps=200 training.eval_steps=10)
-# With sigma 0.1 a lambda acts as nine times that lambda with the sigma of 0.3 of earlier tables: 3 to 3,000 there.
-lambdas=0.3,1,3,10,30,100,300
-targets=0.005,0.01,0.02
+# With sigma 0.03 a lambda acts as eleven times that lambda with the sigma of 0.1 of scu-hold.json.gz.
+lambdas=0.03,0.1,0.3,1,3,10,30
+targets=0.01,0.02,0.04
 
 case $mode in
   trial)
-    compare trial 1 1 "${stdlib[@]}" --controllers fixed,pi --lambdas 30 --targets 0.01
+    compare trial 1 1 "${stdlib[@]}" --controllers fixed,pi --lambdas 3 --targets 0.02
     cut -c1-150 "$out/trial-1.log" | tail -40
     for run in "$scratch"/runs/trial/*/; do
       echo "$run"
@@ -80,11 +80,11 @@ CURVE
     count=$(tr ',' '\n' <<< "$seeds" | wc -l)
     # Both texts in one pool of processes; the second, of short runs, goes on with PI under a floor of the rate.
     slots=$((parallel * 3 / 4)) compare stdlib "$first" "$count" "${stdlib[@]}" training.eval_steps=30 \
-      --controllers none,fixed,linear,cosine,pi --lambdas $lambdas --ramps 30 --targets $targets &
+      --controllers none,fixed,linear,cosine,pi --lambdas $lambdas --ramps 3 --targets $targets &
     (
       slots=$((parallel / 4))
       compare torch "$first" "$count" "${torch[@]}" --controllers none,fixed,pi --lambdas $lambdas --targets $targets
-      compare floor "$first" "$count" "${stdlib[@]}" training.eval_steps=30 --controllers pi --targets 0.01 \
+      compare floor "$first" "$count" "${stdlib[@]}" training.eval_steps=30 --controllers pi --targets 0.02 \
         scu.rate_floor=0.1
     ) &
     wait
@@ -98,7 +98,7 @@ CURVE
         more=(training.learning_rate=$rate)
         compare "kl-$rate" "$seed" 1 "${stdlib[@]}" "${more[@]}" "$reference" --measures kl --controllers none,pi \
           --targets 0.02,0.05,0.1
-        compare "norm-$rate" "$seed" 1 "${stdlib[@]}" "${more[@]}" --controllers fixed --lambdas 1,3,10,30,100,300
+        compare "norm-$rate" "$seed" 1 "${stdlib[@]}" "${more[@]}" --controllers fixed --lambdas 0.1,0.3,1,3,10,30
       done
     done
     ;;

@@ -67,15 +67,15 @@ def read(file: Path) -> dict[str, Comparison]:
 
 def _place(result: Result) -> tuple[int, float, int]:
     setting = result.trial.setting
-    return ORDER.index(setting.controller), setting.strength or setting.target or 0.0, result.trial.seed
+    return ORDER.index(setting.controller), setting.lambda_ or setting.target or 0.0, result.trial.seed
 
 
 def _result(run: dict[str, Any], *, several: bool) -> Result:
     config = RunConfig.model_validate(run["config"])
     scu = config.scu
-    strength = {"fixed": float(scu.lambda_start), "linear": scu.lambda_max, "cosine": scu.lambda_max}
+    ends = {"fixed": float(scu.lambda_start), "linear": scu.lambda_max, "cosine": scu.lambda_max}
     target = scu.target if scu.controller == "pi" and scu.target != "auto" else None
-    setting = Setting(scu.measure, scu.controller, strength.get(scu.controller), target, several and target is not None)
+    setting = Setting(scu.measure, scu.controller, ends.get(scu.controller), target, several and target is not None)
     trial = Trial(setting, config.seed, Path(), (), config)
     sums = [
         np.array([entry["loss_sums"] for entry in run[name]], dtype=np.float64) for name in ("evaluations", "scaled")

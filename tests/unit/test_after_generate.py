@@ -11,10 +11,10 @@ from transformers import AutoTokenizer
 
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
-from trainer.commands import generate
+from trainer.commands import chat, generate
 from trainer.commands.generate import Sampling, answer, show
 from trainer.config import UserError
-from trainer.model.answers import answer_prompt, prompt_ids, stop_tokens
+from trainer.model.answers import answer_prompt, conversation_ids, prompt_ids, stop_tokens
 
 
 @pytest.fixture(scope="module")
@@ -148,3 +148,48 @@ def test_sample_prompts_are_asked_as_generate_asks(trained: tuple[Any, Any]) -> 
     engine: Any = OfOneModel()
     assert answer_prompt(engine, tokenizer, "seven cats", 12, "be brief").strip() == asked
     assert asked != answer(model, tokenizer, "seven cats", Sampling(12))
+
+
+def test_prompts_answered_together_are_answered_as_alone(trained: tuple[Any, Any]) -> None:
+    model, tokenizer = trained
+    prompts, sampling = ["a", "seven green cats went over", "over under"], Sampling(max_new_tokens=8)
+    rows = [prompt_ids(tokenizer, prompt, None) for prompt in prompts]
+    alone = [answer(model, tokenizer, prompt, sampling) for prompt in prompts]
+    assert generate.continued(model, tokenizer, rows, sampling) == alone and len(set(alone)) > 1
+
+
+def test_a_merged_adapter_answers_as_an_adapter_beside_the_base(run_dir: Path, trained: tuple[Any, Any]) -> None:
+    tokenizer = trained[1]
+    merged = generate.load_to_answer(find_run(run_dir), tokenizer, both=False)
+    ids = prompt_ids(tokenizer, "seven green cats", None)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, trained[0](ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_prompts_come_from_a_file(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, records = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    text.write_text("seven green cats\n\nover under\n")
+    records.write_text('{"prompt": "seven green cats"}\n{"prompt": "over under"}\n')
+    shown = []
+    for file in (text, records):
+        words = [str(run_dir), "--prompts", str(file), "--batch-size", "2", "--max-new-tokens", "6"]
+        assert generate.main(words) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1] and "> over under\n" in shown[0]
+    records.write_text('{"question": "?"}\n')
+    assert generate.main([str(run_dir), "--prompts", str(records)]) == 2
+    assert "record 1 is no" in capsys.readouterr().err
+
+
+def test_a_chat_remembers_until_it_begins_anew(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[list[dict[str, str]]] = []
+    real = conversation_ids
+    monkeypatch.setattr(chat, "conversation_ids", lambda t, turns: (seen.append(list(turns)), real(t, turns))[1])
+    monkeypatch.setattr("sys.stdin", io.StringIO("red cat\nover under\n/new\nseven\n"))
+    assert chat.main([str(run_dir), "--temperature", "0", "--max-new-tokens", "4"]) == 0
+    roles = [[turn["role"] for turn in turns if turn["role"] != "system"] for turns in seen]
+    assert roles == [["user"], ["user", "assistant", "user"], ["user"]]
+    assert capsys.readouterr().out.strip()
+    assert chat.main([str(run_dir), "--top-p", "2"]) == 2

@@ -108,7 +108,7 @@ def as_typed(*arguments: str) -> Callable[[], int]:
 
 OF_RUN = ["training_config.json", "run.json", "metrics.jsonl", "adapter_model.safetensors", "adapter_config.json",
           "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md"]  # fmt: skip
-OF_CHECKPOINT = ["adapter_model.safetensors", "adapter_config.json", "training_state.safetensors", "state.json",
+OF_CHECKPOINT = ["adapter_model.safetensors", "adapter_config.json", "training_state-00000.safetensors", "state.json",
                  "rank-00000.safetensors", "COMPLETE"]  # fmt: skip
 OF_MODEL = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
             "chat_template.jinja"]  # fmt: skip

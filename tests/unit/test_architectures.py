@@ -80,13 +80,13 @@ def test_experts_without_adapter_are_said_with_their_share() -> None:
 
 
 def test_adapted_layers_in_whole_precision_are_said() -> None:
-    assert unquantized_lines(adapted("phi3-mini")) == ["adapted, but not in 4 bits: Linear (128)"]
+    assert unquantized_lines(adapted("phi3-mini")) == ["adapted, but not quantised: Linear (128)"]
 
 
-def test_a_model_without_linear_layers_has_nothing_to_hold_in_4_bits() -> None:
+def test_a_model_without_linear_layers_has_nothing_to_quantise() -> None:
     from transformers import AutoConfig
 
-    line = "adapter=qlora: GPT2LMHeadModel has no linear layer that could be held in 4 bits; use adapter: lora"
+    line = "adapter=qlora: GPT2LMHeadModel has no linear layer that could be quantised; use adapter: lora"
     with pytest.raises(UserError, match=line):
         check_packable(empty_model(AutoConfig.for_model("gpt2"), ModelSection()))
     check_packable(empty_model(AutoConfig.for_model("falcon", num_hidden_layers=1), ModelSection()))

@@ -36,7 +36,7 @@ def test_a_case_is_a_short_run_of_the_product_as_it_is(tmp_path: Path, case: str
     texts = write_texts(tmp_path / "texts.jsonl", 64, 12)
     config = load_config(prepared(run, base_model, texts, tmp_path, steps=7, profile=False)).config
     assert config.base_model == "random:tiny"
-    assert (config.adapter == "qlora") == case.startswith("nf4")
+    assert (config.adapter == "qlora") == case.startswith(("nf4", "fp8", "int8"))
     assert (config.training.gradient_checkpointing != "none") == ("recompute" in case or "selective" in case)
     assert config.training.offload_activations == ("offload" in case)
     assert config.training.max_steps == 7
@@ -83,6 +83,14 @@ def test_a_mistake_is_one_line_before_anything_runs(
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
     assert problem in captured.err
     assert captured.out == ""
+
+
+def test_recurrent_shapes_are_not_packed_unless_that_is_asked_for(tmp_path: Path) -> None:
+    run, _ = resolve(None, AS_CONFIGURED, "granite-4.0-h-1b,num_hidden_layers=2,layer_types=null", [], tmp_path)
+    assert not run.dataset.packing and run.training.gradient_checkpointing == "non_reentrant"
+    again, _ = resolve(None, "nf4", "granite-4.0-h-1b", ["training.gradient_checkpointing=none"], tmp_path)
+    assert (again.adapter, again.training.gradient_checkpointing) == ("qlora", "none")
+    assert resolve(None, AS_CONFIGURED, "tiny", [], tmp_path)[0].dataset.packing
 
 
 def test_the_others_get_the_tokens_that_the_product_trains_on(tmp_path: Path) -> None:
@@ -145,6 +153,7 @@ def test_what_is_not_installed_is_named_with_its_way_in(tmp_path: Path) -> None:
     assert missing_package("peft-liger") in (None, "not installed: pip install liger-kernel")
     # It cannot be installed beside zerolora's datasets: a folder of its own is looked into.
     assert "--peer-packages unsloth=FOLDER" in (missing_package("unsloth") or "--peer-packages unsloth=FOLDER")
+    assert "--peer-packages axolotl=FOLDER" in (missing_package("axolotl") or "--peer-packages axolotl=FOLDER")
     (tmp_path / "unsloth").mkdir()
     (tmp_path / "unsloth" / "__init__.py").touch()
     assert missing_package("unsloth", str(tmp_path)) is None

@@ -63,7 +63,7 @@ def test_every_setting_and_seed_is_one_trial(config: Path) -> None:
     assert by_name["delta-linear-1-seed5"].scu.lambda_start == 0.01
     assert by_name["delta-linear-1-seed5"].scu.lambda_max == 1.0
     pi = by_name["delta-pi-seed5"].scu
-    assert (pi.target, pi.lambda_start, pi.lambda_min, pi.lambda_max) == (0.2, 0.1, 0.001, 2.0)
+    assert (pi.target, pi.lambda_start, pi.lambda_min, pi.lambda_max) == (0.2, pytest.approx(0.6), 0.001, 2.0)
 
 
 def test_pi_runs_at_each_target(config: Path) -> None:
@@ -280,13 +280,13 @@ def test_what_is_said_has_its_interval(comparison: Comparison) -> None:
 def test_no_edge_is_spoken_of_where_the_best_lies_inside(config: Path) -> None:
     tokens_D, results = np.full(20, 10.0), []
     for trial in planned(config, "--controllers", "fixed", "--lambdas", "0.1,1,10"):
-        losses_ED = np.stack([(2.0 + abs(math.log10(trial.setting.strength or 1.0))) * tokens_D] * 3)
+        losses_ED = np.stack([(2.0 + abs(math.log10(trial.setting.lambda_ or 1.0))) * tokens_D] * 3)
         results.append(result(trial, losses_ED, tokens_D, [0.0]))
     inside = Comparison(results, draws=100)
     assert inside.edge("delta", "final") is None
-    largest = Comparison([one for one in results if one.trial.setting.strength != 10.0], draws=100)
+    largest = Comparison([one for one in results if one.trial.setting.lambda_ != 10.0], draws=100)
     found = largest.edge("delta", "final")
-    assert found is not None and found[0].strength == 1.0 and found[1] == "largest"
+    assert found is not None and found[0].lambda_ == 1.0 and found[1] == "largest"
 
 
 def test_a_difference_of_three_seeds_is_said_only_where_the_seeds_agree(config: Path) -> None:
@@ -329,7 +329,7 @@ def test_files_hold_every_run(comparison: Comparison, tmp_path: Path) -> None:
         "| delta-pi",
     ]
     record = json.loads(figures.read_text())
-    assert record["settings"][3]["share_in_deadband"] == 0.75 and record["documents"] == 200
+    assert record["settings"][3]["fraction_in_deadband"] == 0.75 and record["documents"] == 200
     assert len(record["runs"][0]["heldout_bpt"]) == 3
     console = Console(width=132, record=True, file=open("/dev/null", "w"))
     for shown in result_tables(comparison):

@@ -153,3 +153,11 @@ def test_numbers_that_yaml_takes_for_text_are_numbers(tmp_path: Path) -> None:
     # YAML 1.1, which PyYAML reads, sees a number in 1.0e-4 but text in 1e-4.
     assert yaml.safe_load("1e-4") == "1e-4"
     assert load(tmp_path, SMALL + "training: {learning_rate: 1e-4}\n").training.learning_rate == 1e-4
+
+
+def test_a_run_without_a_folder_is_named_after_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "my-first.yaml"
+    path.write_text("base_model: some/model\n")
+    loaded = load_config(path, ["dataset.path=data.jsonl"])
+    assert loaded.config.output_dir == "runs/my-first" and "after the file" in loaded.notes[0]
+    assert load_config(path, ["dataset.path=d", "output_dir=elsewhere"]).config.output_dir == "elsewhere"

@@ -17,7 +17,7 @@ PRESETS = {
     "phi3-mini": "microsoft/Phi-3-mini-4k-instruct",
     "granite-4.0-h-1b": "ibm-granite/granite-4.0-h-1b",
 }
-TIERS = ("quick", "convergence", "memory", "extended", "full")
+TIERS = ("quick", "convergence", "convergence_qlora", "memory", "extended", "full")
 FILES = sorted(CONFIGS.glob("*.yaml"))
 
 

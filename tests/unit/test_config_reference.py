@@ -62,5 +62,5 @@ def test_the_json_schema_allows_what_the_loader_allows() -> None:
     assert {key: rank[key] for key in rank if key != "description"} == {
         "default": 16, "minimum": 1, "maximum": 32768, "title": "R", "type": "integer",
     }  # fmt: skip
-    assert json_schema()["required"] == ["base_model", "output_dir", "dataset"]
+    assert json_schema()["required"] == ["base_model", "dataset"]
     assert json_schema()["additionalProperties"] is False

@@ -5,8 +5,8 @@ import random
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import datasets
 import numpy as np
+import pyarrow
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -26,7 +26,7 @@ def document(number: int, length: int, trained_from: int = 1) -> Sample:
 
 
 def stored(documents: list[Sample], groups: list[list[int]] | None = None) -> Samples:
-    table = datasets.Dataset.from_dict(
+    table = pyarrow.table(
         {"input_ids": [one.input_ids for one in documents], "trained": [one.trained for one in documents]}
     )
     groups = groups or [[index] for index in range(len(documents))]

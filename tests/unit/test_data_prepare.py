@@ -57,6 +57,39 @@ def test_documents_that_are_too_long_can_be_left_out(tokenizer: PreTrainedTokeni
             prepared(tokenizer, path="texts.jsonl", max_length=2, too_long="drop")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_long_texts_become_several_documents_that_learn_every_token_once(
+    tokenizer: PreTrainedTokenizerBase, streaming: bool
+) -> None:
+    write_texts("texts.jsonl", *("one two three " * count for count in (1, 40, 41)))
+    whole = samples_of(prepared(tokenizer, path="texts.jsonl", max_length=4096))
+    split = prepared(tokenizer, path="texts.jsonl", max_length=16, too_long="split", streaming=streaming, shuffle=False)
+    count = sum(-(-(len(sample.input_ids) - 1) // 15) for sample in whole)
+    parts = list(islice(split.train.read(0), count)) if isinstance(split.train, SampleStream) else samples_of(split)
+    assert max(len(part.input_ids) for part in parts) == 16 and len(parts) == count
+    learnt = [token for part in parts for token in part.input_ids[1:]]
+    assert learnt == [token for sample in whole for token in sample.input_ids[1:]]
+    if not streaming:
+        assert (split.stats.records, split.stats.truncated, split.stats.dropped) == (3, 0, 0)
+
+
+def test_the_parts_of_a_text_are_held_out_together_and_conversations_are_cut(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    write_texts("texts.jsonl", *(f"number {index} " * 40 for index in range(10)))
+    data = prepared(tokenizer, path="texts.jsonl", max_length=16, too_long="split", val_split=0.2)
+    held_out = list(data.evaluation or [])
+    assert data.evaluation is not None and data.stats.evaluation is not None
+    assert data.stats.evaluation.records == 2 and len(held_out) > 2
+    numbers = [
+        {c for text in texts(tokenizer, part) for c in text if c.isdigit()} for part in (samples_of(data), held_out)
+    ]
+    assert [len(part) for part in numbers] == [8, 2] and not numbers[0] & numbers[1]
+    write_chats(Path("chats.jsonl"), 10)
+    cut = prepared(tokenizer, max_length=24, too_long="split").stats
+    assert cut.truncated and cut.documents <= 10
+
+
 def test_documents_keep_the_order_of_the_file(tokenizer: PreTrainedTokenizerBase) -> None:
     write_chats(Path("chats.jsonl"), 30)
     data = prepared(tokenizer)

@@ -71,7 +71,7 @@ def test_the_batch_that_is_found_has_room_for_capped_logits() -> None:
         ("llama", {"zero.stage": 3}, {"gather": "layer", "fused_head": True, "clips_on_device": True}),
         ("llama", {"zero.stage": 3, "zero.gather": "module"}, {"gather": "module", "fused_head": False, "flat": False}),
         ("llama", {"adapter": "none"}, {"adapters": "none", "fused_head": False, "flat": False}),
-        ("gemma2", {}, {"attention": "eager", "norms": "ours", "swiglu": "liger", "fused_head": False}),
+        ("gemma2", {}, {"attention": "eager", "norms": "ours", "swiglu": "ours", "fused_head": False}),
         ("gpt2", {}, {"norms": "model", "swiglu": "model", "fused_head": True}),
     ],
 )

@@ -206,7 +206,7 @@ class Loop:
         )
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.0)
-        self.strengths: list[float] = []
+        self.lambdas: list[float] = []
 
     def run(self, first: int, last: int) -> None:
         for step in range(first, last + 1):
@@ -214,7 +214,7 @@ class Loop:
             logits = self.model(input_ids=tokens).logits[:, :-1].flatten(0, 1)
             loss_sum = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum")
             loss = loss_sum / 22 + self.steering.term(step)
-            self.strengths.append(self.steering.strength)
+            self.lambdas.append(self.steering.lambda_)
             loss.backward()
             self.steering.observe(step, loss_sum, 22, self.steering.measured_local())
             self.optimizer.step()
@@ -229,7 +229,7 @@ def test_the_term_is_off_until_the_target_is_passed_and_then_holds_k_down() -> N
         loop.steering.settle()
     bits = [record["kl_bits"] for record in steered.steering.records]
     first = next(index for index, value in enumerate(bits) if value >= 0.005)
-    assert steered.strengths[: first + 1] == [0.0] * (first + 1) and steered.strengths[first + 1] == 0.1
+    assert steered.lambdas[: first + 1] == [0.0] * (first + 1) and steered.lambdas[first + 1] == 0.1
     # Until then the two are one run.
     assert bits[: first + 1] == [record["kl_bits"] for record in free.steering.records][: first + 1]
     held = sum(bits[-50:]) / 50
@@ -249,7 +249,7 @@ def test_resumed_run_continues_to_the_bit_and_keeps_its_reference(tmp_path: Path
     second.optimizer.load_state_dict(first.optimizer.state_dict())
     assert second.steering.load_state_dict(state, step=18, run_dir=tmp_path) == []
     second.run(19, 25)
-    assert [value.hex() for value in second.strengths] == [value.hex() for value in whole.strengths[18:]]
+    assert [value.hex() for value in second.lambdas] == [value.hex() for value in whole.lambdas[18:]]
     for loop in (whole, second):
         loop.steering.settle()
     assert second.steering.records == whole.steering.records

@@ -27,7 +27,7 @@ MODELS = [  # architecture, further settings, norms, gated MLPs
     ("llama", {}, 5, 2),
     ("qwen2", {}, 5, 2),
     ("qwen3", {}, 9, 2),
-    ("gemma", {}, 5, 0),
+    ("gemma", {}, 5, 2),
     ("phi3", HALF_ROTARY, 5, 2),
     ("granite", {"residual_multiplier": 0.3, "attention_multiplier": 0.1}, 5, 2),
 ]
@@ -89,6 +89,21 @@ def test_activations_are_computed_again_in_the_backward(monkeypatch):
     calls.clear()
     loss_and_gradients(model)
     assert len(calls) == 4  # two layers, forward and backward
+
+
+@pytest.mark.parametrize("multipliers", [[1.0, 1.0], [0.7, 0.3]])
+def test_an_mlp_with_multipliers_computes_the_same(multipliers):
+    from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1Config, FalconH1MLP
+
+    torch.manual_seed(0)
+    config = FalconH1Config(hidden_size=16, intermediate_size=32, mlp_multipliers=multipliers)
+    model, x = nn.Sequential(FalconH1MLP(config)), torch.randn(3, 16, requires_grad=True)
+    y = model(x)
+    (grad,) = torch.autograd.grad(y.square().sum(), x)
+    assert replace_elementwise(model).mlps == 1
+    again = model(x)
+    torch.testing.assert_close(again, y, rtol=2.5e-7, atol=1e-8)
+    torch.testing.assert_close(torch.autograd.grad(again.square().sum(), x)[0], grad, rtol=5e-6, atol=1e-8)
 
 
 class _OtherNorm(nn.Module):

@@ -68,15 +68,8 @@ def base_of(model_type: str, **changes: Any) -> Any:
     return model.eval()
 
 
-class Tokenizer:
-    """What `save_adapter` saves beside an adapter."""
-
-    def save_pretrained(self, folder: Path) -> None:
-        """Nothing: not looked at here."""
-
-
 def saved(model: Any, folder: Path, *, moved: bool = True) -> Path:
-    save_adapter(model, Tokenizer(), folder, is_main=True, must_have_moved=moved)
+    save_adapter(model, folder, is_main=True, must_have_moved=moved)
     return folder
 
 

@@ -1,13 +1,12 @@
 """What becomes of adapted experts: merged into the checkpoint's own layout, and exported expert by expert."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import make_tokenizer
@@ -15,18 +14,19 @@ from tests.unit.test_experts import base_of, saved
 from trainer.checkpoint.finished_run import find_run
 from trainer.commands.export.__main__ import export
 from trainer.commands.merge import merge
-from trainer.config import RunConfig
+from trainer.config import RunConfig, UserError
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_tokenizer
 
 IDS = torch.arange(3, 40)[None]
 
 
-def make_run(folder: Path, model_type: str, **lora: Any) -> tuple[Path, torch.Tensor]:
-    """A run as training leaves it, with a drawn adapter, and its logits."""
-    base = folder / "base"
-    base_of(model_type).save_pretrained(base)
-    make_tokenizer(base)
+def make_run(folder: Path, model_type: str, *, base: Path | None = None, **lora: Any) -> tuple[Path, torch.Tensor]:
+    """A run as training leaves it, with a drawn adapter, and its logits; the base is made if there is none."""
+    if base is None:
+        base = folder / "base"
+        base_of(model_type).save_pretrained(base)
+        make_tokenizer(base)
     run_dir = folder / "run"
     config = RunConfig.model_validate(
         {
@@ -72,54 +72,37 @@ def test_merged_experts_are_stored_as_the_checkpoint_stores_them(model_type: str
     torch.testing.assert_close(logits_of(output), logits, rtol=1e-4, atol=1e-4)
 
 
-def applied(stored: dict[str, torch.Tensor], folder: Path, *, pairs: bool) -> dict[str, torch.Tensor]:
-    """W + s B A on the tensors of a checkpoint, read as vLLM documents the layout: two matrices a part of an expert."""
-    settings = json.loads((folder / "adapter_config.json").read_text())
-    adapter = load_file(folder / "adapter_model.safetensors")
-    scale = settings["lora_alpha"] / settings["r"]
-    weights = dict(stored)
-    for name, a in adapter.items():
-        if ".lora_A." not in name:
-            continue
-        layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        delta = scale * adapter[name.replace("lora_A", "lora_B")] @ a
-        assert layer.rpartition(".")[2] in settings["target_modules"]
-        if f"{layer}.weight" in weights:
-            weights[f"{layer}.weight"] = weights[f"{layer}.weight"] + delta
-            continue
-        match = re.fullmatch(r"(.*)\.(\d+)\.(gate|up|down)_proj", layer)
-        assert match is not None, layer
-        index, part = int(match[2]), match[3]
-        fused = f"{match[1]}.{'down_proj' if part == 'down' else 'gate_up_proj'}"
-        whole = weights[fused] = weights[fused].clone()
-        if part == "down":
-            whole[index] += delta.t()
-        else:
-            assert pairs
-            whole[index][:, 0 if part == "gate" else 1 :: 2] += delta.t()
-    return weights
-
-
+@pytest.mark.parametrize("form", ["vllm", "sglang"])
 @pytest.mark.parametrize(
     ("model_type", "lora"),
     [
-        ("mixtral", {}),
+        ("mixtral", {"rslora": True}),
         ("qwen3_moe", {"expert_rank": "r/top_k"}),
         ("deepseek_v3", {"target_modules": ["down_proj", "q_a_proj"]}),
         ("gpt_oss", {}),
+        ("llama4_text", {}),
     ],
 )
-def test_exported_deltas_expert_by_expert_give_the_same_logits(
-    model_type: str, lora: dict[str, Any], tmp_path: Path
+def test_what_servers_read_expert_by_expert_gives_the_same_logits(
+    model_type: str, lora: dict[str, Any], form: str, tmp_path: Path
 ) -> None:
-    run_dir, logits = make_run(tmp_path, model_type, **lora)
-    lines = export(find_run(run_dir), "vllm", tmp_path / "vllm")
-    assert "--enable-lora --max-lora-rank 4" in lines[0]
-    stored = load_file(tmp_path / "base" / "model.safetensors")
-    weights = applied(stored, tmp_path / "vllm", pairs=model_type == "gpt_oss")
-    save_file(weights, tmp_path / "base" / "model.safetensors", metadata={"format": "pt"})
-    torch.testing.assert_close(logits_of(tmp_path / "base"), logits, rtol=1e-4, atol=1e-4)
-    names = [name for name in load_file(tmp_path / "vllm" / "adapter_model.safetensors") if ".experts." in name]
-    known = {"mixtral": r"block_sparse_moe\.experts\.\d\.w[123]", "gpt_oss": r"mlp\.experts\.\d\.\w+_proj"}
+    run_dir, _ = make_run(tmp_path, model_type, **lora)
+    said = export(find_run(run_dir), form, tmp_path / "out", verified=True)[0]
+    assert said.startswith("verified by the rules of ")
+    stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    names = [name for name in stored if ".experts." in name]
+    known = {"mixtral": r"block_sparse_moe\.experts\.\d\.w[123]", "llama4_text": r"feed_forward\.experts\.\d\.\w+_proj"}
     pattern = known.get(model_type, r"mlp\.experts\.\d\.\w+_proj")
+    pattern = pattern.replace("w[123]", r"\w+_proj") if form == "sglang" else pattern
     assert names and all(re.search(rf"layers\.\d\.{pattern}\.lora_[AB]\.weight$", name) for name in names), names[:3]
+    parts = {name.split(".experts.")[1].split(".")[1] for name in names}
+    assert len(parts) == 3, "servers take all parts of an expert or none"
+    ranks = {len(value) for name, value in stored.items() if ".lora_A." in name}
+    assert ranks == ({2, 4} if form == "vllm" and "expert_rank" in lora else {4})
+
+
+def test_experts_under_a_name_that_no_server_knows_are_refused(tmp_path: Path) -> None:
+    run_dir, _ = make_run(tmp_path, "granitemoehybrid")
+    with pytest.raises(UserError, match=r"input_linear\.weight: this checkpoint has its own name for all experts"):
+        export(find_run(run_dir), "vllm", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -49,6 +49,21 @@ def test_bf16_errs_no_more_than_torch_in_bf16() -> None:
     assert (grad - truth).norm() <= 2 * (torch_grad - truth).norm() + 1e-3 * truth.norm()
 
 
+@pytest.mark.parametrize("loss_scale", [2.0**-4, 2.0**20])
+def test_fp16_keeps_gradients_of_a_large_vocabulary_under_any_loss_scale(loss_scale: float) -> None:
+    """Nearly even probabilities of 2e-6 would be subnormal in fp16, and 2^20 is beyond it."""
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = 400_000
+    hidden = (torch.randn(4, 8, generator=generator) * 0.1).half().requires_grad_()
+    weight, targets = torch.randn(vocabulary, 8, generator=generator).half(), torch.tensor([1, 2, 3, 4])
+    (grad,) = torch.autograd.grad(loss_scale / vocabulary * token_loss_sum(hidden, weight, targets), hidden)
+    exact = hidden.detach().double().requires_grad_()
+    loss = F.cross_entropy(exact @ weight.double().t(), targets, reduction="sum")
+    (truth,) = torch.autograd.grad(loss_scale / vocabulary * loss, exact)
+    floor = 2.0**-24 if loss_scale < 1 else 0.0
+    assert (grad - truth).norm() <= 1e-3 * truth.norm() + floor * grad.numel() ** 0.5
+
+
 def test_nothing_is_differentiated_without_a_gradient_and_bad_input_is_refused() -> None:
     hidden, weight, targets = problem(torch.float32)
     with torch.no_grad():

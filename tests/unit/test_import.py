@@ -124,7 +124,7 @@ def refused(text: str) -> str:
 def test_an_axolotl_file_says_the_same_here() -> None:
     config, text = imported(AXOLOTL)
     data, training, lora = config.dataset, config.training, config.lora
-    assert (config.base_model, config.adapter, config.output_dir) == ("org/small-llama", "lora", "./out/one")
+    assert (config.base_model, config.adapter, config.output_dir) == ("org/small-llama", "qlora", "./out/one")
     assert (data.path, data.format, data.name, data.split) == ("org/tales", "messages", "long", "train[:10%]")
     assert data.fields == {"messages": "talk", "role": "from", "content": "value"}
     assert data.roles == {"assistant": ("bard",)} and data.data_files == ("tales/part-1.jsonl",)
@@ -138,11 +138,28 @@ def test_an_axolotl_file_says_the_same_here() -> None:
     assert training.offload_activations and training.warmup_ratio == 0.2 and config.model.pad_token == "<pad>"
     assert (training.evals_per_epoch, training.saves_per_epoch, training.save_total_limit) == (3, 2, 4)
     head = " ".join(line.lstrip("# ") for line in text.partition("\n\n")[0].splitlines())
-    assert "line 2, load_in_8bit: the base stays in 16 bits" in head
+    assert "line 2, load_in_8bit: rows of the weights and tokens of their inputs are int8" in head
     assert "line 38, neftune_noise_alpha: 5: there is nothing like it here" in head
     assert "Without effect here: dataset_prepared_path, liger_rope, plugins, wandb_project." in head
     assert "line 39, special_tokens: eos_token: the tokenizer's own are kept" in head
     assert re.search(rf"\n  r: 24 +# line {AXOLOTL.splitlines().index('lora_r: 24') + 1}, lora_r\n", text)
+
+
+def test_experts_are_adapted_where_they_were(folder: Path) -> None:
+    """PEFT's all-linear means layers; experts that are one tensor have to be named."""
+    linear = AXOLOTL.replace("lora_target_modules: 'model", "lora_target_linear: true\nlora_modules: 'model")
+    config, text = imported(linear)
+    assert config.lora.target_modules == ("all-linear",) and not config.lora.experts
+    assert re.search(r"\n  experts: false +# the default of Axolotl\n", text)
+    config, _ = imported(linear + "lora_target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]\n")
+    assert config.lora.experts
+    assert config.lora.target_parameters == ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    config, _ = imported(AXOLOTL)
+    assert config.lora.experts, "of names PEFT takes gate_proj and so on for those of experts"
+    assert not imported(FACTORY)[0].lora.experts
+    words = "sft.py --model_name_or_path m --dataset_name d --use_peft --lora_target_modules all-linear"
+    config, _ = written([*words.split(), "--lora_target_parameters", "experts.down_proj"])
+    assert config.lora.target_parameters == ("experts.down_proj",)
 
 
 def test_axolotls_defaults_are_written_out() -> None:

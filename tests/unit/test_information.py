@@ -7,9 +7,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from trainer.config import UserError
+from trainer.config import LoraSection, UserError
+from trainer.engine.flat_adapter import flatten_adapter
+from trainer.model.adapter import apply_adapter
 from trainer.scu import information as information_module
 from trainer.scu.information import AdapterInformation, data_bpt, find_pairs
 
@@ -158,6 +160,50 @@ def test_embedding_adapter_counts() -> None:
     (pair,) = find_pairs(model)
     expected = (pair.scale * pair.b @ pair.a).square().sum()
     torch.testing.assert_close(measured(model, "delta").squares(), expected, rtol=2e-15, atol=0)
+
+
+def adapted_experts() -> nn.Module:
+    """A tiny mixture of experts with adapters on attention and experts, after some training."""
+    torch.manual_seed(0)
+    shape = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+    base = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**TINY.to_dict(), "model_type": "qwen3_moe"} | shape)).double()
+    model: nn.Module = apply_adapter(base, LoraSection(r=4, alpha=6.0), torch.float64)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.05)
+    return model
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+@pytest.mark.parametrize("measure", MEASURES)
+def test_each_expert_counts_as_a_layer(measure: Any, flattened: bool) -> None:
+    model = adapted_experts()
+    pairs = find_pairs(model)
+    assert {pair.a.dim() for pair in pairs} == {2, 3}
+    factors = [factor for pair in pairs for factor in (pair.a, pair.b)]
+    squares = (
+        [pair.scale**2 * (pair.b @ pair.a).square().sum() for pair in pairs]
+        if measure == "delta"
+        else [factor.square().sum() for factor in factors]
+    )
+    reference = torch.stack(squares).sum()
+    expected = torch.autograd.grad(reference, factors)
+    flat = flatten_adapter(model, separate_up=False) if flattened else None
+    information = AdapterInformation(pairs, measure, sigma=0.01, tokens=1000, flat=flat)
+    if flat is None:
+        got = torch.autograd.grad(information.squares(), factors)
+    else:
+        flat.read_through_views()
+        (whole,) = torch.autograd.grad(information.squares(), flat.buffers)
+        spans, names = flat.spans(), {id(parameter): name for name, parameter in model.named_parameters()}
+        places = [spans[names[id(factor)]] for factor in factors]
+        got = tuple(whole[start : start + size].view_as(f) for (_, start, size), f in zip(places, factors, strict=True))
+    torch.testing.assert_close(information.squares(), reference, rtol=2e-15, atol=0)
+    for gradient, want in zip(got, expected, strict=True):
+        assert want.abs().max() > 0
+        torch.testing.assert_close(gradient, want, rtol=2e-14, atol=2e-16)
+    assert information.reachable_squares(0.0, 0.0) == pytest.approx((reference.item(),) * 2, rel=1e-9)
 
 
 @pytest.mark.parametrize("measure", MEASURES)

@@ -77,7 +77,7 @@ def test_the_rank_with_a_mistake_of_its_own_is_blamed(tmp_path: Path, capsys: py
     (tmp_path / "rank-0.log").write_text(PEER)
     (tmp_path / "rank-1.log").write_text(OWN)
     leave_beat(tmp_path, 1)
-    assert Failure(tmp_path, {}, {0: Death(1.0, 1), 1: Death(1.2, 1)}, 1).tell() == 1
+    assert Failure(tmp_path, {}, {0: Death(1.0, 1), 1: Death(1.2, 1)}, 1).tell().status == 1
     shown = capsys.readouterr().err
     assert shown.startswith("the run failed: rank 1 on n1 ended with exit code 1 (step 7, phase backward)")
     assert "own mistake" in shown and "peer" not in shown and "rank 0" not in shown
@@ -89,7 +89,7 @@ def test_the_killed_rank_is_blamed_though_the_launcher_saw_another_first(
     (tmp_path / "rank-0.log").write_text(PEER)
     (tmp_path / "rank-1.log").write_text("working\n")
     leave_beat(tmp_path, 1)
-    assert Failure(tmp_path, {}, {0: Death(1.1, 1), 1: Death(1.0, -9)}, 1, oom_struck=True).tell() == -9
+    assert Failure(tmp_path, {}, {0: Death(1.1, 1), 1: Death(1.0, -9)}, 1, oom_struck=True).tell().status == -9
     shown = capsys.readouterr().err
     assert shown.startswith("the run failed: rank 1 on n1 was killed by signal 9 (SIGKILL) (step 7")
     # n1 is not this host: its kernel's counter is not known here.
@@ -101,7 +101,7 @@ def test_a_rank_that_the_launcher_tidied_up_is_not_blamed(tmp_path: Path, capsys
     (tmp_path / "rank-0.log").write_text(PEER)
     (tmp_path / "rank-1.log").write_text(OWN)
     leave_beat(tmp_path, 1)
-    assert Failure(tmp_path, {}, {0: Death(1.2, -15), 1: Death(1.0)}, 1).tell() == 1
+    assert Failure(tmp_path, {}, {0: Death(1.2, -15), 1: Death(1.0)}, 1).tell().status == 1
     assert capsys.readouterr().err.startswith("the run failed: rank 1 on n1 ended with exit code 1")
 
 
@@ -141,7 +141,7 @@ def test_a_mistake_that_ranks_found_is_one_line(tmp_path: Path, capsys: pytest.C
     sizes = log_sizes(tmp_path)
     for rank in range(2):
         (tmp_path / f"rank-{rank}.log").write_text(f"{old}working\nerror: lora.r=-1: too small\na warning at exit\n")
-    assert Failure(tmp_path, sizes, {1: Death(1.0, 2), 0: Death(1.1, 2)}, 2).tell() == 2
+    assert Failure(tmp_path, sizes, {1: Death(1.0, 2), 0: Death(1.1, 2)}, 2).tell().status == 2
     assert capsys.readouterr().err == "error: lora.r=-1: too small\n"
 
 
@@ -152,7 +152,7 @@ def test_a_mistake_of_one_host_is_one_line(tmp_path: Path, capsys: pytest.Captur
     text = f"{host}{mistake}\nsrun: error: n2: task 1: Exited with exit code 2\n"
     (tmp_path / "launcher.log").write_text(text)
     (tmp_path / "rank-0.log").write_text("working\n")
-    assert Failure(tmp_path, {}, {0: Death(1.0, -15), 1: Death(1.1, 2)}, 2).tell() == 2
+    assert Failure(tmp_path, {}, {0: Death(1.0, -15), 1: Death(1.1, 2)}, 2).tell().status == 2
     assert capsys.readouterr().err == f"{mistake}\n"
 
 
@@ -162,7 +162,7 @@ def test_a_program_that_knows_no_mistakes_of_users_is_told_as_any_other(
     """Python ends with 2 as well where it finds no file to run."""
     (tmp_path / "rank-0.log").write_text("python: can't open file 'x'\n")
     (tmp_path / "launcher.log").write_text("srun: error: n1: task 0: Exited with exit code 2\n")
-    assert Failure(tmp_path, {}, {0: Death(1.0, 2)}, 2).tell() == 2
+    assert Failure(tmp_path, {}, {0: Death(1.0, 2)}, 2).tell().status == 2
     shown = capsys.readouterr().err
     assert shown.startswith("the run failed: rank 0 on ") and "can't open file" in shown
 

@@ -99,6 +99,7 @@ def placement(**changes: object) -> Placement:
         "master": True,
         "eight_bit_moments": False,
         "packed": False,
+        "eight_bit": False,
         "block_size": 64,
         "double_quant": True,
         "accumulation": 1,

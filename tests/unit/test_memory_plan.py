@@ -11,7 +11,7 @@ import pytest
 import yaml
 from transformers import AutoConfig
 
-from launcher.supervision.oom_restart import run_with_halvings
+from launcher.supervision.restarts import Ending, Restarts
 from tests.tiny import write_chats
 from trainer.commands.estimate import main, parse_memory
 from trainer.config import AUTO, LoraSection, ModelSection, RunConfig, UserError, load_config
@@ -125,6 +125,19 @@ def test_auto_fills_the_card_at_the_lowest_stage(planner: Planner, config: RunCo
         assert resolved.zero.stage == stage
         assert planner.of(resolved).needed <= memory
         assert resolved.training.batch_size == planner.largest_batch(resolved, memory) >= 1
+
+
+def test_auto_recomputes_no_more_than_it_must(planner: Planner, config: RunConfig) -> None:
+    ways = ("none", "selective", "non_reentrant")
+    is_open = with_changes(config, {"training.gradient_checkpointing": "auto", "training.batch_size": 8})
+    needs = [planner.of(with_changes(is_open, {"training.gradient_checkpointing": way})).needed for way in ways]
+    assert needs == sorted(needs, reverse=True)
+    for way, need in zip(ways, needs, strict=True):
+        assert planner.resolve(is_open, need).training.gradient_checkpointing == way
+    assert planner.resolve(is_open, needs[-1] - 1).training.gradient_checkpointing == "non_reentrant"
+    assert planner.resolve(is_open, None).training.gradient_checkpointing == "none"
+    whole = with_changes(is_open, {"adapter": "none"})  # selective needs an adapter
+    assert planner.resolve(whole, GIB).training.gradient_checkpointing == "non_reentrant"
 
 
 def test_auto_skips_a_stage_that_other_settings_forbid(planner: Planner, config: RunConfig) -> None:
@@ -275,21 +288,22 @@ def test_every_preset_has_an_estimate() -> None:
 def test_the_launcher_starts_again_at_most_three_times(tmp_path: Path) -> None:
     started: list[list[str]] = []
 
-    def start(more: Any) -> int:
+    def start(more: Any) -> Ending:
         started.append(list(more))
-        RestartNote(7, 8 >> len(started), 2 ** len(started), 3, str(tmp_path / "checkpoint-5")).write(tmp_path)
-        return EXIT_RESTART
+        RestartNote(7, 8 >> len(started), 2 ** len(started), 3).write(tmp_path / "logs")
+        return Ending(EXIT_RESTART)
 
-    assert run_with_halvings(start, tmp_path) == 1
+    assert Restarts(tmp_path, start, most=0, resumes=True).run() == 1
     assert [len(more) for more in started] == [0, 5, 5, 5]
     assert started[2][:2] == ["training.batch_size=2", "training.gradient_accumulation_steps=4"]
-    assert RestartNote.take(tmp_path) is None
+    assert RestartNote.take(tmp_path / "logs") is None
 
 
 def test_the_launcher_takes_an_exit_code_as_it_comes(tmp_path: Path) -> None:
-    RestartNote(1, 1, 1, 2, None).write(tmp_path)  # of a run without a launcher
-    codes = iter([0, 1, EXIT_RESTART])
-    assert [run_with_halvings(lambda _: next(codes), tmp_path) for _ in range(3)] == [0, 1, 1]
+    RestartNote(1, 1, 1, 2).write(tmp_path / "logs")  # of a run without a launcher
+    endings = iter([Ending(0), Ending(1), Ending(EXIT_RESTART)])
+    starts = [Restarts(tmp_path, lambda _: next(endings), most=3, resumes=False) for _ in range(3)]
+    assert [start.run() for start in starts] == [0, 1, 1]
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +324,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Prepa
 def test_lengths_are_those_of_the_data(prepared: tuple[RunConfig, Prepared]) -> None:
     config, found = prepared
     lengths = Lengths.of(config, found.data.train)
-    samples = [found.data.train[index] for index in range(20)]  # type: ignore[index]
+    samples = [found.data.train[index] for index in range(20)]
     assert lengths.longest == max(len(sample.input_ids) for sample in samples) < config.dataset.max_length
     assert lengths.targets == max(sum(sample.trained[1:]) for sample in samples) > 0
     assert lengths.samples == 20

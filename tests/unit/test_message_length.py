@@ -62,7 +62,8 @@ def test_a_long_value_of_any_setting(kind: str, config: Path) -> None:
     for name in setting_names()[:: 1 if kind in ("word", "words", "path", "digits") else 7]:
         lines = lines_of(lambda name=name: load_config(config, [f"{name}={LONG[kind]}"]))  # type: ignore[misc]
         assert_bounded(lines, name)
-        assert all(line.startswith(name) for line in lines if kind != "map"), (name, lines)
+        named = [line for line in lines if "mistakes more, told when" not in line]
+        assert all(line.startswith(name) for line in named if kind != "map"), (name, lines)
 
 
 @pytest.mark.parametrize("kind", LONG)

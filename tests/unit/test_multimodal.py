@@ -10,14 +10,15 @@ import yaml
 from tests.multimodal import MULTIMODAL, make_multimodal
 from tests.plain_peft import plain_losses
 from tests.tiny import write_chats
-from trainer.build import build_model, make_batches
+from trainer.build import build_model
 from trainer.checkpoint.weights import save_adapter
 from trainer.config import LoraSection, ModelSection, RunConfig, UserError, load_config
 from trainer.data import Samples
 from trainer.engine.optimizer import build_optimizer, build_schedule
+from trainer.language import LanguageTask
 from trainer.memory.preflight import plan_memory
 from trainer.model.adapter import GradientCheck, adapted_layers
-from trainer.model.base import empty_model, load_model_config, load_tokenizer
+from trainer.model.base import empty_model, load_model_config
 from trainer.model.targets import check_targets
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packing_probe import check_causal, keep_documents_apart
@@ -72,11 +73,12 @@ def train(config: RunConfig) -> tuple[Any, list[str], list[float]]:
     prepared, ranks, training = prepare(config), Ranks(0, 1, 0), config.training
     stage = {"zero_optimization": {"stage": 0}}
     decided = plan_memory(config, prepared, ranks, CPU, "fp32").decisions
-    model, lines = build_model(config, decided, prepared.tokenizer, ranks, CPU, "fp32", stage)
+    task = LanguageTask(config, prepared, ranks, CPU, "fp32", print)
+    model, lines = build_model(config, decided, task, ranks, CPU, "fp32", stage)
     token_loss, pad = TokenLoss(model, fused=decided.fused_head.value), prepared.tokenizer.pad_token_id
     check_causal(token_loss, model, pad, CPU, config.base_model)
-    flat = config.dataset.packing and keep_documents_apart(token_loss, model, pad, CPU)
-    batches = make_batches(config, prepared, ranks, flat=flat)
+    task.flat_packs = config.dataset.packing and keep_documents_apart(token_loss, model, pad, CPU)
+    batches = task.batches()
     optimizer = build_optimizer(model, training, config.lora, fused=False)
     assert training.max_steps is not None and isinstance(prepared.data.train, Samples)
     schedule = build_schedule(optimizer, training, training.max_steps)
@@ -121,8 +123,7 @@ def test_text_trains_as_in_plain_peft_and_the_adapter_loads_onto_the_whole_model
     assert sum(layer.count for layer in adapted_layers(model)) == TEXT_LAYERS.get(name, 4 * 7)
     [line] = [line for line in lines if "where text never comes" in line]
     assert line.startswith("without adapter: ") and "vis" in line
-    tokenizer = load_tokenizer(str(root / name), config.model)
-    save_adapter(model, tokenizer, tmp_path, is_main=True, must_have_moved=True)
+    save_adapter(model, tmp_path, is_main=True, must_have_moved=True)
     base = AutoModelForMultimodalLM.from_pretrained(root / name, dtype=torch.float32)
     loaded = PeftModel.from_pretrained(base, tmp_path).eval()
     ids = torch.arange(3, 40)[None]

@@ -71,6 +71,8 @@ def test_init_fills_in_model_and_data(tmp_path: Path) -> None:
         ("HuggingFaceTB/SmolLM2-360M", "smollm2"),
         ("models/Mistral-7B-v0.3/", "mistral-7b"),
         ("Qwen/Qwen3-4B", "tinyllama"),
+        ("stabilityai/stable-diffusion-xl-base-1.0", "sdxl"),
+        ("black-forest-labs/FLUX.1-dev", "flux-dev"),
     ],
 )
 def test_the_preset_nearest_to_a_model(model: str, preset: str) -> None:

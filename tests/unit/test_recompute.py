@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalL
 from trainer.config import LoraSection
 from trainer.config.training_sections import TrainingSection
 from trainer.model.adapter import apply_adapter
-from trainer.patches.recompute import enable_recomputation
+from trainer.patches.recompute import enable_recomputation, feed_forward_parts
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 # Neither has a dropout module: both call torch's function with a number from their settings.
@@ -19,10 +19,13 @@ MODELS = {
 }
 
 
-def gradients(architecture: str, checkpointing: str, seed: int) -> list[torch.Tensor]:
+ALL = LoraSection(r=4)
+
+
+def gradients(architecture: str, checkpointing: str, seed: int, lora: LoraSection = ALL) -> list[torch.Tensor]:
     """Of the adapter, after one pass whose random numbers begin at `seed`."""
     torch.manual_seed(0)
-    model = apply_adapter(MODELS[architecture](), LoraSection(r=4), torch.float32)
+    model = apply_adapter(MODELS[architecture](), lora, torch.float32)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:  # B begins at zero, and A would get no gradient
         torch.nn.init.normal_(parameter, std=0.1)
@@ -44,3 +47,14 @@ def test_dropout_that_is_no_module_is_drawn_again(architecture: str, checkpointi
     for ours, expected in zip(recomputed, kept, strict=True):
         torch.testing.assert_close(ours, expected, atol=1e-7, rtol=1e-5)
     assert any(not torch.allclose(a, b, rtol=0.1) for a, b in zip(kept, other, strict=True)), "nothing was dropped"
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")])
+def test_feed_forward_parts_without_an_adapter_are_recomputed_too(targets: tuple[str, ...]) -> None:
+    lora = LoraSection(r=4, target_modules=targets)
+    kept, recomputed = (gradients("llama", kind, 2, lora) for kind in ("none", "selective"))
+    assert len(kept) == len(recomputed) > 0
+    for ours, expected in zip(recomputed, kept, strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-7, rtol=1e-5)
+    model = apply_adapter(MODELS["llama"](), lora, torch.float32)
+    assert [type(part).__name__ for part in feed_forward_parts(model)] == ["LlamaMLP", "LlamaMLP"]

@@ -20,6 +20,7 @@ from trainer.monitor.report.__main__ import main
 from trainer.monitor.report.charts import charts, draw
 from trainer.monitor.report.curves import running_mean, series
 from trainer.monitor.report.plots import _draw_loss, _draw_s
+from trainer.monitor.report.recorded import keep_times, read_times
 from trainer.monitor.report.write import keep_answer, training_seconds, write_report
 
 STEPS = 80
@@ -151,6 +152,86 @@ def test_model_data_command_answers_and_next_steps_are_on_the_page(
     assert "never answered" not in page
     assert f"zerolora eval {tmp_path}" in page and '<a href="metrics.jsonl">' in page
     assert "prefers-color-scheme: dark" in page
+
+
+def test_settings_that_are_not_at_their_defaults_are_told_apart(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    page = write_report(tmp_path).read_text()
+    found = re.findall(r"<tr><th>([\w.]+)</th><td><code>(.*?)</code></td><td><code>(.*?)</code></td></tr>", page)
+    changed = {name: (here, default) for name, here, default in found}
+    assert changed["training.batch_size"] == ("2", "1") and changed["dataset.val_split"] == ("0.1", "0.0")
+    assert changed["base_model"] == ("models/tiny", "no default") and "lora.r" not in changed
+    assert "<summary>All settings</summary>" in page and "max_live_parameters: 1000000000" in page
+
+
+def test_time_by_phase_is_shown_longest_first(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    keep_times(tmp_path, {"start": 5.0, "steps": 60.0, "save": 0.1}, goes_on=False)
+    keep_times(tmp_path, {"start": 5.0, "evaluate": 30.0}, goes_on=True)
+    page = write_report(tmp_path).read_text()
+    rows = re.findall(r'swatch run\d"></span>(\w+)</th><td>([\d.]+) s</td><td>(\d+)%</td>', page)
+    assert rows == [
+        ("steps", "60.0", "60"),
+        ("evaluate", "30.0", "30"),
+        ("start", "10.0", "10"),
+        ("others", "0.1", "0"),
+    ]
+    assert re.findall(r'<i class="run\d" style="width:([\d.]+)%">', page) == ["59.94", "29.97", "9.99", "0.10"]
+    keep_times(tmp_path, {"start": 1.0}, goes_on=False)
+    assert read_times(tmp_path) == {"start": 1.0}, "a run that begins anew counts anew"
+
+
+def make_two(folder: Path) -> list[Path]:
+    for name, scu in (("one", False), ("two", True)):
+        make_run(folder / name, scu=scu, name=name)
+        keep_answer(folder / name, "Who?", "before", "I am lost")
+        keep_answer(folder / name, "Who?", "after", f"I am {name}")
+    config = json.loads((folder / "two" / "training_config.json").read_text())
+    config["training"]["learning_rate"] = 0.003
+    (folder / "two" / "training_config.json").write_text(json.dumps(config))
+    return [folder / "one", folder / "two"]
+
+
+def test_several_runs_lie_over_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = make_two(tmp_path)
+    output = tmp_path / "both.html"
+    assert main([*map(str, runs), "--output", str(output)]) == 0
+    assert capsys.readouterr().out.strip() == str(output)
+    page = output.read_text()
+    assert "<title>2 runs: one · two</title>" in page
+    assert re.findall(r"<figcaption><h2>([\w :]+)", page) == [
+        "Loss ", "Held", "Learning rate", "Gradient norm ", "Throughput ", "Peak memory ", "SCU: S "
+    ]  # fmt: skip
+    loss = page.partition("</figure>")[0]
+    assert loss.count("<path") == 4 and '<span class="run1 line">two, mean of 5</span>' in loss
+    differ = re.findall(r"<tr><th>([\w.]+)</th><td><code>(.*?)</code></td><td><code>(.*?)</code></td></tr>", page)
+    assert differ == [("training.learning_rate", "0.0002", "0.003")]
+    assert (
+        "<tr><th>before</th><th>one</th><th>two</th></tr><tr><td>I am lost</td><td>I am one</td><td>I am two</td>"
+        in page
+    )
+    assert "<td>4.0000 → 2.0000</td><td>1.5000</td><td>2.0875</td><td>101</td><td>1.25 GiB</td>" in page
+    assert "http" not in page and "src=" not in page and "<script" not in page and len(page) < 200_000
+
+
+def test_several_runs_that_cannot_be_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [str(folder) for folder in make_two(tmp_path)]
+    output = tmp_path / "page.html"
+
+    def line(*words: str) -> str:
+        assert main([*words]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and not output.exists()
+        return said
+
+    assert "the same run is named twice" in line(runs[0], runs[0], "--output", str(output))
+    assert "9 runs, and 8 can be told apart" in line(*[runs[0]] * 9, "--output", str(output))
+    assert "no such file" in line(runs[0], str(tmp_path), "--output", str(output))
+    assert "--output" in line(runs[0], "--output", str(output))
+    (tmp_path / "deep" / "one").mkdir(parents=True)
+    (tmp_path / "deep" / "one" / "metrics.jsonl").write_text('{"step": 1, "time": 1.0, "train/loss": 2.0}\n')
+    assert main([runs[0], str(tmp_path / "deep" / "one"), "--output", str(output)]) == 0
+    assert f"{tmp_path.name}/one · deep/one" in output.read_text()
 
 
 def test_scu_plots_come_with_scu_metrics(tmp_path: Path) -> None:

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model, write_chats
 from trainer.checkpoint.checkpoint_files import damage, reseal, whole_checkpoints
 from trainer.commands.validate import main as validate
 from trainer.config import UserError
+from trainer.engine.state_pieces import Pieces, whole_state
 from trainer.monitor.metrics import read_metrics
 from trainer.preflight import main as prepare
 
@@ -161,6 +163,12 @@ def test_a_change_that_is_allowed_is_made(run_dir: Path, ground: Path) -> None:
 
 def test_an_older_checkpoint_without_a_record_goes_on_with_a_note(run_dir: Path, ground: Path) -> None:
     for folder in whole_checkpoints(run_dir):
+        # The state of all ranks in one file, as up to format 2.
+        part = folder / "training_state-00000.safetensors"
+        with safe_open(str(part), framework="pt") as handle:
+            pieces = Pieces.read(load_file(part), handle.metadata())
+        save_file(whole_state([pieces]), folder / "training_state.safetensors")
+        part.unlink()
         state = json.loads((folder / "state.json").read_text())
         del state["run"]
         (folder / "state.json").write_text(json.dumps(state | {"format": 1}))
@@ -199,10 +207,10 @@ def test_an_older_one_of_another_model_or_adapter_is_one_line(
 def test_a_damaged_newest_one_is_passed_over_in_training(run_dir: Path, ground: Path) -> None:
     """The run goes on from the one before to the bits of the run that was never damaged."""
     whole = load_file(run_dir / "adapter_model.safetensors")
-    file = run_dir / "checkpoint-4" / "training_state.safetensors"
+    file = run_dir / "checkpoint-4" / "training_state-00000.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
     shown = train(ground, training__resume_from_checkpoint="latest")
-    assert "warning: passed over checkpoint-4 (training_state.safetensors is damaged: 5,000 bytes of" in shown
+    assert "warning: passed over checkpoint-4 (training_state-00000.safetensors is damaged: 5,000 bytes of" in shown
     assert "going on from checkpoint-2" in shown and "resumed from" in shown
     assert [path.name for path in whole_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-4"]
     assert damage(run_dir / "checkpoint-4") is None and (run_dir / "abandoned-checkpoint-4").is_dir()
@@ -214,7 +222,7 @@ def test_an_earlier_checkpoint_leaves_the_later_course_aside(
     run_dir: Path, ground: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As 500, 1000, 1500, on from 500 to 800: here 2, 4, on from 2 to 3. A start that fails changes nothing."""
-    from trainer import course as module
+    from trainer.checkpoint.background import Saves
 
     def killed(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -222,7 +230,7 @@ def test_an_earlier_checkpoint_leaves_the_later_course_aside(
     course = read_metrics(run_dir)
     again = {"training__resume_from_checkpoint": str(run_dir / "checkpoint-2")}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module, "save_checkpoint", killed)
+        patch.setattr(Saves, "begin", killed)
         train(ground, **again, training__max_steps=5, training__save_steps=0)
     assert [path.name for path in whole_checkpoints(run_dir)] == ["checkpoint-2", "checkpoint-4"]
     assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3, 4, 5]
@@ -267,21 +275,22 @@ def test_a_full_disk_ends_no_training_and_costs_no_checkpoint(
     """The system's own refusal of large files stands for the disk; it comes when the second checkpoint is written."""
     import resource
 
-    from trainer import course
-    from trainer.checkpoint.checkpoint import save_checkpoint as saved
+    from trainer.checkpoint.background import Saves
 
     run_dir = tmp_path / "full"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def refuse(*arguments: Any, **more: Any) -> Any:
-        step = arguments[3]["step"]
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if step == 2 else soft, hard))
+    begin = Saves.begin
+
+    def refuse(saves: Saves, engine: Any, position: dict[str, Any], *more: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000 if position["step"] == 2 else soft, hard))
         try:
-            return saved(*arguments, **more)
+            begin(saves, engine, position, *more)
+            saves.wait(60.0)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    monkeypatch.setattr(course, "save_checkpoint", refuse)
+    monkeypatch.setattr(Saves, "begin", refuse)
     shown = train(ground, output_dir=str(run_dir), training__save_steps=1, training__max_steps=3)
     assert "warning: checkpoint-2 was not saved: File too large (the disk at /" in shown and "GiB free)" in shown
     assert [path.name for path in whole_checkpoints(run_dir)] == ["checkpoint-1", "checkpoint-3"]
@@ -294,6 +303,16 @@ def test_a_full_disk_ends_no_training_and_costs_no_checkpoint(
         train(ground, output_dir=str(tmp_path / "end"), training__save_steps=1, training__max_steps=2)
     assert failed.value.exit_code == 1
     assert [damage(path) for path in whole_checkpoints(tmp_path / "end")] == [None]
+
+
+def test_minutes_make_checkpoints_beside_steps(ground: Path, tmp_path: Path) -> None:
+    """A millisecond is over after every step; the last one is made anyway."""
+    settings = {"training__save_steps": 0, "training__max_steps": 3, "training__save_total_limit": None}
+    train(ground, output_dir=str(tmp_path / "often"), training__save_minutes=1e-6, **settings)
+    assert [path.name for path in whole_checkpoints(tmp_path / "often")] == [f"checkpoint-{step}" for step in (1, 2, 3)]
+    assert [bool(record.get("perf/save_ms")) for record in read_metrics(tmp_path / "often")][1:3] == [True, True]
+    train(ground, output_dir=str(tmp_path / "seldom"), training__save_minutes=60, **settings)
+    assert [path.name for path in whole_checkpoints(tmp_path / "seldom")] == ["checkpoint-3"]
 
 
 def test_moments_of_8_bits_keep_their_bytes_where_their_blocks_are_the_same(ground: Path, tmp_path: Path) -> None:

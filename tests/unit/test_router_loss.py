@@ -45,6 +45,20 @@ def test_it_is_what_transformers_adds_and_reaches_the_router(model_type: str) ->
     assert loss_of.balancing is before, "evaluation leaves it out"
 
 
+def test_padding_is_not_balanced() -> None:
+    model = apply_adapter(base_of("mixtral"), LoraSection(**LORA, target_modules=("gate",)), torch.float32).train()
+    samples = [Sample(list(range(5, 5 + n)), [True] * n, [n]) for n in (20, 7)]
+    batch: Any = collate(samples, 0, packed=False, flat=False)
+    assert batch.attention_mask is not None and not batch.attention_mask.all()
+    loss_of = TokenLoss(model, balance=1.0)
+    loss_of(model, batch, CPU)
+    masked = model(batch.input_ids, attention_mask=batch.attention_mask, use_cache=False, output_router_logits=True)
+    counted = model(batch.input_ids, use_cache=False, output_router_logits=True)
+    assert isinstance(loss_of.balancing, torch.Tensor)
+    assert loss_of.balancing.item() / batch.target_count == pytest.approx(masked.aux_loss.item(), rel=1e-6)
+    assert masked.aux_loss.item() != pytest.approx(counted.aux_loss.item(), rel=1e-3)
+
+
 def test_it_is_refused_where_nothing_would_follow_it() -> None:
     with pytest.raises(UserError, match=r"router_aux_loss=0.02: the router is not trained.*add gate to lora.modu"):
         check_router_loss(base_of("qwen3_moe"), WEIGHT, LoraSection())

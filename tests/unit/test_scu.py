@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trainer.scu import law as scu
 
-shares = st.floats(0.0, 1.0)
+ratios = st.floats(0.0, 1.0)
 targets = st.floats(0.005, 0.9)
 
 
@@ -43,31 +43,31 @@ def settled(law: scu.Law, odds: float, within: float | None = None) -> tuple[boo
     return max(errors[-100:]) <= (law.deadband if within is None else within), state
 
 
-def odds_for(target: float, strength: float) -> float:
-    """The plant whose S is `target` at lambda = `strength`."""
-    return target / (1.0 - target) * strength**2
+def odds_for(target: float, lambda_: float) -> float:
+    """The plant whose S is `target` at lambda = `lambda_`."""
+    return target / (1.0 - target) * lambda_**2
 
 
-@given(laws(), st.lists(shares, min_size=1, max_size=60))
+@given(laws(), st.lists(ratios, min_size=1, max_size=60))
 def test_lambda_and_integral_stay_in_their_bounds(law: scu.Law, measured: list[float]) -> None:
     state = scu.initial(law)
-    for share in measured:
-        state = scu.advance(law, state, share)
+    for ratio in measured:
+        state = scu.advance(law, state, ratio)
         assert law.lambda_min <= state.lambda_ <= law.lambda_max
         assert abs(state.integral) <= law.integral_bound
         assert state.smoothed is not None and 0.0 <= state.smoothed <= 1.0
     assert state.updates == len(measured)
 
 
-@given(laws(), shares)
-def test_sign_too_much_parameter_information_raises_lambda(law: scu.Law, share: float) -> None:
-    assume(law.kp > 0.01 and abs(share - law.target) > law.deadband + 1e-3)
-    state = scu.advance(law, scu.initial(law), share)
-    assert (state.lambda_ > law.lambda_start) == (share > law.target)
-    assert (state.lambda_ < law.lambda_start) == (share < law.target)
+@given(laws(), ratios)
+def test_sign_too_much_parameter_information_raises_lambda(law: scu.Law, ratio: float) -> None:
+    assume(law.kp > 0.01 and abs(ratio - law.target) > law.deadband + 1e-3)
+    state = scu.advance(law, scu.initial(law), ratio)
+    assert (state.lambda_ > law.lambda_start) == (ratio > law.target)
+    assert (state.lambda_ < law.lambda_start) == (ratio < law.target)
 
 
-@given(laws(), shares, shares)
+@given(laws(), ratios, ratios)
 def test_more_information_never_gives_a_smaller_lambda(law: scu.Law, one: float, other: float) -> None:
     low, high = sorted((one, other))
     start = scu.initial(law)
@@ -76,24 +76,24 @@ def test_more_information_never_gives_a_smaller_lambda(law: scu.Law, one: float,
 
 @given(laws(), st.floats(-1.0, 1.0), st.floats(-1.0, 1.0))
 def test_deadband_keeps_lambda_and_leaks_the_integral(law: scu.Law, where: float, integral: float) -> None:
-    share = law.target + 0.999 * where * law.deadband
-    assume(0.0 <= share <= 1.0)
+    ratio = law.target + 0.999 * where * law.deadband
+    assume(0.0 <= ratio <= 1.0)
     before = replace(scu.initial(law), integral=integral * law.integral_bound)
-    after = scu.advance(law, before, share)
+    after = scu.advance(law, before, ratio)
     assert after.lambda_ == before.lambda_
     assert after.integral == law.leak * before.integral
 
 
 @given(laws(), st.booleans(), st.floats(-1.0, 1.0), st.integers(1, 30))
 def test_anti_windup_at_a_bound_the_integral_only_leaks(law: scu.Law, top: bool, start: float, updates: int) -> None:
-    share = 1.0 if top else 0.0
-    assume(abs(share - law.target) > law.deadband)
+    ratio = 1.0 if top else 0.0
+    assume(abs(ratio - law.target) > law.deadband)
     bound = law.lambda_max if top else law.lambda_min
     # Whatever integral pulls inwards could leave the bound, so it starts at zero or pushes outwards.
     integral = abs(start) * law.integral_bound * (1 if top else -1)
     state = replace(scu.initial(law), lambda_=bound, integral=integral)
     for _ in range(updates):
-        state = scu.advance(law, state, share)
+        state = scu.advance(law, state, ratio)
         assert state.lambda_ == bound
     assert state.integral == pytest.approx(integral * law.leak**updates, abs=1e-12)
 
@@ -128,13 +128,13 @@ def test_one_update_by_hand() -> None:
 
 
 @given(st.floats(0.005, 0.6), st.floats(0.1, 0.9), st.floats(0.01, 5.0))
-def test_converges_to_the_target_within_the_gain_bound(target: float, part: float, strength: float) -> None:
+def test_converges_to_the_target_within_the_gain_bound(target: float, part: float, lambda_: float) -> None:
     gains = part * scu.gain_bound(target)
     law = scu.Law(target=target, kp=0.8 * gains, ki=0.2 * gains, ema=1.0, deadband=0.02 * target)
-    inside, state = settled(law, odds_for(target, strength))
+    inside, state = settled(law, odds_for(target, lambda_))
     assert inside
     # d ln(odds) = dS / (S (1 - S)), and lambda is the odds' root.
-    assert state.lambda_ == pytest.approx(strength, rel=0.04 / (1.0 - target))
+    assert state.lambda_ == pytest.approx(lambda_, rel=0.04 / (1.0 - target))
 
 
 @given(st.floats(0.02, 0.6), st.floats(0.2, 0.95), st.booleans())
@@ -192,19 +192,19 @@ def test_controllers_that_do_not_look(controller: scu.Controller, expected: list
     law = scu.Law(target=0.1, controller=controller, lambda_start=2.0, total_updates=4)
     state, got = scu.initial(law), []
     assert state.lambda_ == (0.0 if controller == "none" else 2.0)
-    for share in (0.9, 0.0, 0.5, 0.1, 1.0):
-        state = scu.advance(law, state, share)
+    for ratio in (0.9, 0.0, 0.5, 0.1, 1.0):
+        state = scu.advance(law, state, ratio)
         got.append(state.lambda_)
     assert got == pytest.approx(expected)
 
 
-@given(laws(), st.lists(shares, min_size=2, max_size=40), st.integers(1, 39))
+@given(laws(), st.lists(ratios, min_size=2, max_size=40), st.integers(1, 39))
 def test_state_survives_json_to_the_bit(law: scu.Law, measured: list[float], cut: int) -> None:
     whole = resumed = scu.initial(law)
-    for index, share in enumerate(measured):
+    for index, ratio in enumerate(measured):
         if index == cut:
             resumed = scu.State.from_dict(json.loads(json.dumps(resumed.to_dict())))
-        whole, resumed = scu.advance(law, whole, share), scu.advance(law, resumed, share)
+        whole, resumed = scu.advance(law, whole, ratio), scu.advance(law, resumed, ratio)
         assert whole == resumed
 
 
@@ -217,11 +217,11 @@ def test_state_with_other_keys_is_refused() -> None:
         scu.State.from_dict(values)
 
 
-@pytest.mark.parametrize("share", [math.nan, math.inf, -0.01, 1.01])
-def test_what_is_no_share_is_refused(share: float) -> None:
+@pytest.mark.parametrize("ratio", [math.nan, math.inf, -0.01, 1.01])
+def test_what_is_no_share_is_refused(ratio: float) -> None:
     law = scu.Law(target=0.1)
     with pytest.raises(ValueError, match="S="):
-        scu.advance(law, scu.initial(law), share)
+        scu.advance(law, scu.initial(law), ratio)
 
 
 @pytest.mark.parametrize(
@@ -245,9 +245,9 @@ def test_gain_warning_names_the_bound() -> None:
     assert scu.gain_warning(scu.Law(target=0.5, kp=9.0, controller="fixed")) is None
 
 
-def test_shares_and_published_targets() -> None:
-    assert scu.share_of(3.0, 1.0) == 0.25
-    assert scu.share_of(0.0, 0.0) == 0.0
+def test_ratios_and_published_targets() -> None:
+    assert scu.s_ratio(3.0, 1.0) == 0.25
+    assert scu.s_ratio(0.0, 0.0) == 0.0
     assert [scu.published_target(size) for size in (1_200_000_000, 3_000_000_000, 7_000_000_000)] == [0.01, 0.03, 0.03]
 
 
@@ -257,13 +257,13 @@ def ours(**changes: Any) -> scu.Law:
     return scu.Law(**(settings | {"lambda_max": 1e4} | changes))
 
 
-def run_on_lagging_plant(law: scu.Law, slope: float, strength: float, updates: int = 1500) -> list[scu.State]:
-    """L follows L(target) - slope ln(lambda / strength) with a lag of 20 steps, from far below the target."""
+def run_on_lagging_plant(law: scu.Law, slope: float, lambda_: float, updates: int = 1500) -> list[scu.State]:
+    """L follows L(target) - slope ln(lambda / lambda_) with a lag of 20 steps, from far below the target."""
     wanted = math.log(law.target) if law.form == "kl" else math.log(law.target / (1.0 - law.target))
     level, state, states = wanted - 6.0, scu.initial(law), []
     for _ in range(updates):
         # The term is off, or weak, until the target is passed: then what is measured would rise five-hundredfold.
-        far = wanted - slope * math.log(max(state.lambda_, 1e-3 * strength) / strength)
+        far = wanted - slope * math.log(max(state.lambda_, 1e-3 * lambda_) / lambda_)
         level += (min(far, wanted + 6.0) - level) / 20.0
         state = scu.advance(law, state, math.exp(level) if law.form == "kl" else 1.0 / (1.0 + math.exp(-level)))
         states.append(state)
@@ -272,29 +272,51 @@ def run_on_lagging_plant(law: scu.Law, slope: float, strength: float, updates: i
 
 @pytest.mark.parametrize("target", [0.0005, 0.01, 0.25])
 @pytest.mark.parametrize("slope", [0.7, 1.5, 3.0])
-@pytest.mark.parametrize("strength", [0.5, 33.0, 2000.0])
-def test_one_set_of_gains_holds_every_target_on_every_plant(target: float, slope: float, strength: float) -> None:
+@pytest.mark.parametrize("lambda_", [0.5, 33.0, 2000.0])
+def test_one_set_of_gains_holds_every_target_on_every_plant(target: float, slope: float, lambda_: float) -> None:
     law = ours(target=target)
-    states = run_on_lagging_plant(law, slope, strength)
+    states = run_on_lagging_plant(law, slope, lambda_)
     error = [abs(state.error or 0.0) for state in states]
     assert max(error[-200:]) <= law.deadband
-    assert states[-1].lambda_ == pytest.approx(strength, rel=0.08)
+    assert states[-1].lambda_ == pytest.approx(lambda_, rel=0.08)
 
 
 def test_kl_law_is_off_until_the_target_is_passed_and_holds_it() -> None:
     law = ours(form="kl", target=0.05, ki=0.05, lambda_start=0.1)
     states = run_on_lagging_plant(law, 2.0, 3.0)
-    first = next(index for index, state in enumerate(states) if state.share is not None and state.share >= 0.05)
+    first = next(index for index, state in enumerate(states) if state.measured is not None and state.measured >= 0.05)
     assert {state.lambda_ for state in states[:first]} == {0.0} and not states[first - 1].started
     assert states[first].lambda_ == 0.1 and states[first].started
     assert max(abs(state.error or 0.0) for state in states[-200:]) <= law.deadband
 
 
 def test_logit_law_waits_for_the_target_where_the_published_law_runs_to_its_bound() -> None:
-    held, runs = scu.initial(ours()), scu.initial(scu.Law(target=0.01))
-    for _ in range(1000):
-        held, runs = scu.advance(ours(), held, 0.0), scu.advance(scu.Law(target=0.01), runs, 0.0)
-    assert held.lambda_ == 0.1 and runs.lambda_ < 1e-3
+    law = ours(total_updates=2000)
+    held, runs = scu.initial(law), scu.initial(scu.Law(target=0.01))
+    for _ in range(199):
+        held, runs = scu.advance(law, held, 0.0), scu.advance(scu.Law(target=0.01), runs, 0.0)
+    assert law.patience == 200 and held.lambda_ == 0.1 and runs.lambda_ < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("target", "lambda_start", "rests_at"), [(0.02, 6.0, 0.5), (0.02, 6.0, 40.0), (0.3, 0.4, 0.01)]
+)
+def test_a_first_lambda_that_keeps_the_target_out_of_reach_falls_after_a_while(
+    target: float, lambda_start: float, rests_at: float
+) -> None:
+    law = ours(target=target, lambda_start=lambda_start, total_updates=1500)
+    states = run_on_lagging_plant(law, 1.0, rests_at)
+    assert states[-1].started and states[-1].lambda_ == pytest.approx(rests_at, rel=0.08)
+    begun = next(index for index, state in enumerate(states) if state.started)
+    assert begun + 1 == 150 if rests_at < lambda_start else begun < 150
+
+
+def test_kl_waits_for_ever() -> None:
+    law = ours(form="kl", target=0.05, ki=0.05)
+    state = scu.initial(law)
+    for _ in range(500):
+        state = scu.advance(law, state, 0.01)
+    assert state.lambda_ == 0.0 and not state.started
 
 
 @pytest.mark.parametrize(("kp", "ki"), [(0.5, 0.2), (0.0, 0.1), (500.0, 0.1)])
@@ -318,17 +340,18 @@ def test_refused_gains_do_swing() -> None:
     assert max(abs(state.error or 0.0) for state in states[-200:]) > 1.0
 
 
-@given(st.floats(0.0005, 0.5), st.lists(shares, min_size=2, max_size=60), st.integers(1, 59))
+@given(st.floats(0.0005, 0.5), st.lists(ratios, min_size=2, max_size=60), st.integers(1, 59))
 def test_state_of_the_logit_law_survives_json_to_the_bit(target: float, measured: list[float], cut: int) -> None:
     law = ours(target=target)
     whole = resumed = scu.initial(law)
-    for index, share in enumerate(measured):
+    for index, ratio in enumerate(measured):
         if index == cut:
             resumed = scu.State.from_dict(json.loads(json.dumps(resumed.to_dict())))
-        whole, resumed = scu.advance(law, whole, share), scu.advance(law, resumed, share)
+        whole, resumed = scu.advance(law, whole, ratio), scu.advance(law, resumed, ratio)
         assert whole == resumed and law.lambda_min <= whole.lambda_ <= law.lambda_max
 
 
 def test_checkpoints_from_before_there_was_another_law_are_read() -> None:
     old = {name: value for name, value in scu.initial(scu.Law(target=0.1)).to_dict().items() if name != "started"}
+    old["share"] = old.pop("measured")
     assert scu.State.from_dict(old) == scu.initial(scu.Law(target=0.1))

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher import scu_train
 from launcher.doctor.requirements import check_requirements
 from tests.tiny import make_model, write_chats
-from trainer.config import RunConfig, UserError, load_config
+from trainer.config import RunConfig, UserError, load_config, scu_flags
+from trainer.contract.ports import free_port
 
 CHECKOUT = Path(__file__).parents[2]
 
 
 def config_of(folder: Path, *flags: str) -> RunConfig:
-    options = scu_train.parse(flags)
+    options = scu_flags.parse(flags)
     path = folder / "c.yaml"
-    path.write_text(yaml.safe_dump(scu_train.settings(options, options.data or "text.jsonl", None)))
+    path.write_text(yaml.safe_dump(scu_flags.settings(options, options.data or "text.jsonl", None)))
     return load_config(path, options.overrides).config
 
 
@@ -48,12 +48,13 @@ DEFAULTS: dict[str, Any] = {
     "training.max_steps": 1000,
     "training.save_steps": 200,
     "training.precision": "auto",
-    "training.gradient_checkpointing": "none",
+    "training.gradient_checkpointing": "auto",
     "training.torch_compile": False,
     "training.memory_fraction": None,
     "training.resume_from_checkpoint": None,
     "training.weight_decay": 0.0,
     "dataset.max_length": 1024,
+    "dataset.too_long": "split",
     "lora.r": 16,
     "lora.alpha": 32.0,
     "scu.enabled": True,
@@ -83,6 +84,7 @@ DEFAULTS: dict[str, Any] = {
         ("--lora-r 4", "lora.r", 4),
         ("--lora-r 4", "lora.alpha", 8.0),
         ("--torch-compile", "training.torch_compile", True),
+        ("--cudnn-benchmark", "training.cudnn_benchmark", True),
         ("--4bit-quantization", "adapter", "qlora"),
         ("--resume-from-checkpoint runs/x/checkpoint-5", "training.resume_from_checkpoint", "runs/x/checkpoint-5"),
         ("--resume-from-checkpoint", "training.resume_from_checkpoint", "latest"),
@@ -110,6 +112,21 @@ def test_a_flag_sets_what_it_names_and_nothing_else(tmp_path: Path, flags: str, 
     if not {"--test-run", "--lora-r"} & set(flags.split()):
         changed = {other for other in DEFAULTS if value(config, other) != DEFAULTS[other]}
         assert changed <= {name}
+
+
+@pytest.mark.parametrize(
+    ("card", "adapter", "batch_size", "precision"),
+    [("rtx3080", "qlora", 4, "auto"), ("rtx4090", "lora", 16, "bf16"), ("a100", "lora", 32, "bf16")],
+)
+def test_the_recipes_of_cards_keep_32_sequences_a_step(
+    tmp_path: Path, card: str, adapter: str, batch_size: int, precision: str
+) -> None:
+    config = config_of(tmp_path, "--card", card)
+    training = config.training
+    assert (config.adapter, training.batch_size, training.precision) == (adapter, batch_size, precision)
+    assert training.batch_size * training.gradient_accumulation_steps == 32
+    smaller = config_of(tmp_path, "--card", card, "--batch-size", "2", "--fp16")
+    assert (smaller.training.batch_size, smaller.training.precision) == (2, "fp16")
 
 
 def test_every_documented_flag_is_there() -> None:
@@ -153,7 +170,7 @@ def test_a_bad_flag_is_one_line_and_2(tmp_path: Path, flags: list[str], complain
 
 def test_an_unknown_flag_raises() -> None:
     with pytest.raises(UserError, match="--help lists the flags"):
-        scu_train.parse(["--nothing"])
+        scu_flags.parse(["--nothing"])
 
 
 def executable(path: Path, script: str) -> None:
@@ -165,13 +182,17 @@ def test_requirements_with_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The driver's own tool answers as it does on a machine with two GPUs."""
-    row = "NVIDIA H200, 143771 MiB, 143000 MiB, 580.95.05"
-    executable(tmp_path / "nvidia-smi", f"echo '{row}'\necho '{row}'")
+    row = "NVIDIA H200, 143771 MiB, 143000 MiB, 580.95.05, 9.0"
+    header = "| NVIDIA-SMI 580.95.05   Driver Version: 580.95.05   CUDA Version: 13.0 |"
+    executable(tmp_path / "nvidia-smi", f"[ $# = 0 ] && echo '{header}' || printf '%s\\n' '{row}' '{row}'")
+    monkeypatch.setattr("launcher.doctor.requirements._cuda_of_torch", lambda: "12.8")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr("launcher.doctor.requirements.FREE_GIB", 0.001)
     assert check_requirements(str(tmp_path / "out"), "some/model") == 0
     shown = capsys.readouterr().out
-    assert "GPU 1                  NVIDIA H200, 143000 MiB of 143771 MiB free, driver 580.95.05" in shown
+    assert "GPU 1                  NVIDIA H200, 143000 MiB of 143771 MiB free, compute capability 9.0, driver" in shown
+    assert "ok       CUDA                   12.8 in torch, 13.0 in the driver" in shown
+    assert "absent   flash-attn" in shown and "absent   mamba-ssm" in shown
     assert "ok       torch" in shown and "ok       deepspeed" in shown
     assert shown.endswith("everything that is needed is there\n")
     assert not (tmp_path / "out").exists()
@@ -185,13 +206,22 @@ def test_requirements_with_a_gpu(
         ("model", "MISSING  model"),
         ("package", "MISSING  no-such-package        pip install 'no-such-package>=1'"),
         ("version", "MISSING  pyyaml"),
+        ("memory", "MISSING  GPU 0                  8 GB of memory are needed"),
+        ("capability", "MISSING  GPU 0                  compute capability 7.0 or newer is needed"),
+        ("CUDA", "MISSING  CUDA                   torch has 13.0 and the driver knows 12.4 at most; update the driver"),
+        ("CUDA of torch", "MISSING  CUDA                   this torch is built without it"),
     ],
 )
 def test_what_is_missing_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str, line: str
 ) -> None:
-    failing = "echo NVIDIA-SMI has failed; exit 9"
-    executable(tmp_path / "nvidia-smi", failing if missing == "driver" else "echo 'H200, 9 MiB, 9 MiB, 580'")
+    failing = "[ $# = 0 ] && exit 9; echo NVIDIA-SMI has failed; exit 9"
+    memory, capability = 6144 if missing == "memory" else 24576, "6.1" if missing == "capability" else "8.6"
+    row = f"RTX 3090, {memory} MiB, {memory} MiB, 580, {capability}"
+    card = f"[ $# = 0 ] && echo 'CUDA Version: 12.4' || echo '{row}'"
+    executable(tmp_path / "nvidia-smi", failing if missing == "driver" else card)
+    cuda = None if missing == "CUDA of torch" else "13.0" if missing == "CUDA" else "12.1"
+    monkeypatch.setattr("launcher.doctor.requirements._cuda_of_torch", lambda: cuda)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr("launcher.doctor.requirements.FREE_GIB", 1e9 if missing == "disk" else 0.001)
     if missing in ("package", "version"):
@@ -240,9 +270,7 @@ def test_a_test_run_trains_and_leaves_its_log(tmp_path: Path) -> None:
 
 
 def zerolora(*arguments: str, cwd: Path = CHECKOUT) -> "subprocess.CompletedProcess[str]":
-    environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "DS_ACCELERATOR": "cpu", "COLUMNS": "120"}
-    command = [sys.executable, "-m", "launcher.cli", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    return run([sys.executable, "-m", "launcher.cli", *arguments], cwd)
 
 
 def test_a_folder_that_takes_no_log_is_named_before_anything_is_written(tmp_path: Path) -> None:
@@ -250,3 +278,35 @@ def test_a_folder_that_takes_no_log_is_named_before_anything_is_written(tmp_path
     result = zerolora("scu-train", "--test-run", "--model", str(tmp_path), "--output-dir", "out", cwd=tmp_path)
     assert result.returncode == 2 and "start this in a folder where the log can be written" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+
+
+GRANITE = (
+    "random:granite-4.0-h-1b,num_hidden_layers=2,layer_types=null,hidden_size=64,vocab_size=300,"
+    "shared_intermediate_size=64,num_attention_heads=4,num_key_value_heads=2,mamba_n_heads=8,mamba_d_head=16"
+)
+
+
+def test_granite_under_the_scu_by_torchs_older_launcher(tmp_path: Path) -> None:
+    model, data = GRANITE, tmp_path / "text.jsonl"
+    data.write_text("".join(json.dumps({"text": f"{number} of many words " * 40}) + "\n" for number in range(8)))
+    launch = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2", f"--master_port={free_port()}"]
+    flags = ["--test-run", "--max-steps=3", "--multi-gpu", "--control-frequency=1", "--output-dir=out"]
+    files = [f"--model={model}", f"--data={data}", f"dataset.cache_dir={tmp_path}/cache"]
+    result = run([*launch, "-m", "trainer.scu_train", *flags, *files], tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    records = json.loads((tmp_path / "out" / "scu_metrics.json").read_text())
+    assert [record["step"] for record in records] == [1, 2, 3] and records[2]["param_bpt"] > 0
+    assert "mamba: 2 layers" in result.stdout and "cut to" not in result.stdout
+    assert "step 3/3" in (tmp_path / "logs" / "cuda_optimized_training.log").read_text()
+
+
+@pytest.mark.parametrize("flag", ["--batchsize=8", "--target-s=2", "--dry-run"])
+def test_a_rank_with_a_bad_flag_is_one_line_and_2(tmp_path: Path, flag: str) -> None:
+    result = run([sys.executable, "-m", "trainer.scu_train", "--local-rank=0", "--data=x.jsonl", flag], tmp_path)
+    assert result.returncode == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def run(command: list[str], cwd: Path) -> "subprocess.CompletedProcess[str]":
+    environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "DS_ACCELERATOR": "cpu", "COLUMNS": "120"}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)

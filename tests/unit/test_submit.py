@@ -3,6 +3,7 @@
 import json
 import shlex
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +15,13 @@ from launcher.status import job_lines, run_lines, run_of_job
 from launcher.submit import TEMPLATE, Job, render, seconds_of, sweep_lines
 from trainer.config import UserError
 
+HOLD_AND_DIE = """
+import os, sys
+from pathlib import Path
+from trainer.contract.folder_lock import FolderLock
+lock = FolderLock.take(Path(sys.argv[1]), resumes=False, say=print)
+os.kill(os.getpid(), 9)
+"""
 CONFIG = "base_model: some/model\noutput_dir: {run}\ndataset: {{path: data.jsonl}}\n"
 
 
@@ -212,6 +220,11 @@ def test_the_folder_of_a_run_tells_where_it_stands(tmp_path: Path) -> None:
     assert shown["state"] == "ended with 75" and "left" not in shown
     (logs / "heartbeat-0.json").write_text(json.dumps(beat | {"time": time.time() - 4000}))
     assert dict(run_lines(tmp_path))["state"].startswith("silent for 1:0")
+    # Its last heartbeat is young, and on this machine no process holds the lock that it has left.
+    (logs / "heartbeat-0.json").write_text(json.dumps(beat | {"time": time.time()}))
+    subprocess.run([sys.executable, "-c", HOLD_AND_DIE, str(tmp_path)], cwd=Path(__file__).parents[2])
+    shown = dict(run_lines(tmp_path))
+    assert shown["state"] == "killed, rank 0 at step 41, phase backward" and "left" not in shown
 
 
 def test_status_has_held_out_losses_time_and_mean_speed_and_leaves_odd_lines_out(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from launcher.presets import init
 from tests.tiny import make_model, write_chats
 from trainer.commands.tailor import main as tailor
 from trainer.config import RunConfig, UserError, load_config
+from trainer.model import capacity
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,42 @@ def test_few_documents_are_all_trained_on(ground: Path, monkeypatch: pytest.Monk
     config, text = made(ground, monkeypatch, "--model", "./model", "--data", "few.jsonl", "--gpus", "1")
     assert (config.dataset.val_split, config.training.evals_per_epoch, config.dataset.packing) == (0.0, None, False)
     assert "fifteen" not in text and "15 times what full fine-tuning" in text and "the run is short" in text
+
+
+def test_experts_share_the_rank_that_a_token_meets(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--model", "random:olmoe-1b-7b,num_hidden_layers=2", "--data", "texts.jsonl", "--gpus", "1")
+    config, text = made(ground, monkeypatch, *words)
+    assert (
+        config.lora.experts and config.lora.expert_rank == "r/top_k" and config.lora.target_modules == ("all-linear",)
+    )
+    assert "# a token visits 8 experts, and meets r in all of them\n  expert_rank: r/top_k\n" in text
+    hold = int(text.partition("# ")[2].partition(" parameters hold")[0].split("# ")[-1].replace(",", ""))
+    from trainer.commands.validate import findings
+    from trainer.preflight import prepare
+
+    assert f", {hold:,} parameters (" in findings(config, prepare(config))[2], "as many as the adapter has"
+
+
+def test_more_data_than_the_adapter_holds_is_a_warning(
+    ground: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from trainer.commands.validate import main as validate
+
+    monkeypatch.setattr(capacity, "BITS_PER_TOKEN", 1000.0)
+    words = ("--model", "./model", "--data", "texts.jsonl", "--gpus", "1")
+    config, text = made(ground, monkeypatch, *words)
+    assert config.lora.r == 64, "the highest of the usual ones that is no wider than the layers"
+    said = capsys.readouterr().out
+    assert (
+        "warning: the data tells about " in said
+        and "more data than it can learn; a higher lora.r, or adapter: none" in said
+    )
+    assert "# Warning: the data tells about " in text
+    assert validate(["mine.yaml"]) == 0
+    assert "warning: the data tells about " in capsys.readouterr().out
+    monkeypatch.setattr(capacity, "BITS_PER_TOKEN", 1.0)
+    assert validate(["mine.yaml"]) == 0
+    assert "the data tells" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

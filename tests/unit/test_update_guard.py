@@ -12,6 +12,7 @@ import torch
 from tests.engine import adapted_engine, backward, one_rank
 from trainer.config import UserError
 from trainer.engine.optimizer_state import EngineState
+from trainer.engine.state_pieces import whole_state
 from trainer.patches.update_guard import NORM_METHOD, UpdateGuard, require_fused_update
 
 ON_GPU = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
@@ -37,7 +38,9 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     """Everything that a step may change: masters, moments, the weights that the forward pass reads, the step count."""
     state = EngineState(engine)
     working = {f"working/{n}": p.detach().cpu().clone() for n, p in engine.module.named_parameters() if p.requires_grad}
-    return state.collect() | working | {"steps": torch.tensor(state.steps_taken())}
+    pieces = state.pieces()
+    assert pieces is not None
+    return whole_state([pieces]) | working | {"steps": torch.tensor(state.steps_taken())}
 
 
 def poison(engine: Any, value: float) -> list[Any]:

@@ -53,6 +53,20 @@ def test_who_is_behind(of_rank_1: dict[str, object], silent: set[int], behind: l
     assert ranks_behind(beats(**of_rank_1), silent) == behind
 
 
+def test_time_by_phase_is_that_of_the_outermost_and_steps_are_the_rest() -> None:
+    progress = Progress()
+    for name, inner, seconds in (("load", "gather", 0.2), ("data", "reduce", 0.1), ("save", "gather", 0.1)):
+        with progress.phase(name), progress.phase(inner):
+            time.sleep(seconds)
+    time.sleep(0.1)
+    with progress.phase("report"):
+        time.sleep(0.1)
+        found = progress.time_by_phase()
+    assert list(found) == ["start", "load", "save", "steps"], "the host's part of a step is no phase of its own"
+    assert found["load"] >= 0.2 and found["save"] >= 0.1 and 0.2 <= found["steps"] < 10
+    assert 0 < found["start"] < 3600
+
+
 def test_a_rank_that_does_not_come_to_where_the_ranks_meet_is_behind() -> None:
     found = {rank: replace(BEAT, rank=rank, step=0, phase="join", collective=None) for rank in range(3)}
     found[2] = replace(found[2], phase="tokenise")

@@ -10,6 +10,8 @@ import datetime
 import gc
 import inspect
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -249,6 +251,23 @@ def test_datasets_puts_another_object_in_the_place_of_the_environment(tmp_path: 
         assert os.environ is not real
     finally:
         os.environ = real  # noqa: B003
+
+
+IMPORTED = """
+import torch
+calls, at = [], []
+torch.compile = lambda function=None, **options: calls.append(at[-1]) or function or (lambda one: one)
+for name in ("bitsandbytes", "deepspeed.runtime.zero.muon.original_muon"):
+    at.append(name)
+    __import__(name)
+print("called by", *dict.fromkeys(calls))
+"""
+
+
+def test_bitsandbytes_and_deepspeed_compile_while_they_are_imported() -> None:
+    """Else trainer/ranks/lean_imports.py can go."""
+    done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True)
+    assert "called by bitsandbytes deepspeed.runtime.zero.muon.original_muon" in done.stdout.splitlines()
 
 
 def _same(record: dict[str, Any]) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from trainer.config.data_sections import DatasetSection, SourceSection
 from trainer.config.errors import CommandParser, UserError
 from trainer.config.gather import engine_stage, engine_zero, gathers_by_layer, trained_in_full, why_not_by_layer
+from trainer.config.image_section import ImageSection
 from trainer.config.load import LoadedConfig, dump_yaml, load_config
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
-from trainer.config.sections import LoggingSection, OutputSection, RunConfig, ScuSection
+from trainer.config.sections import LoggingSection, OutputSection, RunConfig, ScuSection, TierSection
 from trainer.config.training_sections import (
     FIRST_STEP_FACTOR,
     OpsSection,
@@ -20,6 +21,7 @@ __all__ = [
     "FIRST_STEP_FACTOR",
     "CommandParser",
     "DatasetSection",
+    "ImageSection",
     "LoadedConfig",
     "LoggingSection",
     "LoraSection",
@@ -30,6 +32,7 @@ __all__ = [
     "RunConfig",
     "ScuSection",
     "SourceSection",
+    "TierSection",
     "TrainingSection",
     "UserError",
     "ZeroSection",

@@ -32,6 +32,7 @@ ALIASES: dict[str, str] = {
     "init_lora_weights": "lora.init",
     "lora.init_lora_weights": "lora.init",
     "bnb_4bit_quant_type": "quantization.quant_type",
+    "quantization.type": "quantization.quant_type",
     "bnb_4bit_use_double_quant": "quantization.double_quant",
     "data_path": "dataset.path",
     "dataset_name": "dataset.path",
@@ -99,6 +100,7 @@ ALIASES: dict[str, str] = {
     "run_name": "logging.run_name",
     "wandb_project": "logging.project",
     "overwrite_output_dir": "output.overwrite",
+    "dataset.long_documents": "dataset.too_long",
     "ops.forget": "ops.recompute",  # as it was called here before
 }
 
@@ -121,7 +123,7 @@ ELSEWHERE = {
     "do_eval": "remove it; set `dataset.val_split` or `dataset.evaluation`",
     "evals_per_epoch": "write `training.eval_steps`",
     "saves_per_epoch": "write `training.save_steps`",
-    "group_by_length": "write `dataset.packing: true`, which leaves no padding",
+    "group_by_length": "write `dataset.packing: true`, which leaves no padding, or `dataset.batching: tokens`",
     "train_on_inputs": "write `dataset.train_on: all` or `assistant`",
     "pad_to_sequence_len": "remove it; packing fills sequences",
     "eval_sample_packing": "remove it; evaluation packs as training does",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from trainer.config.errors import UserError, shown
+from trainer.config.errors import DATA_WANTED, UserError, shown
 from trainer.config.gather import gathers_by_layer, why_not_by_layer
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import TrainingSection
@@ -34,6 +34,11 @@ def _of_adapter(config: RunConfig) -> Iterator[str]:
         yield "base_model='': empty; name a folder or a model on the hub"
     if not config.output_dir.strip():
         yield "output_dir='': empty; name a folder"
+    if config.adapter != "qlora" and config.quantization.eight_bit:
+        yield (
+            f"quantization.quant_type={config.quantization.quant_type}: adapter is {config.adapter}, whose base stays "
+            "as it is; write adapter: qlora, or remove it"
+        )
     if not lora.target_modules:
         yield "lora.target_modules=[]: no targets; write all-linear or names such as q_proj"
     if "all-linear" in lora.target_modules and len(lora.target_modules) > 1:
@@ -46,12 +51,27 @@ def _of_adapter(config: RunConfig) -> Iterator[str]:
         yield f"lora.init={lora.init}: the adapter at lora.adapter_path has its values already; remove one"
     if config.adapter == "qlora" and lora.init in ("pissa", "pissa_niter_16", "olora"):
         yield f"lora.init={lora.init}: needs full-precision weights; use loftq or default with adapter: qlora"
+    if config.adapter == "qlora":
+        yield from _of_bits(config)
     if config.adapter == "lora" and lora.init == "loftq":
         yield "lora.init=loftq: prepares an adapter for a 4-bit base; set adapter: qlora, or use pissa"
     reads_base = lora.init in ("pissa", "pissa_niter_16", "olora", "loftq")
     reads_factors = lora.init == "orthogonal" and not gathers_by_layer(config)
     if config.zero.stage == 3 and (reads_base or reads_factors):
         yield f"lora.init={lora.init}: needs each weight whole, which zero.stage=3 never has; use zero.stage: 2"
+
+
+def _of_bits(config: RunConfig) -> Iterator[str]:
+    quantization, lora = config.quantization, config.lora
+    kind = quantization.quant_type
+    if quantization.bits == 8 and not quantization.eight_bit:
+        yield f"quantization.bits=8: quant_type is {kind}, which has 4; add quantization.quant_type: fp8, or int8"
+    if quantization.bits == 4 and quantization.eight_bit:
+        yield f"quantization.bits=4: quant_type is {kind}, which has 8; use quantization.quant_type: nf4, or bits: 8"
+    if quantization.eight_bit and lora.init == "loftq":
+        yield "lora.init=loftq: prepares an adapter for a 4-bit base; use default, or quantization.quant_type: nf4"
+    if quantization.eight_bit and lora.dora:
+        yield f"lora.dora=true: reads the base's weights, which {kind} holds in 8 bits; use nf4, or turn it off"
 
 
 def _of_zero(config: RunConfig) -> Iterator[str]:
@@ -75,7 +95,7 @@ def _of_zero(config: RunConfig) -> Iterator[str]:
         yield f"zero.gather=layer: {why_not}; use module, or auto"
     if config.adapter == "qlora" and zero.offload_parameters and not gathers_by_layer(config):
         yield (
-            "zero.offload_parameters=true: zero.gather=module cannot offload 4-bit weights; use zero.gather: layer, "
+            "zero.offload_parameters=true: zero.gather=module cannot offload a quantised base; use zero.gather: layer, "
             "adapter: lora, or turn it off"
         )
     if zero.stage == 3 and not gathers_by_layer(config) and config.model.added_tokens:
@@ -86,15 +106,16 @@ def _of_zero(config: RunConfig) -> Iterator[str]:
 
 def _of_data(config: RunConfig) -> Iterator[str]:
     data = config.dataset
-    if bool(data.path) == bool(data.mix):
-        problem = "both given" if data.path else "nothing to train on"
-        yield f"dataset.path={shown(data.path)}, dataset.mix of {len(data.mix)}: {problem}; give one of them"
+    if data.path and data.mix:
+        yield f"dataset.path={shown(data.path)}, dataset.mix of {len(data.mix)}: both given; give one of them"
+    if not data.path and not data.mix:
+        yield DATA_WANTED
     for label, source in [("dataset", data), ("dataset.evaluation", data.evaluation)] + [
         (f"dataset.mix.{index}", source) for index, source in enumerate(data.mix)
     ]:
         if source is None:
             continue
-        if not source.path and not (label == "dataset" and data.mix):
+        if not source.path and label != "dataset":
             yield f"{label}.path: missing; name a file, a folder or a data set on the hub"
         if source.format == "custom" and not (source.template and "completion" in source.fields):
             yield f"{label}.format=custom: needs {label}.template with {{field}} marks and {label}.fields.completion"
@@ -106,6 +127,9 @@ def _of_data(config: RunConfig) -> Iterator[str]:
             yield f"{label}.roles.{unknown[0]}: the roles are {', '.join(ROLES)}; name yours below one of them"
         if source.roles and source.format not in ("auto", "messages", "sharegpt"):
             yield f"{label}.roles: only conversations have roles, and {label}.format={source.format}; remove it"
+    if data.batching == "tokens" and (data.packing or data.streaming):
+        what = "packing leaves nothing to pad" if data.packing else "the lengths in a stream are not known"
+        yield f"dataset.batching=tokens: {what}; use samples"
     if data.val_split and data.evaluation:
         yield f"dataset.val_split={data.val_split}: dataset.evaluation is given as well; keep one"
     if set(data.train_on) - {*ROLES, "all"} or not data.train_on:
@@ -192,7 +216,7 @@ def _of_scu(config: RunConfig) -> Iterator[str]:
             f"and scu.lambda_max={scu.lambda_max}"
         )
     if scu.measure != "kl" and scu.target != "auto" and scu.target >= 1.0:
-        yield f"scu.target={scu.target}: a share of information lies below 1; use 0.01 to start with"
+        yield f"scu.target={scu.target}: a fraction of information lies below 1; use 0.01 to start with"
     if scu.target == "auto" and scu.measure == "delta" and scu.law == "published" and scu.controller == "pi":
         yield "scu.target=auto: published targets are for measure: factors; give a number, or use scu.law: logit"
     if scu.reference is not None and scu.measure != "kl":

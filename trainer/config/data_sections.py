@@ -55,10 +55,15 @@ class DatasetSection(SourceSection):
     """Share of the records held out for evaluation."""
     max_length: Annotated[int, Field(ge=1, le=2**24)] = 2048
     """Longest sequence in tokens; longer ones are cut at the end and counted. With packing, the length of a pack."""
-    too_long: Literal["cut", "drop"] = "cut"
-    """What becomes of a document that is longer than max_length: cut at its end, or left out."""
+    too_long: Literal["cut", "drop", "split"] = "cut"
+    """What becomes of a document longer than max_length: cut at its end, left out, or `split` into several. `split` is
+    for texts without a prompt, every token learnt once; all else is then cut."""
     packing: bool = False
     """Put several documents into one sequence, each blind to the others, positions restarting."""
+    batching: Literal["samples", "tokens"] = "samples"
+    """How sequences that are not packed come to micro-batches. `samples`: batch_size at a time, in the shuffled order.
+    `tokens`: sequences of like length together, each micro-batch of a step about as many tokens; the global batch stays
+    the same, and little is padded."""
     train_on: Words = ("assistant",)
     """Roles whose turns carry loss: assistant, user, system, tool, or `all`."""
     system_prompt: str | None = None

@@ -7,14 +7,15 @@ from trainer.config.errors import UserError, shown
 
 LORA_TARGETS = "lora.target_modules"
 QLORA: dict[str, Any] = {"adapter": "qlora"}
+INT8: dict[str, Any] = {"adapter": "qlora", "quantization.quant_type": "int8"}
 NOTHING: dict[str, Any] = {}
 PREFERENCES = "preference training (DPO and relatives) is not offered here"
 
 # Name -> value -> the settings it stands for. REFUSED and ELSEWHERE say what to write instead of any other value.
 MEANINGS: dict[str, dict[Any, dict[str, Any]]] = {
     "load_in_4bit": {True: QLORA, False: NOTHING},
-    "load_in_8bit": {False: NOTHING},
-    "quantization_bit": {4: QLORA},
+    "load_in_8bit": {True: INT8, False: NOTHING},
+    "quantization_bit": {4: QLORA, 8: INT8},
     "quantization_method": {"bnb": NOTHING, "bitsandbytes": NOTHING},
     "finetuning_type": {"lora": NOTHING, "full": {"adapter": "none"}},
     "stage": {"sft": NOTHING},
@@ -42,8 +43,8 @@ MEANINGS: dict[str, dict[Any, dict[str, Any]]] = {
 }
 
 REFUSED = {
-    "load_in_8bit": "8-bit bases are not offered; write `adapter: qlora` for 4 bits",
-    "quantization_bit": "only 4-bit bases are offered; write `adapter: qlora`, or remove it",
+    "load_in_8bit": "write `adapter: qlora` and `quantization.quant_type: fp8`, or int8",
+    "quantization_bit": "bases have 4 or 8 bits; write `adapter: qlora`, or remove it",
     "quantization_method": "the base is quantised by bitsandbytes; remove it",
     "lora_target_linear": "write true, or `lora.target_modules: all-linear`",
     "finetuning_type": "write `adapter: lora`, `qlora` or `none`",

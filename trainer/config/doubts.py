@@ -22,6 +22,11 @@ def doubts(config: RunConfig) -> list[str]:
                 f"lora.alpha={lora.alpha:g}: scales the update by {scale:g} at lora.r={lora.r}; 1 or 2 are usual, so "
                 "expect the loss to rise"
             )
+    if training.torch_compile and config.adapter != "none" and config.ops.backend != "peft":
+        lines.append(
+            "training.torch_compile=true: turns off what is computed together here (siblings, one buffer for the "
+            "adapter, norms, SwiGLU, rotary embedding); measure both with `zerolora bench training.torch_compile=true`"
+        )
     if training.adam_epsilon > 1e-3:
         lines.append(
             f"training.adam_epsilon={training.adam_epsilon:g}: larger than most gradients; 1e-8 is usual, and "

@@ -26,6 +26,13 @@ def _without_middle(text: str, most: int) -> str:
     return f"{text[: most - end - 3]}...{text[-end:]}"
 
 
+DATA_WANTED = (
+    "dataset.path: missing; say what to train on, as dataset.path=train.jsonl does: a .jsonl, .json, .parquet, .csv or "
+    ".txt file, a folder of them, or a data set of the hub, whose records have messages | conversations | "
+    "instruction + output | prompt + completion | text"
+)
+
+
 class UserError(Exception):
     """A mistake in the configuration, the command line or the data: shown as one line, exit code 2, nothing written."""
 

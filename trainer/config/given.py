@@ -103,13 +103,18 @@ class Given:
                 )
                 return
             node = child
-        if replace:
+        if dotted == "adapter" and {node.get(last), value} == {"lora", "qlora"} and self._has_8_bits(name):
+            value = "qlora"  # which Axolotl calls lora, with load_in_8bit beside it
+        elif replace:
             self.mistakes.override(dotted)
         elif dotted in self.names and node[last] != value:
             self.mistakes.add_twice(dotted, name)
             return
         self.names[dotted] = name
         node[last] = value
+
+    def _has_8_bits(self, name: str) -> bool:
+        return "load_in_8bit" in (name, self.names.get("adapter"))
 
     def _rename_source(self, entry: Any, name: str) -> Any:
         """Our names inside one source of examples, or inside each of several."""

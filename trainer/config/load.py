@@ -14,6 +14,8 @@ from trainer.config.overrides import parse_override
 from trainer.config.sections import RunConfig
 from trainer.config.yaml_core import dump, read_text, yaml_of
 
+DEFAULT_OUTPUT = Path("runs")
+
 
 @dataclass(frozen=True)
 class LoadedConfig:
@@ -52,6 +54,9 @@ def load_text(
             mistakes.of_command_line(override, str(error))
         else:
             given.override(name, value)
+    if "output_dir" not in given.tree:
+        given.tree["output_dir"] = str(DEFAULT_OUTPUT / path.stem)
+        given.notes.append(f"output_dir is {given.tree['output_dir']}, after the file; nothing else names it")
     given.check_bits()
     config: RunConfig | None
     try:

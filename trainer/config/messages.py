@@ -7,7 +7,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from trainer.config.aliases import ALIASES, ELSEWHERE
-from trainer.config.errors import nearest, shown
+from trainer.config.errors import DATA_WANTED, nearest, shown
 from trainer.config.sections import RunConfig
 from trainer.config.types import AUTO
 
@@ -56,6 +56,8 @@ def all_mistakes(error: ValidationError, written_as: Mapping[str, str]) -> list[
 def _line(found: ErrorDetails, path: list[str], section: type[BaseModel] | None, name: str) -> str:
     if not path:
         return f"{shown(found['input'])!a}: unknown setting; `zerolora config --schema` lists all of them"
+    if found["type"] == "missing" and path == ["dataset"]:
+        return DATA_WANTED
     if found["type"] == "missing":
         inner = f" with `{next(iter(section.model_fields))}: ...` below it" if section else ""
         return f"{name}: missing; write `{path[-1]}: ...`{inner}, for it has no default"

@@ -1,8 +1,8 @@
 """The settings of the base model, its adapter and its quantisation; the text under a field is its documentation."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from trainer.config.paths import PathText
 from trainer.config.types import Fraction, Positive, Section, Words
@@ -11,6 +11,9 @@ from trainer.config.types import Fraction, Positive, Section, Words
 def _every_linear(names: tuple[str, ...]) -> tuple[str, ...]:
     """`all` is LLaMA-Factory's word for it."""
     return ("all-linear",) if len(names) == 1 and names[0].lower() in ("all", "all-linear") else names
+
+
+EIGHT_BIT = ("fp8", "int8")
 
 
 class ModelSection(Section):
@@ -69,13 +72,27 @@ class LoraSection(Section):
 
 
 class QuantizationSection(Section):
-    """The 4-bit base of `adapter: qlora` (bitsandbytes)."""
+    """The quantised base of `adapter: qlora`: 4 bits by bitsandbytes, or 8 bits whose products are 8-bit products."""
 
-    bits: Literal[4] = 4
-    """Bits a weight."""
-    quant_type: Literal["nf4", "fp4"] = "nf4"
-    """Code book of the 4-bit values."""
+    bits: Literal[4, 8] = 4
+    """Bits a weight; `quant_type` alone says it too."""
+    quant_type: Literal["nf4", "fp4", "fp8", "int8"] = "nf4"
+    """nf4, fp4: 4 bits, dequantised for each product. fp8 (Hopper, Ada): 8 bits and the fastest steps, W and its input
+    in e4m3 with a scale for each row and token. int8: the same in int8, from compute capability 7.5 on."""
     double_quant: bool = True
-    """Quantise the block scales as well (0.4 bits a weight less)."""
+    """4 bits: quantise the block scales as well (0.4 bits a weight less)."""
     block_size: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = 64
-    """Weights that share one scale. transformers and bitsandbytes load 64 from the hub; others are made at load."""
+    """4 bits: weights that share one scale. transformers and bitsandbytes load 64 from the hub; others are made at
+    load."""
+
+    @property
+    def eight_bit(self) -> bool:
+        """Whether the base has 8 bits."""
+        return self.quant_type in EIGHT_BIT
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bits_of_type(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("quant_type") in EIGHT_BIT and "bits" not in given:
+            return given | {"bits": 8}
+        return given

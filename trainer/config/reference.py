@@ -23,8 +23,10 @@ def reference_text(width: int = 100) -> str:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a configuration file."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
+    """The JSON schema of a configuration file, whose name gives output_dir a default."""
+    schema = RunConfig.model_json_schema()
+    schema["required"] = [name for name in schema["required"] if name != "output_dir"]
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def _section_lines(section: type[BaseModel], prefix: str, width: int) -> list[str]:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from trainer.config.data_sections import DatasetSection
+from trainer.config.image_section import ImageSection
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
 from trainer.config.paths import PathText
 from trainer.config.training_sections import OpsSection, TrainingSection, ZeroSection
@@ -13,6 +14,11 @@ from trainer.config.types import Count, Fraction, NonNegative, Positive, Positiv
 PUBLISHED_LAW = {"kp": 0.8, "ki": 0.15, "deadband": 0.002, "lambda_start": 1.0}
 LOGIT_LAW = {"kp": 0.5, "ki": 0.025, "deadband": 0.05, "lambda_start": 0.1}
 KL_LAW = {"kp": 0.5, "ki": 0.05, "deadband": 0.05, "lambda_start": 0.1}
+AUTO_TARGET = 0.02
+"""S of the update at which a strong fixed lambda ends best, with scu.sigma=0.03 (docs/lab/scu.md)."""
+START_TIMES_TARGET = 0.12
+"""lambda S of a run whose term has come to rest was 0.13 to 0.16 on both texts of docs/lab/scu.md; a little less lets S
+reach the target."""
 _IN_EVERY_RECORD = {"measure", "kp", "ki", "ema", "leak", "every", "tokens", "check_every"}
 
 
@@ -22,7 +28,7 @@ class ScuSection(Section):
     enabled: bool = False
     """Switch the controller on."""
     measure: Literal["delta", "factors", "kl"] = "delta"
-    """What is held. The share S of information in the effective update s B A (`delta`), or in the factors A and B
+    """What is held. The fraction S of information in the effective update s B A (`delta`), or in the factors A and B
     themselves (`factors`); or K, bits a token between the outputs of adapter and base on reference text (`kl`)."""
     controller: Literal["pi", "fixed", "linear", "cosine", "none"] = "pi"
     """What moves lambda. `none` measures only."""
@@ -30,7 +36,7 @@ class ScuSection(Section):
     """How PI moves it. `logit`: by the error in logit S, from when S first reaches the target. `published`: by the
     error in S, as the published scripts do. `kl` has a law of its own, by the error in ln K."""
     target: Annotated[float, Field(gt=0.0, le=1000.0)] | Literal["auto"] = "auto"
-    """S = ParamBPT / (DataBPT + ParamBPT) to hold, or K in bits a token. `auto`: 0.01 for `delta`, the published value
+    """S = ParamBPT / (DataBPT + ParamBPT) to hold, or K in bits a token. `auto`: 0.02 for `delta`, the published value
     by size for `factors`, 0.05 bits for `kl`."""
     kp: NonNegative | Literal["auto"] = "auto"
     """Proportional gain. `auto`: 0.5; 0.8 by the published law."""
@@ -46,7 +52,8 @@ class ScuSection(Section):
     """Largest absolute value of the published law's integral."""
     lambda_start: Positive | Literal["auto"] = "auto"
     """First lambda, and the value of `fixed`. `kl`: lambda is 0 until K first passes the target, then this. `auto`:
-    0.1, which holds little back until the target is reached; 1 by the published law."""
+    0.12 over the target, near which lambda comes to rest; 0.1 for `kl`, `factors`, `linear` and `cosine`; 1 by the
+    published law."""
     lambda_min: Positive = 1e-4
     """Smallest lambda."""
     lambda_max: Positive = 1e4
@@ -55,7 +62,7 @@ class ScuSection(Section):
     """Share of the peak below which PI lets the learning rate not fall after warm-up: what acts on the gradient loses
     its hold as the rate goes to 0."""
     sigma: Positive | Literal["auto"] = "auto"
-    """Standard deviation of the Gaussian prior on the weights. `auto`: 0.1; 0.01 for `factors`, as published."""
+    """Standard deviation of the Gaussian prior on the weights. `auto`: 0.03; 0.01 for `factors`, as published."""
     reference: PathText | None = None
     """`kl`: text whose answers shall stay the base's: a file, folder or hub name, read as `dataset.path` is, all of it
     without labels. None: the base's own samples, drawn before training."""
@@ -78,8 +85,23 @@ class ScuSection(Section):
             settings = settings | {"law": "published"}  # the record of a run from before there was another law
         known = PUBLISHED_LAW if settings.get("law") == "published" else LOGIT_LAW
         known = KL_LAW if settings.get("measure") == "kl" else known
-        known = known | {"sigma": 0.01 if settings.get("measure") == "factors" else 0.1}
+        known = known | {"sigma": 0.01 if settings.get("measure") == "factors" else 0.03}
+        if settings.get("law") != "published" and (start := _start_of(settings)) is not None:
+            known = known | {"lambda_start": start}
         return settings | {name: value for name, value in known.items() if settings.get(name, "auto") == "auto"}
+
+
+def _start_of(settings: dict[str, Any]) -> float | None:
+    """The first lambda of the law in the logit, of `delta`: near its last, so that S never runs far past the target."""
+    if settings.get("measure", "delta") != "delta" or settings.get("controller", "pi") not in ("pi", "fixed"):
+        return None
+    target = settings.get("target", "auto")
+    target = AUTO_TARGET if target == "auto" else target
+    if not isinstance(target, int | float) or not 0.0 < target < 1.0:
+        return None
+    low, high = (settings.get(f"lambda_{side}", default) for side, default in (("min", 1e-4), ("max", 1e4)))
+    bounded = isinstance(low, int | float) and isinstance(high, int | float)
+    return min(max(START_TIMES_TARGET / target, low), high) if bounded else None
 
 
 class LoggingSection(Section):
@@ -92,7 +114,7 @@ class LoggingSection(Section):
     project: str = "zerolora"
     """Project in wandb."""
     sample_prompts: Texts = ()
-    """User messages that the model answers before and after training."""
+    """User messages that the model answers before and after training; of an image model, what it draws."""
     sample_tokens: Count = 64
     """Longest answer to a sample prompt."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
@@ -109,24 +131,46 @@ class OutputSection(Section):
     the files that its record lists are deleted, yours stay; false: nothing, and the new run is refused."""
 
 
+class TierSection(Section):
+    """Limits that `zerolora tier` asserts of a run; training itself does not look at them."""
+
+    seconds: Positive | None = None
+    """The whole command takes less."""
+    peak_memory_gib: Positive | None = None
+    """torch's largest allocation on the card."""
+    loss_fall: Fraction | None = None
+    """Share by which the mean of the last 10 training losses lies below that of the first 10."""
+    memory_growth: Fraction = 0.01
+    """Share by which the peak may grow after the warm-up."""
+    throughput_change: Fraction = 0.05
+    """Share by which the last 100 steps may differ in tokens a second from the first 100 after the warm-up."""
+    baseline_loss: Fraction = 0.1
+    """Share of the tokens a second of this card's first run that a later one may lack."""
+
+
 class RunConfig(Section):
     """A whole run."""
 
     base_model: PathText
-    """Folder or hub name of a Hugging Face causal language model."""
+    """Folder or hub name of a Hugging Face causal language model, or of a pipeline of diffusers."""
+    task: Literal["auto", "language", "image"] = "auto"
+    """What kind of model it is; `auto`: a pipeline of images where there is a model_index.json."""
     adapter: Literal["lora", "qlora", "none"] = "lora"
-    """lora: adapter on the model as it is. qlora: adapter on a 4-bit base. none: train all weights."""
+    """lora: adapter on the model as it is. qlora: adapter on a base in 4 or 8 bits
+    (`quantization.quant_type`). none: train all weights."""
     output_dir: PathText
-    """Folder for the adapter, checkpoints, logs, metrics and plots."""
+    """Folder for the adapter, checkpoints, logs, metrics and plots; runs/NAME for NAME.yaml where nothing is given."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of everything random."""
     model: ModelSection = ModelSection()
     lora: LoraSection = LoraSection()
     quantization: QuantizationSection = QuantizationSection()
     dataset: DatasetSection
+    image: ImageSection = ImageSection()
     training: TrainingSection = TrainingSection()
     zero: ZeroSection = ZeroSection()
     scu: ScuSection = ScuSection()
     ops: OpsSection = OpsSection()
     logging: LoggingSection = LoggingSection()
     output: OutputSection = OutputSection()
+    tier: TierSection = TierSection()

@@ -13,13 +13,14 @@ from trainer.config.types import (
     NonNegative,
     Positive,
     PositiveInt,
+    Restarts,
     ResumeChanges,
     Section,
     Stage,
     StepsOrNever,
 )
 
-_CHECKPOINTING_SCHEMA = {"enum": ["none", "non_reentrant", "reentrant", "selective", True, False, None]}
+_CHECKPOINTING_SCHEMA = {"enum": ["auto", "none", "non_reentrant", "reentrant", "selective", True, False, None]}
 
 
 def _checkpointing_word(value: Any) -> Any:
@@ -82,12 +83,13 @@ class TrainingSection(Section):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Number format of weights and activations. `auto`: bf16 if the card has it, fp16 on older cards, fp32 on a CPU."""
     gradient_checkpointing: Annotated[
-        Literal["none", "non_reentrant", "reentrant", "selective"],
+        Literal["none", "non_reentrant", "reentrant", "selective", "auto"],
         BeforeValidator(_checkpointing_word),
         WithJsonSchema(_CHECKPOINTING_SCHEMA),
     ] = "none"
     """Recompute activations in the backward pass instead of keeping them; `true` means non_reentrant.
-    `selective` keeps the attention and the frozen products' cheap neighbours and recomputes the rest."""
+    `selective` keeps the attention and the frozen products' cheap neighbours and recomputes the rest. `auto`: the first
+    of none, selective and non_reentrant that fits by the memory estimate, so that no more time is spent than needed."""
     offload_activations: bool = False
     """Keep what gradient checkpointing saves, one tensor a layer, in host memory."""
     on_oom: Literal["stop", "halve"] = "stop"
@@ -96,6 +98,8 @@ class TrainingSection(Section):
     """Start although the memory estimate says that it does not fit."""
     save_steps: StepsOrNever = 500
     """Steps between checkpoints; 0 saves only at the end."""
+    save_minutes: NonNegative = 0.0
+    """Minutes after which a checkpoint is made, beside those of `save_steps`; 0 never."""
     saves_per_epoch: Annotated[float, Field(gt=0.0, le=10_000.0)] | None = None
     """Checkpoints in each pass over the data, instead of `save_steps`."""
     save_total_limit: PositiveInt | None = 3
@@ -120,8 +124,11 @@ class TrainingSection(Section):
     """Keep the checkpoint with the lowest held-out loss and end with its adapter."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A loss or gradient that is not finite stops the run, or skips that step (at most 10 in a row)."""
+    on_spike: Literal["warn", "ignore"] = "warn"
+    """A loss far above those of the last 100 steps is warned of."""
     torch_compile: bool = False
-    """Compile the model with torch.compile."""
+    """Compile the model with torch.compile. It turns off what is computed together here: siblings in one call, the
+    adapter in one buffer, norms, SwiGLU and rotary embedding. Whether it pays is for `zerolora bench` to say."""
     cudnn_benchmark: bool = False
     """Let cuDNN try its kernels at the start."""
     deterministic: bool = False
@@ -132,6 +139,12 @@ class TrainingSection(Section):
     """How long a collective waits for a rank before the run fails; at least 5 minutes more than 3 x hang_timeout."""
     hang_timeout: NonNegative = 10.0
     """Minutes without progress of a rank after which the run is ended and the rank named; 0 turns the watchdog off."""
+    max_restarts: Restarts | None = None
+    """How often `zerolora train` starts the ranks again after a failure, from the newest whole checkpoint, if a step
+    was made since the last start. Where it is not given 3, but none in a SLURM job that is queued again."""
+    elastic: bool = False
+    """Start again on the largest number of ranks left that divides the global batch, where GPUs or hosts are gone or a
+    rank fails again before it made a step; the global batch stays, the accumulation grows."""
     launcher_timeout: NonNegative = 120.0
     """Seconds without a sign of the `zerolora` process after which ranks on other hosts than its own end; 0 never."""
 

@@ -19,6 +19,7 @@ AUTO = -1  # how `auto` is kept in a number until the memory estimate has put a 
 # Upper bounds are where a number can only be a slip: a run of so many steps, a buffer of so many elements.
 Count = Annotated[int, Field(ge=1, le=65_536)]
 PositiveInt = Annotated[int, Field(ge=1, le=1_000_000_000)]
+Restarts = Annotated[int, Field(ge=0, le=100_000)]
 StepsOrNever = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Elements = Annotated[int, Field(ge=0, le=10**13)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]

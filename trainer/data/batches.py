@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from trainer.config import UserError
+from trainer.data.by_tokens import like_lengths_together, like_tokens
 from trainer.data.samples import Sample, SampleIterator, Samples, SampleStream
 from trainer.data.step_count import steps_per_epoch
 
@@ -52,7 +53,7 @@ class Batches:
 
     The order of an epoch depends on seed and epoch alone. Sample j of a global batch belongs to micro-step
     j // (batch_size * world_size) of rank (j // batch_size) % world_size, so that (1 rank, 4 micro-steps) and (2 ranks,
-    2 micro-steps) train on the same samples in the same step.
+    2 micro-steps) train on the same samples in the same step. `by_tokens`: see trainer/data/by_tokens.py.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class Batches:
         shuffle: bool,
         pad_token_id: int,
         flat: bool,
+        by_tokens: bool = False,
     ) -> None:
         self.samples = samples
+        self._lengths = samples.lengths()[0] if by_tokens else None
         self.batch_size, self.accumulation = batch_size, accumulation
         self.rank, self.world_size = rank, world_size
         self.seed, self.shuffle = seed, shuffle
@@ -92,7 +95,12 @@ class Batches:
         targets, so that every rank runs the same number of them.
         """
         taken = self.order(epoch)[offset : offset + self.global_batch_size]
-        rows = [[self.samples[index] for index in taken[part].tolist()] for part in _parts(self)]
+        if self._lengths is None:
+            parts = [taken[part] for part in parts_of(self)]
+        else:
+            cut = like_tokens(self._lengths[taken], self.accumulation * self.world_size)
+            parts = [taken[part] for part in cut[self.rank :: self.world_size]]
+        rows = [[self.samples[index] for index in part.tolist()] for part in parts]
         return [collate(part, self.pad_token_id, packed=self.samples.packed, flat=self.flat) for part in rows], len(
             taken
         )
@@ -101,7 +109,10 @@ class Batches:
         """The epoch's permutation of the samples."""
         if self._order is None or self._order[0] != epoch:
             count = len(self.samples)
-            order = np.random.default_rng([self.seed, epoch]).permutation(count) if self.shuffle else np.arange(count)
+            generator = np.random.default_rng([self.seed, epoch])
+            order = generator.permutation(count) if self.shuffle else np.arange(count)
+            if self._lengths is not None:
+                order = like_lengths_together(order, self._lengths, self.global_batch_size, generator)
             self._order = epoch, order
         return self._order[1]
 
@@ -148,7 +159,7 @@ class StreamBatches:
             self._go_to(offset)
         self._states = [self.state_dict()]
         taken = self._take(self.global_batch_size)
-        parts = [taken[part] for part in _parts(self)]
+        parts = [taken[part] for part in parts_of(self)]
         return [collate(part, self.pad_token_id, packed=self.stream.packed, flat=self.flat) for part in parts], len(
             taken
         )
@@ -241,7 +252,7 @@ def collate(samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat:
     return replace(batch, position_ids=places) if packed else replace(batch, attention_mask=places)
 
 
-def _parts(batches: Batches | StreamBatches) -> list[slice]:
+def parts_of(batches: Any) -> list[slice]:
     """Where in a global batch this rank's samples of each micro-step stand."""
     stride = batches.batch_size * batches.world_size
     firsts = [step * stride + batches.rank * batches.batch_size for step in range(batches.accumulation)]

@@ -1,17 +1,15 @@
 """Data made ready once: tokenised, masked, split and packed, in a cache that content, tokenizer and settings name."""
 
 import json
-import sys
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
+import pyarrow
 import transformers
 import xxhash
-from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import DatasetSection, UserError
@@ -61,8 +59,6 @@ def prepare_data(
         )
     train: Sources = [(f"dataset.mix.{at}", source) for at, source in enumerate(section.mix)] or [("dataset", section)]
     evaluation: Sources = [("dataset.evaluation", section.evaluation)] if section.evaluation else []
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
     encoder = DocumentEncoder(tokenizer, section)
     streamed = train if section.streaming else []
     stored = [] if section.streaming else train
@@ -101,7 +97,7 @@ def _check_odds(streamed: Sources) -> None:
 
 def _identity(section: DatasetSection, encoder: DocumentEncoder, sources: Sources, seed: int) -> dict[str, Any]:
     """What changes with the bytes of the data, the tokenizer, the template, and every setting that matters."""
-    ignored = {"workers", "shuffle", "cache_dir"}
+    ignored = {"workers", "shuffle", "cache_dir", "batching"}
     return {
         "format": CACHE_FORMAT,
         "settings": section.model_dump(mode="json", exclude=ignored),
@@ -131,7 +127,7 @@ def _build(
     for number, (label, source) in enumerate(train + evaluation):
         file = folder / f"source-{number:03d}.arrow"
         documents, note = encode_source(source, label, encoder, workers=section.workers, file=file)
-        parts.append(Figures.of(documents))
+        parts.append(Figures.of(documents.data))
         notes.append(note)
     training, held_out, stats = plan(section, train, parts[: len(train)], parts[len(train) :], seed)
     np.savez(
@@ -149,10 +145,15 @@ def _load(folder: Path, packed: bool) -> tuple[Samples | None, Samples | None, D
     """Training samples, held-out samples and figures of a finished cache folder, its documents memory-mapped."""
     stats = DataStats.from_json(json.loads((folder / "stats.json").read_text(encoding="utf-8")))
     files = sorted(folder.glob("source-*.arrow"))
-    documents = concatenate_datasets([Dataset.from_file(str(file)) for file in files])
+    documents = pyarrow.concat_tables(_mapped(file) for file in files)
     samples: list[Samples | None] = []
     with np.load(folder / "index.npz") as index:
         for name in ("train", "evaluation"):
             starts, members = index[f"{name}_starts"], index[f"{name}_members"]
             samples.append(Samples(documents, starts, members, packed=packed) if len(starts) > 1 else None)
     return samples[0], samples[1], stats
+
+
+def _mapped(file: Path) -> pyarrow.Table:
+    """A table that the datasets library has written, memory-mapped."""
+    return pyarrow.ipc.open_stream(pyarrow.memory_map(str(file))).read_all()

@@ -2,13 +2,12 @@
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
-from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import DatasetSection, SourceSection, UserError
@@ -20,23 +19,27 @@ from trainer.data.sources import read_source
 from trainer.data.text_files import record_of
 from trainer.data.tokens import Encoded, encode_texts
 
-# One row a record. `length` and `targets` are of what is left of it; `first_target` says how many tokens of the whole
-# document must stay for one target to be among them, 0 if it has none. `answers` it has, `empty` ones among them;
-# `digest` is equal for equal documents.
-COLUMNS = Features(
-    {
-        "input_ids": List(Value("int32")),
-        "trained": List(Value("bool")),
-        "length": Value("int32"),
-        "targets": Value("int32"),
-        "first_target": Value("int32"),
-        "truncated": Value("bool"),
-        "answers": Value("int32"),
-        "empty": Value("int32"),
-        "digest": Value("int64"),
-    }
-)
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# One row a record, or several of a text that is split, all but the first of which are `continued`. `length` and
+# `targets` are of what is left of it; `first_target` says how many tokens of the whole document must stay for one
+# target to be among them, 0 if it has none. `answers` it has, `empty` ones among them; `digest` is equal for equal
+# documents.
+LISTS = {"input_ids": "int32", "trained": "bool"}
+VALUES = {
+    "length": "int32",
+    "targets": "int32",
+    "first_target": "int32",
+    "truncated": "bool",
+    "answers": "int32",
+    "empty": "int32",
+    "digest": "int64",
+    "continued": "bool",
+}
 ROWS_AT_ONCE = 512
+# A token to predict, and one to predict it from.
+SHORTEST_PART = 2
 
 
 class DocumentEncoder:
@@ -53,18 +56,18 @@ class DocumentEncoder:
             )
         self.tokenizer = tokenizer
         self.max_length = section.max_length
-        self.drops_longer = section.too_long == "drop"
+        self.too_long = section.too_long
         self.train_on = frozenset(section.train_on)
         template = chat_template_of(tokenizer, section.chat_template)
         self.chat = ChatEncoder(tokenizer, template, section.train_on, section.system_prompt) if template else None
 
     def rows(self, records: Sequence[Mapping[str, Any]], first: int, shape: Shape, label: str) -> dict[str, list[Any]]:
-        """The columns of COLUMNS for records, the first of which has the number `first` counted from 0."""
+        """The columns above for records, the first of which has the number `first` counted from 0."""
         where = [f"{label}, record {first + index + 1}" for index in range(len(records))]
         examples = [read_record(record, shape, place) for record, place in zip(records, where, strict=True)]
         documents = self.encode(examples, where)
-        rows: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-        for example, document in zip(examples, documents, strict=True):
+        rows: dict[str, list[Any]] = {name: [] for name in (*LISTS, *VALUES)}
+        for example, document, continued in self._split(examples, documents):
             answers = answers_of(example, self.train_on)
             # A document's first token has nothing before it to be predicted from.
             at = next((index for index, trained in enumerate(document.trained) if trained and index), 0)
@@ -73,14 +76,32 @@ class DocumentEncoder:
             rows["trained"].append(document.trained[: self.max_length])
             rows["length"].append(min(len(document.input_ids), self.max_length))
             # What has no target is left out, here as in streams.
-            left_out = too_long and self.drops_longer
+            left_out = too_long and self.too_long == "drop"
             rows["targets"].append(0 if left_out else sum(document.trained[1 : self.max_length]))
             rows["first_target"].append(at + 1 if at else 0)
             rows["truncated"].append(too_long)
             rows["answers"].append(len(answers))
             rows["empty"].append(sum(not answer for answer in answers))
             rows["digest"].append(xxhash.xxh3_64_intdigest(np.asarray(document.input_ids, np.int32).tobytes()) - 2**63)
+            rows["continued"].append(continued)
         return rows
+
+    def _split(
+        self, examples: Sequence[Turns | Text], documents: Sequence[Encoded]
+    ) -> Iterator[tuple[Turns | Text, Encoded, bool]]:
+        """Documents with whether they go on with the one before: texts are cut into parts of max_length tokens.
+
+        Each part begins with the last token of the one before, so that every token but the first is a target once.
+        """
+        for example, document in zip(examples, documents, strict=True):
+            is_text = isinstance(example, Text) and not example.prompt
+            if self.too_long != "split" or not is_text or self.max_length < SHORTEST_PART:
+                yield example, document, False
+                continue
+            ids, trained = document.input_ids, document.trained
+            for at in range(0, max(1, len(ids) - 1), self.max_length - 1):
+                part = slice(at, at + self.max_length)
+                yield example, Encoded(ids[part], trained[part]), at > 0
 
     def encode(self, examples: Sequence[Turns | Text], where: Sequence[str]) -> list[Encoded]:
         """Whole documents, in order; conversations and texts are each tokenised together."""
@@ -103,11 +124,15 @@ class DocumentEncoder:
 
 def encode_source(
     source: SourceSection, label: str, encoder: DocumentEncoder, *, workers: int, file: Path
-) -> tuple[Dataset, str]:
+) -> "tuple[Dataset, str]":
     """All documents of a source, written to `file` (one per worker beside it) and memory-mapped; and the format's note.
 
     Raises UserError for the first record that cannot be read.
     """
+    from datasets import Dataset, Features, List, Value
+
+    columns = {name: List(Value(kind)) for name, kind in LISTS.items()}
+    columns |= {name: Value(kind) for name, kind in VALUES.items()}
     scratch = file.with_suffix(".records")
     records = read_source(source, label, scratch=scratch)
     assert isinstance(records, Dataset)
@@ -121,7 +146,7 @@ def encode_source(
             batch_size=ROWS_AT_ONCE,
             with_indices=True,
             remove_columns=records.column_names,
-            features=COLUMNS,
+            features=Features(columns),
             fn_kwargs={"encoder": encoder, "shape": shape, "label": where_from(source, label)},
             num_proc=min(workers, len(records)) if workers > 1 else None,
             cache_file_name=str(file),

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from datasets import Dataset
 from numpy.typing import NDArray
+from pyarrow import Table
 
 from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.config.errors import shown
@@ -121,13 +121,13 @@ class Figures:
     answers: Index
     empty: Index
     digest: Index
+    continued: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, documents: Dataset) -> "Figures":
-        columns = {name: documents.data.column(name).to_numpy() for name in cls.__dataclass_fields__}
-        return cls(
-            **{name: column.astype(bool if name == "truncated" else np.int64) for name, column in columns.items()}
-        )
+    def of(cls, documents: Table) -> "Figures":
+        columns = {name: documents.column(name).to_numpy() for name in cls.__dataclass_fields__}
+        flags = ("truncated", "continued")
+        return cls(**{name: column.astype(bool if name in flags else np.int64) for name, column in columns.items()})
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,12 @@ def plan(
     generator = np.random.default_rng(seed)
     everything = _concatenated([*train, *evaluation])
     total = sum(len(part.length) for part in train)
-    is_held = np.zeros(total, dtype=bool)
-    is_held[generator.permutation(total)[: _held_out_count(section, total)]] = True
+    # The parts of one text are held out together.
+    record = np.cumsum(~everything.continued[:total]) - 1
+    records = int(record[-1]) + 1 if total else 0
+    is_held_record = np.zeros(records, dtype=bool)
+    is_held_record[generator.permutation(records)[: _held_out_count(section, records)]] = True
+    is_held = is_held_record[record]
     kept: list[Index] = []
     first = 0
     for (label, source), part in zip(sources, train, strict=True):
@@ -214,7 +218,7 @@ def _grouped(
     else:
         grouping = Grouping(np.arange(len(members) + 1), members)
     return grouping, DataStats(
-        records=len(records),
+        records=int((~figures.continued[records]).sum()),
         documents=len(members),
         samples=len(grouping.starts) - 1,
         tokens=int(figures.length[members].sum()),

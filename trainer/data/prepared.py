@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.data import PreparedData, Samples, SampleStream
+from trainer.data import Samples, SampleStream
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,8 @@ class Prepared:
 
     tokenizer: Any
     model_config: Any
-    data: PreparedData
+    data: Any
+    """PreparedData, or what an image model has instead (trainer/images/data.py)."""
     notes: tuple[str, ...] = ()
     """What is worth a line on the console."""
     reference: Samples | None = None
@@ -29,5 +30,5 @@ def share_stream(prepared: Prepared, folder: Path) -> Prepared:
 
 
 def samples_of(prepared: Prepared) -> int | None:
-    """Training sequences of one epoch; None for a stream."""
-    return len(prepared.data.train) if isinstance(prepared.data.train, Samples) else None
+    """Training samples of one epoch; None for a stream."""
+    return None if isinstance(prepared.data.train, SampleStream) else len(prepared.data.train)

@@ -3,15 +3,13 @@
 import errno
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import xxhash
-from datasets import Dataset, Features, IterableDataset, Value
-from datasets.exceptions import DatasetGenerationError
 
 from trainer.config import SourceSection, UserError
 from trainer.config.errors import shown
@@ -22,8 +20,9 @@ from trainer.data.source_files import READERS, files_of, is_of_split, suffix_of,
 from trainer.data.splits import no_such_split, read_split, split_names
 from trainer.data.text_files import RAW, raw_records, record_of
 
-# Arrow's own are subclasses of these.
-READ_ERRORS = (DatasetGenerationError, ValueError, OSError, EOFError, StopIteration, TypeError, NotImplementedError)
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
 _NOT_DATA = {
     stat.S_ISFIFO: "a pipe",
     stat.S_ISSOCK: "a socket",
@@ -34,13 +33,15 @@ _NOT_DATA = {
 
 def read_source(
     source: SourceSection, label: str, *, streaming: bool = False, scratch: Path | None = None
-) -> Dataset | IterableDataset:
+) -> "Dataset | IterableDataset":
     """The rows of one source in their own order, at most `max_samples` of them; `record_of` makes records of them.
 
     `label` is the setting's name (dataset, dataset.mix.0, dataset.evaluation), for messages. With `streaming` nothing
     is read until the result is iterated over; otherwise files are copied to `scratch`, by default the cache of the
     datasets library. Raises UserError if the path does not exist, cannot be read or is empty.
     """
+    from datasets import Dataset
+
     local = _local_path(source, label)
     if local is None:
         records = read_split(source.split, label, lambda name: _read_hub(source, name, label, streaming))
@@ -153,7 +154,10 @@ def _is_saved_dataset(path: Path) -> bool:
 
 def _read_files(
     source: SourceSection, local: Path, split: str, label: str, streaming: bool, scratch: Path | None
-) -> Dataset | IterableDataset:
+) -> "Dataset | IterableDataset":
+    from datasets import Dataset, Features, IterableDataset, Value
+
+    datasets = _library()
     where, files = where_from(source, label), files_of(source, local, split, label)
     names, kind = [str(file) for file in files], READERS[suffix_of(files[0])]
     if all(file.stat().st_size == 0 for file in files):
@@ -174,7 +178,7 @@ def _read_files(
         return Dataset.from_generator(
             _raw_records_of, features=features, cache_dir=cache, gen_kwargs={"state": tuple(state), **arguments}
         )
-    except READ_ERRORS as error:
+    except _read_errors() as error:
         raise _unreadable(source, label, kind, error) from None
     finally:
         datasets.logging.set_verbosity(verbosity)
@@ -185,13 +189,29 @@ def _raw_records_of(state: Any, **arguments: Any) -> Iterator[dict[str, str]]:
     return raw_records(**arguments)
 
 
-def rows_of(records: Dataset | IterableDataset, source: SourceSection, label: str) -> Iterator[dict[str, Any]]:
+def _library() -> Any:
+    """The datasets library, imported only where there is something to read: it takes half a second."""
+    import datasets
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    return datasets
+
+
+def _read_errors() -> tuple[type[Exception], ...]:
+    from datasets.exceptions import DatasetGenerationError
+
+    # Arrow's own are subclasses of these.
+    return (DatasetGenerationError, ValueError, OSError, EOFError, StopIteration, TypeError, NotImplementedError)
+
+
+def rows_of(records: "Dataset | IterableDataset", source: SourceSection, label: str) -> Iterator[dict[str, Any]]:
     """The records one after the other; a stream says only now what cannot be read, as a UserError."""
     rows = iter(records)
     while True:
         try:
             row = next(rows, None)
-        except READ_ERRORS as error:
+        except _read_errors() as error:
             raise _unreadable(source, label, "data", error) from None
         if row is None:
             return
@@ -223,10 +243,12 @@ def _unreadable(source: SourceSection, label: str, kind: str, error: Exception) 
     )
 
 
-def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> Dataset:
+def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> "Dataset":
     """A folder that `save_to_disk` of the datasets library wrote."""
+    from datasets import Dataset
+
     try:
-        loaded = datasets.load_from_disk(str(local))
+        loaded = _library().load_from_disk(str(local))
     except (ValueError, OSError) as error:
         raise UserError(f"{where_from(source, label)}: cannot be read as a saved data set ({error})") from None
     if isinstance(loaded, Dataset):
@@ -238,8 +260,11 @@ def _read_saved(source: SourceSection, local: Path, split: str, label: str) -> D
     return loaded[split]
 
 
-def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) -> Dataset | IterableDataset:
+def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) -> "Dataset | IterableDataset":
     """A data set on the hub, or its cached copy where the hub cannot be reached."""
+    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+
+    datasets = _library()
     where = where_from(source, label)
     ask_once_without_network(str(source.path))
     try:
@@ -258,7 +283,7 @@ def _read_hub(source: SourceSection, split: str, label: str, streaming: bool) ->
             f"{where}: no file or folder of that name here, no hub data set of that name in the cache, and {reason}; "
             "mend the path, or fetch the data set where there is a network"
         ) from None
-    except (datasets.exceptions.DatasetNotFoundError, FileNotFoundError) as error:
+    except (DatasetNotFoundError, FileNotFoundError) as error:
         raise UserError(f"{where}: no file or folder of that name here, and no such hub data set ({error})") from None
     except ValueError as error:
         if "split" in str(error).lower():

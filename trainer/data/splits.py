@@ -2,17 +2,24 @@
 
 import re
 from collections.abc import Callable
-
-from datasets import Dataset, IterableDataset, ReadInstruction, concatenate_datasets
+from typing import TYPE_CHECKING
 
 from trainer.config import UserError
 
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
 _PART = re.compile(r"^\s*([\w.-]+)\s*(\[.*\])?(\(\w+\))?\s*$")
+_NAME = re.compile(r"\w[\w.-]*")
 _COUNTS = re.compile(r"^\[(\d*):(\d*)\]$")
 
 
 def split_names(split: str, label: str) -> list[str]:
     """The names in a split. Raises UserError if it cannot be understood."""
+    if _NAME.fullmatch(split):
+        return [split]
+    from datasets import ReadInstruction
+
     parts = [_PART.match(part) for part in split.split("+")]
     try:
         ReadInstruction.from_spec(split)
@@ -32,8 +39,12 @@ def no_such_split(label: str, split: str, path: str) -> str:
     )
 
 
-def read_split(split: str, label: str, read: Callable[[str], Dataset | IterableDataset]) -> Dataset | IterableDataset:
+def read_split(
+    split: str, label: str, read: "Callable[[str], Dataset | IterableDataset]"
+) -> "Dataset | IterableDataset":
     """The records of a split; `read(name)` gives those of a whole one. Raises UserError for a part that is empty."""
+    from datasets import concatenate_datasets
+
     names = split_names(split, label)
     parts = [
         _part_of(read(name), name, spec.strip(), label) for name, spec in zip(names, split.split("+"), strict=True)
@@ -41,7 +52,9 @@ def read_split(split: str, label: str, read: Callable[[str], Dataset | IterableD
     return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
 
 
-def _part_of(records: Dataset | IterableDataset, name: str, spec: str, label: str) -> Dataset | IterableDataset:
+def _part_of(records: "Dataset | IterableDataset", name: str, spec: str, label: str) -> "Dataset | IterableDataset":
+    from datasets import Dataset, ReadInstruction
+
     if spec == name:
         return records
     if isinstance(records, Dataset):

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import IterableDataset
 
 from trainer.config import DatasetSection, SourceSection
 from trainer.data.documents import DocumentEncoder, fields_of
@@ -100,6 +99,8 @@ class SourceStream:
 
     def _records(self, section: DatasetSection, seed: int) -> Iterator[list[dict[str, Any]]]:
         """The blocks of records, in order; the first says which shape all have."""
+        from datasets import IterableDataset
+
         source, label = self._source, self._label
         records = read_source(source, label, streaming=True)
         if section.shuffle and isinstance(records, IterableDataset):

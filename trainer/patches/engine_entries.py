@@ -90,7 +90,7 @@ AFTER_THE_MODEL = (
         "scu.rate_floor above 0, while the controller works",
         "trainer/engine/optimizer.py: build_schedule",
         "with the schedule, whose own attribute it is",
-        "tests/unit/test_steering.py",
+        "tests/unit/test_controller.py",
         ("trainer/engine/optimizer.py: lr_lambdas",),
     ),
     Patch(
@@ -120,7 +120,7 @@ AFTER_THE_MODEL = (
         "transformers",
         "5.23.0",
         "head and loss in chunks: the logits of a micro-batch are never there as a whole",
-        "a frozen, whole head outside of fp16 whose logits are at most multiplied; one forward pass at a time",
+        "a frozen, whole head whose logits are at most multiplied; one forward pass at a time",
         "trainer/patches/loss_head.py: _head_replaced",
         "at the end of the pass",
         "tests/unit/test_head.py",

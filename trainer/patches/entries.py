@@ -60,6 +60,21 @@ UNTIL_THE_MODEL = (
         "tests/unit/test_workarounds.py: test_transformers_does_not_save_legacy",
     ),
     Patch(
+        "torch.compile while bitsandbytes, or DeepSpeed's Muon, is imported",
+        "bitsandbytes",
+        "0.50.2",
+        "both compile functions that no run here calls, for which torch imports Inductor: as long as all of torch",
+        "ranks, once; compiled when they are called, the functions are the same",
+        "trainer/ranks/lean_imports.py: import_lean",
+        "at the end of each import",
+        "tests/unit/test_workarounds.py: test_bitsandbytes_and_deepspeed_compile_while_they_are_imported",
+        (
+            "trainer/ranks/lean_imports.py: __loader__",
+            "trainer/ranks/lean_imports.py: compile",
+            "trainer/ranks/lean_imports.py: loader",
+        ),
+    ),
+    Patch(
         "the name of DeepSpeed's shared memory",
         "deepspeed",
         "0.19.8",
@@ -118,7 +133,6 @@ UNTIL_THE_MODEL = (
         "nothing is replaced: subclasses",
         "tests/unit/test_workarounds.py: test_bitsandbytes_keeps_the_packed_weight_until_the_backward_pass, "
         "test_bitsandbytes_makes_a_new_parameter_where_nothing_moves",
-        ("trainer/model/four_bit.py: bias",),
     ),
     Patch(
         "the forward of the experts of a mixture",
@@ -251,7 +265,7 @@ UNTIL_THE_MODEL = (
         "ops.backend: cuda or reference; layers that the operators cannot compute keep PEFT's forward, with the reason",
         "trainer/patches/fused_lora.py: fuse",
         "trainer/patches/replace.py: undo; and in calls while adapters are disabled, merged or switched",
-        "tests/unit/test_fuse.py",
+        "tests/unit/test_fused_lora.py",
         ("trainer/patches/fused_lora.py: forward",),
     ),
     Patch(
@@ -290,7 +304,7 @@ UNTIL_THE_MODEL = (
         "ops.flat: true, but for stage 3 by DeepSpeed, reentrant checkpointing and torch.compile",
         "trainer/engine/flat_adapter.py: flatten_adapter",
         "in every pass without gradients",
-        "tests/unit/test_flat.py",
+        "tests/unit/test_flat_adapter.py",
         (
             "trainer/engine/flat_adapter.py: __dict__[]",
             "trainer/engine/flat_adapter.py: flat_adapter",

@@ -1,8 +1,8 @@
 """Replaces PEFT's own forward by the fused operators, and reports for each layer whether and why not.
 
-A layer is fused when its base is a plain or an NF4 linear layer with one ordinary LoRA adapter. At every call the
-swapped forward still looks whether that is so (adapters may be disabled, merged or switched later) and otherwise lets
-PEFT's own forward do the work. Siblings that read the same input are computed in one call by the first of them.
+A layer is fused when its base is a plain, an NF4 or an 8-bit linear layer with one ordinary LoRA adapter. At every call
+the swapped forward still looks whether that is so (adapters may be disabled, merged or switched later) and otherwise
+lets PEFT's own forward do the work. Siblings that read the same input are computed in one call by the first of them.
 """
 
 from collections import Counter
@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 import ops
+from ops.eight_bit import dequantize_rows
 from ops.groups import find_groups
 from ops.lora import MAX_RANK
 from trainer.contract.known_versions import require
 from trainer.engine.layer_gather.shards import LayerShards, layer_shards_of
 from trainer.engine.linear_layers import is_linear
 from trainer.engine.partitioned import is_partitioned
+from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.four_bit import FrozenLinear4bit, dequantized
 from trainer.patches.replace import replace
@@ -115,7 +117,7 @@ def why_not(layer: Any) -> str | None:
 
     base = layer.base_layer
     names = layer.active_adapters
-    if type(base) is not FrozenLinear4bit and not is_linear(base):
+    if type(base) not in (FrozenLinear4bit, FrozenLinear8bit) and not is_linear(base):
         return f"the base is {type(base).__name__}, not a linear layer"
     if isinstance(base, FrozenLinear4bit) and base.quant_state.quant_type != "nf4":
         return f"the base is quantised as {base.quant_state.quant_type}, not nf4"
@@ -149,6 +151,7 @@ class _Member:
         self.adapter: str = layer.active_adapters[0]
         self.base: Any = layer.base_layer
         self.packed = isinstance(self.base, FrozenLinear4bit)
+        self.eight_bit = isinstance(self.base, FrozenLinear8bit)
         self._active = (self.adapter, [self.adapter])  # the two ways in which PEFT names one active adapter
         self._down_module, self._up_module = layer.lora_A[self.adapter], layer.lora_B[self.adapter]
         self._dropout_module = layer.lora_dropout[self.adapter]
@@ -163,7 +166,7 @@ class _Member:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What siblings must have in common."""
-        packing = self.nf4.layout() if self.packed else None
+        packing = self.nf4.layout() if self.packed else self.base.weight.dtype
         return type(self.base), packing, self.compute_dtype, self.down.dtype, getattr(self._dropout_module, "p", 0.0)
 
     @property
@@ -177,7 +180,7 @@ class _Member:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        return self.base.compute_dtype if self.packed else self.base.weight.dtype
+        return self.base.compute_dtype if self.packed or self.eight_bit else self.base.weight.dtype
 
     @property
     def down(self) -> Tensor:
@@ -243,6 +246,8 @@ def compute(
     arguments = ([member.base.bias for member in members], downs, ups, scales, dropout)
     if members[0].packed:
         return ops.nf4_group(x, [member.nf4 for member in members], *arguments)
+    if members[0].eight_bit:
+        return ops.eight_bit_group(x, [member.base.packed for member in members], *arguments)
     return ops.lora_group(x, [member.base.weight for member in members], *arguments)
 
 
@@ -322,6 +327,8 @@ def _in_plain_torch(members: Sequence[_Member], x: Tensor, downs: list[Tensor], 
         weight = base.weight
         if isinstance(base, FrozenLinear4bit):
             weight = dequantized(weight, base.quant_state, torch.float32)
+        elif isinstance(base, FrozenLinear8bit):
+            weight = dequantize_rows(weight, base.row_scale, torch.float32)
         bias = None if base.bias is None else base.bias.float()
         frozen = nn.functional.linear(x, weight.detach().float(), bias)
         outputs.append(frozen + member.layer.scaling[member.adapter] * (x @ down.t()) @ up.t())

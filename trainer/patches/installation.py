@@ -48,7 +48,8 @@ class Wanted:
     no_siblings: str | None
     """Why siblings are not computed together; None if they are."""
     clips_on_device: bool
-    any_token: int
+    small_pass: Callable[[Any], object]
+    """A forward pass over as little as the model takes."""
     shards: LayerShards | None = None
 
 
@@ -158,13 +159,12 @@ def _fused_lora(model: Any, wanted: Wanted) -> list[str]:
 
     backend = wanted.config.ops.backend
     assert backend != "peft"
-    few = torch.full((1, 8), wanted.any_token, device=wanted.device)
     tokens = wanted.config.training.batch_size * wanted.config.dataset.max_length
     try:
         report = fuse(
             model,
             backend,
-            forward=lambda: model(input_ids=few, use_cache=False),
+            forward=lambda: wanted.small_pass(model),
             no_groups=wanted.no_siblings,
             tokens=tokens,
         )

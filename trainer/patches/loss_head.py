@@ -83,6 +83,9 @@ class TokenLoss:
     def _called(self, model: Any, inputs: dict[str, Any], batch: MicroBatch) -> Any:
         if not (self._balance and torch.is_grad_enabled()):
             return model(**inputs, use_cache=False)
+        if batch.attention_mask is not None and not batch.attention_mask.all():
+            # Of padding the router makes choices too, and only the mask keeps these out of the balance.
+            inputs["attention_mask"] = to_device(batch.attention_mask, inputs["input_ids"].device)
         result = model(**inputs, use_cache=False, output_router_logits=True)
         self.balancing = self._balance * result.aux_loss * batch.target_count
         return result
@@ -194,7 +197,7 @@ def observed_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor) ->
 
 
 def why_not_plain(head: Any) -> str:
-    """What keeps head and loss apart; empty for a frozen, whole linear layer whose unscaled gradients do not vanish."""
+    """What keeps head and loss apart; empty for a frozen, whole linear layer."""
     if type(head) is not nn.Linear:
         return "the head is adapted or no linear layer" if head is not None else "the model computes every logit"
     if head.bias is not None:
@@ -203,7 +206,7 @@ def why_not_plain(head: Any) -> str:
         return "the head is trained"
     if is_partitioned(head.weight):
         return "DeepSpeed's stage 3 partitions the head"
-    return "in 16 bits of fp16 its gradients would vanish" if head.weight.dtype == torch.float16 else ""
+    return ""
 
 
 @contextmanager

@@ -19,27 +19,28 @@ WHOLE_LAYER_KERNEL = "mamba2_split_conv1d_scan_combined"
 
 
 def check_packable(model: Any) -> None:
-    """Raise UserError where `adapter: qlora` would find nothing to hold in 4 bits; the model may be without weights."""
+    """Raise UserError where `adapter: qlora` would find nothing to quantise; the model may be without weights."""
     head = model.get_output_embeddings()
     if not any(is_linear(module) for module in model.modules() if module is not head):
         raise UserError(
-            f"adapter=qlora: {type(model).__name__} has no linear layer that could be held in 4 bits; use adapter: lora"
+            f"adapter=qlora: {type(model).__name__} has no linear layer that could be quantised; use adapter: lora"
         )
 
 
 def unquantized_lines(model: nn.Module) -> list[str]:
-    """A line on the adapted layers of a 4-bit run whose base is not in 4 bits; or none."""
+    """A line on the adapted layers of a quantised run whose base is not quantised; or none."""
     from peft.tuners.lora import LoraLayer
     from peft.tuners.lora.layer import ParamWrapper
 
+    from trainer.model.eight_bit import FrozenLinear8bit
     from trainer.model.four_bit import FrozenLinear4bit
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     kinds = [type(layer.base_layer) for layer in layers if not isinstance(layer, ParamWrapper)]
-    counts = Counter(kind.__name__ for kind in kinds if kind not in (FrozenLinear4bit, nn.Embedding))
+    counts = Counter(kind.__name__ for kind in kinds if kind not in (FrozenLinear4bit, FrozenLinear8bit, nn.Embedding))
     if not counts:
         return []
-    return ["adapted, but not in 4 bits: " + ", ".join(f"{name} ({count})" for name, count in counts.items())]
+    return ["adapted, but not quantised: " + ", ".join(f"{name} ({count})" for name, count in counts.items())]
 
 
 def unadapted_lines(model: nn.Module, *, quantized: bool) -> list[str]:
@@ -102,9 +103,16 @@ def call_projections_of_mamba(model: Any) -> list[str]:
             replace(_file_of(module), WHOLE_LAYER_KERNEL, _no_kernel)
     if not mixers:
         return []
-    if importlib.util.find_spec("mamba_ssm") is None:
-        return [f"mamba: {len(mixers)} layers in plain torch; the package mamba-ssm makes them faster and smaller"]
+    if not has_scan_kernels():
+        return [
+            f"mamba: {len(mixers)} layers in plain torch; the extra `mamba` has kernels that are faster and keep less"
+        ]
     return [f"mamba: out_proj of {len(changed)} layers apart from mamba-ssm's kernel, which would pass its adapter by"]
+
+
+def has_scan_kernels() -> bool:
+    """Whether the packages that compute Mamba layers are there: transformers wants both."""
+    return all(importlib.util.find_spec(name) is not None for name in ("mamba_ssm", "causal_conv1d"))
 
 
 def _file_of(module: nn.Module) -> Any:

@@ -1,4 +1,4 @@
-"""Our RMSNorm, SwiGLU and rotary embedding instead of a loaded model's own.
+"""Our RMSNorm, SwiGLU, GeGLU and rotary embedding instead of a loaded model's own.
 
 Which modules compute these is found by observation, not from a list of architectures: a copy of the module runs on
 random data, with random weights and with stand-ins for its projections, and must give what our operator gives, values
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ops.elementwise import forgetting, rms_norm, rope, silu_mul
+from ops.elementwise import forgetting, gelu_mul, rms_norm, rope, silu_mul
 from trainer.engine.partitioned import whole_shape
 from trainer.patches.replace import replace
 
@@ -32,6 +32,7 @@ _RECIPE = "_zerolora_recipe"
 _ALLOWED = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative, root mean square
 _FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 Forward = Callable[..., Any]
+Gated = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
@@ -227,28 +228,40 @@ def _mlp_forward(module: nn.Module, recompute: bool) -> Forward | str:
         return "its forward has been replaced already"
     if list(inspect.signature(type(module).forward).parameters)[2:]:
         return "it takes more than its input"
-    reason = _test_mlp(module, names)
-    return reason or _mlp_method(names, recompute)
+    reason = ""
+    for gated in (gelu_mul, silu_mul):
+        reason = _test_mlp(module, names, gated)
+        if not reason:
+            return _mlp_method(names, gated, recompute)
+    return reason
 
 
-def _mlp_method(names: tuple[str, ...], recompute: bool) -> Forward:
+def _multipliers(module: Any) -> tuple[float, float]:
+    """Falcon-H1's factors of the gate and of the result."""
+    return float(getattr(module, "gate_multiplier", 1.0)), float(getattr(module, "down_multiplier", 1.0))
+
+
+def _mlp_method(names: tuple[str, ...], gated: Gated, recompute: bool) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
         if len(names) == 3:
             gate, up = self.gate_proj(x), self.up_proj(x)
         else:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        h = silu_mul(gate, up)
+        of_gate, of_result = _multipliers(self)
+        if of_gate != 1.0:
+            gate = gate * of_gate
+        h = gated(gate, up)
         if recompute and _worth_a_recipe(h):
-            setattr(h, _RECIPE, partial(silu_mul, gate, up))
+            setattr(h, _RECIPE, partial(gated, gate, up))
         result: Tensor = self.down_proj(h)
-        return result
+        return result if of_result == 1.0 else result * of_result
 
     return forward
 
 
-def _test_mlp(module: nn.Module, names: tuple[str, ...]) -> str:
-    """Why what this MLP does between its projections is not silu(gate) up; empty if it is."""
-    twin = copy.copy(module)
+def _test_mlp(module: nn.Module, names: tuple[str, ...], gated: Gated) -> str:
+    """Why what this MLP does between its projections is not silu(gate) up, or gelu(gate) up; empty if it is."""
+    twin, (of_gate, of_result) = copy.copy(module), _multipliers(module)
     seen: list[Tensor] = []
 
     def run(draw: Draw) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -264,9 +277,10 @@ def _test_mlp(module: nn.Module, names: tuple[str, ...]) -> str:
             vars(twin)[name] = partial(project, name)  # found before the module's own
         result = type(module).forward(twin, x)
         *inputs, end = seen
-        if result is not end or len(seen) != len(names) or any(value is not x for value in inputs):
+        projects_last = result is end or hasattr(module, "down_multiplier")
+        if not projects_last or len(seen) != len(names) or any(value is not x for value in inputs):
             raise ValueError("it does more than project, activate and project back")
-        return silu_mul(gate, up), result, [gate, up]
+        return gated(gate * of_gate, up) * of_result, result, [gate, up]
 
     return _difference(run, next(module.parameters()))
 

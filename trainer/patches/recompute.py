@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.config import TrainingSection, UserError
 from trainer.contract.known_versions import changed
+from trainer.engine.linear_layers import is_linear, model_shape
 from trainer.patches.replace import replace, undo
 
 
@@ -84,17 +85,23 @@ def _is_noise(setting: str) -> bool:
 
 
 def feed_forward_parts(model: nn.Module) -> list[nn.Module]:
-    """The children of the decoder layers that hold adapted linear layers and are not their token mixers."""
+    """The children of the decoder layers that hold weight matrices, adapted or not, and are not their token mixers."""
     from peft.tuners.lora import LoraLayer
 
     parts: list[nn.Module] = []
     for block in _blocks(model):
         for child in block.children():
-            adapted = any(isinstance(module, LoraLayer) for module in child.modules())
             mixes = hasattr(child, "layer_idx")  # by which attention and state-space mixers find their cache
-            if adapted and not mixes and not isinstance(child, LoraLayer):
+            if not mixes and not isinstance(child, LoraLayer) and not is_linear(child) and _has_matrices(child):
                 parts.append(child)
     return parts
+
+
+def _has_matrices(part: nn.Module) -> bool:
+    from peft.tuners.lora import LoraLayer
+
+    layers = any(isinstance(module, LoraLayer) or is_linear(module) for module in part.modules())
+    return layers or any(len(model_shape(parameter)) > 1 for parameter in part.parameters())
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,17 @@
+"""The version is one: in pyproject.toml, in CITATION.cff, and on top of the changelog."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_version_is_the_changelogs_and_the_citations() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    sections = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert sections[0] == "Unreleased"
+    assert re.fullmatch(rf"{re.escape(version)} - \d{{4}}-\d\d-\d\d", sections[1])
+    assert str(yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]) == version

@@ -1,0 +1,74 @@
+"""What the run tells of losses that jump and of ranks that are slow; the numbers are given."""
+
+import time
+
+import pytest
+import torch
+
+from trainer.monitor.spikes import BEFORE, ENOUGH, SpikeWatch
+from trainer.ranks.group import Ranks
+from trainer.ranks.stragglers import REPEATS, WINDOW, StragglerWatch
+
+
+def noisy(count: int) -> list[float]:
+    draw = torch.Generator().manual_seed(0)
+    return (2.0 + 0.1 * torch.randn(count, generator=draw)).tolist()
+
+
+def test_a_loss_far_above_the_last_ones_is_told_once() -> None:
+    said: list[str] = []
+    spikes = SpikeWatch(said.append)
+    losses = noisy(60)
+    losses[40:43] = [5.0, 6.0, 4.5]
+    for step, loss in enumerate(losses, start=1):
+        spikes.look(step, loss, 3.25)
+    assert spikes.spikes == 3
+    assert len(said) == 1
+    assert "step 41: loss 5.000, where the last 40 had a median of 2.0" in said[0] and "norm 3.25" in said[0]
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [noisy(2 * BEFORE), [9.0] * (ENOUGH - 1) + [90.0], [4.0 * 0.99**step for step in range(300)], [1e-4] * 50],
+    ids=["noise", "the first steps", "falling", "flat"],
+)
+def test_what_is_no_spike(losses: list[float]) -> None:
+    spikes = SpikeWatch(pytest.fail)
+    for step, loss in enumerate(losses, start=1):
+        spikes.look(step, loss, 1.0)
+    assert spikes.spikes == 0
+
+
+def watch(said: list[str], ranks: int = 4) -> StragglerWatch:
+    found = StragglerWatch(Ranks(0, ranks, 0), torch.device("cpu"), said.append)
+    found._hosts = [f"gpu-{rank}" for rank in range(ranks)]
+    return found
+
+
+def test_a_rank_that_is_slow_again_and_again_is_named_once() -> None:
+    said: list[str] = []
+    stragglers = watch(said)
+    for window in range(1, REPEATS + 3):
+        stragglers.judge(window * WINDOW, [0.100, 0.130, 0.101, 0.099])
+    assert len(said) == 1
+    assert f"step {REPEATS * WINDOW}: rank 1 on gpu-1 is slow: its own work takes 130.0 ms a step" in said[0]
+
+
+def test_now_and_then_is_nobody_slow() -> None:
+    said: list[str] = []
+    stragglers = watch(said)
+    for window in range(1, 30):
+        times = [0.1] * 4
+        times[window % 4] = 0.2
+        stragglers.judge(window * WINDOW, times)
+        stragglers.judge(window * WINDOW, [0.0001, 0.0002, 0.0001, 0.0001])
+    assert said == []
+
+
+def test_own_time_is_that_of_the_block() -> None:
+    stragglers = watch([])
+    for _ in range(2):
+        with stragglers.own_time():
+            time.sleep(0.02)
+    assert 0.04 <= stragglers._own_seconds() < 1.0
+    assert stragglers._own_seconds() == 0.0
