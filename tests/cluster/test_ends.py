@@ -207,7 +207,7 @@ def test_a_save_that_does_not_move_is_a_hang(start: Start) -> None:
 # Where the run is when its launcher is killed: what holds it there, and what shows that it is there.
 PHASES = {
     "tokenise": (":dead tokenise:1", lambda run: list((run.logs.parents[1] / "cache").glob("*.building"))),
-    "load": ("0:dead load:1", lambda run: run.beat(1).get("phase") == "load"),
+    "load": ("0:dead load:1", lambda run: run.beat(0).get("phase") == "load"),
     "first step": ("1:hang:2", lambda run: run.beat(0)["step"] == 1),
     "step": ("", lambda run: int(str(run.beat(0)["step"])) > 3),
     "evaluate": ("1:dead evaluate:2", lambda run: run.beat(1).get("phase") == "evaluate" and run.beat(1)["step"]),
