@@ -16,7 +16,7 @@ import torch
 
 from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.data import Samples, prepare_data
-from trainer.data.chat import chat_template_of
+from trainer.data.conversations import chat_template_of
 from trainer.data.prepared import Prepared, samples_of
 from trainer.data.reference_text import reference_samples
 from trainer.data.step_count import step_warnings, with_global_batch

@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _write(path: Path, arguments: list[str]) -> list[str]:
     """The configuration that the flags mean, into a file; returns the settings in place of it. Raises UserError."""
-    from trainer.demo import demo_data
+    from trainer.commands.demo import demo_data
 
     options = parse(arguments, by_rank=True)
     for flag in ("check_requirements", "dry_run"):

@@ -2,10 +2,26 @@
 
 import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
+
+
+# Files of one name in several rooms, each of which is the same thing there.
+SAME_THING = {
+    "axolotl.py": "what concerns Axolotl",
+    "batches.py": "micro-batches of a kind of model",
+    "checks.py": "checks of what the room is about",
+    "command.py": "the subcommand of the room",
+    "eight_bit.py": "frozen weights in 8 bits: operators, layers",
+    "plots.py": "curves drawn by matplotlib",
+    "preflight.py": "what is checked before a weight is loaded",
+    "report.py": "what the room's command writes",
+    "scu_train.py": "the flags of the published scripts: launcher, rank",
+    "task.py": "what is asked of a kind of model, and one that does it",
+}
 
 
 def _exists(name: str, folders: list[Path]) -> bool:
@@ -41,6 +57,17 @@ def test_every_file_of_the_flow_of_a_step_is_there() -> None:
 def test_a_newcomer_has_where_to_look() -> None:
     table = TEXT.split("## Where to change what")[1].split("## ")[0]
     assert len([line for line in table.splitlines() if line.startswith("|")]) - 2 >= 25
+
+
+def test_no_file_name_means_two_things() -> None:
+    files = [path for room in ("launcher", "trainer", "ops") for path in (ROOT / room).rglob("*.py")]
+    names = Counter(path.name for path in files if not path.name.startswith("__"))
+    assert {name for name, rooms in names.items() if rooms > 1} == set(SAME_THING)
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    sources = [path for room in ("launcher", "trainer", "ops") for path in (ROOT / room).rglob("*.py")]
+    assert {str(path.relative_to(ROOT)) for path in sources if path.read_text().count("\n") > 350} == set()
 
 
 def test_no_word_is_explained_twice() -> None:

@@ -248,7 +248,7 @@ def test_what_the_empty_twin_keeps_is_what_the_model_keeps(root: Path, family: s
     from trainer.images.loss import NoiseLoss
     from trainer.images.model import load_image_model
     from trainer.images.pipeline import read_pipeline
-    from trainer.memory.pictures import see
+    from trainer.memory.image_models import see
     from trainer.model.adapter import apply_adapter
 
     if not (root / family).exists():

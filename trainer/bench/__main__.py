@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from trainer.bench.assignment import Assignment, Case
 from trainer.bench.cases import AS_CONFIGURED, CASES, peer_case, prepared, resolve, text_count, write_texts
 from trainer.bench.peers import RESULT, STACKS, missing_package
 from trainer.bench.report import (
@@ -33,7 +34,6 @@ from trainer.bench.report import (
     profile_table,
     result_table,
 )
-from trainer.bench.task import Case, Task
 from trainer.checkpoint.run_record import commit
 from trainer.config import AUTO, CommandParser, RunConfig, UserError
 from trainer.contract.launcher_process import tie_children_to_this_process
@@ -225,9 +225,9 @@ class Bench:
     def _peer_command(self, stack: str, cases: list[Case]) -> list[str]:
         arguments = self.arguments
         run, _ = self.cases[cases[0].name]
-        task = Task(cases, str(self._texts(run)), arguments.warmup, arguments.steps, str(self.folder))
+        assignment = Assignment(cases, str(self._texts(run)), arguments.warmup, arguments.steps, str(self.folder))
         file = self.folder / f"{stack}.json"
-        file.write_text(json.dumps(asdict(task)))
+        file.write_text(json.dumps(asdict(assignment)))
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.num_gpus}"]
         return [sys.executable, *(ranks if stack == "deepspeed" else []), "-m", "trainer.bench.peers", stack, str(file)]
 

@@ -16,7 +16,7 @@ from trainer.checkpoint.adapter_files import damage_of_adapter
 from trainer.checkpoint.checkpoint_files import whole_checkpoints
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import one_line
-from trainer.data.chat import chat_template_of
+from trainer.data.conversations import chat_template_of
 from trainer.engine.deepspeed_engine import DTYPES, resolve_precision
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
 from trainer.model.saved_adapter import load_adapter

@@ -22,8 +22,8 @@ from trainer.decisions import Machine
 from trainer.images.pipeline import is_pipeline, read_pipeline
 from trainer.memory.advice import does_not_fit
 from trainer.memory.bytes import CONTEXT, GIB, Estimate, as_json
+from trainer.memory.image_models import picture_planner
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.pictures import picture_planner
 from trainer.memory.planner import Choice, Lengths, Planner, gib
 from trainer.memory.preflight import recomputation_line
 from trainer.patches.mamba import has_scan_kernels
@@ -50,7 +50,7 @@ def parse_memory(text: str) -> int:
 def lengths_of(config: RunConfig) -> tuple[Lengths, int, str]:
     """Lengths in the data, the tokenizer's size, and a line on where both come from."""
     from trainer.data import prepare_data
-    from trainer.data.chat import chat_template_of
+    from trainer.data.conversations import chat_template_of
     from trainer.model.base import context_length, load_model_config, load_tokenizer
 
     try:

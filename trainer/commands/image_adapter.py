@@ -16,7 +16,7 @@ from trainer.images.card import image_card
 from trainer.images.files import DIFFUSERS, as_kohya
 from trainer.images.pipeline import is_pipeline, read_pipeline
 from trainer.monitor.metrics import Record
-from trainer.monitor.report.pictures import SAMPLES
+from trainer.monitor.report.sample_images import SAMPLES
 
 KOHYA = "lora.safetensors"
 

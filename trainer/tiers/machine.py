@@ -107,14 +107,14 @@ def _in_hub_cache(name: str) -> Path | None:
 
 
 def _demo_name() -> str:
-    from trainer.demo import HUB_NAME
+    from trainer.commands.demo import HUB_NAME
 
     return HUB_NAME
 
 
 def _from_demo() -> Path | str:
     """The folder of SmolLM2-135M, made on first use, or why it cannot be had."""
-    from trainer.demo import demo_model
+    from trainer.commands.demo import demo_model
 
     try:
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, which transformers imports, logs to standard output
@@ -125,7 +125,7 @@ def _from_demo() -> Path | str:
 
 def find_data(config: Path) -> list[str]:
     """Overrides that name the demonstration's data, made of this Python's standard library."""
-    from trainer.demo import demo_data
+    from trainer.commands.demo import demo_data
 
     train, held_out = demo_data(cache_folder())
     overrides = [f"dataset.path={train}"]

@@ -6,7 +6,7 @@ from html import escape
 from types import MappingProxyType
 from urllib.parse import quote
 
-from trainer.monitor.report.pictures import Shown
+from trainer.monitor.report.sample_images import Shown
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #27303d; --soft: #5b6675; --line: #e3e7ed; --paper: #ffffff;
