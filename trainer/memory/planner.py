@@ -11,7 +11,8 @@ from trainer.config.checks import check_combinations
 from trainer.data.step_count import with_global_batch
 from trainer.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.activations import Work
-from trainer.memory.bytes import GIB, Estimate, Placement, estimate
+from trainer.memory.bytes import GIB, Estimate, estimate
+from trainer.memory.stored_weights import Placement
 from trainer.memory.widths import Shapes
 
 LARGEST_BATCH = 256
