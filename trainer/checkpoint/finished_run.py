@@ -142,8 +142,11 @@ def put_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: bool
     return model.eval()
 
 
-def exit_code_of(command: Callable[[], None], *expected: type[Exception]) -> int:
-    """0; 2 after one line on stderr for a mistake of the user, 1 after one line for a failure that is `expected`."""
+def run_command(command: Callable[[], None], *expected: type[Exception]) -> int:
+    """Carry a command out; its exit code.
+
+    0; 2 after one line on stderr for a mistake of the user, 1 after one line for a failure that is `expected`.
+    """
     try:
         command()
     except UserError as error:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TextStreamer
 
-from trainer.checkpoint.finished_run import find_run, quiet_libraries, saved_tokenizer
+from trainer.checkpoint.finished_run import find_run, quiet_libraries, run_command, saved_tokenizer
 from trainer.commands.generate import Sampling, continued, load_to_answer, prompts_on_stdin, readable
 from trainer.config import CommandParser, UserError
 from trainer.model.answers import conversation_ids
@@ -64,12 +64,8 @@ def _run(arguments: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 2 after one line on stderr."""
     quiet_libraries()
-    try:
-        _run(_parse(argv))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    arguments = _parse(argv)
+    return run_command(lambda: _run(arguments))
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ from torch import nn
 
 from trainer.checkpoint.finished_run import (
     FinishedRun,
-    exit_code_of,
     find_run,
     load_trained,
     put_adapter,
     quiet_libraries,
+    run_command,
     run_device,
     saved_tokenizer,
 )
@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0; 1 or 2 after one line on stderr."""
     arguments = _parse(argv)
     quiet_libraries()
-    return exit_code_of(lambda: _run(arguments), RuntimeError)
+    return run_command(lambda: _run(arguments), RuntimeError)
 
 
 def _run(arguments: argparse.Namespace) -> None:
