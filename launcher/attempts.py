@@ -41,7 +41,7 @@ class Attempts:
         replan: Replan,
         held: HeldRanks | None,
     ) -> None:
-        """`planned` is the first start, in which ranks that are `held` take part; later ones are planned anew."""
+        """`planned` is the first start, in which ranks that are `held` take part; later ones are planned again."""
         self._arguments, self._training, self._held = arguments, loaded.config.training, held
         self._planned: Plan | None = planned
         self._replan = replan

@@ -23,7 +23,7 @@ from trainer.ranks.group import Ranks
 from trainer.ranks.progress import phase
 
 ROUNDED_ANEW = (
-    "the 8-bit moments are cut into other blocks here than in the checkpoint and were rounded anew: the run goes on "
+    "the 8-bit moments are cut into other blocks here than in the checkpoint and were rounded again: the run goes on "
     "nearly, not exactly, as it would have"
 )
 
@@ -70,7 +70,7 @@ class Course:
             self._say(f"note: {nothing_left(position.step, total_steps)}")
         best = position.best_step
         if training.best_checkpoint and best and not self._checkpoint_of(best).exists():
-            self._say(f"note: the best checkpoint so far, of step {best}, is gone; the best is sought anew")
+            self._say(f"note: the best checkpoint so far, of step {best}, is gone; the best is searched for again")
             position.best_loss, position.best_step, position.worse_in_a_row = math.inf, 0, 0
         return position, state
 

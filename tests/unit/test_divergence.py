@@ -145,7 +145,7 @@ def test_the_adapter_is_off_without_a_gradient_flag_being_touched() -> None:
 
 @pytest.mark.parametrize("with_gradient", [False, True])
 def test_a_pass_over_reference_text_leaves_recomputation_as_it_was(with_gradient: bool) -> None:
-    """The flat adapter's views are made anew by each pass; the backward of the pass before recomputes with its own."""
+    """The flat adapter's views are made again by each pass; the backward of the pass before recomputes with its own."""
 
     def gradient(between: bool) -> Tensor:
         model = adapted()

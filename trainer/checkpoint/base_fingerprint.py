@@ -13,7 +13,7 @@ from trainer.config import ModelSection
 from trainer.model.published_shapes import is_random
 
 SAMPLE, EVERY = 1 << 16, 1 << 24
-# Written anew by whoever saves a model, and no part of what it computes.
+# Written again by whoever saves a model, and no part of what it computes.
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
 INDEX = "model.safetensors.index.json"
 PIPELINE = "model_index.json"

@@ -95,7 +95,7 @@ def agreed_damage(checkpoint: Path, ranks: Ranks) -> str | None:
 def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[str, Any]:
     """Bring a fresh engine to where the checkpoint was written; returns `state.json`.
 
-    To the bit on the same stage and number of ranks. On others the random states are seeded anew from the step, and
+    To the bit on the same stage and number of ranks. On others the random states are seeded again from the step, and
     8-bit moments are quantised again.
     """
     state = read_state(checkpoint)

@@ -57,8 +57,8 @@ def find_run(folder: Path, base_model: str | None = None, *, needs_base: bool = 
     missing = [name for name in ADAPTER if not (folder / name).is_file()]
     if missing:
         whole = whole_checkpoints(run_dir)
-        way_out = f"name its newest checkpoint, {whole[-1]}" if whole else "train it first"
-        raise UserError(f"{folder}: has no {missing[0]}, the run did not come to its end; {way_out}")
+        fix = f"name its newest checkpoint, {whole[-1]}" if whole else "train it first"
+        raise UserError(f"{folder}: has no {missing[0]}, the run did not come to its end; {fix}")
     _check_adapter(folder, run_dir)
     if base_model is not None:
         # A revision belongs to the repository that the configuration names.

@@ -34,7 +34,7 @@ from trainer.model.capacity import holds, tells, too_small
 
 LONGEST_LOOKED_AT = 16_384
 KEPT_WHOLE = 0.995
-"""Share of the documents that are not cut."""
+"""Fraction of the documents that are not cut."""
 PACK = 2048
 RANKS = (16, 32, 64, 128)
 SHORT_RUN = 200

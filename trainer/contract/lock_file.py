@@ -98,7 +98,7 @@ def create_lock(path: Path, lock: Lock) -> bool:
 def read_lock(path: Path) -> tuple[Lock, int] | None:
     """The lock and the time of its last beat; None if there is none. One that is half written has no holders."""
     try:
-        # Opened anew for every look: that is when network file systems ask their server.
+        # Opened again for every look: that is when network file systems ask their server.
         with path.open(encoding="utf-8") as file:
             text, beat = file.read(), os.fstat(file.fileno()).st_mtime_ns
     except (FileNotFoundError, NotADirectoryError):

@@ -252,7 +252,7 @@ def _offloads_of(stage: int) -> list[str]:
 
 
 def _reference_rows(config: RunConfig) -> int:
-    """What `scu.measure: kl` adds to the last micro-step: its share of the step's sequences, in one pass with it."""
+    """What `scu.measure: kl` adds to the last micro-step: a fraction of the step's sequences, in one pass with it."""
     scu, training = config.scu, config.training
     if not scu.enabled or scu.measure != "kl":
         return 0

@@ -8,7 +8,7 @@ BEFORE = 100
 """Steps that a loss is held against."""
 ENOUGH = 20
 SPREADS = 8.0
-SHARE = 0.2
+FRACTION = 0.2
 # 1.4826 median absolute deviations are one standard deviation of a normal distribution.
 OF_NORMAL = 1.4826
 
@@ -28,7 +28,7 @@ class SpikeWatch:
         if len(self._losses) >= ENOUGH:
             middle = median(self._losses)
             spread = OF_NORMAL * median(abs(value - middle) for value in self._losses)
-            if loss - middle > max(SPREADS * spread, SHARE * middle):
+            if loss - middle > max(SPREADS * spread, FRACTION * middle):
                 self.spikes += 1
                 self._tell(step, loss, middle, grad_norm)
         self._losses.append(loss)

@@ -18,6 +18,7 @@ from trainer.config import RunConfig, UserError
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Sample, Samples
 from trainer.engine.layer_gather.shards import layer_shards_of
+from trainer.engine.protocol import Engine
 from trainer.patches.loss_head import TokenLoss, adapter_off
 from trainer.ranks.group import Ranks
 from trainer.scu.divergence import REFERENCE_FILE, Divergence, Reference
@@ -29,7 +30,7 @@ def divergence_of(
     config: RunConfig,
     prepared: Prepared,
     ranks: Ranks,
-    engine: Any,
+    engine: Engine,
     token_loss: TokenLoss,
     *,
     flat: bool,
@@ -61,7 +62,7 @@ def divergence_of(
     return Divergence(engine, token_loss, reference, drawn=prepared.reference is None)
 
 
-def base_samples(engine: Any, tokenizer: Any, config: RunConfig, *, resumes: bool, ranks: Ranks) -> list[Sample]:
+def base_samples(engine: Engine, tokenizer: Any, config: RunConfig, *, resumes: bool, ranks: Ranks) -> list[Sample]:
     """What the base says when nothing is asked: drawn on every rank, rank 0's kept; every rank must call it.
 
     Raises UserError if a run that goes on has lost them.
@@ -74,7 +75,7 @@ def base_samples(engine: Any, tokenizer: Any, config: RunConfig, *, resumes: boo
         dist.broadcast_object_list(found, src=0, device=engine.device)
     if found[0] is None:
         if resumes:
-            raise UserError(f"{path}: missing, and the run cannot go on to the bit; set scu.reference, or begin anew")
+            raise UserError(f"{path}: missing, and the run cannot go on to the bit; set scu.reference, or start over")
         found = [_draw(engine, tokenizer, min(LENGTH, config.dataset.max_length), config.seed)]
         if ranks.world_size > 1:
             dist.broadcast_object_list(found, src=0, device=engine.device)
@@ -82,7 +83,7 @@ def base_samples(engine: Any, tokenizer: Any, config: RunConfig, *, resumes: boo
 
 
 @torch.no_grad()
-def _draw(engine: Any, tokenizer: Any, length: int, seed: int) -> list[list[int]]:
+def _draw(engine: Engine, tokenizer: Any, length: int, seed: int) -> list[list[int]]:
     model = engine.module
     first = next(token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id, 0) if token is not None)
     devices = [engine.device] if engine.device.type == "cuda" else []

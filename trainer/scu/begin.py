@@ -48,5 +48,5 @@ def begin_steering(
     if restored:
         return steering, steering.load_state_dict(restored, step=step, run_dir=run_dir)
     if step:
-        return steering, ["scu.enabled=true: the checkpoint has no controller; it begins anew"]
+        return steering, ["scu.enabled=true: the checkpoint has no controller; it starts over"]
     return steering, []

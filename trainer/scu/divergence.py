@@ -18,13 +18,14 @@ from torch import Tensor
 from trainer.contract.whole_files import write_json
 from trainer.data.batches import MicroBatch, collate
 from trainer.data.samples import Sample
+from trainer.engine.protocol import Engine
 from trainer.patches.loss_head import TokenLoss
 
 REFERENCE_FILE = "scu_reference.json"
 
 
 class Reference:
-    """Documents in an order drawn from `seed`, anew for each pass; `rows` of them for each rank and step."""
+    """Documents in an order drawn from `seed`, a new one for each pass; `rows` of them for each rank and step."""
 
     def __init__(
         self, documents: Sequence[Sample], *, rows: int, rank: int, world_size: int, seed: int, pad_token_id: int,
@@ -57,7 +58,7 @@ class Reference:
 class Divergence:
     """K of the model in training, measured on a few reference documents a step."""
 
-    def __init__(self, engine: Any, token_loss: TokenLoss, reference: Reference, *, drawn: bool = False) -> None:
+    def __init__(self, engine: Engine, token_loss: TokenLoss, reference: Reference, *, drawn: bool = False) -> None:
         """`drawn`: the documents are the base's own samples, which a run that goes on needs again."""
         self.drawn = drawn
         self._engine, self._token_loss, self.reference = engine, token_loss, reference

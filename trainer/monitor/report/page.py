@@ -98,7 +98,7 @@ summary { cursor: pointer; color: var(--soft); }
 
 
 SHORT_PHASE = 0.01
-"""Phases of a smaller share of the time are shown as one."""
+"""Phases of a smaller fraction of the time are shown as one."""
 
 
 @dataclass(frozen=True)
