@@ -57,7 +57,7 @@ def prepare(
         prepared = prepare_pictures(config, tell)
     else:
         prepared = _prepare_text(config, tell, looked)
-    # More ranks take fewer steps: what does not go on one goes on none.
+    # More ranks take fewer steps: a warm-up that is too long on one rank is too long on any number.
     step_warnings(with_global_batch(config, samples_of(prepared), 1), samples_of(prepared), 1)
     return prepared
 

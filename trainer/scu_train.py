@@ -56,7 +56,7 @@ def _write(path: Path, arguments: list[str]) -> list[str]:
 
 
 def _copy_to_log() -> None:
-    """From here on what this process prints is in the guide's log as well."""
+    """From here on, what this process prints also goes to the guide's log."""
     with open_log() as log:
         copier = subprocess.Popen(["tee", "-a", log.name], stdin=subprocess.PIPE, start_new_session=True)
     assert copier.stdin is not None

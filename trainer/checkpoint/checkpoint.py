@@ -51,7 +51,7 @@ class RankState:
 
     @classmethod
     def of(cls, engine: Engine, ranks: Ranks, position: dict[str, Any], copies: HostCopies) -> "RankState":
-        """As the engine is now; `copies` are there once they have been waited for. No rank waits for another."""
+        """The engine's state now; `copies` are valid once they have been waited for. No rank waits for another."""
         engine_state = EngineState(engine)
         steps = engine_state.steps_taken()  # read from the device, so before it has copies to make
         pieces = engine_state.pieces()

@@ -14,9 +14,7 @@ from trainer.data.render import RenderError, render
 from trainer.data.tokens import Encoded, Span, encode_spans
 
 _PROBE = "Sentinel"
-FIX = (
-    "give dataset.chat_template with {% generation %} marks around what is to be learned, or dataset.train_on: all"
-)
+FIX = "give dataset.chat_template with {% generation %} marks around what is to be learned, or dataset.train_on: all"
 
 
 def chat_template_of(tokenizer: PreTrainedTokenizerBase, configured: str | None) -> str | None:
@@ -81,9 +79,7 @@ class ChatEncoder:
                 spans.append([(0, len(text))])
                 continue
             if marks.text != text:
-                raise UserError(
-                    f"{where[index]}: turns cannot be told apart in this tokenizer's chat template; {FIX}"
-                )
+                raise UserError(f"{where[index]}: turns cannot be told apart in this tokenizer's chat template; {FIX}")
             spans.append(self._trained_spans(chats[index], conversations[index].silent, marks, where[index]))
         return encode_spans(self.tokenizer, plain, spans, where)
 

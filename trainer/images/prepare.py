@@ -1,4 +1,4 @@
-"""Everything that can be known of a run on pictures before a weight of the denoiser is loaded."""
+"""All checks and data of a run on pictures, before a weight of the denoiser is loaded."""
 
 from collections.abc import Callable, Iterator
 

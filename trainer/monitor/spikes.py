@@ -5,7 +5,7 @@ from collections.abc import Callable
 from statistics import median
 
 BEFORE = 100
-"""Steps that a loss is held against."""
+"""How many earlier steps a loss is compared with."""
 ENOUGH = 20
 SPREADS = 8.0
 FRACTION = 0.2
@@ -24,7 +24,7 @@ class SpikeWatch:
         """How many there were."""
 
     def look(self, step: int, loss: float, grad_norm: float) -> None:
-        """Take a step's loss in, nats per token; tell of a spike, at most once in so many steps."""
+        """Compare a step's loss, nats per token; warn of a spike, at most once in so many steps."""
         if len(self._losses) >= ENOUGH:
             middle = median(self._losses)
             spread = OF_NORMAL * median(abs(value - middle) for value in self._losses)
