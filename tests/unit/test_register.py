@@ -62,7 +62,7 @@ VALUES = {
     "trainer/ranks/group.py: environ": "Python's: rank variables",
     "trainer/images/model.py: vars()[]": "diffusers' own mark of a model in 4 bits",
     "trainer/memory/image_models.py: scaled_dot_product_attention": "put back in the same function, on the meta device",
-    "trainer/run.py: benchmark": "public",
+    "trainer/joining.py: benchmark": "public",
 }  # fmt: skip
 OTHERS = (
     "trainer/bench/",  # builds models of others, to measure them
