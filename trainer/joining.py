@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.markup import escape
@@ -15,6 +14,7 @@ from trainer.data.prepared import Prepared, samples_of, share_stream
 from trainer.data.shared_blocks import folder_of_run
 from trainer.data.step_count import smaller_batch_line, step_warnings, steps_line
 from trainer.engine.deepspeed_engine import resolve_precision
+from trainer.images.task import ImageTask
 from trainer.language import LanguageTask
 from trainer.memory.preflight import MemoryPlan, plan_memory
 from trainer.ranks.agreement import meet
@@ -56,7 +56,7 @@ def join(
     _set_up_torch(config, device)
     memory = plan_memory(config, prepared, ranks, device, precision)
     resolved = memory.config
-    kind = LanguageTask if prepared.tokenizer is not None else _image_task()
+    kind: type[LanguageTask | ImageTask] = LanguageTask if prepared.tokenizer is not None else ImageTask
     task = kind(resolved, prepared, ranks, device, precision, say)
     for note in memory.notes:
         say(note)
@@ -93,10 +93,3 @@ def _say_steps(given: RunConfig, resolved: RunConfig, samples: int | None, ranks
         say(f"note: {smaller}")
     for warning in warnings:
         say(f"[yellow]warning:[/yellow] {escape(warning)}")
-
-
-def _image_task() -> Any:
-    """Only runs on pictures import what they need."""
-    from trainer.images.task import ImageTask
-
-    return ImageTask

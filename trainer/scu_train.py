@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from trainer.commands.demo import demo_data
 from trainer.config import UserError, load_config
 from trainer.config.scu_flags import CONFIG_FILE, open_log, parse, settings
 from trainer.config.yaml_core import dump
@@ -39,8 +40,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _write(path: Path, arguments: list[str]) -> list[str]:
     """The configuration that the flags mean, into a file; returns the settings in place of it. Raises UserError."""
-    from trainer.commands.demo import demo_data
-
     options = parse(arguments, by_rank=True)
     for flag in ("check_requirements", "dry_run"):
         if getattr(options, flag):

@@ -34,10 +34,12 @@ from trainer.bench.report import (
     profile_table,
     result_table,
 )
+from trainer.bench.trace import Shape, breakdown, longest, read_trace, work_of
 from trainer.checkpoint.run_record import commit
 from trainer.config import AUTO, CommandParser, RunConfig, UserError
 from trainer.contract.launcher_process import tie_children_to_this_process
 from trainer.contract.versions import package_versions
+from trainer.model.base import load_model_config
 
 ROOT = Path(__file__).parents[2]
 TAIL_LINES = 15
@@ -154,9 +156,6 @@ class Bench:
 
     def _profile(self, name: str, run: RunConfig, base_model: str, folder: Path) -> None:
         """The time of the last steps by category, and what the single operations take on this card."""
-        from trainer.bench.trace import Shape, breakdown, longest, read_trace, work_of
-        from trainer.model.base import load_model_config
-
         vocabulary = load_model_config(base_model, run.model).get_text_config().vocab_size
         try:
             works = work_of(read_trace(folder / "run" / "profile" / "rank-0.json.gz"), Shape(vocabulary, run.lora.r))

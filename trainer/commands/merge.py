@@ -25,6 +25,7 @@ from trainer.checkpoint.finished_run import (
     run_device,
     saved_tokenizer,
 )
+from trainer.commands.evaluate import evaluate, held_out_documents
 from trainer.commands.image_adapter import is_of_images, merge_images
 from trainer.commands.requantised import in_mxfp4_again
 from trainer.commands.scale import AUTO, scale_adapter, scale_of
@@ -94,8 +95,6 @@ def merged_model(run: FinishedRun, tokenizer: Any, dtype: torch.dtype, *, scale:
 
 def _best_on_held_out(run: FinishedRun, tokenizer: Any) -> float:
     """The scale with the lowest held-out loss, said. Raises UserError if the run held nothing out."""
-    from trainer.commands.evaluate import evaluate, held_out_documents
-
     try:
         documents = held_out_documents(run, tokenizer, None, None)
     except UserError as error:
