@@ -13,7 +13,7 @@ from trainer.patches.loss_head import to_device
 class NoiseLoss:
     """sum_b w_b mean((prediction_b - target_b)^2), fp32; min-SNR weights w in training only."""
 
-    balancing = 0.0
+    balancing: Tensor | float = 0.0
 
     def __init__(self, objective: Objective, dtype: torch.dtype, guidance: float) -> None:
         """`dtype` is what the model computes in; `guidance` is passed to models that take it."""
