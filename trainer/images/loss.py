@@ -13,11 +13,10 @@ from trainer.patches.loss_head import to_device
 class NoiseLoss:
     """sum_b w_b mean((prediction_b - target_b)^2), fp32; min-SNR weights w in training only."""
 
-    balancing: Tensor | float = 0.0
-
     def __init__(self, objective: Objective, dtype: torch.dtype, guidance: float) -> None:
         """`dtype` is what the model computes in; `guidance` is passed to models that take it."""
         self._objective, self._dtype, self._guidance = objective, dtype, guidance
+        self.balancing: Tensor | float = 0.0
 
     def __call__(self, model: Any, batch: ImageBatch, device: torch.device) -> Tensor:
         """Of the batch, size by size; differentiable."""
