@@ -12,6 +12,7 @@ import torch
 from tests.tiny import make_model, write_chats
 from trainer.checkpoint.adapter_files import record_checksums
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
+from trainer.checkpoint.run_record import write_run_record
 from trainer.commands import evaluate, generate, merge, push
 from trainer.commands.export import __main__ as export
 from trainer.config import RunConfig, UserError
@@ -60,6 +61,26 @@ def test_a_checkpoint_is_a_run_with_the_configuration_of_its_parent(run_dir: Pat
     run = find_run(checkpoint)
     assert (run.folder, run.run_dir) == (checkpoint, tmp_path)
     assert run.config == find_run(run_dir).config
+
+
+def test_relative_paths_are_of_the_folder_that_the_run_was_started_in(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a run of `base_model: model` in run_dir's parent records, looked at from elsewhere."""
+    data = {"mix": ({"path": "held.jsonl"}, {"path": "owner/data"}), "evaluation": {"path": "held.jsonl"}}
+    relative = {"base_model": "model", "output_dir": "run", "dataset": data, "training": {"precision": "fp32"}}
+    config = RunConfig.model_validate(relative)
+    monkeypatch.chdir(run_dir.parent)
+    recorded = shutil.copytree(run_dir, tmp_path / "run")
+    write_run_record(recorded, config, 1, "cpu", "fp32")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run = find_run(Path("../run"))
+    assert run.config.base_model == str(run_dir.parent / "model")
+    assert [source.path for source in run.config.dataset.mix] == [str(run_dir.parent / "held.jsonl"), "owner/data"]
+    assert run.config.dataset.evaluation.path == str(run_dir.parent / "held.jsonl")  # type: ignore[union-attr]
+    assert merge.main(["../run", "--output", "merged"]) == 0 and Path("merged/model.safetensors").is_file()
+    assert find_run(Path("../run"), "named").config.base_model == "named"
 
 
 def test_the_tokenizer_has_the_chat_template_of_the_run(tmp_path: Path) -> None:
