@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.tiny import make_model, write_chats
+from trainer.bench import __main__ as bench
 from trainer.checkpoint.adapter_files import record_checksums
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
 from trainer.checkpoint.run_record import write_run_record
@@ -196,6 +197,9 @@ BAD_ARGUMENTS = [
     (evaluate, ["RUN", "--split", "test"], "--split=test: chooses among the splits of --data"),
     (evaluate, ["RUN", "--json", "TMP/none/x.json"], "--json=.*folder does not exist"),
     (evaluate, ["RUN", "--json", "TMP"], "--json=.*: is a folder; name a file in it"),
+    (evaluate, ["RUN", "--json", "TMP/file"], "file: exists and holds something else; name a new file, or remove it"),
+    (bench, ["--json", "TMP"], "--json=.*: is a folder; name a file in it"),
+    (bench, ["--json", "TMP/file"], "file: exists and holds something else; name a new file, or remove it"),
     (evaluate, ["RUN", "--json", "TMP/" + "x" * 300], "--json=.*: File name too long"),
     (export, ["RUN", "--format", "gguf", "--output", "TMP/empty"], "empty: is a folder, and --format gguf"),
     (export, ["RUN", "--format", "hf", "--output", "TMP/dangling"], "dangling: exists and would be overwritten"),
