@@ -38,6 +38,7 @@ from trainer.bench.trace import Shape, breakdown, longest, read_trace, work_of
 from trainer.checkpoint.run_record import commit
 from trainer.config import AUTO, CommandParser, RunConfig, UserError
 from trainer.contract.launcher_process import tie_children_to_this_process
+from trainer.contract.output_file import check_result_file
 from trainer.contract.versions import package_versions
 from trainer.model.base import load_model_config
 
@@ -114,6 +115,8 @@ class Bench:
         """Every case of the product, then of each other trainer; the table at the end."""
         settings = list(self.arguments.settings)
         config = Path(settings.pop(0)) if settings and "=" not in settings[0] else None
+        if self.arguments.json:
+            check_result_file(self.arguments.json, f"--json={self.arguments.json}", {"header", "results", "profiles"})
         # All are resolved before the first is run: a mistake in the last must not cost the others.
         self.cases = {
             name: resolve(config, name, self.arguments.shape, settings, self.folder)
@@ -280,7 +283,6 @@ class Bench:
         if self.arguments.json:
             results = [result.as_json() for result in self.results]
             record = {"header": header, "results": results, "profiles": self.profiles}
-            self.arguments.json.parent.mkdir(parents=True, exist_ok=True)
             self.arguments.json.write_text(json.dumps(record, indent=1))
 
 

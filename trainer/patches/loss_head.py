@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ops.head import divergence_sum, token_loss_sum
+from trainer.contract.known_versions import require
 from trainer.data.batches import IGNORED, MicroBatch
 from trainer.engine.flat_adapter import flat_adapter_of
 from trainer.engine.partitioned import is_partitioned
@@ -216,7 +217,11 @@ def adapter_off(module: nn.Module) -> Iterator[None]:
     PEFT's `disable_adapter` would also switch requires_grad of every factor off and on again, which a graph, an engine
     or a flat buffer that holds them does not survive.
     """
-    layers: list[Any] = [layer for layer in module.modules() if getattr(layer, "_disable_adapters", None) is False]
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    adapted = [part for part in module.modules() if isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    layers: list[Any] = [layer for layer in adapted if not require(layer, "_disable_adapters", "peft")]
     for layer in layers:
         layer._disable_adapters = True
     try:
