@@ -55,9 +55,7 @@ def _gradients(
 ) -> list[torch.Tensor]:
     how: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "attention": "eager", "quantization": quantization}
     torch.manual_seed(0)
-    model: Any = apply_adapter(
-        load_base_model(str(path), ModelSection(), shards=shards, **how), ATTENTION, torch.float32
-    )
+    model: Any = apply_adapter(load_base_model(str(path), ModelSection(), shards=shards, **how), lora, torch.float32)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:

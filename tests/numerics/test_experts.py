@@ -72,7 +72,7 @@ def test_opcheck(adapted: str) -> None:
     shape, form, numbers = [3, 4, 8, 0, 0], ["plain", "plain", "silu", "halves"], [1.0, 0.5, 0.25, 1.7, 7.0]
     args = (
         *(problem.hidden, problem.index, problem.weights, [problem.gate_up], [problem.down], problem.biases),
-        *(*factors, shape, form, numbers, problem.seed),
+        *(*factors, shape, form, numbers, problem.seed, None, None),
     )
     torch.library.opcheck(torch.ops.zerolora.experts_forward.default, args)
 
