@@ -91,6 +91,9 @@ def test_ranks_gather_alike_however_their_tokens_are_routed(tmp_path: Path) -> N
         assert len(found["order"]) > 4
         assert found["some"] and second[kind]["some"]
         assert max(found["worst"], second[kind]["worst"]) < 1e-7
+        # Half of all visits are those of rank 0, and they are all to one expert.
+        assert found["load"] == second[kind]["load"]
+        assert 0.5 <= found["load"]["experts/busiest_share"] < 1.0
 
 
 @pytest.fixture(scope="module")
