@@ -73,6 +73,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("settings", nargs="*", metavar="[CONFIG] [key=value]", help="the run to measure")
     parser.add_argument("--shape", help="instead of the shape that base_model names (default llama3.1-8b)")
     parser.add_argument("--case", action="append", help=f"settings by name, may be repeated: {', '.join(CASES)}")
+    parser.add_argument(
+        "--skew",
+        action="store_true",
+        help="let an eighth of a mixture's experts take half of the tokens (shapes of mixtures only)",
+    )
     parser.add_argument("--steps", type=int, default=20, help="measured steps (default 20)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (default 5)")
     parser.add_argument("--num-gpus", type=int, default=1, help="GPUs, or CPU ranks (default 1)")
@@ -119,7 +124,7 @@ class Bench:
             check_result_file(self.arguments.json, f"--json={self.arguments.json}", {"header", "results", "profiles"})
         # All are resolved before the first is run: a mistake in the last must not cost the others.
         self.cases = {
-            name: resolve(config, name, self.arguments.shape, settings, self.folder)
+            name: resolve(config, name, self.arguments.shape, settings, self.folder, skewed=self.arguments.skew)
             for name in self.arguments.case or [AS_CONFIGURED]
         }
         try:
