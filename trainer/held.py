@@ -43,6 +43,7 @@ def main(argv: list[str]) -> int:
     if release is None:
         return EXIT_ORPHANED
     _write_to(release.log)
+    sys.argv[1:] = release.arguments  # as of a rank that was started with them; the run's record tells what was typed
     return train(release.arguments, found)
 
 

@@ -238,6 +238,9 @@ class Loop:
 
     def _report(self, step: int, result: StepResult, learning_rate: float, seconds: float) -> None:
         parts, position = self._parts, self.position
+        is_logged = step % self._training.logging_steps == 0 or step == self._total_steps
+        # Of all ranks: before those that report nothing leave.
+        of_experts = parts.experts.values() if is_logged and parts.experts is not None else {}
         if parts.reporter is None:
             return
         values = {
@@ -264,10 +267,8 @@ class Loop:
         if self._save_s:
             values["perf/save_ms"], self._save_s = self._save_s * 1e3, 0.0
         parts.reporter.progress(step, values)
-        if step % self._training.logging_steps == 0 or step == self._total_steps:
-            if parts.experts is not None:
-                values |= parts.experts.values()
-            values, self._of_start = values | self._of_start, {}
+        if is_logged:
+            values, self._of_start = values | of_experts | self._of_start, {}
             parts.reporter.log(step, values)
 
     def _evaluate_if_due(self) -> None:

@@ -271,7 +271,7 @@ class Run:
 
     def _expert_load(self, engine: Engine) -> ExpertLoad | None:
         compiled = self.config.training.torch_compile
-        return ExpertLoad.of(engine.module, compiled=compiled) if self.ranks.is_main else None
+        return ExpertLoad.of(engine.module, compiled=compiled)
 
     @phase("save")
     def _save_checkpoint(self, engine: Engine, position: Position) -> None:

@@ -8,7 +8,7 @@ What fails twice in the same step in the same way is of the step's data, as a ru
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launcher.supervision.failure_report import Fault
@@ -111,7 +111,7 @@ class Restarts:
         self._halvings += 1
         self._settings |= note.settings()
         batch = f"batch_size {note.batch_size}, accumulation {note.gradient_accumulation_steps}"
-        checkpoint = self._go_on(ending, f"out of memory in step {note.step}; went on with {batch}")
+        checkpoint = self._go_on(ending, f"out of memory in step {note.step}; went on with {batch}", note)
         say(f"out of memory in step {note.step}: going on from {checkpoint or 'the start'} with {batch}")
         return True
 
@@ -139,7 +139,7 @@ class Restarts:
             say(f"{left_out} is left out: it failed again before a step was made")
         return left_out is not None
 
-    def _go_on(self, ending: Ending, reason: str) -> str:
+    def _go_on(self, ending: Ending, reason: str, note: RestartNote | None = None) -> str:
         """Let the next start begin at the newest whole checkpoint of this run; its name, empty for the start."""
         newest = self._newest()
         if newest:
@@ -150,7 +150,8 @@ class Restarts:
         else:
             # The folder holds only this attempt, and nobody needs it.
             self._settings |= {_RESUME: "null", _OVERWRITE: "delete"}
-        note_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks))
+        told = asdict(note) if note is not None else None
+        note_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks, told))
         return newest
 
     def _newest(self) -> str:

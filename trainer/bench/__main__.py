@@ -38,6 +38,7 @@ from trainer.bench.trace import Shape, breakdown, longest, read_trace, work_of
 from trainer.checkpoint.run_record import commit
 from trainer.config import AUTO, CommandParser, RunConfig, UserError
 from trainer.contract.launcher_process import tie_children_to_this_process
+from trainer.contract.output_file import check_result_file
 from trainer.contract.versions import package_versions
 from trainer.model.base import load_model_config
 
@@ -72,6 +73,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("settings", nargs="*", metavar="[CONFIG] [key=value]", help="the run to measure")
     parser.add_argument("--shape", help="instead of the shape that base_model names (default llama3.1-8b)")
     parser.add_argument("--case", action="append", help=f"settings by name, may be repeated: {', '.join(CASES)}")
+    parser.add_argument(
+        "--skew",
+        action="store_true",
+        help="let an eighth of a mixture's experts take half of the tokens (shapes of mixtures only)",
+    )
     parser.add_argument("--steps", type=int, default=20, help="measured steps (default 20)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (default 5)")
     parser.add_argument("--num-gpus", type=int, default=1, help="GPUs, or CPU ranks (default 1)")
@@ -114,9 +120,11 @@ class Bench:
         """Every case of the product, then of each other trainer; the table at the end."""
         settings = list(self.arguments.settings)
         config = Path(settings.pop(0)) if settings and "=" not in settings[0] else None
+        if self.arguments.json:
+            check_result_file(self.arguments.json, f"--json={self.arguments.json}", {"header", "results", "profiles"})
         # All are resolved before the first is run: a mistake in the last must not cost the others.
         self.cases = {
-            name: resolve(config, name, self.arguments.shape, settings, self.folder)
+            name: resolve(config, name, self.arguments.shape, settings, self.folder, skewed=self.arguments.skew)
             for name in self.arguments.case or [AS_CONFIGURED]
         }
         try:
@@ -280,7 +288,6 @@ class Bench:
         if self.arguments.json:
             results = [result.as_json() for result in self.results]
             record = {"header": header, "results": results, "profiles": self.profiles}
-            self.arguments.json.parent.mkdir(parents=True, exist_ok=True)
             self.arguments.json.write_text(json.dumps(record, indent=1))
 
 

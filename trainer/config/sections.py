@@ -68,6 +68,9 @@ class ScuSection(Section):
     without labels. None: the base's own samples, drawn before training."""
     reference_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.125
     """`kl`: tokens of reference text a step, over the tokens trained on."""
+    reference_cache: Literal["auto"] | bool = "auto"
+    """`kl`: keep the base's last hidden states of the reference text on the host, so that no step makes a forward pass
+    of the base. `auto`: where they take at most 1 GiB a rank and the run comes to each text twice or more."""
     every: PositiveInt = 1
     """Optimizer steps between updates of lambda."""
     tokens: Annotated[int, Field(ge=1, le=10**16)] | None = None

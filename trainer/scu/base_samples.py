@@ -8,7 +8,7 @@ with the very same.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,10 @@ from trainer.engine.layer_gather.shards import layer_shards_of
 from trainer.engine.protocol import Engine
 from trainer.patches.loss_head import TokenLoss, adapter_off
 from trainer.ranks.group import Ranks
-from trainer.scu.divergence import REFERENCE_FILE, Divergence, Reference
+from trainer.scu.divergence import REFERENCE_FILE, BaseStates, Divergence, Reference
 
 SAMPLES, LENGTH, AT_A_TIME, SHORTEST = 512, 128, 64, 8
+MOST_STATES = 2**30
 
 
 def divergence_of(
@@ -34,10 +35,14 @@ def divergence_of(
     token_loss: TokenLoss,
     *,
     flat: bool,
+    steps: int,
     resumes: bool,
     say: Callable[[str], None],
 ) -> Divergence:
-    """What measures K in this run, on texts of the user's or on the base's own samples; every rank must call it."""
+    """What measures K in this run, on texts of the user's or on the base's own samples; every rank must call it.
+
+    `steps`: optimizer steps of the whole run, so that one that goes on decides as it did at first.
+    """
     training, scu = config.training, config.scu
     documents: Samples | list[Sample] | None = prepared.reference
     if documents is None:
@@ -59,7 +64,22 @@ def divergence_of(
     )
     whose = "the base's own samples" if prepared.reference is None else escape(str(scu.reference))
     say(f"scu: {reference.rows} of {len(texts):,} reference texts a rank and step, {whose}")
-    return Divergence(engine, token_loss, reference, drawn=prepared.reference is None)
+    states = None
+    if _pays(scu.reference_cache, size := _bytes_of_states(engine, texts), steps * reference.rows, len(texts)):
+        states = BaseStates.compute(engine, token_loss, reference)
+        kept = f"kept on the host, {size / 2**20:,.0f} MiB a rank: it makes no forward pass in a step"
+        say(f"scu: the base's hidden states are {kept if states else 'not kept: this head needs whole logits'}")
+    return Divergence(engine, token_loss, reference, drawn=prepared.reference is None, base_states=states)
+
+
+def _pays(wanted: Literal["auto"] | bool, size: int, visits: int, texts: int) -> bool:
+    return size <= MOST_STATES and visits >= 2 * texts if wanted == "auto" else wanted
+
+
+def _bytes_of_states(engine: Any, texts: list[Sample]) -> int:
+    base = engine.module.get_base_model()
+    width: int = base.config.get_text_config().hidden_size
+    return sum(len(text.input_ids) - 1 for text in texts) * width * base.dtype.itemsize
 
 
 def base_samples(engine: Engine, tokenizer: Any, config: RunConfig, *, resumes: bool, ranks: Ranks) -> list[Sample]:

@@ -35,8 +35,10 @@ def begin_steering(
     """
     divergence = None
     if config.scu.measure == "kl":
-        resumes = step > 0
-        divergence = divergence_of(config, prepared, ranks, engine, token_loss, flat=flat, resumes=resumes, say=say)
+        divergence = divergence_of(
+            config, prepared, ranks, engine, token_loss,
+            flat=flat, steps=total_steps, resumes=step > 0, say=say,
+        )  # fmt: skip
     steering = Steering(
         config.scu,
         engine.module,

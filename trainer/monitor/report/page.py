@@ -92,6 +92,7 @@ summary { cursor: pointer; color: var(--soft); }
   .tile { padding: 10px 12px; } .tile b { font-size: 16px; }
   .tile:last-child:nth-child(odd) { grid-column: 1 / -1; }
   .summary th { width: 108px; padding-right: 10px; }
+  .wide-table:not(.numbers) :is(td, th, code) { overflow-wrap: anywhere; }
   .wide .chart { height: 200px; } }
 @media print { body { background: none; } figure, section { break-inside: avoid; } }
 """.strip()
