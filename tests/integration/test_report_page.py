@@ -12,8 +12,8 @@ from matplotlib.image import imread
 from PIL import Image
 
 from tests.unit.test_report import make_two
-from trainer.monitor.report.pictures import keep_picture
 from trainer.monitor.report.recorded import keep_times
+from trainer.monitor.report.sample_images import keep_picture
 from trainer.monitor.report.together import write_page_of_runs
 from trainer.monitor.report.write import write_report
 

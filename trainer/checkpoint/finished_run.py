@@ -18,7 +18,7 @@ from trainer.checkpoint.checkpoint_files import whole_checkpoints
 from trainer.checkpoint.run_record import CONFIG, RUN, STARTED_IN
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import one_line
-from trainer.data.chat import chat_template_of
+from trainer.data.conversations import chat_template_of
 from trainer.engine.deepspeed_engine import DTYPES, resolve_precision
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
 from trainer.model.saved_adapter import load_adapter
@@ -63,8 +63,8 @@ def find_run(folder: Path, base_model: str | None = None, *, needs_base: bool = 
     missing = [name for name in ADAPTER if not (folder / name).is_file()]
     if missing:
         whole = whole_checkpoints(run_dir)
-        way_out = f"name its newest checkpoint, {whole[-1]}" if whole else "train it first"
-        raise UserError(f"{folder}: has no {missing[0]}, the run did not come to its end; {way_out}")
+        fix = f"name its newest checkpoint, {whole[-1]}" if whole else "train it first"
+        raise UserError(f"{folder}: has no {missing[0]}, the run did not come to its end; {fix}")
     _check_adapter(folder, run_dir)
     if base_model is not None:
         # A revision belongs to the repository that the configuration names.
@@ -178,8 +178,11 @@ def put_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: bool
     return model.eval()
 
 
-def exit_code_of(command: Callable[[], None], *expected: type[Exception]) -> int:
-    """0; 2 after one line on stderr for a mistake of the user, 1 after one line for a failure that is `expected`."""
+def run_command(command: Callable[[], None], *expected: type[Exception]) -> int:
+    """Carry a command out; its exit code.
+
+    0; 2 after one line on stderr for a mistake of the user, 1 after one line for a failure that is `expected`.
+    """
     try:
         command()
     except UserError as error:

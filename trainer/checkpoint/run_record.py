@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trainer.config import RunConfig, UserError
 from trainer.contract.command_typed import command_typed
-from trainer.contract.folder_lock import LOCK_FILE
+from trainer.contract.lock_file import LOCK_FILE
 from trainer.contract.versions import package_versions
 from trainer.contract.whole_files import sync_folder, write_json, write_whole
 

@@ -24,10 +24,10 @@ from rich.table import Table
 
 from trainer.checkpoint.finished_run import (
     FinishedRun,
-    exit_code_of,
     find_run,
     load_trained,
     quiet_libraries,
+    run_command,
     run_device,
     saved_tokenizer,
 )
@@ -331,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 2 after one line on stderr."""
     arguments = _parse(argv)
     quiet_libraries()
-    return exit_code_of(lambda: _run(arguments))
+    return run_command(lambda: _run(arguments))
 
 
 if __name__ == "__main__":

@@ -7,13 +7,14 @@ import torch
 
 from trainer.config import ImageSection
 from trainer.contract.known_versions import require
+from trainer.engine.protocol import Engine
 from trainer.images.families import Conditions
 from trainer.images.pipeline import Pipeline
 
 
 @torch.no_grad()
 def draw_samples(
-    engine: Any,
+    engine: Engine,
     pipeline: Pipeline,
     image: ImageSection,
     conditions: Sequence[Conditions],

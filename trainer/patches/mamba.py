@@ -34,7 +34,7 @@ def unquantized_lines(model: nn.Module) -> list[str]:
     from peft.tuners.lora.layer import ParamWrapper
 
     from trainer.model.eight_bit import FrozenLinear8bit
-    from trainer.model.four_bit import FrozenLinear4bit
+    from trainer.model.four_bit import FrozenLinear4bit  # brings bitsandbytes
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     kinds = [type(layer.base_layer) for layer in layers if not isinstance(layer, ParamWrapper)]

@@ -6,7 +6,7 @@ from html import escape
 from types import MappingProxyType
 from urllib.parse import quote
 
-from trainer.monitor.report.pictures import Shown
+from trainer.monitor.report.sample_images import Shown
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #27303d; --soft: #5b6675; --line: #e3e7ed; --paper: #ffffff;
@@ -99,7 +99,7 @@ summary { cursor: pointer; color: var(--soft); }
 
 
 SHORT_PHASE = 0.01
-"""Phases of a smaller share of the time are shown as one."""
+"""Phases of a smaller fraction of the time are shown as one."""
 
 
 @dataclass(frozen=True)
