@@ -81,7 +81,7 @@ def merged_model(run: FinishedRun, tokenizer: Any, dtype: torch.dtype, *, scale:
         dtype=dtype,
         device=torch.device("cpu"),
         attention="eager",
-        unpack_mxfp4=True,
+        unpack=True,
     )
     # In 32 bits the sum is rounded once, and not its second term before it.
     adapted = put_adapter(base, tokenizer, run, in_32_bits=True)

@@ -84,7 +84,7 @@ def _operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | None:
 
 
 def _packing(weight: Any) -> Any | None:
-    """How a tensor of experts is packed in 4 bits (trainer/model/packed_experts.py); None of any other."""
+    """How a tensor of experts is packed (trainer/model/packed_experts.py); None of any other."""
     return getattr(weight, "packing", None)
 
 
@@ -96,7 +96,12 @@ def _matrix(experts: Any, name: str, hidden: Tensor) -> ops.ExpertMatrix | None:
     from trainer.model.packed_experts import NESTED_BLOCK  # here: it brings bitsandbytes
 
     sections = weight.sections()
-    if layout.dtype != hidden.dtype or layout.rows * layout.cols % layout.block:
+    if layout.dtype != hidden.dtype:
+        return None
+    if layout.eight_bit:
+        cell = None if layout.cell == (1, layout.cols) else layout.cell
+        return ops.ExpertMatrix.eight_bit(sections["codes"], sections["scales"], cell)
+    if layout.rows * layout.cols % layout.block:
         return None
     if layout.kind == MXFP4:
         groups = (layout.experts, layout.rows, layout.cols // layout.block)
