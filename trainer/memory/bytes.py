@@ -159,20 +159,20 @@ def bytes_of(weight: Weight, placement: Placement) -> int:
     """A weight as it lies on the card: elements x e, or a byte or half a byte each with their scales."""
     if not is_packed(weight, placement):
         return rounded(weight.elements * placement.element)
-    if placement.eight_bit and not weight.mxfp4:
+    if weight.fp8_scales or (placement.eight_bit and not weight.mxfp4):
         return rounded(weight.elements) + scales_of(weight, placement)
     return rounded((weight.elements + 1) // 2) + scales_of(weight, placement)
 
 
 def is_packed(weight: Weight, placement: Placement) -> bool:
     """Whether a weight has 4 or 8 bits for a value: a packed base's matrices, and what is stored so."""
-    return weight.mxfp4 or (placement.packed and weight.packable)
+    return weight.mxfp4 or weight.fp8_scales > 0 or (placement.packed and weight.packable)
 
 
 def scales_of(weight: Weight, placement: Placement) -> int:
     """What a quantised weight needs in addition to its numbers.
 
-    8 bits: 4 bytes a row.
+    8 bits: 4 bytes a row, or for each scale that is stored.
 
     Scales: 4 bytes per block, or 1 byte per block and 4 bytes per 256 blocks (double quantisation); code books 16 and
     256 numbers of 32 bits per matrix. Of experts each has its own blocks, and all have the same books. MXFP4: 1 byte
@@ -182,6 +182,8 @@ def scales_of(weight: Weight, placement: Placement) -> int:
         return 0
     if weight.mxfp4:
         return rounded(weight.elements // 32)
+    if weight.fp8_scales:
+        return rounded(4 * weight.fp8_scales)
     if placement.eight_bit:
         return rounded(4 * weight.rows)
     matrices = max(1, weight.experts)
@@ -319,7 +321,8 @@ def optimizer_step(shapes: Shapes, placement: Placement) -> int:
 
 def host_memory(shapes: Shapes, work: Work, placement: Placement) -> int:
     """Host memory of a rank beside the process itself: what is offloaded, and the model while it is loaded whole."""
-    streamed = placement.packed or placement.stage == 3
+    stored = any(weight.mxfp4 or weight.fp8_scales for weight in shapes.weights)
+    streamed = placement.packed or stored or placement.stage == 3
     read = [weight.elements for weight in shapes.weights if not weight.factor]
     loading = max(read, default=0) if streamed else sum(read)
     return max(offloaded(shapes, work, placement), loading * placement.element)
