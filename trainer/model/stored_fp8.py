@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ops.reference import dequantize_blocks
-from trainer.config import RunConfig, UserError
+from trainer.config import RunConfig, UserError, gathers_by_layer
 from trainer.model.stored_layout import Stored
 from trainer.model.tensor_files import SafetensorsFiles
 
@@ -102,16 +102,16 @@ def check_settings_fit(config: RunConfig, model_config: Any) -> None:
             f"quantization.quant_type={kind}: the weights of {base} are stored in FP8 and would be quantised a second "
             "time; use adapter: lora, or quantization.quant_type: fp8, or name the 16-bit model"
         )
-    reads_base = {
-        "lora.dora": lora.dora,
-        f"lora.init={lora.init}": lora.init not in ("default", "gaussian", "orthogonal"),
-    }
-    for setting, given in reads_base.items():
-        if given:
-            raise UserError(
-                f"{setting}{'' if '=' in setting else '=true'}: reads the base's weights, which {base} stores in FP8; "
-                "leave it out, or name the 16-bit model"
-            )
+    if config.zero.offload_parameters and not gathers_by_layer(config):
+        raise UserError(
+            f"zero.offload_parameters=true: zero.gather=module cannot offload {base}, which is stored in FP8; use "
+            "zero.gather: layer, or turn it off"
+        )
+    if lora.dora or lora.init not in ("default", "gaussian", "orthogonal"):
+        given = "lora.dora=true" if lora.dora else f"lora.init={lora.init}"
+        raise UserError(
+            f"{given}: reads the base's weights, which {base} stores in FP8; leave it out, or name the 16-bit model"
+        )
 
 
 class Fp8Files:
