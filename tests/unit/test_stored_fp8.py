@@ -19,8 +19,8 @@ from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokeni
 from trainer.commands.merge import merge
 from trainer.config import LoraSection, ModelSection, QuantizationSection, RunConfig, UserError
 from trainer.engine.layer_gather.unit import slots_of
-from trainer.memory.bytes import base_weights
 from trainer.memory.model_widths import read_shapes
+from trainer.memory.stored_weights import base_weights
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import check_weights, load_base_model, load_model_config
 from trainer.model.eight_bit import FrozenLinear8bit

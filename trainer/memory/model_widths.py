@@ -5,7 +5,7 @@ Nothing is loaded: the modules are the real ones, with PEFT's adapter in place, 
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,12 +14,12 @@ from trainer.config import LoraSection, ModelSection
 from trainer.engine.linear_layers import experts_in, is_linear, is_transposed
 from trainer.memory.observed import experts_of, kept_by_activation, kept_by_norm, leaves_layout
 from trainer.memory.widths import Layer, Mixer, NormBytes, Shapes, Weight
+from trainer.model.adapter import apply_adapter
+from trainer.model.base import empty_model
 from trainer.model.expert_layers import holds_experts
-from trainer.model.model_kind import caps_scores
+from trainer.model.model_kind import caps_scores, is_mxfp4
+from trainer.model.stored_fp8 import Fp8Form, fp8_form
 from trainer.patches.model_facts import CAPPED, facts_of_base, why_head_apart
-
-if TYPE_CHECKING:
-    from trainer.model.stored_fp8 import Fp8Form
 
 # The projections that read what their block has computed; all others of the block read what comes into it.
 OUTPUTS = ("o_proj", "out_proj", "down_proj", "output_linear", "dense_4h_to_h", "c_proj", "fc2", "w2", "wo", "dense")
@@ -34,11 +34,6 @@ def read_shapes(
     `vocabulary_at_least` is the tokenizer's size, by which the embedding may grow.
     """
     from accelerate import init_empty_weights
-
-    from trainer.model.adapter import apply_adapter
-    from trainer.model.base import empty_model
-    from trainer.model.model_kind import is_mxfp4
-    from trainer.model.stored_fp8 import fp8_form
 
     fp8, in_mxfp4 = fp8_form(model_config), is_mxfp4(model_config)
     model = empty_model(model_config, section)
@@ -87,7 +82,7 @@ def _embedding(model: Any) -> tuple[int, int]:
 
 
 def weights_of(
-    model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, *, in_mxfp4: bool, fp8: "Fp8Form | None" = None
+    model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, *, in_mxfp4: bool, fp8: Fp8Form | None = None
 ) -> Iterator[Weight]:
     """Every parameter, with the number of the block that it is in; `fp8`: how it is stored, if so."""
     layer_of = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
