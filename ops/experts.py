@@ -98,7 +98,8 @@ class ExpertMatrix:
     def eight_bit(values: Tensor, scales: Tensor, block: Sequence[int] | None = None) -> "ExpertMatrix":
         """FP8 or int8 with a scale for each row, or each block of (rows, columns)."""
         experts, rows, cols = values.shape
-        return ExpertMatrix("eight_bit", (values, scales), experts, rows, cols, *(block or (0, 0)))
+        high, wide = block or (0, 0)
+        return ExpertMatrix("eight_bit", (values, scales), experts, rows, cols, high, wide)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[E, rows, cols] in `dtype`; what is stored transposed comes as a view."""

@@ -225,7 +225,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 def scaled_linear(x: Tensor, weight: ScaledWeight, bias: Tensor | None) -> Tensor:
     """y = x W^T + bias for a frozen weight without an adapter; needs no operator to be loaded."""
-    y: Tensor = _FrozenProduct.apply(x, weight.values, weight.scales, weight.block)  # type: ignore[no-untyped-call]
+    y: Tensor = _FrozenProduct.apply(x, weight.values, weight.scales, weight.block)
     return y if bias is None else y + bias.to(y.dtype)
 
 

@@ -1,5 +1,7 @@
 """Frozen weights in 8 bits with a scale a block: dequantised to the bit, and products of the dequantised weight."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -57,7 +59,7 @@ def test_a_group_is_that_of_the_dequantised_weights(at_once: int, p: float, monk
     for group in (lambda: ops.scaled_group(x, weights, *settings), lambda: ops.lora_group(x, dense, *settings)):
         torch.manual_seed(1)
         ys = group()
-        total = sum((y * torch.linspace(-1, 1, y.shape[-1])).sum() for y in ys)
+        total = torch.stack([(y * torch.linspace(-1, 1, y.shape[-1])).sum() for y in ys]).sum()
         results.append([*ys, *torch.autograd.grad(total, [x, *downs, *ups])])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -81,7 +83,7 @@ def test_the_operator_keeps_to_its_schema() -> None:
     codes, scales = drawn((24, 16), (8, 8))
     factors = torch.randn(4, 16, requires_grad=True), torch.randn(24, 4, requires_grad=True)
     x = torch.randn(5, 16, requires_grad=True)
-    arguments = (x, [codes], [scales], [8, 8], [], [factors[0]], [factors[1]], [2.0], 0.0, None)
+    arguments: Any = (x, [codes], [scales], [8, 8], [], [factors[0]], [factors[1]], [2.0], 0.0, None)
     torch.library.opcheck(torch.ops.zerolora.scaled_forward.default, arguments)
 
 

@@ -133,7 +133,7 @@ class PackedExperts(nn.Parameter):
         matrix = (matrix.t() if layout.transposed else matrix).to(layout.dtype).contiguous()
         if layout.eight_bit:
             codes, row_scale = quantize_rows(matrix, STORAGE[layout.kind])
-            self.put(index, codes, row_scale[:, None])
+            self.put_expert(index, codes, row_scale[:, None])
             return
         packed, state = quantize_4bit(
             matrix,
@@ -152,7 +152,7 @@ class PackedExperts(nn.Parameter):
             sections["offsets"][index] = state.offset
             sections["nested_book"].copy_(inner.code)
 
-    def put(self, index: int, codes: Tensor, scales: Tensor) -> None:
+    def put_expert(self, index: int, codes: Tensor, scales: Tensor) -> None:
         """One expert's 8-bit values [rows, cols] and their scales."""
         sections = self.sections()
         sections["codes"][index] = codes

@@ -223,6 +223,7 @@ def _broadcast_fp8(
     files: Fp8Files, stored: Stored, linear: nn.Module, block: Block, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales of a linear layer on every rank, as one of them has read them."""
+    assert isinstance(linear, nn.Linear)
     shape = linear.weight.shape
     grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
     if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() > 0:
@@ -264,7 +265,7 @@ def _put_fp8(files: Fp8Files, stored: Stored, packed: PackedExperts) -> None:
         if layout.transposed:
             codes, scales = codes.mT, scales.mT
         for offset, parts in enumerate(zip(codes, scales, strict=True)):
-            packed.put((index or 0) + offset, *parts)
+            packed.put_expert((index or 0) + offset, *parts)
 
 
 def _broadcast_packed(
