@@ -94,6 +94,18 @@ class FrozenLinear8bit(nn.Linear):
         return self
 
 
+def exact_lines(model: nn.Module) -> list[str]:
+    """A line on the layers that are stored in 8 bits and dequantised for their products; or none."""
+    blocks = [each.block for each in model.modules() if isinstance(each, FrozenLinear8bit) and each.exact]
+    if not blocks:
+        return []
+    by_block = {f"{rows} x {cols}" for rows, cols in blocks if rows > 1}
+    shared = f"a block of {', '.join(sorted(by_block))}" if by_block else "a row"
+    return [
+        f"base: {len(blocks)} layers in 8 bits as stored, a scale for {shared}; their products are in 16 bits or 32"
+    ]
+
+
 def check_card(kind: str, device: torch.device) -> None:
     """Raise UserError for fp8 on a card that has no FP8 products; the CPU computes it by its definition."""
     if kind != "fp8" or device.type != "cuda":
