@@ -33,7 +33,7 @@ from trainer.model.eight_bit import check_card
 from trainer.model.expert_targets import check_router_loss
 from trainer.model.model_kind import check_kind
 from trainer.model.model_source import check_source, unreadable
-from trainer.model.stored_fp8 import check_settings_fit
+from trainer.model.stored_fp8 import check_saved_modules, check_settings_fit
 from trainer.model.targets import check_targets
 from trainer.monitor.metrics import check_reporters
 from trainer.patches.mamba import check_packable
@@ -138,6 +138,7 @@ def look_at_model(config: RunConfig) -> Looked:
     if config.adapter != "none":
         check_targets(empty, config.lora)
     check_router_loss(empty, config.training.router_aux_loss, None if config.adapter == "none" else config.lora)
+    check_saved_modules(config, model_config, empty)
     if config.adapter == "qlora":
         check_packable(empty)
     if config.dataset.packing:

@@ -22,11 +22,11 @@ from trainer.engine.layer_gather.unit import slots_of
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.stored_weights import base_weights
 from trainer.model.adapter import apply_adapter
-from trainer.model.base import check_weights, load_base_model, load_model_config
+from trainer.model.base import check_weights, empty_model, load_base_model, load_model_config
 from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.model_kind import check_kind
 from trainer.model.packed_experts import PackedExperts
-from trainer.model.stored_fp8 import Fp8Form, check_settings_fit
+from trainer.model.stored_fp8 import Fp8Form, check_saved_modules, check_settings_fit
 from trainer.patches.fused_lora import fuse
 
 CPU = torch.device("cpu")
@@ -218,6 +218,18 @@ def test_settings_that_want_other_weights_are_refused_in_one_line(case: str, roo
     with pytest.raises(UserError, match=message) as error:
         check_settings_fit(run_config(root / "blocks", **settings), model_config)
     assert "\n" not in str(error.value)
+
+
+def test_a_layer_in_8_bits_is_not_trained_whole(root: Path) -> None:
+    model_config = load_model_config(str(root / "blocks"), ModelSection())
+    empty = empty_model(model_config, ModelSection())
+    check_saved_modules(run_config(root / "blocks", lora={"modules_to_save": ["lm_head"]}), model_config, empty)
+    for name in ("q_proj", "mlp"):
+        config = run_config(root / "blocks", lora={"modules_to_save": [name]})
+        with pytest.raises(
+            UserError, match=rf"lora.modules_to_save={name}: trains all of .*, whose weight is stored in"
+        ):
+            check_saved_modules(config, model_config, empty)
 
 
 def test_all_weights_cannot_be_trained_in_it(root: Path) -> None:

@@ -101,9 +101,7 @@ def exact_lines(model: nn.Module) -> list[str]:
         return []
     by_block = {f"{rows} x {cols}" for rows, cols in blocks if rows > 1}
     shared = f"a block of {', '.join(sorted(by_block))}" if by_block else "a row"
-    return [
-        f"base: {len(blocks)} layers in 8 bits as stored, a scale for {shared}; their products are in 16 bits or 32"
-    ]
+    return [f"base: {len(blocks)} layers in 8 bits as stored, a scale for {shared}; their products are not in 8 bits"]
 
 
 def check_card(kind: str, device: torch.device) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ops.reference import dequantize_blocks
 from trainer.config import RunConfig, UserError, gathers_by_layer
+from trainer.engine.linear_layers import is_linear
 from trainer.model.stored_layout import Stored
 from trainer.model.tensor_files import SafetensorsFiles
 
@@ -112,6 +113,20 @@ def check_settings_fit(config: RunConfig, model_config: Any) -> None:
         raise UserError(
             f"{given}: reads the base's weights, which {base} stores in FP8; leave it out, or name the 16-bit model"
         )
+
+
+def check_saved_modules(config: RunConfig, model_config: Any, empty: Any) -> None:
+    """Raise UserError where lora.modules_to_save names a layer whose weight is held in 4 or 8 bits."""
+    form, head = fp8_form(model_config), empty.get_output_embeddings()
+    for path, module in empty.named_modules() if form or config.adapter == "qlora" else ():
+        held = is_linear(module) and module is not head and (form is None or form.holds(path))
+        for name in config.lora.modules_to_save if held else ():
+            if f".{name}." in f".{path}.":
+                how = "is stored in FP8" if form else f"is held in {config.quantization.quant_type}"
+                raise UserError(
+                    f"lora.modules_to_save={name}: trains all of {path}, whose weight {how}; remove it, or name the "
+                    f"16-bit model{'' if form else ' with adapter: lora'}"
+                )
 
 
 class Fp8Files:
