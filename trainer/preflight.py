@@ -180,9 +180,17 @@ def prepare_to_resume(
     return prepared, plan_resumption(config, prepared, world_size=world_size, choice=choice)
 
 
+def begin_to_build(config: RunConfig) -> None:
+    """Compile the CUDA operators, if this run is to use them, beside whatever comes until they are needed."""
+    if _uses_operators(config):
+        import ops
+
+        ops.build_beside()
+
+
 def build_operators(config: RunConfig, tell: Callable[[str], None]) -> None:
-    """Compile the CUDA operators, if this run is to use them, before the ranks start: they find them built."""
-    if config.ops.backend not in ("auto", "cuda") or config.adapter == "none" or not torch.cuda.is_available():
+    """Wait until the CUDA operators are built, if this run is to use them, for ranks that are to find them built."""
+    if not _uses_operators(config):
         return
     import ops
 
@@ -191,6 +199,10 @@ def build_operators(config: RunConfig, tell: Callable[[str], None]) -> None:
         ops.load(config.ops.backend)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def _uses_operators(config: RunConfig) -> bool:
+    return config.ops.backend in ("auto", "cuda") and config.adapter != "none" and torch.cuda.is_available()
 
 
 def check_packing(model_config: Any) -> None:
@@ -251,6 +263,7 @@ def main(argv: list[str] | None = None) -> int:
     show = partial(print, flush=True) if arguments.phases else lambda phase: None
     try:
         config = load_config(arguments.config, arguments.overrides).config
+        begin_to_build(config)
         prepared, resumption = prepare_to_resume(config, arguments.world_size, show)
         if not arguments.phases:
             for line in (*prepared.data.stats.lines(), *resumption.warnings, *resumption.notes):
