@@ -112,7 +112,7 @@ def _commit() -> str:
 
 def _chosen(place: str, arguments: argparse.Namespace, folder: Path) -> list[tuple[Fault, str]]:
     """The cases of a place that are to be run, phase by phase, so that soon there is one of each fault."""
-    cases = [(fault, phase) for fault in FAULTS if place in fault.places for phase in fault.phases]
+    cases = [(fault, phase) for fault in FAULTS if place in fault.places for phase in fault.phases_at(place)]
     cases.sort(key=lambda case: ORDER.index(case[1]))
     if arguments.part:
         return [case for case in cases if place == PLACES[0] and (case[0].name, case[1]) in PART]

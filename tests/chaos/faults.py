@@ -43,6 +43,10 @@ class Fault:
     told_in: Mapping[str, str] = field(default_factory=dict)
     """What must be told instead in some phases."""
 
+    def phases_at(self, place: str) -> tuple[str, ...]:
+        """Elsewhere no rank has been started while a process of its own tokenises."""
+        return tuple(phase for phase in self.phases if place == HERE or phase != "tokenise" or not self.blames)
+
     def own_disk(self, folder: Path) -> Disk | None:
         """The disk that a run of it lies on, mounted."""
         return None if self.disk is None else self.disk(folder)
@@ -118,6 +122,8 @@ FAULTS = (
         on_rank(f"SIGSTOP of rank {number}", EVERY, number, HANGS, outside=acts.stop_rank(number), places=places)
         for number, places in ((1, ANYWHERE), (0, (HERE,)))
     ],
+    Fault("SIGKILL of the tokenising process", ("tokenise",), f"{FAILED}.*: process \\d+ on login was killed",
+          outside=acts.kill_preparation, places=(SSH, SLURM)),
     on_rank("exception in rank 1", ("load", "first step", "step", "evaluate", "save"), 1, RAISED, action="raise"),
     on_rank("exception in rank 0", EVERY[1:], 0, RAISED, action="raise"),
     on_rank("loader that raises", ("data",), 1, RAISED, action="raise"),

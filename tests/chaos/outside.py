@@ -43,6 +43,11 @@ def kill_launcher(run: Chaos) -> None:
     run.launcher().kill()
 
 
+def kill_preparation(run: Chaos) -> None:
+    for process in run.processes("trainer.preflight"):
+        process.kill()
+
+
 def halt_launcher(run: Chaos) -> None:
     launcher = run.launcher()
     launcher.suspend()

@@ -85,7 +85,8 @@ def _name(record: Mapping[str, Any]) -> str:
 
 def _missing(tried: set[tuple[str, str, str]]) -> str:
     """Cases that `python -m tests.chaos` has and the records have not."""
-    cases = [(place, fault.name, phase) for fault in FAULTS for place in fault.places for phase in fault.phases]
+    places = [(fault, place) for fault in FAULTS for place in fault.places]
+    cases = [(place, fault.name, phase) for fault, place in places for phase in fault.phases_at(place)]
     missing: dict[tuple[str, str], list[str]] = {}
     for place, name, phase in cases:
         if (place, name, phase) not in tried:
