@@ -79,12 +79,22 @@ def expected(backend: Literal["auto", "cuda"]) -> str:
     return "cuda" if backend == "cuda" or LoraOpBuilder().can_run() else "reference"
 
 
-def build_beside() -> None:
-    """Begin to compile the kernels in a process of its own where none are; `load` waits for it."""
+def build_beside(backend: Literal["auto", "cuda"]) -> None:
+    """Begin to compile the kernels in a process of its own where none are; `load` waits for it.
+
+    Raises:
+        ValueError: `cuda` is asked for and cannot be built.
+    """
     from ops.builder import LoraOpBuilder
 
-    if _loaded is None and not _compilers:
-        _compilers.extend(LoraOpBuilder().start_compiler())
+    if _loaded is not None or _compilers:
+        return
+    builder = LoraOpBuilder()
+    if not builder.lies_ready():
+        if builder.is_compatible():
+            _compilers.append(builder.start_compiler())
+        elif backend == "cuda":
+            raise ValueError(f"ops.backend=cuda: {builder.error_log}")
 
 
 def loaded() -> Backend | None:

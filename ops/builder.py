@@ -156,18 +156,15 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
                     build.place(room / f"{self.NAME}.so", folder)
         return folder / build.name / f"{self.NAME}.so"
 
-    def start_compiler(self) -> list["subprocess.Popen[bytes]"]:
-        """A process that compiles for the cards of this machine; none where a build lies ready or cannot be made.
+    def lies_ready(self) -> bool:
+        """Whether a build seems to be there already; no card is looked at, so that this process may still fork."""
+        return self.installed() or bool(os.environ.get(prebuilt.VARIABLE)) or self._flags_file().exists()
 
-        Not a thread: this process may fork workers meanwhile, and has not touched its card yet.
-        """
-        if self.installed() or os.environ.get(prebuilt.VARIABLE) or self._flags_file().exists():
-            return []
-        if not (torch.cuda.is_available() and self.is_compatible()):
-            return []
+    def start_compiler(self) -> "subprocess.Popen[bytes]":
+        """A process that compiles for the cards of this machine; not a thread, for this process may fork meanwhile."""
         command = [sys.executable, "-m", "ops.builder", "build", "--here"]
         quiet = subprocess.DEVNULL  # what is wrong is found again, and told, by whoever needs the operators
-        return [subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)]
+        return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
 
     def cache_dir(self) -> Path:
         """Where this version's build lives: a folder per sources, torch, Python and CUDA version."""
@@ -187,6 +184,8 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
 
     def shared(self) -> Path | None:
         """The library of a folder that ZEROLORA_OPS names which fits this Python, torch and the cards; None if none."""
+        if not os.environ.get(prebuilt.VARIABLE):
+            return None
         cards = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
         return prebuilt.find(self._sources_digest(), self._versions(), {architecture(card) for card in cards})
 

@@ -181,11 +181,19 @@ def prepare_to_resume(
 
 
 def begin_to_build(config: RunConfig) -> None:
-    """Compile the CUDA operators, if this run is to use them, beside whatever comes until they are needed."""
-    if _uses_operators(config):
-        import ops
+    """Compile the CUDA operators, if this run is to use them, beside whatever comes until they are needed.
 
-        ops.build_beside()
+    UserError where they are asked for and cannot be built.
+    """
+    if not _uses_operators(config):
+        return
+    import ops
+
+    assert config.ops.backend in ("auto", "cuda")
+    try:
+        ops.build_beside(config.ops.backend)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def build_operators(config: RunConfig, tell: Callable[[str], None]) -> None:

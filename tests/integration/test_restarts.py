@@ -73,7 +73,7 @@ def test_a_killed_rank_costs_steps_and_nothing_else(workplace: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_that_cannot_start_again_is_left_out_and_comes_back_when_asked(workplace: Path) -> None:
     """As one whose card is gone: the other takes its part of the global batch, until both are there again."""
-    same = ["lora.dropout=0", "training.precision=fp32", "training.lr_scheduler_type=constant"]  # ranks draw masks
+    same = ["lora.dropout=0", "training.precision=fp32", "training.lr_scheduler=constant"]  # ranks draw masks
     assert train(workplace, "both", "", *same)[0] == 0
     code, seen = train(workplace, "one", "1:lose:15", *same, "training.elastic=true", "training.max_steps=10")
     assert code == 0, seen

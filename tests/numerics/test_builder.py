@@ -241,3 +241,49 @@ def test_what_cannot_be_built_for_is_one_line(words, said, tmp_path, monkeypatch
     assert main(["build", *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith(said) and error.count("\n") == 1 and not (tmp_path / "x").exists()
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="checks what a torch without CUDA says")
+def test_what_cannot_be_built_is_refused_before_anything_is_compiled(monkeypatch, tmp_path, capsys):
+    """`auto` compiles nothing then, and `cuda` says why; a folder that is named is taken at its word until it loads."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(backend, "_loaded", None)
+    backend.build_beside("auto")
+    assert backend._compilers == [] and backend.expected("auto") == "reference"
+    with pytest.raises(ValueError, match=r"ops.backend=cuda: torch .* is built without CUDA"):
+        backend.build_beside("cuda")
+    assert main(["build", "--here"]) == 2 and "built without CUDA" in capsys.readouterr().err
+    monkeypatch.setenv("ZEROLORA_OPS", str(tmp_path))
+    backend.build_beside("cuda")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_compiler_beside_a_run_is_waited_for(monkeypatch, tmp_path):
+    """Whoever needs the operators meanwhile waits for its lock, and finds what it has built."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr("ops.builder.toolkit_version", lambda: (13, 0))
+    builder = SmallBuilder()
+    compiler = subprocess.Popen(
+        [sys.executable, "-c", BESIDE], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+    )
+    assert compiler.stdout is not None and compiler.stdout.readline() == "compiling\n"
+    assert not builder.lies_ready()
+    monkeypatch.setattr(SmallBuilder, "_compile", lambda *_: pytest.fail("compiled a second time"))
+    assert builder._compile_once(False).__file__ == str(builder.cache_dir() / "zerolora_lora.so")
+    assert builder.lies_ready() and compiler.wait() == 0
+
+
+BESIDE = """
+import time
+import ops.builder
+from tests.numerics.test_builder import SmallBuilder
+
+class Slow(SmallBuilder):
+    def _compile(self, verbose, folder):
+        print("compiling", flush=True)
+        time.sleep(1.0)
+        return super()._compile(verbose, folder)
+
+ops.builder.toolkit_version = lambda: (13, 0)
+Slow()._compile_once(False)
+"""
