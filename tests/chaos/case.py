@@ -32,6 +32,8 @@ class Result:
     equal: bool
     damaged: list[str]
     left: int
+    together: bool = False
+    """Whether there were others in the same run."""
 
     @property
     def is_well(self) -> bool:
@@ -57,7 +59,7 @@ def try_case(folder: Path, fault: Fault, phase: str, place: Place, expected: byt
 def _outcome(fault: Fault, phase: str, run: Chaos, when: float | None, expected: bytes) -> Result:
     code = run.end()
     left = len(left_behind(run))
-    seconds = None if when is None else fault.detected(run, phase, when)
+    seconds = None if when is None else fault.detected(run, when)
     broken, by_itself = damaged(run.out), code == 0
     restarts, lost = run.text.count("\nrestart "), steps_lost(run.out)
     (run.folder / f"{run.out.name}.txt").write_text(run.text)
@@ -74,7 +76,7 @@ def _outcome(fault: Fault, phase: str, run: Chaos, when: float | None, expected:
         phase=phase,
         happened=when is not None,
         seconds=None if seconds is None else round(seconds, 1),
-        told=seconds is not None or not fault.words(run.place, phase),
+        told=seconds is not None or not fault.words(run.place),
         misnamed=fault.misnamed(run),
         restarts=restarts,
         steps_lost=lost,

@@ -3,8 +3,7 @@
 import re
 import subprocess
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.chaos import outside as acts
@@ -42,8 +41,8 @@ class Fault:
     places: tuple[str, ...] = (HERE,)
     clock: bool = False
     """Whether the run sees a clock that can be set."""
-    told_in: Mapping[str, str] = field(default_factory=dict)
-    """What must be told instead in some phases."""
+    passes: bool = False
+    """Whether a run goes through it undisturbed, so that there can be several in one."""
 
     def phases_at(self, place: str) -> tuple[str, ...]:
         """Elsewhere no rank has been started while a process of its own tokenises."""
@@ -63,9 +62,7 @@ class Fault:
         if phase == "tokenise":
             settings += (f"dataset.cache_dir={out}-cache",)
         if self.clock:
-            clock = out.with_name(f"{out.name}.clock")
-            clock.write_text("0")
-            variables = {"LD_PRELOAD": str(_clock_library(folder)), "CHAOS_CLOCK": str(clock)}
+            variables = clock_variables(folder, out)
         mischief = f"{rank}:{self.action or 'call'}@{where}:{CALL[phase]}"
         return start(folder, out, *settings, mischief=mischief, place=place, disk=disk, **variables)
 
@@ -77,18 +74,18 @@ class Fault:
             run.heard()
         return when
 
-    def detected(self, run: Chaos, phase: str, when: float) -> float | None:
+    def detected(self, run: Chaos, when: float) -> float | None:
         """Seconds until the user was told; None if never, or if there is nothing to tell."""
-        words = self.words(run.place, phase)
+        words = self.words(run.place)
         for at, line in run.lines:
             if words and at >= when - 1.0 and re.search(words, line):
                 return max(0.0, at - when)
         return None
 
-    def words(self, place: Place, phase: str) -> str:
+    def words(self, place: Place) -> str:
         """The regular expression of what must be told."""
         first, second = map(re.escape, place.hosts)
-        return self.told_in.get(phase, self.told).replace("{0}", first).replace("{1}", second)
+        return self.told.replace("{0}", first).replace("{1}", second)
 
     def misnamed(self, run: Chaos) -> str:
         """The line that blames another rank than that which is to blame; empty if there is none."""
@@ -100,14 +97,18 @@ class Fault:
         return ""
 
 
-def _clock_library(folder: Path) -> Path:
-    """What sets the clock of a run. Not libfaketime: with its 0.9.10 time.sleep of Python 3.11 fails (EINVAL)."""
-    library = folder / "clock.so"
+def clock_variables(folder: Path, out: Path) -> dict[str, str]:
+    """For the environment of a run whose clock is to be set: the file says by how many seconds it is ahead.
+
+    Not libfaketime: with its 0.9.10 time.sleep of Python 3.11 fails (EINVAL).
+    """
+    library, clock = folder / "clock.so", folder / f"{out.name}.clock"
     if not library.exists():
         building = folder / f"clock-{threading.get_ident()}.so"
         subprocess.run(["cc", "-shared", "-fPIC", "-O2", str(CLOCK), "-o", str(building), "-ldl"], check=True)
         building.rename(library)
-    return library
+    clock.write_text("0")
+    return {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(clock)}
 
 
 def of_rank(number: int, rest: str = "") -> str:
@@ -143,13 +144,13 @@ FAULTS = (
     on_rank("OOM of the host", ("load", "first step", "step", "evaluate", "save"), 1, KILLED, action="eat",
             outside=acts.starve),
     Fault("SIGKILL of the launcher", EVERY, "", outside=acts.kill_launcher, places=ANYWHERE),
-    Fault("SIGSTOP of the launcher for 10 s", EVERY, "", outside=acts.halt_launcher),
+    Fault("SIGSTOP of the launcher for 10 s", EVERY, "", outside=acts.halt_launcher, passes=True, places=ANYWHERE),
     Fault("SIGTERM", EVERY, STOPPING, outside=acts.terminate, places=ANYWHERE),
     Fault("SIGTERM twice at once", EVERY, STOPPING, outside=acts.terminate_twice_at_once),
     Fault("SIGTERM, and again", EVERY, "stopping at once|stopped by SIGTERM", outside=acts.terminate_twice),
     Fault("disk full", MOUNT_PHASES, "No space left on device", rank=0, outside=acts.fill_disk, disk=SmallDisk),
     Fault("disk read-only", MOUNT_PHASES, "Read-only file system", rank=0, outside=acts.protect_disk, disk=SmallDisk),
-    Fault("file server mute for 10 s", MOUNT_PHASES, "", outside=acts.halt_file_server, disk=FileServer),
+    Fault("file server mute for 10 s", MOUNT_PHASES, "", outside=acts.halt_file_server, disk=FileServer, passes=True),
     Fault("file server mute for 45 s", MOUNT_PHASES, "", outside=acts.halt_file_server_for_long, disk=FileServer),
     Fault("file server gone", MOUNT_PHASES, "Transport endpoint is not connected", outside=acts.kill_file_server,
           disk=FileServer),
@@ -158,13 +159,13 @@ FAULTS = (
               outside=acts.damage_checkpoint(how))
         for what, how in (("with a flipped bit", "flip"), ("cut in half", "cut"), ("that lacks a file", "remove"))
     ],
-    Fault("two runs in one folder", EVERY[1:], REFUSED, outside=acts.start_second_run,
-          settings=("training.hang_timeout=5",)),
-    Fault("clock 2 h ahead", EVERY, "", outside=acts.jump(7200), clock=True),
-    Fault("clock 2 h back", EVERY, "", outside=acts.jump(-7200), clock=True),
+    Fault("two runs in one folder", EVERY[1:], REFUSED, outside=acts.start_second_run, passes=True,
+          settings=("training.hang_timeout=5",), places=ANYWHERE),
+    Fault("clock 2 h ahead", EVERY, "", outside=acts.jump(7200), clock=True, passes=True),
+    Fault("clock 2 h back", EVERY, "", outside=acts.jump(-7200), clock=True, passes=True),
     Fault("all halted for 35 s", EVERY, "", outside=acts.halt_all),
     Fault("network cut for 10 s", ("load", "first step", "step", "evaluate", "save"), "",
-          outside=acts.cut_network(10.0), places=(SSH, SLURM)),
+          outside=acts.cut_network(10.0), places=(SSH, SLURM), passes=True),
     Fault("network cut until told", ("load", "step", "evaluate", "save"), FAILED,
           outside=acts.cut_network(240.0), places=(SSH, SLURM)),
     Fault("SIGKILL of DeepSpeed's launcher on n2", ("load", "step", "save"), f"{FAILED}.*n2",

@@ -153,7 +153,7 @@ def jump(seconds: int) -> Outside:
     """Of the clock that all of the run sees."""
 
     def act(run: Chaos) -> None:
-        run.out.with_name(f"{run.out.name}.clock").write_text(str(seconds))
+        (run.folder / f"{run.out.name}.clock").write_text(str(seconds))
         time.sleep(3.0)
 
     return act

@@ -98,6 +98,7 @@ def _missing(tried: set[tuple[str, str, str]]) -> str:
 def _row(record: Mapping[str, Any]) -> str:
     told = "—" if record["seconds"] is None else f"{record['seconds']:g} s"
     ended = "by itself" if record["by_itself"] else f"with {record['code']}, went on when told"
+    ended += ", with others in one run" * record.get("together", False)
     equal = "equal" if record["equal"] else "DIFFERENT"
     verdict = "" if record["well"] else "not as it should be"
     words = (record["fault"], record["phase"], told, record["restarts"], record["steps_lost"], ended, equal, verdict)

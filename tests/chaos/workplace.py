@@ -74,6 +74,10 @@ class Chaos:
     place: Place
     disk: Disk | None = None
     """The one that its folder lies on, if it has one of its own."""
+    answers: int | None = None
+    """Which of several mischiefs `heard` lets go on."""
+    holds: bool = False
+    """Whether it is to wait for what comes next."""
     lines: list[tuple[float, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -96,15 +100,23 @@ class Chaos:
         for line in self.process.stdout:
             self.lines.append((time.time(), line))
 
+    def has_called(self, number: int | None = None) -> bool:
+        """Whether the mischief, or that with this number, has begun."""
+        mark = self._mark_of(number)
+        return mark.exists() and bool(mark.read_text())
+
     def wait_until_called(self) -> float | None:
         """Until the mischief begins; when it did, None if the run ended without it."""
-        if not self.wait_for(lambda: self.mark.exists() and bool(self.mark.read_text())):
-            return None
-        return float(self.mark.read_text().split()[0])
+        return float(self.mark.read_text().split()[0]) if self.wait_for(self.has_called) else None
 
     def heard(self) -> None:
         """Let the rank that called go on."""
-        self.mark.with_name(f"{self.mark.name}.done").touch()
+        if not self.holds:
+            mark = self._mark_of(self.answers)
+            mark.with_name(f"{mark.name}.done").touch()
+
+    def _mark_of(self, number: int | None) -> Path:
+        return self.mark if number is None else self.mark.with_name(f"{self.mark.name}.{number}")
 
     def wait_for(self, condition: Callable[[], object], seconds: float = PATIENCE_S) -> bool:
         """Whether it is true before the run has ended and the time is up."""
@@ -176,8 +188,8 @@ def start(
     place = place or Local()
     env = place.environment() | variables
     mark = folder / f"{out.name}.happened"
-    for old in (mark, mark.with_name(f"{mark.name}.done")) if mischief else ():
-        old.unlink(missing_ok=True)
+    for old in folder.glob(f"{mark.name}*") if mischief else ():
+        old.unlink()
     if mischief:
         path = os.pathsep.join([str(MISCHIEF), env["PYTHONPATH"]])
         env |= {"ZEROLORA_MISCHIEF": mischief, "ZEROLORA_MISCHIEF_ONCE": str(mark), "PYTHONPATH": path}

@@ -67,7 +67,8 @@ def check_torch() -> Iterator[Finding]:
 
 def check_toolchain(config: RunConfig | None) -> Iterator[Finding]:
     """nvcc, the host compiler that it calls, and the fused operators: built, buildable, or why not."""
-    from ops.builder import BuildError, LoraOpBuilder
+    from ops.builder import LoraOpBuilder
+    from ops.toolkit import BuildError
 
     backend = "auto" if config is None else config.ops.backend
     builder = LoraOpBuilder()
