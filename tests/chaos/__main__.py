@@ -4,8 +4,8 @@ Every case is a real run of two CPU ranks into which one fault is put. What is r
 told, whether the right rank and host were named, steps that were made twice, checkpoints lost or damaged, processes
 left behind, and whether the adapter is, to the bit, that of a run without a fault: by itself, or where the run ended,
 when the same command goes on. Faults that a run is to go through undisturbed share one. A case that is in the records
-of FOLDER and went as it should is not run again, so that a command that was ended goes on where it was. `--series` kills
-a rank N times in one run. The page, docs/lab/faults.md, is written from the records.
+of FOLDER and went as it should is not run again: a command that was ended goes on where it was. `--series` kills a rank
+N times in one run. The page, docs/lab/faults.md, is written from the records.
 """
 
 import argparse

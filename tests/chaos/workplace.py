@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -188,8 +189,11 @@ def start(
     place = place or Local()
     env = place.environment() | variables
     mark = folder / f"{out.name}.happened"
-    for old in folder.glob(f"{mark.name}*") if mischief else ():
-        old.unlink()
+    if mischief:  # of a case that was tried before
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.rmtree(f"{out}-cache", ignore_errors=True)
+        for old in folder.glob(f"{mark.name}*"):
+            old.unlink()
     if mischief:
         path = os.pathsep.join([str(MISCHIEF), env["PYTHONPATH"]])
         env |= {"ZEROLORA_MISCHIEF": mischief, "ZEROLORA_MISCHIEF_ONCE": str(mark), "PYTHONPATH": path}
