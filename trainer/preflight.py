@@ -202,6 +202,7 @@ def build_operators(config: RunConfig, tell: Callable[[str], None]) -> None:
         return
     import ops
 
+    assert config.ops.backend in ("auto", "cuda")
     tell("building the operators, or finding them built")
     try:
         ops.load(config.ops.backend)
