@@ -10,7 +10,6 @@ N times in one run. The page, docs/lab/faults.md, is written from the records.
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import threading
@@ -29,7 +28,7 @@ from tests.chaos.page import PAGE, page, read_records
 from tests.chaos.places import PLACES, Place, open_place
 from tests.chaos.series import run_series
 from tests.chaos.together import try_together
-from tests.chaos.workplace import adapter, prepare, start
+from tests.chaos.workplace import adapter, commit, prepare, start
 
 # One of each kind of ending: by itself, named and not started again, and a disk.
 PART = (("SIGKILL of rank 1", "step"), ("SIGTERM", "step"), ("disk full", "save"))
@@ -108,15 +107,10 @@ def _try(folder: Path, place: Place, expected: bytes, until: float, case: tuple[
 
 
 def _note(folder: Path, result: Result) -> None:
-    record = asdict(result) | {"well": result.is_well, "commit": _commit(), "at": round(time.time())}
+    record = asdict(result) | {"well": result.is_well, "commit": commit(), "at": round(time.time())}
     with _WRITING, (folder / "results.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")
     print("ok  " if result.is_well else "BAD ", result, flush=True)
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
 
 
 def _chosen(place: str, arguments: argparse.Namespace, folder: Path) -> list[tuple[Fault, str]]:

@@ -111,13 +111,17 @@ def _series(folder: Path) -> str:
         return ""
     series = json.loads(file.read_text())
     equal = "equal to those of" if series["losses_equal"] else "DIFFERENT from those of"
-    adapter = "equal" if series["adapter_equal"] else "DIFFERENT"
+    ended = f"exit code {series['code']}"
+    if series["cut"]:
+        ended = f"it was stopped then, of {series['kills_meant']} kills, for the time was up"
+    same = {True: ", the adapter equal", False: ", the adapter DIFFERENT", None: ""}[series["adapter_equal"]]
     return (
         "\n## A series of kills\n\n"
         f"One run, `training.max_restarts: 200`, rank 1 killed {series['kills']} times, each 1 to 5 s after the first "
-        f"new step (`python -m tests.chaos --series N`): {series['restarts']} restarts, {series['steps']} steps, "
-        f"{series['steps_lost']} of them made again; exit code {series['code']}; the losses of all steps are, to the "
-        f"bit, {equal} the undisturbed run, the adapter {adapter}; {len(series['damaged'])} checkpoints damaged.\n\n"
+        f"new step (`python -m tests.chaos --series {series['kills_meant']}`; commit {series['commit']}): "
+        f"{series['restarts']} restarts, {series['steps']} steps, {series['steps_lost']} of them made again; {ended}; "
+        f"the losses of all steps are, to the bit, {equal} the undisturbed run{same}; {len(series['damaged'])} "
+        "checkpoints damaged.\n\n"
         f"Losses, every {max(1, series['steps'] // 40)} steps: "
         + ", ".join(f"{loss:.3f}" for loss in series["losses"])
         + ".\n"

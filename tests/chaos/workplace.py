@@ -26,7 +26,7 @@ from trainer.contract.restart_record import read_restarts
 STEPS, SAVE_EVERY, EVALUATE_EVERY = 16, 4, 6
 # Minutes; the first step may take three times as long.
 HANG_MINUTES = 0.5
-PATIENCE_S = 900.0
+PATIENCE_S = 1800.0
 TO_TELL_S = 60.0
 TO_VANISH_S = 20.0
 
@@ -237,3 +237,9 @@ def left_behind(run: Chaos) -> list[int]:
         with suppress(psutil.Error):
             process.send_signal(signal.SIGKILL)
     return [process.pid for process in left]
+
+
+def commit() -> str:
+    """Of this checkout."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
