@@ -172,17 +172,38 @@ def prepare_to_resume(
     return prepared, plan_resumption(config, prepared, world_size=world_size, choice=choice)
 
 
-def build_operators(config: RunConfig, tell: Callable[[str], None]) -> None:
-    """Compile the CUDA operators, if this run is to use them, before the ranks start: they find them built."""
-    if config.ops.backend not in ("auto", "cuda") or config.adapter == "none" or not torch.cuda.is_available():
+def begin_to_build(config: RunConfig) -> None:
+    """Compile the CUDA operators, if this run is to use them, beside whatever comes until they are needed.
+
+    UserError where they are asked for and cannot be built.
+    """
+    if not _uses_operators(config):
         return
     import ops
 
+    assert config.ops.backend in ("auto", "cuda")
+    try:
+        ops.build_beside(config.ops.backend)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def build_operators(config: RunConfig, tell: Callable[[str], None]) -> None:
+    """Wait until the CUDA operators are built, if this run is to use them, for ranks that are to find them built."""
+    if not _uses_operators(config):
+        return
+    import ops
+
+    assert config.ops.backend in ("auto", "cuda")
     tell("building the operators, or finding them built")
     try:
         ops.load(config.ops.backend)
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def _uses_operators(config: RunConfig) -> bool:
+    return config.ops.backend in ("auto", "cuda") and config.adapter != "none" and torch.cuda.is_available()
 
 
 def check_packing(model_config: Any) -> None:
@@ -238,6 +259,7 @@ def main(argv: list[str] | None = None) -> int:
     show = partial(print, flush=True) if arguments.phases else lambda phase: None
     try:
         config = load_config(arguments.config, arguments.overrides).config
+        begin_to_build(config)
         prepared, resumption = prepare_to_resume(config, arguments.world_size, show)
         if not arguments.phases:
             for line in (*prepared.data.stats.lines(), *resumption.warnings, *resumption.notes):
