@@ -84,6 +84,7 @@ def check_settings(config: RunConfig) -> None:
     """Raise UserError for settings that this machine, or its packages, cannot carry out."""
     from trainer.engine.deepspeed_engine import check_extra_keys, resolve_precision
     from trainer.model.eight_bit import check_card
+    from trainer.model.integer_weights import check_torchao
     from trainer.monitor.metrics import check_reporters
 
     check_reporters(config.logging)
@@ -92,6 +93,8 @@ def check_settings(config: RunConfig) -> None:
     resolve_precision(config.training.precision, device)
     if config.adapter == "qlora":
         check_card(config.quantization.quant_type, device)
+    if config.training.qat:
+        check_torchao(f"training.qat={config.training.qat}")
     kernels = config.model.attn_implementation
     if kernels.startswith("flash_attention") and importlib.util.find_spec("flash_attn") is None:
         raise UserError(f"model.attn_implementation={kernels}: the package flash-attn is not installed; use auto")
@@ -115,6 +118,7 @@ def look_at_model(config: RunConfig) -> Looked:
     from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
     from trainer.model.eight_bit import check_no_experts
     from trainer.model.expert_targets import check_router_loss
+    from trainer.model.integer_weights import check_rounded
     from trainer.model.model_kind import check_kind
     from trainer.model.targets import check_targets
     from trainer.patches.mamba import check_packable
@@ -137,6 +141,8 @@ def look_at_model(config: RunConfig) -> Looked:
     check_supported(config.model, empty)
     if config.adapter != "none":
         check_targets(empty, config.lora)
+    if config.training.qat:
+        check_rounded(empty, config.lora, config.training.qat)
     check_router_loss(empty, config.training.router_aux_loss, None if config.adapter == "none" else config.lora)
     if config.adapter == "qlora":
         check_packable(empty)

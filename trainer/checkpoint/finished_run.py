@@ -108,7 +108,8 @@ def run_device() -> torch.device:
 
 
 def load_trained(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
-    """The PEFT model as it was at the end of training: the run's precision, and its quantised base if it had one.
+    """The PEFT model as it was at the end of training: the run's precision, its quantised base if it had one, and its
+    merged weights rounded if it trained them so.
 
     Raises UserError if the base model is not there or the adapter does not fit it.
     """
@@ -123,7 +124,12 @@ def load_trained(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
         attention=choose_attention(config.model),
         quantization=config.quantization if config.adapter == "qlora" else None,
     )
-    return put_adapter(base, tokenizer, run)
+    model = put_adapter(base, tokenizer, run)
+    if config.training.qat:
+        from trainer.patches.fake_quantised_lora import compute_rounded
+
+        compute_rounded(model, config.training.qat, dtype)
+    return model
 
 
 def put_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: bool = False) -> Any:
