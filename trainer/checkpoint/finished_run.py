@@ -163,14 +163,15 @@ def exit_code_of(command: Callable[[], None], *expected: type[Exception]) -> int
 
 def quiet_libraries() -> None:
     """Leave the console to the command's own lines: no load bars, no notices of missing accelerations."""
+    for name in ("bitsandbytes", "datasets", "peft", "torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # torchao tells of kernels for cards that are not here
+
     import transformers
 
     for module in ("transformers", "peft"):
         warnings.filterwarnings("ignore", module=rf"{module}\.")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    for name in ("bitsandbytes", "datasets", "peft"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _first_line(error: Exception) -> str:
