@@ -7,6 +7,7 @@ buffers, and what torch's allocator holds without using it.
 from dataclasses import dataclass
 from typing import Any
 
+from ops.fake_quantised import ELEMENTS_AT_ONCE
 from trainer.memory.activations import (
     FP32,
     Work,
@@ -27,6 +28,8 @@ CONTEXT = 3 * GIB // 4
 """CUDA context, kernels and NCCL's buffers, which torch does not count."""
 FRAGMENTATION = 0.04
 """Fraction of the peak that torch's allocator holds beyond it."""
+ROUNDED_AT_ONCE = 16
+"""Bytes for each of the weights that are rounded at a time (training.qat): four copies in 32 bits."""
 EIGHT_BIT_FLOOR = 4096
 """bitsandbytes keeps the moments of smaller tensors in 32 bits."""
 GATHERED_LAYERS = 2
@@ -61,6 +64,8 @@ class Placement:
     on_gpu: bool
     prefetch: int
     live: int
+    rounded: bool = False
+    """Adapted layers make their merged weight anew in every pass (training.qat)."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,7 @@ def estimate(
         "optimizer": optimizer_state(shapes, placement),
         "workspaces": CUBLAS_WORKSPACE if placement.on_gpu else 0,
         "dequantised experts": dequantised_experts(shapes, placement),
+        "rounded weight": rounded_weight(shapes, placement),
         "communication buffers": standing_buckets(placement),
     }
     if seen is None:
@@ -199,6 +205,14 @@ def dequantised_experts(shapes: Shapes, placement: Placement) -> int:
         if weight.experts and is_packed(weight, placement):
             layers.setdefault(weight.layer, []).append(rounded(weight.elements * placement.element))
     return max(map(sum, layers.values()), default=0)
+
+
+def rounded_weight(shapes: Shapes, placement: Placement) -> int:
+    """One layer's Q(W + s B A), which is there for a product and goes, and what its rounding takes beside it."""
+    if not placement.rounded:
+        return 0
+    largest = max((each.elements for each in shapes.weights if each.packable and not each.experts), default=0)
+    return rounded(largest * placement.element) + ROUNDED_AT_ONCE * min(largest, ELEMENTS_AT_ONCE)
 
 
 def base_weights(shapes: Shapes, placement: Placement) -> int:

@@ -3,7 +3,7 @@
 int8   one scale for each row of a weight
 int4   one for each 128 neighbours of a row, or 64, or 32: the most that divide every weight of the model
 
-Weights alone are rounded, symmetrically: scale = the largest magnitude / 127.5 (7.5), values from -128 to 127 (-8 to 7).
+Weights alone are rounded, symmetrically: scale = the largest magnitude / 127.5 (7.5), values -128 to 127 (-8 to 7).
 The scale is rounded to the number format of the model first, for it is stored in that, and servers multiply in that.
 """
 
@@ -72,8 +72,8 @@ def form_of(kind: Integers, widths: Mapping[str, int], dtype: torch.dtype, *, se
     name, width = next((name, width) for name, width in widths.items() if width % GROUPS[-1])
     last = name.rpartition(".")[2]
     raise UserError(
-        f"{setting}=int4: {name} reads {width} values, and groups of {GROUPS[-1]} or more do not divide them; use int8, "
-        f"or leave it out with lora.exclude_modules: [{last}]"
+        f"{setting}=int4: {name} reads {width} values, and groups of {GROUPS[-1]} or more do not divide them; use "
+        f"int8, or leave it out with lora.exclude_modules: [{last}]"
     )
 
 

@@ -1,9 +1,7 @@
 """Replaces PEFT's own forward by one that computes with the rounded merged weight (training.qat).
 
-    y = x Q(W + s B A)^T + bias + s (m*x - x) A^T B^T
-
-The last term is there under dropout alone: what is dropped of an adapter's input changes the output as it does without
-rounding, while the weight that is rounded stays the one that will be served. Its mean over masks is 0.
+ops/fake_quantised.py has the arithmetic, dropout among it. While adapters are disabled or merged PEFT's forward does
+the work, with the base as it is: that is what the SCU's divergence and `eval --base` compare with.
 """
 
 from collections.abc import Callable, Mapping
@@ -66,10 +64,7 @@ def _forward_of(layer: Any, form: IntegerForm) -> Callable[..., Tensor]:
             return plain_forward(x, *args, **kwargs)
         down, up, scale = down_module.weight, up_module.weight, layer.scaling[adapter]
         inner = x.to(base.weight.dtype)
-        y = fake_quantised_linear(inner, base.weight, base.bias, down, up, scale, form.quantise)
-        if dropout.training and getattr(dropout, "p", 0.0):
-            noise = (dropout(inner) - inner) @ down.to(inner.dtype).t()
-            y = y + scale * noise @ up.to(inner.dtype).t()
-        return y.to(x.dtype)
+        p = float(getattr(dropout, "p", 0.0)) if dropout.training else 0.0
+        return fake_quantised_linear(inner, base.weight, base.bias, down, up, scale, form.quantise, p).to(x.dtype)
 
     return forward
