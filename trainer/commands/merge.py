@@ -46,8 +46,8 @@ def merge(
     """Write the merged model and its tokenizer to `output`; `auto` is the number format the base is stored in.
 
     `scale`: how much of the adapter's update is added; `auto`: what is best on the text that the run held out.
-    `quantize`: adapted layers as whole numbers (trainer/commands/integers.py); `auto` is then what the run was trained
-    in, where it was trained for them.
+    `quantize`: adapted layers as whole numbers (trainer/commands/integers.py); `auto` is then the format that the run
+    was trained in.
 
     Raises UserError if `output` holds something, has no room, or there is no full-precision base; RuntimeError if what
     was read back is not what was written, or not finite.
@@ -67,7 +67,7 @@ def merge(
 
 
 def in_integers(run: FinishedRun, kind: Integers, dtype: str) -> InIntegers:
-    """What rounds the adapted layers; `auto` is what the run was trained in, if it was trained for whole numbers.
+    """What rounds the adapted layers; `auto` is the number format that the run was trained in.
 
     Raises UserError if the base is in MXFP4, or a library is missing.
     """
@@ -77,7 +77,7 @@ def in_integers(run: FinishedRun, kind: Integers, dtype: str) -> InIntegers:
     if trained_for != kind:
         how = "not trained for whole numbers" if trained_for is None else f"trained for {trained_for}"
         print(f"note: the run was {how} (training.qat); rounding it afterwards costs more", file=sys.stderr)
-    if dtype == "auto" and trained_for:
+    if dtype == "auto":
         dtype = read_run(run.run_dir).get("precision") or "auto"
     return InIntegers(kind, _stored_dtype(run) if dtype == "auto" else DTYPES[dtype], run_device())
 
@@ -232,7 +232,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where to write the model (RUN/merged)")
     parser.add_argument(
-        "--dtype", choices=("auto", *DTYPES), default="auto", help="number format (auto: as the base is stored)"
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="number format (auto: as the base is stored, with --quantize as it was trained)",
     )
     parser.add_argument(
         "--scale",
