@@ -8,8 +8,8 @@ is an argument.
     y  = x Q(M)^T + bias + s ((m - 1)*x) A^T B^T          dX = dY Q(M) + s (m - 1)*(dY B A)
     dB = s dY^T ((m*x) A^T)                               dA = s (dY B)^T (m*x)
 
-Gradients pass straight through Q: its derivative is taken to be 1 (Bengio et al. 2013, arXiv:1308.3432), also for the
-largest weight of a group, which rounding may cut off. So dM = dY^T x is never formed. What dropout changes is added
+Gradients pass straight through Q: its derivative is taken to be 1 (Bengio et al. 2013, arXiv:1308.3432), as befits
+scales that cut no weight off. So dM = dY^T x is never formed. What dropout changes is added
 beside the product, with a mean of 0 over masks: the weight that is rounded stays the one that will be served. Between
 the passes x and the parameters are kept; Q(M) is made again, and the mask drawn again.
 """

@@ -3,7 +3,9 @@
 int8   one scale for each row of a weight
 int4   one for each 128 neighbours of a row, or 64, or 32: the most that divide every weight of the model
 
-Weights alone are rounded, symmetrically: scale = the largest magnitude / 127.5 (7.5), values -128 to 127 (-8 to 7).
+Weights alone are rounded, symmetrically to values from -128 to 127 (-8 to 7), with the least scale that cuts none off:
+the larger of max(w) / 127 and -min(w) / 128. torchao's fake quantisers divide the largest magnitude by 127.5 instead,
+which puts it on the edge between two values in half of the groups: the last bit of a sum then decides between them.
 The scale is rounded to the number format of the model first, for it is stored in that, and servers multiply in that.
 """
 
@@ -49,10 +51,11 @@ class IntegerForm:
 
         block = (1, self.group or weight_OI.shape[1])
         low, high = -(2 ** (self.bits - 1)), 2 ** (self.bits - 1) - 1
+        mapping = MappingType.SYMMETRIC_NO_CLIPPING_ERR
         # torchao's own least scale is that of the type: 2^-7 in bf16, more than most weights.
         least = torch.finfo(torch.float32).eps
         found, zero = choose_qparams_affine(
-            weight_OI, MappingType.SYMMETRIC, block, torch.int8, low, high, least, torch.float32, torch.int32
+            weight_OI, mapping, block, torch.int8, low, high, least, torch.float32, torch.int32
         )
         scales = found.to(self.scale_dtype).float()
         values = quantize_affine(weight_OI, block, scales, zero, torch.int8, low, high)
