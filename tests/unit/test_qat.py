@@ -248,6 +248,7 @@ def test_transformers_loads_what_was_trained_to_the_bit(
     folder = ground / f"{kind}-{precision}"
     console = train(ground, training__qat=kind, training__precision=precision, output_dir=str(folder))
     assert f"fake-quantised: the merged weights of 14 adapted layers ({kind}" in console
+    assert f"zerolora merge {folder} --quantize {kind}" in console
     assert merge_main([str(folder), "--quantize", kind]) == 0
     told = capsys.readouterr().err
     assert f"14 layers in {kind}, a scale for each" in told and "note" not in told and "warning" not in told
