@@ -22,8 +22,8 @@ from trainer.commands.merge import main as merge_main
 from trainer.commands.merge import merge
 from trainer.config import LoraSection, ModelSection, UserError, load_config
 from trainer.decisions import Machine, decide
-from trainer.memory.bytes import rounded_weight
 from trainer.memory.model_widths import read_shapes
+from trainer.memory.stored_weights import rounded_weight
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import empty_model, load_base_model, load_model_config
 from trainer.model.integer_weights import IntegerForm, check_rounded, check_torchao, form_of
