@@ -31,6 +31,7 @@ from trainer.images.prepare import prepare_pictures
 from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
 from trainer.model.eight_bit import check_card, check_no_experts
 from trainer.model.expert_targets import check_router_loss
+from trainer.model.integer_weights import check_rounded, check_torchao
 from trainer.model.model_kind import check_kind
 from trainer.model.model_source import check_source, unreadable
 from trainer.model.targets import check_targets
@@ -101,6 +102,8 @@ def check_settings(config: RunConfig) -> None:
     resolve_precision(config.training.precision, device)
     if config.adapter == "qlora":
         check_card(config.quantization.quant_type, device)
+    if config.training.qat:
+        check_torchao(f"training.qat={config.training.qat}")
     kernels = config.model.attn_implementation
     if kernels.startswith("flash_attention") and importlib.util.find_spec("flash_attn") is None:
         raise UserError(f"model.attn_implementation={kernels}: the package flash-attn is not installed; use auto")
@@ -135,6 +138,8 @@ def look_at_model(config: RunConfig) -> Looked:
     check_supported(config.model, empty)
     if config.adapter != "none":
         check_targets(empty, config.lora)
+    if config.training.qat:
+        check_rounded(empty, config.lora, config.training.qat)
     check_router_loss(empty, config.training.router_aux_loss, None if config.adapter == "none" else config.lora)
     if config.adapter == "qlora":
         check_packable(empty)
