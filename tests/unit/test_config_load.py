@@ -125,6 +125,13 @@ def test_a_configuration_cannot_be_changed(tmp_path: Path) -> None:
         config.seed = 1  # type: ignore[misc]
 
 
+def test_a_setting_where_the_file_should_be_is_told_as_one() -> None:
+    with pytest.raises(
+        UserError, match=r"^base_model=random:tiny: is a setting; name the YAML file of the run before it"
+    ):
+        load_config(Path("base_model=random:tiny"))
+
+
 def test_every_other_name_leads_to_a_setting() -> None:
     settings = set(setting_names())
     sections = {"dataset.evaluation"}
