@@ -28,7 +28,7 @@ nvcc: setup  ## CUDA's compiler for the test that compiles ops/csrc, where the m
 	@scripts/nvcc.sh
 
 demo: setup  ## fine-tune SmolLM2-135M with LoRA: about 5 minutes on 2 CPU cores, less on GPUs
-	@overrides=$$(python -m trainer.demo) && eval "zerolora train configs/demo.yaml $$overrides"
+	@overrides=$$(python -m trainer.commands.demo) && eval "zerolora train configs/demo.yaml $$overrides"
 
 lint: setup  ## ruff, clang-format, typos, mypy (strict), import-linter, deptry, links of the documentation
 	ruff check .

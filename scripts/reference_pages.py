@@ -12,7 +12,7 @@ from pathlib import Path
 from typer.main import get_command
 
 from launcher.commands import app
-from trainer.config.reference import reference_text
+from trainer.config.settings_reference import reference_text
 
 PAGES = Path(__file__).parents[1] / "docs" / "reference"
 

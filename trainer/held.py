@@ -43,6 +43,7 @@ def main(argv: list[str]) -> int:
     if release is None:
         return EXIT_ORPHANED
     _write_to(release.log)
+    sys.argv[1:] = release.arguments  # as of a rank that was started with them; the run's record tells what was typed
     return train(release.arguments, found)
 
 
@@ -67,7 +68,7 @@ def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepa
 
 
 def _look_ahead(path: str, overrides: list[str]) -> Looked | None:
-    """What can be read already; what is wrong with it is the first rank's to say, or this one's once it trains."""
+    """Read the model's files early; mistakes are reported by the first rank, or by this one once it trains."""
     try:
         with phase("checks"):
             config = load_config(path, overrides).config
@@ -93,7 +94,7 @@ def _ended_in_order() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """On the terminal libraries' notices are for nobody: DeepSpeed finds no GPU, the hub tries again."""
+    """Keep notices of libraries off the terminal: DeepSpeed finds no GPU, the hub tries again."""
 
     def is_error(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR

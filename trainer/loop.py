@@ -102,7 +102,7 @@ class Parts:
     spikes: SpikeWatch | None = None
     stragglers: StragglerWatch | None = None
     tell_start: Callable[[StartTimes], None] | None = None
-    """Hears at the end of the first step where the time until then went."""
+    """Called at the end of the first step with where the time until then went."""
 
 
 class Loop:
@@ -189,7 +189,7 @@ class Loop:
         return launched, consumed
 
     def _wants_save(self) -> bool:
-        """Rank 0's clock decides; the others hear of it with the numbers of the step."""
+        """Rank 0's clock decides; the others learn it from the numbers of the step."""
         minutes = self._training.save_minutes
         return self._parts.ranks.is_main and bool(minutes) and time.monotonic() - self._saved_time > 60.0 * minutes
 

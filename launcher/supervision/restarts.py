@@ -78,7 +78,7 @@ class Restarts:
         self._resumes, self._before = resumes, self._whole()
         self._settings: dict[str, str] = {}
         self._restarts = self._halvings = 0
-        RestartNote.take(self._logs)  # of a run that had no launcher to read it
+        RestartNote.take(self._logs)  # left by a run without a launcher
         if not resumes:
             forget_restarts(run_dir)
 
@@ -116,11 +116,11 @@ class Restarts:
         return True
 
     def _is_worth_another(self, ending: Ending, before: Ending | None) -> bool:
-        """Whether the run failed by something that another start may not meet again; says why not."""
+        """Whether another start may get past what failed; if not, says why."""
         if ending.code in (EXIT_OK, EXIT_USAGE, *STOPPED) or ending.fault is None or not self._most:
             return False
         if ending.fault.is_answer:
-            return False  # it says itself what is to be changed
+            return False  # its own line says what to change
         if ending.is_like(before):
             say(f"not started again: step {ending.step} has failed twice in the same way; it trains on")
             self._tell_batch(ending.step)
@@ -131,7 +131,7 @@ class Restarts:
         return ending.has_gained or self._goes_on_without(ending)
 
     def _goes_on_without(self, ending: Ending) -> bool:
-        """Whether something can be left out that has failed before it made a step, of a run that has made some."""
+        """Whether a place can be left out: it failed before it made a step, in a run that has made some."""
         left_out = self._leave_out(ending) if self._leave_out is not None and self._has_trained else None
         if left_out is None:
             say("not started again: no step was made since the ranks were started")
@@ -148,7 +148,7 @@ class Restarts:
         elif self._resumes:
             self._settings[_OVERWRITE] = "false"
         else:
-            # The folder holds nothing but this attempt, for which nobody has a use.
+            # The folder holds only this attempt, and nobody needs it.
             self._settings |= {_RESUME: "null", _OVERWRITE: "delete"}
         told = asdict(note) if note is not None else None
         note_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks, told))

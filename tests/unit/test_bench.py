@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from trainer.bench.__main__ import main
+from trainer.bench.assignment import Assignment
 from trainer.bench.cases import AS_CONFIGURED, CASES, peer_case, prepared, resolve, text_count, write_texts
 from trainer.bench.floor import measure_floor
 from trainer.bench.peers import missing_package
@@ -21,7 +22,6 @@ from trainer.bench.report import (
     profile_table,
     result_table,
 )
-from trainer.bench.task import Task
 from trainer.bench.trace import ADAPTER, ATTENTION, CATEGORIES, FROZEN, HEAD, IDLE, NORMS
 from trainer.bench.unsloth import draw_weights, write_hollow_checkpoint
 from trainer.config import load_config
@@ -126,7 +126,7 @@ def test_the_others_get_the_tokens_that_the_product_trains_on(tmp_path: Path) ->
     tokenizer = load_tokenizer(base_model, config.model)
     data = prepare_data(config.dataset, tokenizer, seed=0, cache_dir=tmp_path / "cache", max_length_of_model=2048)
     case = peer_case("x", run, base_model, on_gpu=False, batch_size=3)
-    batches = Task([case], str(texts), warmup=1, steps=1, folder=str(tmp_path)).batches(case)
+    batches = Assignment([case], str(texts), warmup=1, steps=1, folder=str(tmp_path)).batches(case)
     assert batches.shape == (2, 3, 64)
     assert isinstance(data.train, Samples)
     assert [sample.input_ids for sample in list(data.train)[:6]] == batches.flatten(0, 1).tolist()

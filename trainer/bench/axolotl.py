@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import yaml
 
-from trainer.bench.task import Case
+from trainer.bench.assignment import Case
 from trainer.bench.unsloth import draw_weights, write_hollow_checkpoint
 from trainer.model.random_weights import is_skewed
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from trainer.bench.task import Case
+from trainer.bench.assignment import Case
 from trainer.config import AUTO, DatasetSection, RunConfig, UserError, dump_yaml, load_config
 from trainer.model.expert_layers import visited_experts
 from trainer.model.published_shapes import PREFIX, SHAPES, shape_of

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainer.bench.task import Case
+from trainer.bench.assignment import Case
 from trainer.config import ModelSection
 from trainer.model.base import empty_model, load_model_config
 from trainer.model.random_weights import is_skewed, routers_of, skew

@@ -24,17 +24,17 @@ from rich.table import Table
 
 from trainer.checkpoint.finished_run import (
     FinishedRun,
-    exit_code_of,
     find_run,
     load_trained,
     quiet_libraries,
+    run_command,
     run_device,
     saved_tokenizer,
 )
 from trainer.commands.image_adapter import refuse_images
 from trainer.commands.scale import AUTO, SCALES, best_scale, chosen_on_the_other_half, scale_of, scaled_adapter
 from trainer.config import CommandParser, DatasetSection, SourceSection, UserError
-from trainer.contract.output_file import check_output_file
+from trainer.contract.output_file import check_result_file
 from trainer.data import Sample, Samples, prepare_data
 from trainer.data.batches import MicroBatch, collate
 from trainer.engine.deepspeed_engine import resolve_precision
@@ -286,7 +286,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def _run(arguments: argparse.Namespace) -> None:
     if arguments.json is not None:
-        check_output_file(arguments.json, f"--json={arguments.json}")
+        check_result_file(arguments.json, f"--json={arguments.json}", {"run", "confidence", "resamples"})
     run = find_run(arguments.run, arguments.base_model)
     refuse_images(run, "its held-out loss is in metrics.jsonl")
     config = run.config
@@ -331,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 2 after one line on stderr."""
     arguments = _parse(argv)
     quiet_libraries()
-    return exit_code_of(lambda: _run(arguments))
+    return run_command(lambda: _run(arguments))
 
 
 if __name__ == "__main__":

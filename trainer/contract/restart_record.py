@@ -50,5 +50,5 @@ def note_restart(run_dir: Path, restart: Restart) -> None:
 
 
 def forget_restarts(run_dir: Path) -> None:
-    """A run that begins anew has had none."""
+    """A run that starts over has had none."""
     (run_dir / "logs" / _FILE).unlink(missing_ok=True)

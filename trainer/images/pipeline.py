@@ -13,6 +13,7 @@ from trainer.config import ImageSection, ModelSection, RunConfig, UserError
 from trainer.contract.hub_patience import ask_once_without_network
 from trainer.images.families import FAMILIES, Family, family_of
 from trainer.images.published import published_shape
+from trainer.model.model_source import check_source, unreadable
 
 INDEX = "model_index.json"
 VAE, TOKENS = "vae", "text_encoder"
@@ -139,8 +140,6 @@ def _folder(base_model: str, section: ModelSection) -> Path:
             raise UserError(f"base_model={base_model}: no {INDEX} in it; name the folder of a pipeline of diffusers")
         return path
     from huggingface_hub import snapshot_download
-
-    from trainer.model.model_source import check_source, unreadable
 
     check_source("base_model", base_model)
     ask_once_without_network(base_model)

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 
 from trainer.config import ImageSection
+from trainer.engine.protocol import Engine
 from trainer.images.families import Conditions
 from trainer.images.pipeline import Pipeline
 
 
 @torch.no_grad()
 def draw_samples(
-    engine: Any,
+    engine: Engine,
     pipeline: Pipeline,
     image: ImageSection,
     conditions: Sequence[Conditions],

@@ -40,7 +40,7 @@ Result = TypeVar("Result")
 GROW_AFTER = 50
 """Steps between a halving and a look whether the micro-batch before it fits again."""
 GROWTH_SPARE = 0.9
-"""Share of the memory that is not used which twice the activations may take more of."""
+"""Fraction of the memory that is not used which twice the activations may take more of."""
 
 
 class OutOfMemory(UserError):

@@ -12,11 +12,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ops
 from ops.experts import Activation
+from trainer.contract.known_versions import changed
 from trainer.engine.partitioned import is_partitioned
 from trainer.model.expert_layers import DOWN, GATE_UP, UP, is_transposed, takes_all_tokens
 from trainer.model.mxfp4 import MXFP4
@@ -124,6 +125,18 @@ class Gate:
 
 
 _KNOWN: WeakKeyDictionary[Any, Gate | None] = WeakKeyDictionary()
+
+
+def check_computed_whole(experts: nn.Module) -> None:
+    """UserError where experts hold a tensor that their forward here would leave out of what transformers computes."""
+    own = {name for name, _ in experts.named_parameters(recurse=False)}
+    unknown = own - {name + end for name in (GATE_UP, UP, DOWN) for end in ("", "_bias")}
+    within = {name for name, part in experts.named_children() if any(True for _ in part.parameters())}
+    unknown |= within - ({"post_expert_norm"} if getattr(experts, "has_post_expert_norm", False) else set())
+    if unknown:
+        raise changed(
+            "transformers", f"{type(experts).__name__} computes with `{min(unknown)}`, which is not known here"
+        )
 
 
 def activation_of(experts: Any) -> Gate | None:

@@ -1,6 +1,6 @@
 """What is replaced in libraries once the model is built: DeepSpeed's engine, the optimizer, single passes."""
 
-from trainer.patches.entry import Patch
+from trainer.patches.patch import Patch
 
 WITH_ENGINE = "with the engine, whose own attribute it is"
 
