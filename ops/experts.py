@@ -277,7 +277,8 @@ class _Views:
         if source is not None:
             origin = source.storage_offset() * source.element_size()
             self._places = [
-                (each.storage_offset() * each.element_size() - origin, each.dtype, each.shape) for each in tensors
+                (int(each.storage_offset()) * each.element_size() - int(origin), each.dtype, each.shape)
+                for each in tensors
             ]
 
     def again(self, kept: Sequence[Tensor]) -> list[Tensor]:
