@@ -227,7 +227,8 @@ def _ends_in(path: str, names: tuple[str, ...]) -> bool:
 def _nothing(name: str, paths: set[str], what: str) -> str:
     """That a name matches nothing, and what was meant or what there is."""
     words = {word for path in paths for word in path.split(".") if not word.isdigit()}
-    nearest = get_close_matches(name.rpartition(".")[2], sorted(words), n=1)
+    last = name.rpartition(".")[2]
+    nearest = [f"{last}_proj"] if f"{last}_proj" in words else get_close_matches(last, sorted(words), n=1)
     hint = f"did you mean {nearest[0]}? There" if nearest else "there"
     return f"matches no {what} of this model; {hint} are: {_names_of(paths)}"
 
