@@ -1,7 +1,7 @@
 """Fused LoRA operators for torch: CUDA kernels built by DeepSpeed's op builder, and the same in plain torch."""
 
 from ops import groups
-from ops.backend import Backend, load, loaded
+from ops.backend import Backend, build_beside, expected, load, loaded
 from ops.eight_bit import EightBitWeight, eight_bit_group, eight_bit_linear
 from ops.experts import ExpertAdapter, ExpertMatrix, ExpertWeights, experts_mlp
 from ops.lora import lora_group, lora_linear
@@ -17,8 +17,10 @@ __all__ = [
     "ExpertWeights",
     "Nf4Weight",
     "ScaledWeight",
+    "build_beside",
     "eight_bit_group",
     "eight_bit_linear",
+    "expected",
     "experts_mlp",
     "groups",
     "load",

@@ -26,6 +26,7 @@ from trainer.memory.stored_weights import (
     gathered,
     held,
     quantisation_state,
+    rounded_weight,
     share,
 )
 from trainer.memory.widths import Shapes
@@ -96,6 +97,7 @@ def estimate(
         "optimizer": optimizer_state(shapes, placement),
         "workspaces": CUBLAS_WORKSPACE if placement.on_gpu else 0,
         "dequantised experts": dequantised_experts(shapes, placement),
+        "rounded weight": rounded_weight(shapes, placement),
         "communication buffers": standing_buckets(placement),
     }
     if seen is None:

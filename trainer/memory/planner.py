@@ -225,6 +225,7 @@ class Planner:
             on_gpu=self.machine.on_gpu,
             prefetch=zero.prefetch_bucket_size,
             live=zero.max_live_parameters,
+            rounded=bool(training.qat),
         )
 
     @cached_property

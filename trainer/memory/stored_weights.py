@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 
+from ops.fake_quantised import ELEMENTS_AT_ONCE
 from trainer.memory.widths import Shapes, Weight
 
 ALLOCATION = 512
 """Bytes to which torch's allocator rounds every tensor."""
+ROUNDED_AT_ONCE = 16
+"""Bytes for each of the weights that are rounded at a time (training.qat): four copies in 32 bits."""
 GATHERED_LAYERS = 2
 """Layers whose weights are whole at once under stage 3: the one that computes and the one that is fetched."""
 
@@ -38,6 +41,8 @@ class Placement:
     on_gpu: bool
     prefetch: int
     live: int
+    rounded: bool = False
+    """Adapted layers make their merged weight anew in every pass (training.qat)."""
 
 
 def rounded(size: int) -> int:
@@ -91,6 +96,14 @@ def dequantised_experts(shapes: Shapes, placement: Placement) -> int:
         if weight.experts and is_packed(weight, placement):
             layers.setdefault(weight.layer, []).append(rounded(weight.elements * placement.element))
     return max(map(sum, layers.values()), default=0)
+
+
+def rounded_weight(shapes: Shapes, placement: Placement) -> int:
+    """One layer's Q(W + s B A), which is there for a product and goes, and what its rounding takes beside it."""
+    if not placement.rounded:
+        return 0
+    largest = max((each.elements for each in shapes.weights if each.packable and not each.experts), default=0)
+    return rounded(largest * placement.element) + ROUNDED_AT_ONCE * min(largest, ELEMENTS_AT_ONCE)
 
 
 def base_weights(shapes: Shapes, placement: Placement) -> int:
