@@ -103,6 +103,11 @@ def check_settings_fit(config: RunConfig, model_config: Any) -> None:
             f"quantization.quant_type={kind}: the weights of {base} are stored in FP8 and would be quantised a second "
             "time; use adapter: lora, or quantization.quant_type: fp8, or name the 16-bit model"
         )
+    if config.training.qat:
+        raise UserError(
+            f"training.qat={config.training.qat}: rounds the merged 16-bit weights, and {base} is stored in FP8; name "
+            "the 16-bit model"
+        )
     if config.zero.offload_parameters and not gathers_by_layer(config):
         raise UserError(
             f"zero.offload_parameters=true: zero.gather=module cannot offload {base}, which is stored in FP8; use "
