@@ -207,7 +207,7 @@ def test_held_out_pictures_are_seen_at_fixed_times(root: Path) -> None:
     prepared = prepare(run_config(root, "dataset.val_split=0.34"))
     held_out = prepared.data.evaluation
     rows = [
-        list(image_evaluation(held_out, batch_size=3, rank=rank, world_size=2, with_conditions=True)) for rank in (0, 1)
+        list(image_evaluation(held_out, batch_size=3, rank=rank, world_size=2)) for rank in (0, 1)
     ]
     assert len(rows[0]) == len(rows[1])
     assert sum(batch.target_count for part in rows for batch in part) == 4 * len(held_out)
@@ -271,7 +271,7 @@ def test_what_the_empty_twin_keeps_is_what_the_model_keeps(root: Path, family: s
             saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
-    [batch, *_] = image_evaluation(prepared.data.evaluation, batch_size=1, rank=0, world_size=1, with_conditions=True)
+    [batch, *_] = image_evaluation(prepared.data.evaluation, batch_size=1, rank=0, world_size=1)
     loss = NoiseLoss(Objective(pipeline, ImageSection()), torch.float32, 1.0)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss(model, batch, torch.device("cpu"))

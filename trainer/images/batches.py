@@ -58,8 +58,6 @@ class Drawing:
     flip: bool
     caption_dropout: float
     prior_weight: float
-    with_conditions: bool = True
-    """False where captions are encoded in the step."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ class ImageBatches:
             ]
         if not rows:  # every rank runs the same number of micro-steps
             rows = [self._row(self.samples, 0, epoch, 0, _TRAINING, 0.0)]
-        return collate(rows, count, with_conditions=self._drawing.with_conditions)
+        return collate(rows, count)
 
     def _row(self, samples: ImageSamples, index: int, epoch: int, place: int, kind: int, weight: float) -> _Row:
         drawing, entry = self._drawing, samples[index]
@@ -155,7 +153,7 @@ class ImageBatches:
 
 
 def image_evaluation(
-    samples: ImageSamples, *, batch_size: int, rank: int, world_size: int, with_conditions: bool
+    samples: ImageSamples, *, batch_size: int, rank: int, world_size: int
 ) -> Iterator[ImageBatch]:
     """Every held-out picture at fixed times with fixed noise, whatever the run's seed; every rank yields as many."""
     count = len(samples) * EVALUATION_TIMES
@@ -163,7 +161,7 @@ def image_evaluation(
         first = start + rank * batch_size
         chosen = range(first, min(first + batch_size, count))
         rows = [_evaluation_row(samples, at, 1.0) for at in chosen] or [_evaluation_row(samples, 0, 0.0)]
-        yield collate(rows, len(chosen), with_conditions=with_conditions)
+        yield collate(rows, len(chosen))
 
 
 def _evaluation_row(samples: ImageSamples, at: int, weight: float) -> _Row:
@@ -199,20 +197,19 @@ def by_size(
     return np.array([index for part in whole for index in part] + rest, dtype=np.int64)
 
 
-def collate(rows: Sequence[_Row], count: int, *, with_conditions: bool) -> ImageBatch:
+def collate(rows: Sequence[_Row], count: int) -> ImageBatch:
     """Rows by size, as tensors; `count` is what the loss is divided by."""
     groups: dict[tuple[int, ...], list[_Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row.latents.shape), []).append(row)
-    made = tuple(_group(members, with_conditions=with_conditions) for members in groups.values())
+    made = tuple(_group(members) for members in groups.values())
     return ImageBatch(made, tokens=sum(row.weight > 0 for row in rows), target_count=count)
 
 
-def _group(rows: Sequence[_Row], *, with_conditions: bool) -> Group:
+def _group(rows: Sequence[_Row]) -> Group:
     found: list[dict[str, Any]] = []
     for row in rows:
-        conditions = row.samples.store.conditions(row.caption) if with_conditions else {}
-        found.append(conditions | {SIZES: sizes_of(row.entry)})
+        found.append(row.samples.store.conditions(row.caption) | {SIZES: sizes_of(row.entry)})
     return Group(
         torch.stack([row.latents for row in rows]),
         torch.stack([row.noise for row in rows]),

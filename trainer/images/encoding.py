@@ -28,7 +28,6 @@ def encode(
     folder: Path,
     *,
     flip: bool,
-    captions_too: bool = True,
     tell: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Write latents-N.safetensors and captions-N.safetensors; one encoder at a time is in memory.
@@ -37,8 +36,7 @@ def encode(
     the text encoders compute in: 16 bits on a GPU.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if captions_too:
-        _write(folder, "captions", _conditions(pipeline, captions, device))
+    _write(folder, "captions", _conditions(pipeline, captions, device))
     _write(folder, "latents", _latents(pipeline, pictures, fits, device, flip=flip, tell=tell))
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -34,6 +34,8 @@ class Family:
     """Samples are made with a negative prompt."""
     encode: Callable[[Any, Sequence[str], torch.device], Conditions]
     """(pipeline, captions, device) -> what the denoiser reads of them, each [B, ...]."""
+    encode_trained: Callable[[Any, Sequence[str], Conditions], Conditions]
+    """(pipeline without its frozen encoders, captions, what was cached of them) -> what the trained encoders give."""
     predict: Callable[[nn.Module, Tensor, Tensor, Conditions], Tensor]
     """(denoiser, noisy latents [B, C, H, W], the scheduler's times [B], conditions) -> its prediction [B, C, H, W]."""
 
@@ -73,6 +75,26 @@ def _encode_sd3(pipeline: Any, captions: Sequence[str], device: torch.device) ->
 def _encode_flux(pipeline: Any, captions: Sequence[str], device: torch.device) -> Conditions:
     text, pooled, _ = pipeline.encode_prompt(list(captions), None, device=device)
     return {"text": text, "pooled": pooled}
+
+
+def _trained_sd(pipeline: Any, captions: Sequence[str], cached: Conditions) -> Conditions:
+    return _encode_sd(pipeline, captions, cached["text"].device)
+
+
+def _trained_sdxl(pipeline: Any, captions: Sequence[str], cached: Conditions) -> Conditions:
+    return _encode_sdxl(pipeline, captions, cached["text"].device)
+
+
+def _trained_sd3(pipeline: Any, captions: Sequence[str], cached: Conditions) -> Conditions:
+    found = _encode_sd3(pipeline, captions, cached["text"].device)
+    of_clip = pipeline.tokenizer_max_length  # T5's tokens follow
+    text = torch.cat([found["text"][:, :of_clip].to(cached["text"].dtype), cached["text"][:, of_clip:]], dim=1)
+    return {"text": text, "pooled": found["pooled"]}
+
+
+def _trained_flux(pipeline: Any, captions: Sequence[str], cached: Conditions) -> Conditions:
+    pooled = pipeline._get_clip_prompt_embeds(list(captions), device=cached["pooled"].device)
+    return {"pooled": pooled}  # the rest is T5's
 
 
 def _predict_sd(unet: nn.Module, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
@@ -122,19 +144,20 @@ UNET, FLOW = "UNet2DConditionModel", "FlowMatchEulerDiscreteScheduler"
 CLIP_T5 = ("text_encoder", "text_encoder_2", "text_encoder_3")
 FAMILIES = (
     Family(
-        "sd", "StableDiffusionPipeline", "unet", UNET, "DDPMScheduler", 1, CLIP_T5[:1], True, _encode_sd, _predict_sd
-    ),
+        "sd", "StableDiffusionPipeline", "unet", UNET, "DDPMScheduler", 1, CLIP_T5[:1], True,
+        _encode_sd, _trained_sd, _predict_sd,
+    ),  # fmt: skip
     Family(
         *("sdxl", "StableDiffusionXLPipeline", "unet", UNET, "DDPMScheduler", 1, CLIP_T5[:2], True),
-        *(_encode_sdxl, _predict_sdxl),
+        *(_encode_sdxl, _trained_sdxl, _predict_sdxl),
     ),
     Family(
         *("sd3", "StableDiffusion3Pipeline", "transformer", "SD3Transformer2DModel", FLOW, 2, CLIP_T5, True),
-        *(_encode_sd3, _predict_sd3),
+        *(_encode_sd3, _trained_sd3, _predict_sd3),
     ),
     Family(
         *("flux", "FluxPipeline", "transformer", "FluxTransformer2DModel", FLOW, 2, CLIP_T5[:2], False),
-        *(_encode_flux, _predict_flux),
+        *(_encode_flux, _trained_flux, _predict_flux),
     ),
 )
 
