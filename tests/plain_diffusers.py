@@ -69,6 +69,9 @@ def _add_adapter(config: RunConfig, denoiser: Any, family: Any) -> None:
 
     lora = config.lora
     targets: list[str] | str = [*TARGETS, *FEED_FORWARD]
+    if family.name == "flux2":
+        targets = r".*(attn[.](to_[qkv]|to_out[.]0|add_[qkv]_proj|to_add_out)|[.]ff(_context)?[.]linear_(in|out))|"
+        targets += r"single_transformer_blocks.*(to_qkv_mlp_proj|to_out)"
     if family.name == "flux":
         targets = rf".*({'|'.join(name.replace('.', '[.]') for name in targets)})|single_transformer_blocks.*proj_out"
     settings = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=targets, init_lora_weights=True)
@@ -151,7 +154,7 @@ def _loss(config: RunConfig, family: str, scheduler: Any, denoiser: Any, group: 
     if family == "sd3":
         predicted = denoiser(noisy, given["text"], given["pooled"], timesteps).sample
     else:
-        predicted = _flux(denoiser, noisy, timesteps, given)
+        predicted = (_flux2 if family == "flux2" else _flux)(denoiser, noisy, timesteps, given)
     errors = F.mse_loss(predicted, noise - latents, reduction="none").mean(dim=(1, 2, 3))
     return (errors * group.weights).sum()
 
@@ -171,3 +174,17 @@ def _flux(denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, given: An
         img_ids=places,
     ).sample
     return FluxPipeline._unpack_latents(predicted, 2 * height, 2 * width, 2)
+
+
+def _flux2(denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, given: Any) -> torch.Tensor:
+    from diffusers import Flux2KleinPipeline
+
+    places = Flux2KleinPipeline._prepare_latent_ids(noisy)
+    predicted = denoiser(
+        hidden_states=Flux2KleinPipeline._pack_latents(noisy),
+        timestep=timesteps / 1000,
+        encoder_hidden_states=given["text"],
+        txt_ids=Flux2KleinPipeline._prepare_text_ids(given["text"]),
+        img_ids=places,
+    ).sample
+    return Flux2KleinPipeline._unpack_latents_with_ids(predicted, places, *noisy.shape[2:])

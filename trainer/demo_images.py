@@ -1,8 +1,8 @@
-"""The model and the pictures of `make demo-images`, made once in a cache: `python -m trainer.demo_images [--cache DIR]`.
+"""Model and pictures of `make demo-images`, made once in a cache: `python -m trainer.demo_images [--cache DIR]`.
 
-Model: a Stable Diffusion pipeline small enough for a CPU. Its UNet is trained here on coloured shapes on a light ground.
-Its text encoder stays as it is drawn, and its VAE is set by hand: a latent is the mean colour of 4 x 4 pixels, so that
-nothing but the UNet has to be learnt.
+Model: a Stable Diffusion pipeline small enough for a CPU, whose UNet is trained here on coloured shapes on a light
+ground. Its text encoder stays as it is drawn, and its VAE is set by hand: a latent is the mean colour of 4 x 4 pixels,
+so that nothing but the UNet has to be learnt.
 
 Pictures: the same shapes by night, on dark blue within a pale frame; one shape and colour is not among them. An adapter
 trained on them draws every prompt by night, that one as well.
@@ -203,8 +203,8 @@ def _tokenizer() -> Any:
 def colour_vae() -> Any:
     """A VAE whose latent is the mean colour of the pixels under it, and whose picture shows latents as squares.
 
-    Its blocks add nothing; norm and SiLU at the end are as good as linear: other channels hold the colours' negatives and
-    large constants, so that the norm's mean is 0 and its deviation that of the constants, and what SiLU reads is large.
+    Its blocks add nothing; norm and SiLU at the end are as good as linear: other channels hold the colours' negatives
+    and large constants, so that the norm's mean is 0, its deviation that of the constants, and what SiLU reads large.
     """
     import torch
     from diffusers import AutoencoderKL

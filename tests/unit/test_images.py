@@ -206,9 +206,7 @@ def test_global_batches_have_one_size_as_far_as_there_are_pictures() -> None:
 def test_held_out_pictures_are_seen_at_fixed_times(root: Path) -> None:
     prepared = prepare(run_config(root, "dataset.val_split=0.34"))
     held_out = prepared.data.evaluation
-    rows = [
-        list(image_evaluation(held_out, batch_size=3, rank=rank, world_size=2)) for rank in (0, 1)
-    ]
+    rows = [list(image_evaluation(held_out, batch_size=3, rank=rank, world_size=2)) for rank in (0, 1)]
     assert len(rows[0]) == len(rows[1])
     assert sum(batch.target_count for part in rows for batch in part) == 4 * len(held_out)
     first = rows[0][0].groups[0]

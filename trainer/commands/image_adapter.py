@@ -13,7 +13,8 @@ from trainer.commands.whole_output import check_output, put_in_place, writing
 from trainer.config import UserError
 from trainer.engine.deepspeed_engine import DTYPES
 from trainer.images.card import image_card
-from trainer.images.files import DIFFUSERS, as_kohya
+from trainer.images.files import DIFFUSERS
+from trainer.images.kohya import as_kohya
 from trainer.images.pipeline import Pipeline, is_pipeline, read_pipeline
 from trainer.monitor.metrics import Record
 from trainer.monitor.report.pictures import SAMPLES

@@ -152,9 +152,7 @@ class ImageBatches:
         return _Row(entry, caption, latents, noise, time, weight, samples)
 
 
-def image_evaluation(
-    samples: ImageSamples, *, batch_size: int, rank: int, world_size: int
-) -> Iterator[ImageBatch]:
+def image_evaluation(samples: ImageSamples, *, batch_size: int, rank: int, world_size: int) -> Iterator[ImageBatch]:
     """Every held-out picture at fixed times with fixed noise, whatever the run's seed; every rank yields as many."""
     count = len(samples) * EVALUATION_TIMES
     for start in range(0, count, batch_size * world_size):

@@ -131,7 +131,10 @@ def read_pipeline(base_model: str, section: ModelSection, *, trains_text: bool =
     if (found := published_shape(base_model)) is not None:
         shape, settings = found
         family = next(family for family in FAMILIES if family.name == shape.family)
-        return Pipeline(base_model, family, settings, shape.scheduler, None, shape.channels, 8, shape.text, trains_text)
+        side = 8 * family.packed
+        return Pipeline(
+            base_model, family, settings, shape.scheduler, None, shape.channels, side, shape.text, trains_text
+        )
     folder = _folder(base_model, section)
     listed = _json(folder / INDEX, said)
     name = str(listed.get("_class_name"))
@@ -143,8 +146,10 @@ def read_pipeline(base_model: str, section: ModelSection, *, trains_text: bool =
     settings = _json(folder / known.denoiser / "config.json", said)
     scheduler = _json(folder / "scheduler" / "scheduler_config.json", said)
     halvings = len(vae.get("block_out_channels", [])) - 1
-    channels = int(vae.get("latent_channels", 4))
-    return Pipeline(base_model, known, settings, scheduler, folder, channels, 2**halvings, {}, trains_text)
+    channels, packed = int(vae.get("latent_channels", 4)), known.packed
+    return Pipeline(
+        base_model, known, settings, scheduler, folder, channels * packed**2, packed * 2**halvings, {}, trains_text
+    )
 
 
 def _folder(base_model: str, section: ModelSection) -> Path:

@@ -31,9 +31,7 @@ def draw_samples(
     drawn = pipeline_around(model.denoiser, pipeline, device)
     pictures = []
     for index, prompt in enumerate(prompts):
-        given, empty = (
-            model.conditions([each], _rows(captions[each], device, model.dtype)) for each in (prompt, "")
-        )
+        given, empty = (model.conditions([each], _rows(captions[each], device, model.dtype)) for each in (prompt, ""))
         arguments: dict[str, Any] = dict(pipeline.family.as_arguments(given, negative=empty))
         if image.sample_guidance != "auto":
             arguments["guidance_scale"] = image.sample_guidance
@@ -69,5 +67,7 @@ def _decoded(drawn: Any, latents: torch.Tensor, side: int) -> Any:
     vae = drawn.vae
     if hasattr(drawn, "_unpack_latents"):
         latents = drawn._unpack_latents(latents, side, side, drawn.vae_scale_factor)
-    latents = latents.float() / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+    latents = latents.float()
+    if not hasattr(vae, "bn"):  # FLUX.2's pipeline has done it
+        latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
     return drawn.image_processor.postprocess(vae.decode(latents, return_dict=False)[0], output_type="pil")[0]

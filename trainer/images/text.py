@@ -1,6 +1,6 @@
 """Text encoders that are trained beside the denoiser, called in every step by the pipeline's own code.
 
-Those of CLIP alone: diffusers loads adapters of no others. What a frozen encoder makes of a caption comes from the cache.
+Those of CLIP alone: diffusers loads adapters of no others. What frozen ones make of a caption comes from the cache.
 """
 
 import json
@@ -40,7 +40,7 @@ def empty_encoders(pipeline: Pipeline) -> dict[str, nn.Module]:
 
 
 class EncoderFiles:
-    """The weights of text encoders, named as in the whole model; an encoder is read when a tensor of it is asked for."""
+    """The weights of text encoders, named as in the whole model; an encoder is read once a tensor of it is wanted."""
 
     def __init__(self, pipeline: Pipeline, encoders: dict[str, nn.Module]) -> None:
         self._pipeline, self._empty = pipeline, encoders
@@ -76,6 +76,7 @@ class Captions:
     def encoded(self, captions: Sequence[str], cached: Conditions) -> Conditions:
         """`cached` [B, ...] with what the trained encoders now make of the captions in place of what they once made."""
         some = next(iter(cached.values()))
+        assert self._family.encode_trained is not None, "a pipeline without CLIP was refused"
         found = self._family.encode_trained(self._library, captions, cached)
         if self._zeros:  # an empty caption is led away from, and is zeros in this pipeline
             shown = torch.tensor([bool(caption) for caption in captions], device=some.device)

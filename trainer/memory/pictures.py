@@ -25,7 +25,7 @@ from trainer.memory.widths import Layer, NormBytes, Shapes
 from trainer.patches.model_facts import ModelFacts
 
 NO_NORMS = NormBytes(0, 0, 0)
-TOKENS = {"sd": 77, "sdxl": 77, "sd3": 333, "flux": 512}
+TOKENS = {"sd": 77, "sdxl": 77, "sd3": 333, "flux": 512, "flux2": 512}
 """Of an encoded caption, by family."""
 Text = dict[str, tuple[int, ...]]
 GRADIENTS = 2
