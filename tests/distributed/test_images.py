@@ -19,8 +19,9 @@ pytestmark = pytest.mark.distributed
 
 STEPS, RANKS, STAGES = 3, 2, (0, 1, 2, 3)
 RELATIVE = 1e-6
-FAMILIES = ("sd", "sdxl", "sd3", "flux")
+FAMILIES = ("sd", "sdxl", "sd3", "flux", "flux2")
 MODULE = {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0}
+TEXT = {"image__train_text_encoders": True}
 SHOWN = {"image__flip": True, "image__caption_dropout": 0.5, "image__min_snr_gamma": 5.0}
 
 
@@ -37,6 +38,13 @@ def plan(folder: Path) -> list[dict[str, Any]]:
     cases += [case("flux-fused", ops__backend="reference", **flux), case("sdxl-fused", ops__backend="reference")]
     cases += [case("with-class", image__prior={"path": str(folder / "class")}, image__prior_weight=0.5)]
     cases += [case("shown", **SHOWN)]
+    flux2 = {"base_model": str(folder / "flux2")}
+    cases += [case("flux2-2", **flux2, **drawn), case("flux2-3", zero__stage=3, **flux2)]
+    cases += [
+        case(f"text-sdxl-{stage}", zero__stage=stage, **TEXT, **(drawn if stage == 3 else {})) for stage in STAGES
+    ]
+    cases += [case("text-sd-2", base_model=str(folder / "sd"), **TEXT, **drawn)]
+    cases += [case("text-sd3-3", zero__stage=3, **TEXT, **sd3, **drawn), case("text-flux-2", **TEXT, **flux, **drawn)]
     again = {"training__resume_from_checkpoint": "shown/checkpoint-2", "output_dir": "again", **SHOWN}
     return [*cases, case("again", **again)]
 
@@ -101,13 +109,33 @@ def test_losses_of_sdxl_are_those_of_plain_diffusers(
     assert len(set(runs[name].losses)) == STEPS
 
 
-@pytest.mark.parametrize("family", ["sd", "sd3", "flux"])
+@pytest.mark.parametrize("family", ["sd", "sd3", "flux", "flux2"])
 def test_losses_of_the_others_are_those_of_plain_diffusers(runs: Matrix, family: str) -> None:
     expected, _ = plain(runs, f"base_model={runs['sdxl-0'].folder.parent / family}")
-    for name in {"sd": ["sd-2"], "sd3": ["sd3-2", "sd3-3"]}.get(
+    for name in {"sd": ["sd-2"], "sd3": ["sd3-2", "sd3-3"], "flux2": ["flux2-2", "flux2-3"]}.get(
         family, ["flux-2", "flux-3", "flux-recomputed-3", "flux-fused"]
     ):
         assert runs[name].losses == pytest.approx(expected, rel=RELATIVE), name
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("sdxl", [f"text-sdxl-{stage}" for stage in STAGES]),
+        ("sd", ["text-sd-2"]),
+        ("sd3", ["text-sd3-3"]),
+        ("flux", ["text-flux-2"]),
+    ],
+)
+def test_losses_with_trained_text_encoders_are_those_of_plain_diffusers(
+    runs: Matrix, family: str, names: list[str]
+) -> None:
+    folder = runs["sdxl-0"].folder.parent
+    expected, _ = plain(runs, f"base_model={folder / family}", "image.train_text_encoders=true")
+    for name in names:
+        assert runs[name].losses == pytest.approx(expected, rel=RELATIVE), name
+    frozen = "sd3-3" if family == "sd3" else f"{family}-2"
+    assert runs[names[0]].losses[-1] != runs[frozen].losses[-1], "the text encoders learnt nothing"
 
 
 def test_a_four_bit_base_trains_alike_on_stages_2_and_3_and_nearly_as_the_whole_one(runs: Matrix) -> None:
@@ -135,7 +163,10 @@ def test_held_out_loss_does_not_depend_on_the_seed_of_training_or_the_stage(runs
     assert runs["sdxl-0"].records("eval/loss")[-1] < first[0]
 
 
-@pytest.mark.parametrize(("name", "family"), [("sdxl-2", "sdxl"), ("sd-2", "sd"), ("sd3-3", "sd3"), ("flux-2", "flux")])
+DRAWN = ["sdxl-2", "sd-2", "sd3-3", "flux-2", "flux2-2", "text-sdxl-3", "text-sd-2", "text-sd3-3", "text-flux-2"]
+
+
+@pytest.mark.parametrize(("name", "family"), [(name, name.removeprefix("text-").partition("-")[0]) for name in DRAWN])
 def test_diffusers_loads_the_adapter_and_draws_the_sample_of_the_run(runs: Matrix, name: str, family: str) -> None:
     import diffusers
     from PIL import Image, ImageChops
@@ -153,8 +184,11 @@ def test_diffusers_loads_the_adapter_and_draws_the_sample_of_the_run(runs: Matri
     assert _farthest(ImageChops.difference(without, image)) > 1, "the adapter changes nothing that could differ"
 
 
-@pytest.mark.parametrize("form", ["kohya", "merged"])
-def test_what_is_exported_and_merged_draws_the_same(runs: Matrix, form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [*(("text-sdxl-3", form) for form in ("kohya", "merged")), ("text-sd-2", "kohya"), ("flux2-2", "kohya")],
+)
+def test_what_is_exported_and_merged_draws_the_same(runs: Matrix, name: str, form: str, tmp_path: Path) -> None:
     import diffusers
     from PIL import Image, ImageChops
 
@@ -162,8 +196,8 @@ def test_what_is_exported_and_merged_draws_the_same(runs: Matrix, form: str, tmp
     from trainer.commands.export.__main__ import export
     from trainer.commands.image_adapter import KOHYA, merge_images
 
-    run = find_run(runs["sdxl-2"].folder)
-    base = run.folder.parent / "sdxl"
+    run = find_run(runs[name].folder)
+    base = Path(run.config.base_model)
     if form == "merged":
         base = merge_images(run, tmp_path / "merged", dtype="auto", scale=1.0)
     pipeline = diffusers.DiffusionPipeline.from_pretrained(base, dtype=torch.float32)

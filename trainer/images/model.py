@@ -47,7 +47,7 @@ class ImageModel(nn.Module):
         self.text_encoders = empty_encoders(pipeline) if pipeline.trains_text else {}
         for name, encoder in self.text_encoders.items():
             self.add_module(name, encoder)
-        self._captions = Captions(pipeline, self.text_encoders) if self.text_encoders else None
+        self._captions = Captions(pipeline, denoiser, self.text_encoders) if self.text_encoders else None
 
     @property
     def denoiser(self) -> Any:

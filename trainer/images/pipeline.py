@@ -87,12 +87,12 @@ class Pipeline:
             left_out |= {name: None for name in listed if name.startswith(("text_encoder", "tokenizer"))}
         return self._library(left_out, dtype=dtype)
 
-    def with_encoders(self, encoders: dict[str, Any]) -> Any:
-        """diffusers' pipeline around these text encoders, with nothing else but tokenizers."""
+    def around(self, denoiser: Any, encoders: dict[str, Any]) -> Any:
+        """diffusers' pipeline around a denoiser, by which it knows widths, and these text encoders; no VAE, no others."""
         frozen = [name for name in self.family.text_encoders if name not in encoders]
         tokenizers = [name.replace("text_encoder", "tokenizer") for name in frozen]
-        left_out: dict[str, Any] = dict.fromkeys([self.family.denoiser, VAE, *frozen, *tokenizers])
-        return self._library(left_out | encoders)
+        left_out: dict[str, Any] = dict.fromkeys([VAE, *frozen, *tokenizers])
+        return self._library(left_out | encoders | {self.family.denoiser: denoiser})
 
     def _library(self, parts: dict[str, Any], dtype: Any = None) -> Any:
         import diffusers

@@ -68,9 +68,9 @@ class EncoderFiles:
 class Captions:
     """Captions as the denoiser reads them, where some of the encoders are being trained."""
 
-    def __init__(self, pipeline: Pipeline, encoders: dict[str, nn.Module]) -> None:
+    def __init__(self, pipeline: Pipeline, denoiser: nn.Module, encoders: dict[str, nn.Module]) -> None:
         self._family: Family = pipeline.family
-        self._library = pipeline.with_encoders(encoders)
+        self._library = pipeline.around(denoiser, encoders)
         self._zeros = bool(self._library.config.get("force_zeros_for_empty_prompt"))
 
     def encoded(self, captions: Sequence[str], cached: Conditions) -> Conditions:
