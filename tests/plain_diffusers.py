@@ -37,7 +37,8 @@ def plain_losses(config: RunConfig, *, ranks: int, dtype: torch.dtype = torch.fl
     optimizer = torch.optim.AdamW(trained, lr=training.learning_rate, weight_decay=training.weight_decay)
     assert training.max_steps is not None
     schedule = build_schedule(optimizer, training, training.max_steps)
-    scheduler: Any = getattr(diffusers, family.scheduler).from_config(pipeline.scheduler.config)
+    predicted = {} if config.image.prediction == "auto" else {"prediction_type": config.image.prediction}
+    scheduler: Any = getattr(diffusers, family.scheduler).from_config(pipeline.scheduler.config, **predicted)
     batches = _batches(config, prepared, ranks)
     losses: list[float] = []
     epoch = offset = 0
@@ -74,6 +75,8 @@ def _add_adapter(config: RunConfig, denoiser: Any, family: Any) -> None:
         targets += r"single_transformer_blocks.*(to_qkv_mlp_proj|to_out)"
     if family.name == "flux":
         targets = rf".*({'|'.join(name.replace('.', '[.]') for name in targets)})|single_transformer_blocks.*proj_out"
+    if lora.target_modules != ("all-linear",):
+        targets = list(lora.target_modules)
     settings = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=targets, init_lora_weights=True)
     set_seed(config.seed)
     denoiser.add_adapter(settings)

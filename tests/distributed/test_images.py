@@ -38,6 +38,11 @@ def plan(folder: Path) -> list[dict[str, Any]]:
     cases += [case("flux-fused", ops__backend="reference", **flux), case("sdxl-fused", ops__backend="reference")]
     cases += [case("with-class", image__prior={"path": str(folder / "class")}, image__prior_weight=0.5)]
     cases += [case("shown", **SHOWN)]
+    cases += [case(f"mixed-{stage}", zero__stage=stage, training__batch_size=2) for stage in (2, 3)]
+    cases += [case(f"flux-{kind}", adapter="qlora", quantization__quant_type=kind, **flux) for kind in ("int8", "fp8")]
+    cases += [case("v-prediction", image__prediction="v_prediction")]
+    convolutions = {"lora__target_modules": ["to_q", "to_v", "conv1", "conv2"]}
+    cases += [case(f"convolutions-{stage}", zero__stage=stage, **convolutions) for stage in (2, 3)]
     flux2 = {"base_model": str(folder / "flux2")}
     cases += [case("flux2-2", **flux2, **drawn), case("flux2-3", zero__stage=3, **flux2)]
     cases += [
@@ -136,6 +141,27 @@ def test_losses_with_trained_text_encoders_are_those_of_plain_diffusers(
         assert runs[name].losses == pytest.approx(expected, rel=RELATIVE), name
     frozen = "sd3-3" if family == "sd3" else f"{family}-2"
     assert runs[names[0]].losses[-1] != runs[frozen].losses[-1], "the text encoders learnt nothing"
+
+
+def test_ranks_with_pictures_of_several_sizes_wait_for_each_other(runs: Matrix) -> None:
+    expected, _ = plain(runs, "training.batch_size=2")
+    for name in ("mixed-2", "mixed-3"):
+        assert runs[name].losses == pytest.approx(expected, rel=RELATIVE), name
+
+
+def test_an_eight_bit_base_trains_nearly_as_the_whole_one(runs: Matrix) -> None:
+    for name in ("flux-int8", "flux-fp8"):
+        assert runs[name].losses != runs["flux-2"].losses
+        assert runs[name].losses == pytest.approx(runs["flux-2"].losses, rel=0.02)
+
+
+def test_velocity_and_convolutions_are_trained_as_plain_diffusers_and_peft_do(runs: Matrix) -> None:
+    expected, _ = plain(runs, "image.prediction=v_prediction")
+    assert runs["v-prediction"].losses == pytest.approx(expected, rel=RELATIVE)
+    expected, _ = plain(runs, "lora.target_modules=[to_q, to_v, conv1, conv2]")
+    for name in ("convolutions-2", "convolutions-3"):
+        assert runs[name].losses == pytest.approx(expected, rel=RELATIVE)
+    assert any(tensor.dim() == 4 for tensor in runs["convolutions-2"].adapter().values())
 
 
 def test_a_four_bit_base_trains_alike_on_stages_2_and_3_and_nearly_as_the_whole_one(runs: Matrix) -> None:

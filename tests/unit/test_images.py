@@ -203,6 +203,22 @@ def test_global_batches_have_one_size_as_far_as_there_are_pictures() -> None:
     assert kinds == [1, 1, 1, 2]
 
 
+def test_every_rank_has_as_many_passes_where_sizes_are_mixed(root: Path) -> None:
+    """At stage 3 a rank with fewer of them would leave the others waiting for ever."""
+    prepared = prepare(run_config(root))
+    samples = prepared.data.train
+    drawing = Drawing(Objective(prepared.model_config, ImageSection()).draw_time, False, 0.0, 1.0)
+    common: dict[str, Any] = {"prior": None, "batch_size": 2, "accumulation": 1, "seed": 3, "shuffle": True}
+    both = [ImageBatches(samples, drawing, rank=rank, world_size=2, **common) for rank in range(2)]
+    passes = [[len(each.step(epoch, 4)[0][0].groups) for each in both] for epoch in range(6)]
+    assert all(one == other for one, other in passes)
+    assert max(map(max, passes)) == 2, "no mixed batch came about: the test shows nothing"
+    weights = [float(group.weights.sum()) for each in both for group in each.step(0, 4)[0][0].groups]
+    assert sum(weights) == len(samples) - 4
+    rows = [list(image_evaluation(samples, batch_size=5, rank=rank, world_size=2)) for rank in (0, 1)]
+    assert [len(batch.groups) for batch in rows[0]] == [len(batch.groups) for batch in rows[1]]
+
+
 def test_held_out_pictures_are_seen_at_fixed_times(root: Path) -> None:
     prepared = prepare(run_config(root, "dataset.val_split=0.34"))
     held_out = prepared.data.evaluation

@@ -88,7 +88,7 @@ class Pipeline:
         return self._library(left_out, dtype=dtype)
 
     def around(self, denoiser: Any, encoders: dict[str, Any]) -> Any:
-        """diffusers' pipeline around a denoiser, by which it knows widths, and these text encoders; no VAE, no others."""
+        """diffusers' pipeline around a denoiser, by which it knows widths, and these text encoders; no others, no VAE."""
         frozen = [name for name in self.family.text_encoders if name not in encoders]
         tokenizers = [name.replace("text_encoder", "tokenizer") for name in frozen]
         left_out: dict[str, Any] = dict.fromkeys([VAE, *frozen, *tokenizers])
