@@ -28,10 +28,10 @@ nvcc: setup  ## CUDA's compiler for the test that compiles ops/csrc, where the m
 	@scripts/nvcc.sh
 
 demo: setup  ## fine-tune SmolLM2-135M with LoRA: about 5 minutes on 2 CPU cores, less on GPUs
-	@overrides=$$(python -m trainer.demo) && eval "zerolora train configs/demo.yaml $$overrides"
+	@overrides=$$(python -m trainer.commands.demo) && eval "zerolora train configs/demo.yaml $$overrides"
 
 demo-images: setup  ## a tiny Stable Diffusion learns to draw by night: minutes on 2 CPU cores
-	@overrides=$$(python -m trainer.demo_images) && eval "zerolora train configs/demo-images.yaml $$overrides"
+	@overrides=$$(python -m trainer.commands.demo_images) && eval "zerolora train configs/demo-images.yaml $$overrides"
 
 lint: setup  ## ruff, clang-format, typos, mypy (strict), import-linter, deptry, links of the documentation
 	ruff check .
@@ -54,7 +54,8 @@ test: lint  ## lint and the fast tests: at most 15 minutes on 2 cores
 test-slow: setup  ## the tests that take minutes each
 	@command -v chromium >/dev/null || scripts/system.sh chromium
 	@scripts/system.sh $(CLUSTER)
-	pytest -m slow --timeout 1800 tests
+	pytest -n 2 --dist loadfile -m slow --timeout 1800 $(OTHERS)
+	pytest -m slow --timeout 1800 tests $(OTHERS:%=--ignore=%)
 
 test-gpu: setup  ## the tests that need an NVIDIA GPU
 	pytest -m gpu tests

@@ -41,7 +41,7 @@ class Attempts:
         replan: Replan,
         held: HeldRanks | None,
     ) -> None:
-        """`planned` is the first start, in which ranks that are `held` take part; later ones are planned anew."""
+        """`planned` is the first start, in which ranks that are `held` take part; later ones are planned again."""
         self._arguments, self._training, self._held = arguments, loaded.config.training, held
         self._planned: Plan | None = planned
         self._replan = replan
@@ -83,7 +83,7 @@ class Attempts:
             if isinstance(reach, ThroughSsh):
                 write_environment(self._logs / ENVIRONMENT_FILE, OF_CPU_RANKS | os.environ)
             show(f"starting {command.ranks} rank{'s' * (command.ranks > 1)}{_where(command)}")
-            # Those that were started before the checks take part in the first attempt, and are no more after it.
+            # Ranks that were started before the checks take part in the first attempt only.
             first = partial(self._held.release, words) if self._held is not None and self._held.waits else None
             minutes = self._training.hang_timeout
             supervisor = Supervisor(command, self._logs, hang_timeout_minutes=minutes, reach=reach, start=first)
@@ -159,11 +159,11 @@ def _where(command: Command) -> str:
 
 
 def _again_if_lost(code: int, reach: Reach | None) -> int:
-    """The exit code, 75 where it is the cluster that has failed: the job is worth being queued again."""
+    """The exit code; 75 where the cluster has failed, so that queueing the job again helps."""
     if not isinstance(reach, ThroughSrun) or code in (EXIT_OK, EXIT_USAGE, *STOPPED):
         return code
     lost = lost_nodes(reach.allocation)
     if not lost:
         return code
-    say(f"lost nodes: {', '.join(lost)}; the job is worth being queued again (exit code {EXIT_PREEMPTED})")
+    say(f"lost nodes: {', '.join(lost)}; queue the job again (exit code {EXIT_PREEMPTED})")
     return EXIT_PREEMPTED

@@ -25,7 +25,7 @@ from launcher.sweep import sweep
 from trainer.config import UserError, dump_yaml, load_config
 from trainer.config.errors import mistake_in_path, one_line
 from trainer.config.messages import as_override
-from trainer.config.reference import json_schema, reference_text
+from trainer.config.settings_reference import json_schema, reference_text
 
 # Subcommand -> module with its arguments and help. `zerolora X --help` shows the module's own.
 MODULES = {

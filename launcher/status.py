@@ -16,8 +16,9 @@ from typing import Annotated, Any
 import typer
 
 from trainer.config import UserError
-from trainer.contract.folder_lock import LOCK_FILE, living_holder
+from trainer.contract.folder_lock import living_holder
 from trainer.contract.heartbeat import Heartbeat, read_heartbeats
+from trainer.contract.lock_file import LOCK_FILE
 from trainer.contract.whole_files import write_whole
 
 JOB_FILE = "slurm-job"

@@ -1,8 +1,10 @@
 """`zerolora sweep`: every combination of some settings, one after the other, side by side, or as a SLURM array."""
 
+import argparse
 import hashlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -23,12 +25,14 @@ from trainer.config import UserError, load_config
 from trainer.config.aliases import ALIASES
 from trainer.config.messages import annotation_of
 from trainer.config.values import kinds
+from trainer.contract.heartbeat import read_heartbeats
 from trainer.contract.launcher_process import tie_children_to_this_process
 from trainer.contract.whole_files import write_json
 
 RECORD = "sweep.json"
 LOOK_EVERY_S = 0.5
 MOST_RUNS = 1000
+_TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
 @dataclass
@@ -79,9 +83,13 @@ def sweep(
         raise UserError(f"{of_submit[0]}: not an option of `zerolora sweep`; those of `zerolora submit` need --slurm")
     runs = plan_runs(config, axes, fixed, folder)
     if slurm:
+        tasks, of_submit = tasks_left(runs, of_submit)
+        if not tasks and not dry_run:
+            become_module("trainer.commands.sweep_table", [str(folder)])
         words = ["submit", str(config), *fixed, *(word for axis in axes for word in ("--sweep", axis)), *of_submit]
         if dry_run:
-            typer.echo(shlex.join(["zerolora", *words]))
+            if tasks:
+                typer.echo(shlex.join(["zerolora", *words]))
             return
         write_record(folder, runs)
         say(f"afterwards: zerolora sweep {config} {shlex.join(fixed)} --table")
@@ -127,9 +135,51 @@ def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: P
         if earlier and earlier["digest"] != digest and run.folder.exists():
             raise UserError(f"{run.folder}: an earlier sweep trained it with other settings; name another output_dir")
         if earlier and earlier["digest"] == digest:
-            run.exit_code = 0 if earlier["exit_code"] == 0 else None
+            run.exit_code = 0 if earlier["exit_code"] == 0 or _has_ended_well(run.folder) else None
         runs.append(run)
     return runs
+
+
+def _has_ended_well(folder: Path) -> bool:
+    """Whether all ranks of the newest start say so: of an array's jobs nobody notes the exit codes."""
+    return {beat.exit_code for beat in read_heartbeats(folder / "logs").values()} == {0}
+
+
+def tasks_left(runs: Sequence[Run], of_submit: Sequence[str]) -> tuple[list[int], list[str]]:
+    """Tasks of the array that are not finished, of those that `--array` asks for, and the options that name them."""
+    left = [task for task, run in enumerate(runs) if run.exit_code is None]
+    if len(left) == len(runs):
+        return left, list(of_submit)
+    _tell_finished(runs)
+    asked, rest = _array_of(of_submit)
+    tasks, _, at_once = asked.partition("%")
+    left = [task for task in left if not asked or task in _numbers(tasks)]
+    return left, [*rest, "--array", ",".join(map(str, left)) + (f"%{at_once}" if at_once else "")]
+
+
+def _array_of(of_submit: Sequence[str]) -> tuple[str, list[str]]:
+    """The value of --array, empty without one, and all other options."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--array", default="")
+    found, rest = parser.parse_known_args(of_submit)
+    return found.array, rest
+
+
+def _numbers(tasks: str) -> set[int]:
+    """Those of `0,3-5,8-12:2`, as sbatch reads them. Raises UserError for what is not."""
+    numbers: set[int] = set()
+    for part in tasks.split(","):
+        found = _TASKS.fullmatch(part)
+        if found is None:
+            raise UserError(f"--array {tasks}: must read 0-7, 0,3,5 or 0-12:2, with %2 for two at a time")
+        first, last, every = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
+        numbers |= set(range(first, last + 1, max(every, 1)))
+    return numbers
+
+
+def _tell_finished(runs: Sequence[Run]) -> None:
+    if done := sum(run.exit_code == 0 for run in runs):
+        say(f"{done} of {len(runs)} runs have been finished before")
 
 
 def slots_of(gpus: Sequence[int], each: int | None) -> list[Sequence[int]]:
@@ -152,8 +202,7 @@ def go_through(config: Path, runs: list[Run], slots: list[Sequence[int]], each: 
     """Start runs as places become free, until all have ended; a signal is passed on to those that run."""
     write_record(folder, runs)
     waiting = [run for run in runs if run.exit_code is None]
-    if done := len(runs) - len(waiting):
-        say(f"{done} of {len(runs)} runs have been finished before")
+    _tell_finished(runs)
     tie_children_to_this_process()
     free = list(slots)
     running: list[Run] = []

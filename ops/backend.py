@@ -52,7 +52,8 @@ def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool =
     if backend == "reference":
         _loaded = _use_reference("asked for")
     else:
-        from ops.builder import BuildError, LoraOpBuilder  # here: it imports deepspeed, which takes seconds
+        from ops.builder import LoraOpBuilder  # here: it imports deepspeed, which takes seconds
+        from ops.toolkit import BuildError
 
         try:
             LoraOpBuilder().load(verbose=verbose)

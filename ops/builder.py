@@ -27,81 +27,13 @@ import torch
 from deepspeed.ops.op_builder import builder as deepspeed_builder
 from torch.utils import cpp_extension
 
+from ops.toolkit import BuildError, all_architectures, check_capability, check_toolkit, gencode, toolkit_version
+
 CSRC = Path(__file__).resolve().parent / "csrc"
 BUILT = CSRC.parent / "built"
 # Packages that are no operators of DeepSpeed's or ours, in the extra `mamba`.
 MAMBA = ("mamba-ssm", "causal-conv1d")
-OLDEST_TOOLKIT = (11, 8)  # the first with sm_89 and sm_90
 LOCK_POLL_SECONDS = 0.2
-# What an ahead-of-time build covers: (capability, first toolkit that knows it, last major that still does).
-ARCHITECTURES = (
-    ("70", (11, 8), 12),
-    ("75", (11, 8), None),
-    ("80", (11, 8), None),
-    ("86", (11, 8), None),
-    ("89", (11, 8), None),
-    ("90a", (12, 0), None),  # wgmma and its kin exist in the architecture-specific target alone
-    ("120", (12, 8), None),
-)
-
-
-class BuildError(RuntimeError):
-    """The operators cannot be built here, and why; `unexpected` where everything needed is present."""
-
-    def __init__(self, message: str, unexpected: bool = False) -> None:
-        super().__init__(message)
-        self.unexpected = unexpected
-
-
-def toolkit_version() -> tuple[int, int]:
-    """(major, minor) of nvcc; BuildError without one."""
-    try:
-        major, minor = deepspeed_builder.installed_cuda_version()
-    except deepspeed_builder.MissingCUDAException as error:
-        raise BuildError(
-            f"nvcc not found (CUDA_HOME={cpp_extension.CUDA_HOME}): install the CUDA toolkit {torch.version.cuda},"
-            " which torch was built with, and set CUDA_HOME, or set ops.backend: reference"
-        ) from error
-    return int(major), int(minor)
-
-
-def check_toolkit(toolkit: tuple[int, int], torch_cuda: str) -> None:
-    """BuildError where nvcc cannot build for this torch: older than 11.8, or another major version than torch's."""
-    found = f"nvcc {toolkit[0]}.{toolkit[1]}"
-    if toolkit < OLDEST_TOOLKIT:
-        raise BuildError(f"{found}: at least 11.8 is needed; install a newer toolkit and set CUDA_HOME")
-    if toolkit[0] != int(torch_cuda.split(".")[0]):
-        raise BuildError(
-            f"{found} does not match torch {torch.__version__}, built with CUDA {torch_cuda}: set CUDA_HOME to a"
-            f" {torch_cuda} toolkit"
-        )
-
-
-def check_capability(capability: tuple[int, int], toolkit: tuple[int, int]) -> str:
-    """The nvcc name of a card's architecture, '90a' for (9, 0); BuildError for a card that is too old."""
-    card = f"compute capability {capability[0]}.{capability[1]}"
-    if capability < (7, 0):
-        raise BuildError(f"{card}: 7.0 (Volta) or newer is needed; set ops.backend: reference on this card")
-    if capability < (7, 5) and toolkit[0] >= 13:
-        raise BuildError(f"{card}: nvcc {toolkit[0]}.{toolkit[1]} starts at 7.5; use a CUDA 12 toolkit and torch")
-    name = f"{capability[0]}{capability[1]}"
-    return name + "a" if capability == (9, 0) else name
-
-
-def all_architectures(toolkit: tuple[int, int]) -> list[str]:
-    """Every architecture of ARCHITECTURES that this toolkit can build."""
-    return [
-        name
-        for name, first, last_major in ARCHITECTURES
-        if toolkit >= first and (last_major is None or toolkit[0] <= last_major)
-    ]
-
-
-def gencode(name: str) -> str:
-    """nvcc's flag for machine code of "90a", or for PTX that the driver compiles, of "compute_80"."""
-    if name.startswith("compute_"):
-        return f"-gencode=arch={name},code={name}"
-    return f"-gencode=arch=compute_{name},code=sm_{name}"
 
 
 @contextmanager

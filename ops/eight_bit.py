@@ -65,7 +65,7 @@ class EightBitWeight:
 
 
 class ForwardArguments(NamedTuple):
-    """Of `eight_bit_forward`, in the order of its schema; autograd's questions and answers have the same places."""
+    """Arguments of `eight_bit_forward`, in the order of its schema and of autograd's gradients."""
 
     x: Tensor
     weights: Sequence[Tensor]
@@ -80,7 +80,7 @@ class ForwardArguments(NamedTuple):
 
 
 class BackwardArguments(NamedTuple):
-    """Of `eight_bit_backward`, in the order of its schema."""
+    """Arguments of `eight_bit_backward`, in the order of its schema."""
 
     grads: Sequence[Tensor]
     x: Tensor
@@ -165,7 +165,7 @@ def reference_forward(*arguments: Any) -> tuple[list[Tensor], Tensor]:
         y_TO = y_TO + h[:, begin : begin + up.shape[1]].to(y_TO.dtype) @ up.to(of.x.dtype).to(y_TO.dtype).t()
         if of.biases:
             y_TO = y_TO + of.biases[i].to(y_TO.dtype)
-        # No view in autograd's eyes: of several outputs those must not be changed in place, as Falcon's layers do.
+        # Not a view to autograd: views among several outputs may not be changed in place, as Falcon's layers do.
         ys.append(torch.ops.aten._unsafe_view(y_TO.to(of.x.dtype), [*of.x.shape[:-1], weight.shape[0]]))
         begin += lora.padded(up.shape[1])
     return ys, h if of.h is None else of.x.new_empty((0, 0))

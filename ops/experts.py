@@ -33,7 +33,7 @@ _WEIGHTS = "Tensor[] gate_up, Tensor[] down, Tensor[] biases, Tensor[] gate_up_f
 _FORM = "int[] shape, str[] form, float[] numbers, Tensor? seed"
 torch.library.define(
     "zerolora::experts_forward",
-    f"(Tensor x, Tensor index, Tensor weights, {_WEIGHTS}, {_FORM})"
+    f"(Tensor x, Tensor index, Tensor weights, {_WEIGHTS}, {_FORM}, Tensor? gate_up_source, Tensor? down_source)"
     " -> (Tensor y, Tensor u0, Tensor h_gu, Tensor h_d, Tensor order, Tensor ends)",
     tags=_TAGS,
 )
@@ -65,6 +65,9 @@ class ExpertMatrix:
     cols: int
     block: int = 0
     nested_block: int = 0
+    source: Tensor | None = None
+    """The bytes that all of `tensors` are views of, where ZeRO-3 may free them after the forward and gather them again
+    for the backward: then this is what is kept between the two."""
 
     @staticmethod
     def plain(weight: Tensor, transposed: bool = False) -> "ExpertMatrix":
@@ -172,6 +175,8 @@ def experts_mlp(
         form,
         numbers,
         _draw_seeds(hidden, adapter.dropout),
+        gate_up.source,
+        down.source,
     )[0]
     return y
 
@@ -232,7 +237,7 @@ def _rank(factors: Sequence[Tensor]) -> int:
 
 
 def _fake_forward(  # type: ignore[no-untyped-def]
-    x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed
+    x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed, *_sources
 ):
     check(x, index, weights, gate_up_factors, down_factors, shape, form, numbers, seed)
     N = index.numel()
@@ -255,7 +260,7 @@ def _fake_backward(  # type: ignore[no-untyped-def]
 
 
 def _reference_forward(  # type: ignore[no-untyped-def]
-    x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed
+    x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed, *_sources
 ):
     check(x, index, weights, gate_up_factors, down_factors, shape, form, numbers, seed)
     return experts_plain.forward(
@@ -263,9 +268,35 @@ def _reference_forward(  # type: ignore[no-untyped-def]
     )
 
 
+class _Views:
+    """Tensors as views of their source, which may lie elsewhere by the time they are wanted again."""
+
+    def __init__(self, tensors: Sequence[Tensor], source: Tensor | None) -> None:
+        self.kept = list(tensors) if source is None else [source]
+        self._places: list[tuple[int, torch.dtype, torch.Size]] | None = None
+        if source is not None:
+            origin = source.storage_offset() * source.element_size()
+            self._places = [
+                (int(each.storage_offset() * each.element_size() - origin), each.dtype, each.shape) for each in tensors
+            ]
+
+    def again(self, kept: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors, from what was kept."""
+        if self._places is None:
+            return list(kept)
+        found = kept[0].detach().view(torch.uint8)
+        return [
+            found.narrow(0, begin, shape.numel() * dtype.itemsize).view(dtype).view(shape)
+            for begin, dtype, shape in self._places
+        ]
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, weights, gate_up, down, biases, gate_up_factors, down_factors, ctx.shape, ctx.form, ctx.numbers, seed = inputs
-    lists = gate_up, down, biases, gate_up_factors, down_factors
+    x, _, weights, gate_up, down, biases, gate_up_factors, down_factors, *rest = inputs
+    ctx.shape, ctx.form, ctx.numbers, seed, *sources = rest
+    ctx.input_lengths = [len(tensors) for tensors in (gate_up, down, biases, gate_up_factors, down_factors)]
+    ctx.views = [_Views(tensors, source) for tensors, source in zip((gate_up, down), sources, strict=True)]
+    lists = *(views.kept for views in ctx.views), biases, gate_up_factors, down_factors
     ctx.lengths = [len(tensors) for tensors in lists]
     ctx.save_for_backward(x, weights, seed, *output[1:], *(tensor for tensors in lists for tensor in tensors))
     ctx.mark_non_differentiable(*output[1:])
@@ -273,14 +304,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    nothing = [[None] * length for length in ctx.lengths]
+    nothing, others = [[None] * length for length in ctx.input_lengths], [None] * 6
     if grad is None:
-        return None, None, None, *nothing, None, None, None, None
+        return None, None, None, *nothing, *others
     x, weights, seed, *rest = ctx.saved_tensors
     kept, rest, lists = rest[:5], rest[5:], []
     for length in ctx.lengths:
         lists.append(rest[:length])
         rest = rest[length:]
+    lists[:2] = [views.again(tensors) for views, tensors in zip(ctx.views, lists[:2], strict=True)]
     need = ctx.needs_input_grad
     if any(any(need[i]) for i in (3, 4, 5)):
         raise ValueError("gate_up, down or a bias requires a gradient: the operator has none of frozen weights")
@@ -290,7 +322,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:
     )
     grads = [got or none for got, none in zip(factors, nothing[3:], strict=True)]
     results = grad_x if need[0] else None, None, grad_weights if need[2] else None
-    return *results, *nothing[:3], *grads, None, None, None, None
+    return *results, *nothing[:3], *grads, *others
 
 
 torch.library.impl("zerolora::experts_forward", "cpu")(_reference_forward)

@@ -126,7 +126,7 @@ class _Call:
 
 
 def forward(  # type: ignore[no-untyped-def]
-    x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed
+    x, index, weights, gate_up, down, biases, gate_up_factors, down_factors, shape, form, numbers, seed, *_sources
 ) -> tuple[Tensor, ...]:
     """`experts_forward`."""
     if not takes(x, shape) or index.numel() == 0:

@@ -121,7 +121,7 @@ def _scale_of(dtype: torch.dtype) -> float:
 
 
 def _times(grad_KH: Tensor, grad_output: Tensor) -> Tensor:
-    """The gradient without its scale, times a number that in fp16 holds the loss scale and may be beyond its range."""
+    """The unscaled gradient times a number that in fp16 contains the loss scale and may exceed fp16's range."""
     if grad_KH.dtype != torch.float16:
         return grad_KH * grad_output.to(grad_KH.dtype)
     result = torch.empty_like(grad_KH)

@@ -1,6 +1,6 @@
 """Property tests: how many examples hypothesis tries, and what every mistake must look like.
 
-`ZEROLORA_EXAMPLES=100` tries a hundred times as many, drawn anew each time; CI tries the same few every time.
+`ZEROLORA_EXAMPLES=100` tries a hundred times as many, drawn again each time; CI tries the same few every time.
 """
 
 import os

@@ -23,7 +23,7 @@ from trainer.ranks.group import Ranks
 from trainer.ranks.progress import phase
 
 ROUNDED_ANEW = (
-    "the 8-bit moments are cut into other blocks here than in the checkpoint and were rounded anew: the run goes on "
+    "the 8-bit moments are cut into other blocks here than in the checkpoint and were rounded again: the run goes on "
     "nearly, not exactly, as it would have"
 )
 
@@ -70,7 +70,7 @@ class Course:
             self._say(f"note: {nothing_left(position.step, total_steps)}")
         best = position.best_step
         if training.best_checkpoint and best and not self._checkpoint_of(best).exists():
-            self._say(f"note: the best checkpoint so far, of step {best}, is gone; the best is sought anew")
+            self._say(f"note: the best checkpoint so far, of step {best}, is gone; the best is searched for again")
             position.best_loss, position.best_step, position.worse_in_a_row = math.inf, 0, 0
         return position, state
 
@@ -82,9 +82,9 @@ class Course:
         snapshot: Snapshot,
         before_publishing: Callable[[], None],
     ) -> None:
-        """Let a checkpoint be written; every rank must call it. Raises SaveFailed, of which the user has been told."""
+        """Begin to write a checkpoint; every rank must call it. Raises SaveFailed after telling the user."""
         training = self._config.training
-        with suppress(SaveFailed):  # the one before: told, and another is about to be made
+        with suppress(SaveFailed):  # of the one before: the user knows, and another is about to be made
             self.settle()
         if self._identity is None and self._ranks.is_main:
             self._identity = run_identity(self._config, self._prepared, self._ranks.world_size, self._precision)
@@ -113,7 +113,7 @@ class Course:
             self._say(f"checkpoints later than step {self._begun_at} are of the course left there: kept as {names}")
 
     def _is_under_way(self, aside: list[Path]) -> None:
-        """This course has a checkpoint of its own: whatever ends the run now, its records count from here on."""
+        """This course now has a checkpoint of its own: however the run ends, its records are the valid ones."""
         if not self._saved:
             close_earlier_course(self._run_dir, keep=bool(aside))
         self._saved = True

@@ -1,4 +1,4 @@
-"""What a run looks at beside its training loss: the held-out loss, and what comes of the sample prompts."""
+"""What a run measures in addition to its training loss: the held-out loss, and answers to the sample prompts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Measurement:
     evaluate: Callable[[Engine], tuple[float, int]]
     """Held-out loss of the engine's model, nats per target token, and the number of target tokens."""
     at_the_end: Callable[[Engine], None]
-    """What more is measured of the trained model."""
+    """What else is measured on the trained model."""
 
 
 class Evaluation:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 from trainer.config import UserError, load_config
@@ -18,6 +19,7 @@ from trainer.config.errors import mistake_in_path
 from trainer.contract.held_start import CHECKED, OPTION, Release, take_channel
 from trainer.data.prepared import Prepared
 from trainer.images.pipeline import is_pipeline
+from trainer.monitor.console import append_output_to
 from trainer.preflight import Looked, build_operators, look_at_model, prepare_to_resume
 from trainer.rank import main as train
 from trainer.ranks.progress import phase
@@ -42,7 +44,8 @@ def main(argv: list[str]) -> int:
         release = Release.wait(channel)
     if release is None:
         return EXIT_ORPHANED
-    _write_to(release.log)
+    append_output_to(Path(release.log))  # which all ranks share until each opens its own
+    sys.argv[1:] = release.arguments  # as of a rank that was started with them; the run's record tells what was typed
     return train(release.arguments, found)
 
 
@@ -67,7 +70,7 @@ def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepa
 
 
 def _look_ahead(path: str, overrides: list[str]) -> Looked | None:
-    """What can be read already; what is wrong with it is the first rank's to say, or this one's once it trains."""
+    """Read the model's files early; mistakes are reported by the first rank, or by this one once it trains."""
     try:
         with phase("checks"):
             config = load_config(path, overrides).config
@@ -93,7 +96,7 @@ def _ended_in_order() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """On the terminal libraries' notices are for nobody: DeepSpeed finds no GPU, the hub tries again."""
+    """Keep notices of libraries off the terminal: DeepSpeed finds no GPU, the hub tries again."""
 
     def is_error(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR
@@ -110,13 +113,3 @@ def _quiet() -> Iterator[None]:
         deepspeed.removeFilter(is_error)
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _write_to(log: str) -> None:
-    """From now on what this process prints goes to a file that all ranks share."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)

@@ -137,7 +137,7 @@ class LanguageTask:
             folder.save_answer(prompt, when, answer.strip())
 
     def beside(self) -> Callable[[Path], None]:
-        """The tokenizer, which stays the same; a library's object is no thread's but the main one's."""
+        """The tokenizer's files, made once here: the thread that writes them may not use the tokenizer."""
         if self._tokenizer_files is None:
             self._tokenizer_files = files_of(self._prepared.tokenizer)
         return partial(write_files, self._tokenizer_files)

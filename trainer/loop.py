@@ -102,7 +102,7 @@ class Parts:
     spikes: SpikeWatch | None = None
     stragglers: StragglerWatch | None = None
     tell_start: Callable[[StartTimes], None] | None = None
-    """Hears at the end of the first step where the time until then went."""
+    """Called at the end of the first step with where the time until then went."""
 
 
 class Loop:
@@ -189,7 +189,7 @@ class Loop:
         return launched, consumed
 
     def _wants_save(self) -> bool:
-        """Rank 0's clock decides; the others hear of it with the numbers of the step."""
+        """Rank 0's clock decides; the others learn it from the numbers of the step."""
         minutes = self._training.save_minutes
         return self._parts.ranks.is_main and bool(minutes) and time.monotonic() - self._saved_time > 60.0 * minutes
 
@@ -238,6 +238,9 @@ class Loop:
 
     def _report(self, step: int, result: StepResult, learning_rate: float, seconds: float) -> None:
         parts, position = self._parts, self.position
+        is_logged = step % self._training.logging_steps == 0 or step == self._total_steps
+        # Of all ranks: before those that report nothing leave.
+        of_experts = parts.experts.values() if is_logged and parts.experts is not None else {}
         if parts.reporter is None:
             return
         values = {
@@ -264,10 +267,8 @@ class Loop:
         if self._save_s:
             values["perf/save_ms"], self._save_s = self._save_s * 1e3, 0.0
         parts.reporter.progress(step, values)
-        if step % self._training.logging_steps == 0 or step == self._total_steps:
-            if parts.experts is not None:
-                values |= parts.experts.values()
-            values, self._of_start = values | self._of_start, {}
+        if is_logged:
+            values, self._of_start = values | of_experts | self._of_start, {}
             parts.reporter.log(step, values)
 
     def _evaluate_if_due(self) -> None:

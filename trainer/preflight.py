@@ -10,21 +10,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from trainer.checkpoint.adapter_files import damage_of_adapter
+from trainer.checkpoint.checkpoint_files import choose_checkpoint
+from trainer.checkpoint.output_folder import check_free, check_place
+from trainer.checkpoint.resume_comparison import Resumption, plan_resumption
 from trainer.config import CommandParser, RunConfig, UserError, load_config
+from trainer.contract.hub_patience import ask_once_without_network
 from trainer.data import Samples, prepare_data
-from trainer.data.chat import chat_template_of
+from trainer.data.conversations import chat_template_of
 from trainer.data.prepared import Prepared, samples_of
 from trainer.data.reference_text import reference_samples
 from trainer.data.step_count import step_warnings, with_global_batch
+from trainer.engine.deepspeed_engine import check_extra_keys, resolve_precision
 from trainer.images.pipeline import is_pipeline
 from trainer.images.prepare import prepare_pictures
-
-if TYPE_CHECKING:
-    from trainer.checkpoint.resume_comparison import Resumption
+from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
+from trainer.model.eight_bit import check_card, check_no_experts
+from trainer.model.expert_targets import check_router_loss
+from trainer.model.model_kind import check_kind
+from trainer.model.model_source import check_source, unreadable
+from trainer.model.targets import check_targets
+from trainer.monitor.metrics import check_reporters
+from trainer.patches.mamba import check_packable
+from trainer.patches.packed_attention import check_supported
+from trainer.scu.law_settings import law_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,7 @@ def prepare(
         prepared = prepare_pictures(config, tell)
     else:
         prepared = _prepare_text(config, tell, looked)
-    # More ranks take fewer steps: what does not go on one goes on none.
+    # More ranks take fewer steps: a warm-up that is too long on one rank is too long on any number.
     step_warnings(with_global_batch(config, samples_of(prepared), 1), samples_of(prepared), 1)
     return prepared
 
@@ -82,10 +95,6 @@ def _prepare_text(config: RunConfig, tell: Callable[[str], None], looked: Looked
 
 def check_settings(config: RunConfig) -> None:
     """Raise UserError for settings that this machine, or its packages, cannot carry out."""
-    from trainer.engine.deepspeed_engine import check_extra_keys, resolve_precision
-    from trainer.model.eight_bit import check_card
-    from trainer.monitor.metrics import check_reporters
-
     check_reporters(config.logging)
     check_extra_keys(config.training, config.zero)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -101,9 +110,6 @@ def check_settings(config: RunConfig) -> None:
 
 def check_folder(config: RunConfig, *, to_train: bool = True) -> None:
     """Raise UserError where the output folder cannot be used, or has no checkpoint to go on from."""
-    from trainer.checkpoint.checkpoint_files import choose_checkpoint
-    from trainer.checkpoint.output_folder import check_free, check_place
-
     check_place(config)
     choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=False)
     if to_train:
@@ -112,14 +118,6 @@ def check_folder(config: RunConfig, *, to_train: bool = True) -> None:
 
 def look_at_model(config: RunConfig) -> Looked:
     """The model's configuration and tokenizer, and whether its weights and layers will do. Raises UserError."""
-    from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
-    from trainer.model.eight_bit import check_no_experts
-    from trainer.model.expert_targets import check_router_loss
-    from trainer.model.model_kind import check_kind
-    from trainer.model.targets import check_targets
-    from trainer.patches.mamba import check_packable
-    from trainer.patches.packed_attention import check_supported
-
     model_config = load_model_config(config.base_model, config.model)
     check_kind(config.base_model, model_config, all_trained=config.adapter == "none")
     notes = check_weights(config.base_model, config.model, model_config)
@@ -149,8 +147,6 @@ def look_at_model(config: RunConfig) -> Looked:
 
 def _reference(config: RunConfig, looked: Looked) -> Samples | None:
     """The texts of scu.reference."""
-    from trainer.scu.law_settings import law_of
-
     if not config.scu.enabled:
         return None
     # A size below 2B stands in for the model's, which is counted when its weights are there.
@@ -168,12 +164,8 @@ def prepare_to_resume(
     tell: Callable[[str], None] = lambda phase: None,
     *,
     to_train: bool = True,
-) -> tuple[Prepared, "Resumption"]:
+) -> tuple[Prepared, Resumption]:
     """`prepare`, and what comes before and after it where a checkpoint is gone on from; each byte of it is read."""
-    from trainer.checkpoint.checkpoint_files import choose_checkpoint
-    from trainer.checkpoint.output_folder import check_place
-    from trainer.checkpoint.resume_comparison import plan_resumption
-
     check_place(config)
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
     prepared = prepare(config, tell, to_train=to_train)
@@ -217,8 +209,6 @@ def _check_adapter_folder(config: RunConfig) -> None:
     ):
         raise UserError(f"lora.adapter_path={path}: no adapter_config.json there; name the folder of a PEFT adapter")
     if path and Path(path).is_dir():
-        from trainer.checkpoint.adapter_files import damage_of_adapter
-
         if problem := damage_of_adapter(Path(path)):
             raise UserError(f"lora.adapter_path={path}: {problem}")
     elif path:
@@ -228,9 +218,6 @@ def _check_adapter_folder(config: RunConfig) -> None:
 def _check_adapter_on_hub(name: str) -> None:
     """Raise UserError where the hub, or its cache, does not give an adapter's settings: before weights are loaded."""
     from peft import PeftConfig
-
-    from trainer.contract.hub_patience import ask_once_without_network
-    from trainer.model.model_source import check_source, unreadable
 
     check_source("lora.adapter_path", name)
     ask_once_without_network(name)

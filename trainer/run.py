@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,24 +10,23 @@ from rich.markup import escape
 
 from trainer.build import build_model, patches_wanted
 from trainer.config import LoadedConfig, RunConfig, collective_timeout, engine_zero
-from trainer.contract import known_versions
 from trainer.contract.folder_lock import FolderLock
 from trainer.course import Course
 from trainer.data import StreamBatches
-from trainer.data.prepared import Prepared, samples_of, share_stream
-from trainer.data.shared_blocks import folder_of_run
-from trainer.data.step_count import count_steps, smaller_batch_line, step_warnings, steps_line
+from trainer.data.prepared import Prepared, samples_of
+from trainer.data.step_count import count_steps
 from trainer.decisions import VARLEN, Decisions
-from trainer.engine.deepspeed_engine import DTYPES, deepspeed_config, resolve_precision, start_engine
+from trainer.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
 from trainer.engine.eight_bit_moments import elements_per_buffer
 from trainer.engine.flat_adapter import flatten_adapter
 from trainer.engine.optimizer import build_optimizer, build_schedule, planned_rates, rate_floor, restore_schedule
 from trainer.engine.protocol import Engine
 from trainer.evaluation import Evaluation, Measurement
+from trainer.joining import join
 from trainer.language import LanguageTask
 from trainer.loop import Loop, Parts, Position, report_evaluation
 from trainer.memory.oom_recovery import Recovery
-from trainer.memory.preflight import MemoryPlan, peak_over_ranks, plan_memory, record_memory
+from trainer.memory.preflight import MemoryPlan, peak_over_ranks, record_memory
 from trainer.model.adapter import GradientCheck
 from trainer.monitor.expert_load import ExpertLoad
 from trainer.monitor.metrics import Metrics
@@ -37,8 +35,7 @@ from trainer.monitor.spikes import SpikeWatch
 from trainer.monitor.summary import start_summary
 from trainer.patches.installation import install
 from trainer.patches.loss_head import TokenLoss
-from trainer.ranks.agreement import meet
-from trainer.ranks.group import Ranks, extend_timeouts, form_process_group
+from trainer.ranks.group import Ranks, extend_timeouts
 from trainer.ranks.progress import phase
 from trainer.ranks.signals import StopRequest
 from trainer.ranks.start_times import StartTimes
@@ -67,7 +64,7 @@ class Run:
     lock: FolderLock | None
     measurement: Measurement | None
     profile_start: bool
-    # join
+    # join (trainer/joining.py)
     device: torch.device
     precision: str
     memory: MemoryPlan
@@ -117,7 +114,7 @@ class Run:
 
     def train(self) -> Position:
         """Everything from joining the other ranks to the saved weights; every rank must call it."""
-        self._begin()
+        self._join()
         self.course = Course(self.config, self.prepared, self.ranks, self.device, self.precision, self.say)
         self.folder = RunFolder(self.config, self.task, self.ranks, self.console, self.course, self.lock)
         model = self._build_model()
@@ -145,41 +142,11 @@ class Run:
         self._end(position, before, after)
         return position
 
-    @phase("join")
-    def _begin(self) -> None:
-        """Join the other ranks."""
-        training = self.config.training
-        world = meet(self.ranks, self.config, self.lock.token if self.lock is not None else "")
-        form_process_group(self.ranks, collective_timeout(training))
-        if world.hosts > 1:
-            blocks = folder_of_run(Path(self.config.output_dir) / "logs", world.token, is_main=self.ranks.is_main)
-            self.prepared = share_stream(self.prepared, blocks)
-        self.say(world.summary)
-        if (warning := known_versions.warning()) is not None:
-            self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
-        self.device = self.ranks.device()
-        self.precision = resolve_precision(training.precision, self.device)
-        for note in self.notes:
-            self.say(f"note: {escape(note)}")
-        torch.use_deterministic_algorithms(training.deterministic, warn_only=True)
-        if self.device.type == "cuda":
-            torch.backends.cudnn.benchmark = training.cudnn_benchmark
-            if training.memory_fraction:
-                torch.cuda.set_per_process_memory_fraction(training.memory_fraction, self.device)
-        self.memory = plan_memory(self.config, self.prepared, self.ranks, self.device, self.precision)
-        self.config = self.memory.config  # without `auto`
-        self.decided = self.memory.decisions
-        kind = LanguageTask if self.prepared.tokenizer is not None else _image_task()
-        self.task = kind(self.config, self.prepared, self.ranks, self.device, self.precision, self.say)
-        for note in self.memory.notes:
-            self.say(note)
-        samples, ranks = samples_of(self.prepared), self.ranks.world_size
-        warnings = step_warnings(self.config, samples, ranks)
-        self.say(f"steps: {steps_line(self.config.training, samples, ranks)}")
-        if smaller := smaller_batch_line(training, self.config.training, ranks):
-            self.say(f"note: {smaller}")
-        for warning in warnings:
-            self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
+    def _join(self) -> None:
+        joined = join(self.config, self.notes, self.prepared, self.ranks, self.lock, self.say)
+        self.config, self.prepared, self.task = joined.config, joined.prepared, joined.task
+        self.device, self.precision = joined.device, joined.precision
+        self.memory, self.decided = joined.memory, joined.memory.decisions
 
     @phase("load")
     def _build_model(self) -> Any:
@@ -304,7 +271,7 @@ class Run:
 
     def _expert_load(self, engine: Engine) -> ExpertLoad | None:
         compiled = self.config.training.torch_compile
-        return ExpertLoad.of(engine.module, compiled=compiled) if self.ranks.is_main else None
+        return ExpertLoad.of(engine.module, compiled=compiled)
 
     @phase("save")
     def _save_checkpoint(self, engine: Engine, position: Position) -> None:
@@ -359,10 +326,3 @@ class Run:
         """One of zerolora's own lines; only rank 0 speaks."""
         if self.ranks.is_main:
             self.console.print(line, soft_wrap=True)
-
-
-def _image_task() -> Any:
-    """Only runs on pictures import what they need."""
-    from trainer.images.task import ImageTask
-
-    return ImageTask

@@ -28,8 +28,8 @@ from trainer.loop import Position
 from trainer.model.adapter import changes_base_weights, save_initial_adapter
 from trainer.monitor.metrics import Metrics
 from trainer.monitor.report.model_card import CARD, is_own_card
-from trainer.monitor.report.pictures import SAMPLES, keep_picture
 from trainer.monitor.report.recorded import TIMES, keep_times
+from trainer.monitor.report.sample_images import SAMPLES, keep_picture
 from trainer.monitor.report.write import ANSWERS, keep_answer, write_report
 from trainer.monitor.summary import end_summary
 from trainer.ranks.group import Ranks

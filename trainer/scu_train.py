@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from trainer.commands.demo import demo_data
 from trainer.config import UserError, load_config
 from trainer.config.scu_flags import CONFIG_FILE, open_log, parse, settings
 from trainer.config.yaml_core import dump
@@ -39,8 +40,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def _write(path: Path, arguments: list[str]) -> list[str]:
     """The configuration that the flags mean, into a file; returns the settings in place of it. Raises UserError."""
-    from trainer.demo import demo_data
-
     options = parse(arguments, by_rank=True)
     for flag in ("check_requirements", "dry_run"):
         if getattr(options, flag):
@@ -56,7 +55,7 @@ def _write(path: Path, arguments: list[str]) -> list[str]:
 
 
 def _copy_to_log() -> None:
-    """From here on what this process prints is in the guide's log as well."""
+    """From here on, what this process prints also goes to the guide's log."""
     with open_log() as log:
         copier = subprocess.Popen(["tee", "-a", log.name], stdin=subprocess.PIPE, start_new_session=True)
     assert copier.stdin is not None

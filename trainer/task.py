@@ -1,7 +1,7 @@
 """What a run asks of the kind of model that it trains; all else is the same for every kind.
 
-A language model reads tokens and is held to the next one (trainer/language.py); an image model reads noisy latents and
-is held to the noise (trainer/images/task.py).
+A language model reads tokens and predicts the next one (trainer/language.py); an image model reads noisy latents and
+predicts the noise (trainer/images/task.py).
 """
 
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ class Batch(Protocol):
 
     @property
     def tokens(self) -> int:
-        """How much it is, in what the task counts."""
+        """Its size, in the unit that the task counts."""
         ...
 
     @property

@@ -175,7 +175,7 @@ def _data(translation: Translation) -> None:
         translation.set("dataset.evaluation", _source(translation, info, held_out[0], plain=plain), "eval_dataset")
     share = theirs.take("val_size")
     if share and float(share) >= 1:
-        raise theirs.refused("val_size", "a number of records; write a share of them, such as 0.05")
+        raise theirs.refused("val_size", "a number of records; write a fraction of them, such as 0.05")
     if share:
         translation.set("dataset.val_split", share, "val_size")
     translation.copy_or("dataset.max_length", 2048, "cutoff_len")

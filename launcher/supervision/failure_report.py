@@ -51,7 +51,7 @@ class Death:
 
 @dataclass(frozen=True)
 class Fault:
-    """What a run was told to have failed by."""
+    """Why a run failed, as the user was told."""
 
     status: int
     """Of the rank to blame, negative for a signal."""

@@ -33,7 +33,7 @@ class HeldRanks:
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[socket.socket] = []
-        # Of the first rank the user sees what it says; what the others say is for the launcher's log.
+        # The user sees what the first rank prints; what the others print goes to the launcher's log.
         self._said = tempfile.TemporaryFile()
         self._signals: list[tuple[int, float]] = []
 
@@ -41,7 +41,7 @@ class HeldRanks:
     def start(cls, command: Command) -> Self:
         """Start every rank of `command`, each as the leader of a session of its own."""
         held = cls()
-        # A rank lets a Ctrl-C in once it can end without a traceback.
+        # A rank unblocks Ctrl-C once it can end without a traceback.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             for variables in command.of_each_rank:
@@ -63,7 +63,7 @@ class HeldRanks:
         return bool(self._channels)
 
     def until_checked(self) -> int:
-        """Wait for the first rank's checks: 0 once they are passed, else the exit code that is deserved."""
+        """Wait for the first rank's checks: 0 once they pass, else the exit code of this command."""
         with self._noting_signals():
             while not self._signals:
                 ready, _, _ = select.select(self._channels[:1], [], [], POLL_S)
@@ -138,6 +138,6 @@ class HeldRanks:
 
 
 def _told(number: int) -> int:
-    """One line, as of any command that a signal ends; the exit code."""
+    """Print one line, as every command does that a signal ends; the exit code."""
     say("stopped" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}")
     return EXIT_PREEMPTED if number == signal.SIGUSR1 else 128 + number

@@ -8,7 +8,7 @@ What fails twice in the same step in the same way is of the step's data, as a ru
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launcher.supervision.failure_report import Fault
@@ -78,7 +78,7 @@ class Restarts:
         self._resumes, self._before = resumes, self._whole()
         self._settings: dict[str, str] = {}
         self._restarts = self._halvings = 0
-        RestartNote.take(self._logs)  # of a run that had no launcher to read it
+        RestartNote.take(self._logs)  # left by a run without a launcher
         if not resumes:
             forget_restarts(run_dir)
 
@@ -111,16 +111,16 @@ class Restarts:
         self._halvings += 1
         self._settings |= note.settings()
         batch = f"batch_size {note.batch_size}, accumulation {note.gradient_accumulation_steps}"
-        checkpoint = self._go_on(ending, f"out of memory in step {note.step}; went on with {batch}")
+        checkpoint = self._go_on(ending, f"out of memory in step {note.step}; went on with {batch}", note)
         say(f"out of memory in step {note.step}: going on from {checkpoint or 'the start'} with {batch}")
         return True
 
     def _is_worth_another(self, ending: Ending, before: Ending | None) -> bool:
-        """Whether the run failed by something that another start may not meet again; says why not."""
+        """Whether another start may get past what failed; if not, says why."""
         if ending.code in (EXIT_OK, EXIT_USAGE, *STOPPED) or ending.fault is None or not self._most:
             return False
         if ending.fault.is_answer:
-            return False  # it says itself what is to be changed
+            return False  # its own line says what to change
         if ending.is_like(before):
             say(f"not started again: step {ending.step} has failed twice in the same way; it trains on")
             self._tell_batch(ending.step)
@@ -131,7 +131,7 @@ class Restarts:
         return ending.has_gained or self._goes_on_without(ending)
 
     def _goes_on_without(self, ending: Ending) -> bool:
-        """Whether something can be left out that has failed before it made a step, of a run that has made some."""
+        """Whether a place can be left out: it failed before it made a step, in a run that has made some."""
         left_out = self._leave_out(ending) if self._leave_out is not None and self._has_trained else None
         if left_out is None:
             say("not started again: no step was made since the ranks were started")
@@ -139,7 +139,7 @@ class Restarts:
             say(f"{left_out} is left out: it failed again before a step was made")
         return left_out is not None
 
-    def _go_on(self, ending: Ending, reason: str) -> str:
+    def _go_on(self, ending: Ending, reason: str, note: RestartNote | None = None) -> str:
         """Let the next start begin at the newest whole checkpoint of this run; its name, empty for the start."""
         newest = self._newest()
         if newest:
@@ -148,9 +148,10 @@ class Restarts:
         elif self._resumes:
             self._settings[_OVERWRITE] = "false"
         else:
-            # The folder holds nothing but this attempt, for which nobody has a use.
+            # The folder holds only this attempt, and nobody needs it.
             self._settings |= {_RESUME: "null", _OVERWRITE: "delete"}
-        note_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks))
+        told = asdict(note) if note is not None else None
+        note_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks, told))
         return newest
 
     def _newest(self) -> str:

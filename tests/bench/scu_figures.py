@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from trainer.compare.measured_run import DOCUMENTS_FILE
 from trainer.compare.report import write_results
 from trainer.compare.results import Comparison, Result
-from trainer.compare.run import DOCUMENTS_FILE
 from trainer.compare.trials import Setting, Trial
 from trainer.config import RunConfig
 

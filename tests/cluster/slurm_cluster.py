@@ -159,7 +159,7 @@ class SlurmCluster:
             self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def reconfigure(self, old: str, new: str) -> None:
-        """Change the configuration and start slurmctld anew: some of it is read then only. Jobs go on meanwhile."""
+        """Change the configuration and start slurmctld again: some of it is read then only. Jobs go on meanwhile."""
         text = self._config.read_text()
         assert old in text
         self._config.write_text(text.replace(old, new))

@@ -12,7 +12,8 @@ from pathlib import Path
 from rich.console import Console
 
 from trainer.config import load_config
-from trainer.contract.folder_lock import LOCK_FILE, FolderLock, FolderLost
+from trainer.contract.folder_lock import FolderLock, FolderLost
+from trainer.contract.lock_file import LOCK_FILE
 from trainer.monitor.metric_files import METRICS_FILE
 from trainer.preflight import prepare
 from trainer.ranks.group import Ranks, end_process, leave_process_group

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.distributed.conftest import Matrix, environment, launch
 from tests.distributed.plan import case
@@ -12,6 +13,7 @@ from tests.distributed.test_architectures import make_architecture
 from tests.distributed.test_families import FAMILIES
 from tests.plain_peft import plain_losses
 from trainer.config import load_config
+from trainer.model.random_weights import skew
 
 pytestmark = pytest.mark.distributed
 
@@ -29,6 +31,7 @@ def plan() -> list[dict[str, Any]]:
     mixtral = {"base_model": "mixtral-model", **COMMON}
     module = {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0}
     cases.append(case("mixtral-module", **module, **mixtral))
+    cases += [case(f"skewed-{stage}", base_model="skewed-model", zero__stage=stage, **COMMON) for stage in (2, 3)]
     cases.append(case("mixtral-packed", dataset__packing=True, **mixtral))
     cases += [case(f"mixtral-qlora-{stage}", adapter="qlora", zero__stage=stage, **mixtral) for stage in (2, 3)]
     scu = {"scu__enabled": True, "scu__sigma": 0.05, "scu__target": 0.05}
@@ -56,9 +59,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     folder = tmp_path_factory.mktemp("experts")
     for name in NAMES:
         make_architecture(folder / f"{name}-model", name, {"num_hidden_layers": 2, **FAMILIES[name]})
+    many = {**FAMILIES["mixtral"], "num_local_experts": 16, "num_hidden_layers": 2}
+    make_architecture(folder / "skewed-model", "mixtral", many)
+    skew_router(folder / "skewed-model")
     launch(folder, 2, [*plan(), CALM], environment())
     launch(folder, 1, ALONE, environment())
     return Matrix(folder, [*plan(), CALM, *ALONE])
+
+
+def skew_router(folder: Path) -> None:
+    """Let an eighth of a saved model's experts take half of the tokens."""
+    stored = load_file(folder / "model.safetensors")
+    for name in [name for name in stored if name.endswith("gate.weight")]:
+        skew(stored[name])
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
 
 
 def plain(run: Path, *overrides: str) -> list[float]:
@@ -74,6 +88,14 @@ def test_losses_are_those_of_plain_peft_at_every_stage(runs: Matrix, name: str) 
     assert len({round(loss, 4) for loss in expected}) > 1
     for other in ("0", "1", "2", "3", "recomputed"):
         assert runs[f"{name}-{other}"].losses == pytest.approx(expected, rel=1e-6), other
+
+
+def test_a_skewed_router_gives_the_losses_of_plain_peft(runs: Matrix) -> None:
+    """Two of sixteen experts take half of all visits."""
+    expected = plain(runs["skewed-2"].folder)
+    for stage in (2, 3):
+        assert runs[f"skewed-{stage}"].losses == pytest.approx(expected, rel=1e-6), stage
+    assert all(share > 0.2 for share in runs["skewed-2"].records("experts/busiest_share"))
 
 
 def test_the_load_of_experts_is_a_metric(runs: Matrix) -> None:

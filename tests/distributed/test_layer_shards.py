@@ -149,7 +149,7 @@ def test_a_run_goes_on_to_the_bit(runs: Matrix, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["from-module", "alone"])
 def test_a_run_goes_on_from_another_engine_and_number_of_ranks(runs: Matrix, name: str) -> None:
-    """Dropout draws anew there, and moves the loss of these few tokens by about 1e-3."""
+    """Dropout draws again there, and moves the loss of these few tokens by about 1e-3."""
     assert len(runs[name].losses) == 3
     assert runs[name].losses == pytest.approx(runs["cut-layer"].losses[3:], abs=1e-2)
     if name == "alone":

@@ -1,13 +1,15 @@
 """Mixtures of experts under ZeRO: with experts in full precision, NF4 and MXFP4 they train as at stage 0."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.multiprocessing.spawn import spawn
 
-from tests.distributed.conftest import Matrix, environment, launch
+from tests.distributed.alive_experts_case import CASES
+from tests.distributed.conftest import ROOT, Matrix, deepspeed_command, environment, launch
 from tests.distributed.plan import case
 from tests.distributed.uneven_routing_case import run
 from tests.mixtures import make_mixture, store_in_mxfp4
@@ -51,6 +53,7 @@ def make_models(folder: Path) -> None:
     """Three layers, of which two are gathered at a time."""
     make_mixture(folder / "mixtral", "mixtral", num_hidden_layers=3)
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    make_mixture(folder / "relu", "mixtral", num_hidden_layers=3, hidden_act="relu")  # which the operator does not know
     store_in_mxfp4(make_mixture(folder / "gpt_oss", "gpt_oss", num_hidden_layers=3, layer_types=kinds))
 
 
@@ -88,3 +91,29 @@ def test_ranks_gather_alike_however_their_tokens_are_routed(tmp_path: Path) -> N
         assert len(found["order"]) > 4
         assert found["some"] and second[kind]["some"]
         assert max(found["worst"], second[kind]["worst"]) < 1e-7
+        # Half of all visits are those of rank 0, and they are all to one expert.
+        assert found["load"] == second[kind]["load"]
+        assert 0.5 <= found["load"]["experts/busiest_share"] < 1.0
+
+
+@pytest.fixture(scope="module")
+def alive(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """By rank and case of alive_experts_case.py: bytes of gathered experts that the first forward pass left behind."""
+    folder = tmp_path_factory.mktemp("alive")
+    make_models(folder)
+    command = deepspeed_command(2, "tests.distributed.alive_experts_case", str(folder))
+    with (folder / "log").open("w") as log:
+        done = subprocess.run(command, env=environment(), cwd=ROOT, stdout=log, stderr=log, timeout=500, check=False)
+    assert done.returncode == 0, (folder / "log").read_text()[-3000:]
+    return [json.loads((folder / f"alive-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gathered_experts_do_not_outlive_their_forward(alive: list[dict[str, Any]], name: str) -> None:
+    """By layer, the two that are gathered at a time; by module, none."""
+    kind, adapted, *_ = CASES[name]
+    for found in alive:
+        case = found[name]
+        assert case["seen"] > 2 * case["two_units"] / 3, "three layers were gathered"
+        assert case["alive"] <= case["two_units"]
+        assert case["losses"] == pytest.approx(found[f"{kind}-{adapted}-module-kept"]["losses"], rel=1e-6)

@@ -13,6 +13,7 @@ from trainer.engine.layer_gather.shards import LayerShards
 from trainer.engine.layer_gather.unit import ShardedUnit
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
+from trainer.monitor.expert_load import ExpertLoad
 
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12)
@@ -31,13 +32,14 @@ def run(rank: int, folder: Path) -> None:
             quantization = QuantizationSection() if kind == "qlora" else None
             shards = LayerShards(CPU)
             order: list[str] = []
-            cut = _gradients(path, quantization, lora, shards, order, rank, recompute=recompute)
-            whole = _gradients(path, quantization, lora, None, [], rank, recompute=False)
+            cut, load = _gradients(path, quantization, lora, shards, order, rank, recompute=recompute)
+            whole, _ = _gradients(path, quantization, lora, None, [], rank, recompute=False)
             worst = max(float((a - b).abs().max()) for a, b in zip(cut, whole, strict=True))
             found[f"{kind}-{lora is EXPERTS}-{recompute}"] = {
                 "order": order,
                 "worst": worst,
                 "some": any(each.any() for each in cut),
+                "load": load,
             }
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -52,12 +54,10 @@ def _gradients(
     rank: int,
     *,
     recompute: bool,
-) -> list[torch.Tensor]:
+) -> tuple[list[torch.Tensor], dict[str, float]]:
     how: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "attention": "eager", "quantization": quantization}
     torch.manual_seed(0)
-    model: Any = apply_adapter(
-        load_base_model(str(path), ModelSection(), shards=shards, **how), ATTENTION, torch.float32
-    )
+    model: Any = apply_adapter(load_base_model(str(path), ModelSection(), shards=shards, **how), lora, torch.float32)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -70,14 +70,15 @@ def _gradients(
         for _, module in model.named_modules():
             if "Router" in type(module).__name__:
                 module.register_forward_hook(_all_to_the_first)
+    load = ExpertLoad(model.train())
     if recompute:
-        model.train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
     for _ in range(2):  # as in gradient accumulation
         model(input_ids=IDS + rank, labels=IDS + rank, use_cache=False).loss.backward()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
+    grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
+    return grads, load.values()
 
 
 def _all_to_the_first(module: Any, inputs: Any, output: Any) -> Any:

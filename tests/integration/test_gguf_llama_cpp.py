@@ -15,11 +15,11 @@ from tests.unit.test_after_run import make_run
 from tests.unit.test_experts_exported import make_run as make_trained
 from tests.unit.test_gguf import LLAMA3, MODELS, byte_level, make_saved, sentencepiece_like
 from trainer.checkpoint.finished_run import find_run, saved_tokenizer
+from trainer.commands.demo import demo_model
 from trainer.commands.export.__main__ import export, main
 from trainer.commands.export.gguf import write_gguf
 from trainer.commands.export.verify import verify
 from trainer.commands.merge import merge
-from trainer.demo import demo_model
 
 pytest.importorskip("xllamacpp", reason="needs llama.cpp from the wheel xllamacpp, of the extra dev")
 

@@ -1,5 +1,6 @@
 """The page of a run and that of several, in a real browser without a network: at two widths, light and dark."""
 
+import json
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -11,8 +12,8 @@ from matplotlib.image import imread
 from PIL import Image
 
 from tests.unit.test_report import make_two
-from trainer.monitor.report.pictures import keep_picture
 from trainer.monitor.report.recorded import keep_times
+from trainer.monitor.report.sample_images import keep_picture
 from trainer.monitor.report.together import write_page_of_runs
 from trainer.monitor.report.write import write_report
 
@@ -108,3 +109,26 @@ def test_a_page_is_whole_at_every_width_and_in_both_colours(
     strong = (pixels.max(axis=2) - pixels.min(axis=2)) > 90
     assert strong.sum() > 1500
     assert strong[:, : width // 3].any() and strong[:, -width // 3 :].any(), "over the whole width"
+
+
+CUT_OFF = """<script>
+const parts = [...document.querySelectorAll("section, table, figure")];
+const cut = parts.filter(part => part.scrollWidth > part.clientWidth + 1);
+document.title = "cut off: " + cut.map(part => part.className || part.textContent.slice(0, 40)).join("; ") + ".";
+</script>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (Debian: apt-get install chromium)")
+def test_no_column_of_a_runs_page_is_cut_off_on_a_phone(tmp_path: Path) -> None:
+    assert BROWSER is not None
+    run = make_two(tmp_path)[0]
+    config = json.loads((run / "training_config.json").read_text())
+    config["base_model"] = "/shared/models/" + "a-long-name-of-a-model-" * 3
+    config["dataset"]["path"] = "/shared/data/" + "of-everything-that-was-ever-said-" * 3
+    (run / "training_config.json").write_text(json.dumps(config))
+    page = tmp_path / "page.html"
+    page.write_text(write_report(run).read_text() + CUT_OFF)
+    shape = ["--window-size=420,1800", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    command = [BROWSER, *SWITCHES, *WITHOUT_NETWORK, *shape, page.as_uri()]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    assert "a-long-name" in shown and "<title>cut off: .</title>" in shown, shown.partition("</title>")[0][-300:]

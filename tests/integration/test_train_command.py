@@ -96,6 +96,8 @@ def test_the_run_is_complete(finished: subprocess.CompletedProcess[str], workpla
     assert (run / "plots" / "loss.png").stat().st_size > 1000
     record = json.loads((run / "run.json").read_text())
     assert record["world_size"] == 2 and record["packages"]["deepspeed"]
+    assert record["command"] == ["cli.py", "train", str(workplace / "config.yaml"), "training.max_steps=13"], "as typed"
+    assert record["working_directory"] == str(workplace)
     losses = [json.loads(line).get("train/loss") for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert len([loss for loss in losses if loss is not None]) == 13
 

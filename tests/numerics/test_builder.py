@@ -12,18 +12,8 @@ import pytest
 import torch
 
 from ops import backend
-from ops.builder import (
-    BuildError,
-    LoraOpBuilder,
-    all_architectures,
-    build_lock,
-    check_capability,
-    check_toolkit,
-    gencode,
-    main,
-    register,
-    report,
-)
+from ops.builder import LoraOpBuilder, build_lock, main, register, report
+from ops.toolkit import BuildError, all_architectures, check_capability, check_toolkit, gencode
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -51,6 +51,19 @@ def test_no_tokens() -> None:
     assert y.shape == (0, 16) and all(not grad.any() for grad in grads.values())
 
 
+def test_what_is_kept_does_not_depend_on_the_routing() -> None:
+    kept: dict[str, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[routing] = kept.get(routing, 0) + tensor.nbytes
+        return tensor
+
+    for routing in expert_cases.ROUTINGS:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            run(make(64, 2, 16, 24, 10, 4, torch.float32, routing=routing))
+    assert kept["even"] > 0 and len(set(kept.values())) == 1
+
+
 def test_gradcheck() -> None:
     problem = make(5, 2, 3, 6, 4, 2, bias=True, activation="gelu_tanh")
     inputs = [tensor.requires_grad_() for tensor in problem.trained().values()]
@@ -72,7 +85,7 @@ def test_opcheck(adapted: str) -> None:
     shape, form, numbers = [3, 4, 8, 0, 0], ["plain", "plain", "silu", "halves"], [1.0, 0.5, 0.25, 1.7, 7.0]
     args = (
         *(problem.hidden, problem.index, problem.weights, [problem.gate_up], [problem.down], problem.biases),
-        *(*factors, shape, form, numbers, problem.seed),
+        *(*factors, shape, form, numbers, problem.seed, None, None),
     )
     torch.library.opcheck(torch.ops.zerolora.experts_forward.default, args)
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from tests.tiny import make_model, write_chats
+from trainer.bench import __main__ as bench
 from trainer.checkpoint.adapter_files import record_checksums
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
+from trainer.checkpoint.run_record import write_run_record
 from trainer.commands import evaluate, generate, merge, push
 from trainer.commands.export import __main__ as export
 from trainer.config import RunConfig, UserError
@@ -60,6 +62,26 @@ def test_a_checkpoint_is_a_run_with_the_configuration_of_its_parent(run_dir: Pat
     run = find_run(checkpoint)
     assert (run.folder, run.run_dir) == (checkpoint, tmp_path)
     assert run.config == find_run(run_dir).config
+
+
+def test_relative_paths_are_of_the_folder_that_the_run_was_started_in(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a run of `base_model: model` in run_dir's parent records, looked at from elsewhere."""
+    data = {"mix": ({"path": "held.jsonl"}, {"path": "owner/data"}), "evaluation": {"path": "held.jsonl"}}
+    relative = {"base_model": "model", "output_dir": "run", "dataset": data, "training": {"precision": "fp32"}}
+    config = RunConfig.model_validate(relative)
+    monkeypatch.chdir(run_dir.parent)
+    recorded = shutil.copytree(run_dir, tmp_path / "run")
+    write_run_record(recorded, config, 1, "cpu", "fp32")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    run = find_run(Path("../run"))
+    assert run.config.base_model == str(run_dir.parent / "model")
+    assert [source.path for source in run.config.dataset.mix] == [str(run_dir.parent / "held.jsonl"), "owner/data"]
+    assert run.config.dataset.evaluation.path == str(run_dir.parent / "held.jsonl")  # type: ignore[union-attr]
+    assert merge.main(["../run", "--output", "merged"]) == 0 and Path("merged/model.safetensors").is_file()
+    assert find_run(Path("../run"), "named").config.base_model == "named"
 
 
 def test_the_tokenizer_has_the_chat_template_of_the_run(tmp_path: Path) -> None:
@@ -175,6 +197,9 @@ BAD_ARGUMENTS = [
     (evaluate, ["RUN", "--split", "test"], "--split=test: chooses among the splits of --data"),
     (evaluate, ["RUN", "--json", "TMP/none/x.json"], "--json=.*folder does not exist"),
     (evaluate, ["RUN", "--json", "TMP"], "--json=.*: is a folder; name a file in it"),
+    (evaluate, ["RUN", "--json", "TMP/file"], "file: exists and holds something else; name a new file, or remove it"),
+    (bench, ["--json", "TMP"], "--json=.*: is a folder; name a file in it"),
+    (bench, ["--json", "TMP/file"], "file: exists and holds something else; name a new file, or remove it"),
     (evaluate, ["RUN", "--json", "TMP/" + "x" * 300], "--json=.*: File name too long"),
     (export, ["RUN", "--format", "gguf", "--output", "TMP/empty"], "empty: is a folder, and --format gguf"),
     (export, ["RUN", "--format", "hf", "--output", "TMP/dangling"], "dangling: exists and would be overwritten"),

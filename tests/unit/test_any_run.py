@@ -27,6 +27,8 @@ from trainer.monitor.report.__main__ import main as report
 
 Harm = list[tuple[str, int, str]]
 ground = on_disk.ground
+OF_TRAINING = ("run", "cache", "console.txt")
+"""What a run of the ground may write."""
 harm_to_run = harm_to(run_files | on_disk.checkpoint_files)
 harm_to_base = harm_to(run_files | model_files)
 
@@ -36,9 +38,11 @@ def check_resumed(ground: Path, harm: Harm, checkpoint: str) -> None:
     setting = str(ground / "run" / checkpoint) if checkpoint.startswith("checkpoint") else checkpoint
     held_out = {"path": str(ground / "held_out.jsonl")}
     with damaged(ground, harm):
+        before = files_of(ground, but=OF_TRAINING)
         shown = or_refused(
             lambda: train(ground, training__resume_from_checkpoint=setting, dataset__evaluation=held_out)
         )
+        assert files_of(ground, but=OF_TRAINING) == before
         if shown is not None:
             got = load_file(ground / "run" / "adapter_model.safetensors")
             assert got.keys() == wanted.keys() and all(torch.equal(got[name], wanted[name]) for name in wanted)
@@ -57,6 +61,54 @@ def test_a_resumed_run_ends_as_the_run_that_it_resumes(ground: Path, harm: Harm,
 @tries(60)
 def test_many_resumed_runs(ground: Path, harm: Harm, checkpoint: str) -> None:
     check_resumed(ground, harm, checkpoint)
+
+
+OWN = ("run/notes.txt", "run/plots.csv", "project/adapter_utils.py", "project/plots/mine.png", "project/README.md")
+"""Files that no run has written, beside some that one has, and under names that runs give."""
+folders = st.sampled_from(["run", "project", "model", "", "run/checkpoint-2", "new"])
+
+
+def check_left_alone(ground: Path, folder: str, overwrite: object, resume: str | None) -> None:
+    with damaged(ground, []):
+        for name in OWN:
+            (ground / name).parent.mkdir(parents=True, exist_ok=True)
+            (ground / name).write_text(f"mine: {name}")
+        listed = {f"run/{name}" for name in (ground / "run" / "written.txt").read_text().split()}
+        others = [name for name in files_of(ground, but=("cache", "console.txt")) if not _is_below(name, listed)]
+        before = {name: (ground / name).read_bytes() for name in others}
+        settings = {"output_dir": str(ground / folder), "output__overwrite": overwrite, "training__max_steps": 1}
+        held_out = {"path": str(ground / "held_out.jsonl")}
+        or_refused(
+            lambda: train(ground, training__resume_from_checkpoint=resume, dataset__evaluation=held_out, **settings)
+        )
+        for name, content in before.items():
+            places = [ground / name, ground / name.replace("run/", "run.1/", 1)]  # an earlier run is moved aside whole
+            assert content in [place.read_bytes() for place in places if place.is_file()], name
+
+
+def _is_below(name: str, listed: set[str]) -> bool:
+    parts = name.split("/")
+    return any("/".join(parts[:depth]) in listed for depth in range(1, len(parts) + 1)) or name.startswith("run/logs/")
+
+
+@example("model", "delete", None)
+@example("", "delete", "auto")
+@example("run", "delete", None)
+@example("run", True, None)
+@example("project", True, "auto")
+@given(folders, st.sampled_from([False, True, "delete"]), st.sampled_from([None, "latest", "auto"]))
+@tries(2)
+def test_no_file_is_touched_that_no_run_has_written(
+    ground: Path, folder: str, overwrite: object, resume: str | None
+) -> None:
+    check_left_alone(ground, folder, overwrite, resume)
+
+
+@pytest.mark.slow
+@given(folders, st.sampled_from([False, True, "delete"]), st.sampled_from([None, "latest", "auto"]))
+@tries(25)
+def test_no_file_is_touched_in_many_folders(ground: Path, folder: str, overwrite: object, resume: str | None) -> None:
+    check_left_alone(ground, folder, overwrite, resume)
 
 
 def check_evaluated(ground: Path, harm: Harm) -> None:

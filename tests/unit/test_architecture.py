@@ -1,11 +1,46 @@
 """docs/architecture.md: its picture follows the layers contract, and whatever it points at is there."""
 
+import ast
 import re
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
+
+
+LONGEST_FILE = 370
+# Files of one name in several rooms, each of which is the same thing there.
+SAME_THING = {
+    "axolotl.py": "what concerns Axolotl",
+    "batches.py": "micro-batches of a kind of model",
+    "checks.py": "checks of what the room is about",
+    "command.py": "the subcommand of the room",
+    "eight_bit.py": "frozen weights in 8 bits: operators, layers",
+    "plots.py": "curves drawn by matplotlib",
+    "preflight.py": "what is checked before a weight is loaded",
+    "report.py": "what the room's command writes",
+    "scu_train.py": "the flags of the published scripts: launcher, rank",
+    "task.py": "what is asked of a kind of model, and one that does it",
+}
+
+
+# Files with imports of our own within functions, by what these wait for.
+LATE = {
+    "bitsandbytes, which PEFT's layers bring: seconds, and a notice on a CPU": "trainer/images/model.py "
+    "trainer/model/adapter.py trainer/model/base.py trainer/model/expert_forward.py trainer/model/saved_adapter.py "
+    "trainer/patches/installation.py trainer/patches/mamba.py",
+    "torch and transformers, where a mistake in the arguments is told without them": "trainer/commands/validate.py "
+    "trainer/commands/doctor/probe.py trainer/tiers/machine.py",
+    "the operators, registered where they are used": "trainer/preflight.py trainer/memory/preflight.py",
+    "DeepSpeed's op builder, and Triton, which torch's CPU builds lack": "ops/backend.py ops/head.py",
+    "TensorBoard and matplotlib, for rank 0 alone": "trainer/monitor/metric_files.py trainer/monitor/report/write.py "
+    "trainer/commands/sweep_table.py",
+    "packages of others that may not be installed": "trainer/bench/peers.py trainer/commands/export/verify.py",
+    "another environment, in which not all of zerolora can be imported": "trainer/bench/assignment.py",
+    "the settings of signals and the allocator, which come first": "trainer/train.py trainer/scu_train.py",
+}
 
 
 def _exists(name: str, folders: list[Path]) -> bool:
@@ -41,6 +76,30 @@ def test_every_file_of_the_flow_of_a_step_is_there() -> None:
 def test_a_newcomer_has_where_to_look() -> None:
     table = TEXT.split("## Where to change what")[1].split("## ")[0]
     assert len([line for line in table.splitlines() if line.startswith("|")]) - 2 >= 25
+
+
+def test_no_file_name_means_two_things() -> None:
+    files = [path for room in ("launcher", "trainer", "ops") for path in (ROOT / room).rglob("*.py")]
+    names = Counter(path.name for path in files if not path.name.startswith("__"))
+    assert {name for name, rooms in names.items() if rooms > 1} == set(SAME_THING)
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    sources = [path for room in ("launcher", "trainer", "ops") for path in (ROOT / room).rglob("*.py")]
+    assert [path.name for path in sources if path.read_text().count("\n") > LONGEST_FILE] == []
+
+
+def test_what_is_imported_late_has_a_reason() -> None:
+    """No import within a function hides one that the layers do not allow: each saves time, or waits for something."""
+    found = set()
+    for path in (path for room in ("trainer", "ops") for path in (ROOT / room).rglob("*.py")):
+        functions = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
+        inside = [node for function in functions for node in ast.walk(function)]
+        names = [node.module for node in inside if isinstance(node, ast.ImportFrom)]
+        names += [each.name for node in inside if isinstance(node, ast.Import) for each in node.names]
+        if any(str(name).partition(".")[0] in ("trainer", "ops") for name in names):
+            found.add(str(path.relative_to(ROOT)))
+    assert found == {name for names in LATE.values() for name in names.split()}
 
 
 def test_no_word_is_explained_twice() -> None:

@@ -14,6 +14,8 @@ import pytest
 
 from launcher.commands import main as zerolora
 from tests.tiny import make_model, make_tokenizer, write_chats
+from trainer.config import CommandParser
+from trainer.config.command_parser import from_one
 
 GOOD = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
 
@@ -342,3 +344,14 @@ def test_a_mistake_on_the_command_line_is_one_line(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and "--help` says how" in line
+
+
+@pytest.mark.parametrize("word", ["0", "-1", "1.5", "many"])
+def test_an_argument_that_counts_takes_whole_numbers_from_1(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = CommandParser(prog="zerolora inspect")
+    parser.add_argument("--step", type=from_one)
+    assert parser.parse_args(["--step", "1"]).step == 1
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args([f"--step={word}"])
+    assert ended.value.code == 2
+    assert f"error: argument --step: {word}: must be a whole number, 1 or more" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from trainer.bench.__main__ import main
+from trainer.bench.assignment import Assignment
 from trainer.bench.cases import AS_CONFIGURED, CASES, peer_case, prepared, resolve, text_count, write_texts
 from trainer.bench.floor import measure_floor
 from trainer.bench.peers import missing_package
@@ -21,11 +22,20 @@ from trainer.bench.report import (
     profile_table,
     result_table,
 )
-from trainer.bench.task import Task
 from trainer.bench.trace import ADAPTER, ATTENTION, CATEGORIES, FROZEN, HEAD, IDLE, NORMS
 from trainer.bench.unsloth import draw_weights, write_hollow_checkpoint
 from trainer.config import load_config
 from trainer.data import Samples, prepare_data
+from trainer.model.random_weights import is_skewed
+
+
+class Experts(torch.nn.Module):
+    """As the peers' models hold them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down_proj = torch.nn.Parameter(torch.zeros(8, 32, 16))
+
 
 SETTINGS = ["dataset.max_length=64", "training.batch_size=3"]
 
@@ -43,6 +53,19 @@ def test_a_case_is_a_short_run_of_the_product_as_it_is(tmp_path: Path, case: str
     assert config.scu.enabled and config.scu.controller == "pi"
     assert config.dataset.packing and "tensorboard" in config.logging.report_to
     assert config.zero == run.zero and config.ops == run.ops and config.lora == run.lora
+
+
+def test_a_skewed_case_is_that_of_the_shape_with_another_router(tmp_path: Path) -> None:
+    run, base_model = resolve(None, "bf16", "olmoe-1b-7b", SETTINGS, tmp_path, skewed=True)
+    assert base_model == "random:olmoe-1b-7b,router=skewed"
+    case = peer_case("bf16", run, base_model, on_gpu=False, batch_size=3)
+    assert is_skewed(case.base_model)
+    model = torch.nn.Module()
+    model.mlp = torch.nn.Module()
+    model.mlp.gate, model.mlp.experts = torch.nn.Linear(32, 8, bias=False), Experts()
+    for skewed in (False, True):
+        draw_weights(model, skewed=skewed)
+        assert (float(model.mlp.gate.weight[0].abs().mean()) > 1.0) == skewed
 
 
 def test_a_configuration_keeps_its_settings_and_loses_its_data(tmp_path: Path) -> None:
@@ -72,6 +95,7 @@ def test_a_configuration_keeps_its_settings_and_loses_its_data(tmp_path: Path) -
         (["base_model=runs/own"], "base_model=runs/own: its shape is not known; say it with --shape"),
         (["adapter=none", "scu.enabled=false"], "adapter=none: bench measures adapters"),
         (["training.batch=3"], "training.batch"),
+        (["--skew", "--shape", "tiny"], "--skew: tiny is no mixture of experts; name one with --shape"),
         (["missing.yaml"], "missing.yaml: no such file"),
     ],
 )
@@ -102,7 +126,7 @@ def test_the_others_get_the_tokens_that_the_product_trains_on(tmp_path: Path) ->
     tokenizer = load_tokenizer(base_model, config.model)
     data = prepare_data(config.dataset, tokenizer, seed=0, cache_dir=tmp_path / "cache", max_length_of_model=2048)
     case = peer_case("x", run, base_model, on_gpu=False, batch_size=3)
-    batches = Task([case], str(texts), warmup=1, steps=1, folder=str(tmp_path)).batches(case)
+    batches = Assignment([case], str(texts), warmup=1, steps=1, folder=str(tmp_path)).batches(case)
     assert batches.shape == (2, 3, 64)
     assert isinstance(data.train, Samples)
     assert [sample.input_ids for sample in list(data.train)[:6]] == batches.flatten(0, 1).tolist()

@@ -13,11 +13,11 @@ import pytest
 from rich.console import Console
 
 from trainer.compare import __main__ as compare
-from trainer.compare import run as compare_run
+from trainer.compare import measured_run as compare_run
 from trainer.compare import trials as compare_trials
+from trainer.compare.measured_run import DOCUMENTS_FILE
 from trainer.compare.report import result_tables, statements, write_results
 from trainer.compare.results import Comparison, Result, read_results, t_interval, t_quantile
-from trainer.compare.run import DOCUMENTS_FILE
 from trainer.compare.trials import Setting, Trial
 from trainer.config import UserError, load_config
 from trainer.contract.folder_lock import FolderLost

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trainer.config.messages import setting_names
-from trainer.config.reference import json_schema, reference_text
+from trainer.config.settings_reference import json_schema, reference_text
 
 
 def test_every_setting_has_its_entry() -> None:

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from tests.tiny import CHATML
 from trainer.config import UserError
 from trainer.data import render
-from trainer.data.chat import ChatEncoder, chat_template_of
+from trainer.data.conversations import ChatEncoder, chat_template_of
 from trainer.data.records import Text, Turns
 from trainer.data.tokens import Encoded, encode_spans, encode_texts
 

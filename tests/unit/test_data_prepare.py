@@ -236,7 +236,7 @@ def test_what_an_interrupted_build_left_is_not_used(tokenizer: PreTrainedTokeniz
     assert not finished.with_suffix(".building").exists()
 
 
-def _count_builds(folder: str, tokenizer_folder: str, start: float, results: Any) -> None:
+def _count_builds(folder: str, tokenizer_folder: str, start: Any, results: Any) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     build = prepare_module._build
     built: list[int] = []
@@ -248,7 +248,7 @@ def _count_builds(folder: str, tokenizer_folder: str, start: float, results: Any
 
     prepare_module._build = slow_build  # type: ignore[assignment]
     section = DatasetSection(path=f"{folder}/chats.jsonl", max_length=64)
-    time.sleep(max(0.0, start - time.time()))
+    start.wait()
     data = prepare_data(section, tokenizer, seed=0, cache_dir=Path(folder, "cache"), max_length_of_model=None)
     assert isinstance(data.train, Samples)
     results.put((len(built), [sample.input_ids for sample in data.train]))
@@ -258,7 +258,7 @@ def test_of_several_processes_one_builds(tokenizer: PreTrainedTokenizerBase, tmp
     write_chats(tmp_path / "chats.jsonl", 10)
     context = multiprocessing.get_context("fork")
     results = context.Queue()
-    start = time.time() + 1.0
+    start = context.Barrier(3)
     arguments = (str(tmp_path), tokenizer.name_or_path, start, results)
     processes = [context.Process(target=_count_builds, args=arguments) for _ in range(3)]
     for process in processes:

@@ -10,7 +10,17 @@ import pytest
 import torch
 from PIL import Image
 
-from trainer.demo_images import COLOURS, HALVINGS, SHAPES, SIDE, UNSEEN, colour_vae, draw, make_base, write_pictures
+from trainer.commands.demo_images import (
+    COLOURS,
+    HALVINGS,
+    SHAPES,
+    SIDE,
+    UNSEEN,
+    colour_vae,
+    draw,
+    make_base,
+    write_pictures,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 

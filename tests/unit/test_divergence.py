@@ -21,7 +21,7 @@ from trainer.data.samples import Sample
 from trainer.engine.flat_adapter import flatten_adapter
 from trainer.patches.loss_head import TokenLoss, adapter_off
 from trainer.scu.controller import ScuFault, Steering
-from trainer.scu.divergence import Divergence, Reference
+from trainer.scu.divergence import BaseStates, Divergence, Reference
 
 VOCABULARY = 64
 TINY = LlamaConfig(
@@ -96,6 +96,10 @@ def reference(rows: int = 2, *, rank: int = 0, world_size: int = 1, packed: bool
     )
 
 
+def batch_of(reference: Reference, step: int) -> Tensor:
+    return reference.batch(reference.mine(step)).input_ids
+
+
 def by_hand(model: Any, samples: list[Sample]) -> Tensor:
     """Each document alone, all logits, PEFT's own way without the adapter."""
     total = torch.zeros(())
@@ -145,7 +149,7 @@ def test_the_adapter_is_off_without_a_gradient_flag_being_touched() -> None:
 
 @pytest.mark.parametrize("with_gradient", [False, True])
 def test_a_pass_over_reference_text_leaves_recomputation_as_it_was(with_gradient: bool) -> None:
-    """The flat adapter's views are made anew by each pass; the backward of the pass before recomputes with its own."""
+    """The flat adapter's views are made again by each pass; the backward of the pass before recomputes with its own."""
 
     def gradient(between: bool) -> Tensor:
         model = adapted()
@@ -170,36 +174,71 @@ def test_a_pass_over_reference_text_leaves_recomputation_as_it_was(with_gradient
 
 
 def test_reference_of_a_step_follows_from_its_number_and_ranks_share_it() -> None:
-    whole = [reference(4).batch(step).input_ids for step in (1, 2, 3)]
-    again = [reference(4).batch(step).input_ids for step in (1, 2, 3)]
+    whole = [batch_of(reference(4), step) for step in (1, 2, 3)]
+    again = [batch_of(reference(4), step) for step in (1, 2, 3)]
     assert all(torch.equal(one, other) for one, other in zip(whole, again, strict=True))
     for step in (1, 2, 3, 9):
         parts = [reference(2, rank=rank, world_size=2) for rank in (0, 1)]
-        rows = [row[row > 0].tolist() for part in parts for row in part.batch(step).input_ids]
-        assert rows == [row[row > 0].tolist() for row in reference(4).batch(step).input_ids]
+        rows = [row[row > 0].tolist() for part in parts for row in batch_of(part, step)]
+        assert rows == [row[row > 0].tolist() for row in batch_of(reference(4), step)]
         assert parts[0].tokens(step) == parts[1].tokens(step) == sum(len(row) - 1 for row in rows)
     # A pass goes through every document once.
-    seen = [tuple(row[row > 0].tolist()) for step in range(1, 8) for row in reference(1).batch(step).input_ids]
+    seen = [tuple(row[row > 0].tolist()) for step in range(1, 8) for row in batch_of(reference(1), step)]
     assert len(set(seen)) == 7
+
+
+class Engine:
+    """What is used of one here."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, model: Any) -> None:
+        self.module = model
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self.module(**inputs)
+
+
+def engine_of(model: Any) -> Any:
+    return Engine(model)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_kept_states_of_the_base_give_the_same_divergence_by_one_pass_less(packed: bool) -> None:
+    model, passes = adapted(), list[Any]()
+    engine, loss, texts = engine_of(model), TokenLoss(model), reference(3, packed=packed)
+    plain_term = Divergence(engine, loss, texts).term(2, 0.5)
+    states = BaseStates.compute(engine, loss, texts)
+    assert states is not None and model.training
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(1.5)  # what the adapter has become since then is not in them
+    kept = Divergence(engine, loss, texts, base_states=states)
+    model.register_forward_hook(lambda *_: passes.append(1))
+    changed, wanted = kept.term(2, 0.5), Divergence(engine, loss, texts).term(2, 0.5)
+    assert len(passes) == 1 + 2
+    assert changed.item() == pytest.approx(wanted.item(), rel=1e-6) and changed.item() > plain_term.item()
+    gradients = [
+        torch.autograd.grad(term, model.base_model.model.model.layers[0].mlp.down_proj.lora_B.default.weight)
+        for term in (changed, wanted)
+    ]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-8)
+
+
+def test_a_head_that_needs_whole_logits_keeps_no_states() -> None:
+    model = adapted(modules_to_save=["lm_head"])
+    assert BaseStates.compute(engine_of(model), TokenLoss(model), reference(3)) is None
 
 
 class Loop:
     """The training loop of one rank on the tiny model, with its adapter driven away from the base."""
 
-    class Engine:
-        device = torch.device("cpu")
-
-        def __init__(self, model: Any) -> None:
-            self.module = model
-
-        def __call__(self, **inputs: Any) -> Any:
-            return self.module(**inputs)
-
     def __init__(self, **settings: Any) -> None:
         torch.manual_seed(3)
         lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
         self.model: Any = get_peft_model(LlamaForCausalLM(TINY), lora)
-        divergence = Divergence(self.Engine(self.model), TokenLoss(self.model), reference(), drawn=True)
+        divergence = Divergence(engine_of(self.model), TokenLoss(self.model), reference(), drawn=True)
         section = ScuSection(**({"enabled": True, "measure": "kl", "target": 0.05, "deadband": 0.0} | settings))
         self.steering = Steering(
             section, self.model, target_tokens=None, total_steps=10, base_parameters=1, divergence=divergence

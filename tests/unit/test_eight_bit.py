@@ -13,8 +13,8 @@ from ops.reference import quantize_rows
 from tests.tiny import make_model
 from tests.unit.test_memory_model import placement
 from trainer.config import LoraSection, ModelSection, QuantizationSection, UserError
-from trainer.memory.bytes import base_weights
 from trainer.memory.model_widths import read_shapes
+from trainer.memory.stored_weights import base_weights
 from trainer.model.adapter import apply_adapter, count_parameters
 from trainer.model.base import empty_model, load_base_model, load_model_config
 from trainer.model.eight_bit import KINDS, FrozenLinear8bit, check_card, check_no_experts

@@ -44,7 +44,7 @@ def test_shares_entropy_and_adapters_without_token(monkeypatch: pytest.MonkeyPat
     assert load.values() == expected
     with torch.no_grad():
         model.eval()(input_ids=torch.arange(3, 9)[None], use_cache=False)
-    assert load.values()["experts/busiest_share"] == 0.0, "counted anew, and evaluation does not count"
+    assert load.values()["experts/busiest_share"] == 0.0, "counted again, and evaluation does not count"
 
 
 def test_a_model_without_experts_has_no_load() -> None:

@@ -15,6 +15,7 @@ import pytest
 from trainer.config import UserError
 from trainer.contract import folder_lock as module
 from trainer.contract.folder_lock import FolderLock, FolderLost, living_holder, refuse_if_held
+from trainer.contract.lock_file import JOB_VARIABLES, Holder
 
 ROOT = Path(__file__).parents[2]
 HOLD = """
@@ -34,7 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seconds for minutes; no scheduler of the machine that the tests run on."""
     for name, value in (("BEAT_S", 0.1), ("POLL_S", 0.05), ("STALE_S", 1.0), ("SEEN_WITHIN_S", 0.5)):
         monkeypatch.setattr(module, name, value)
-    for name in (*module.JOB_VARIABLES, "SLURM_RESTART_COUNT", "KUBERNETES_SERVICE_HOST"):
+    for name in (*JOB_VARIABLES, "SLURM_RESTART_COUNT", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -102,7 +103,7 @@ def test_a_halted_run_keeps_its_folder(tmp_path: Path, other: subprocess.Popen[s
 
 
 def test_a_number_that_was_given_to_another_process_counts_for_nothing(tmp_path: Path) -> None:
-    own = module.Holder.of_this_process()
+    own = Holder.of_this_process()
     leave(tmp_path, holders=[{"host": own.host, "machine": own.machine, "pid": own.pid, "started": own.started - 1}])
     take(tmp_path).release()
 
@@ -145,7 +146,7 @@ def test_a_lock_that_was_never_written_to_the_end_is_watched_too(tmp_path: Path)
 
 
 def test_of_many_that_see_a_dead_lock_one_gets_it(tmp_path: Path) -> None:
-    own = module.Holder.of_this_process()
+    own = Holder.of_this_process()
     leave(tmp_path, holders=[{"host": own.host, "machine": own.machine, "pid": own.pid, "started": 0}])
     command = [sys.executable, "-c", HOLD, str(tmp_path), "3"]
     many = [

@@ -230,7 +230,7 @@ def joined_by_score(text: str, scores: dict[str, float]) -> list[str]:
         ("qwen2", {"rope_parameters": LLAMA3}, "rotary embedding of type llama3 is not written here for Qwen2"),
     ],
 )
-def test_what_is_not_written_here_is_refused_with_the_way_out(
+def test_what_is_not_written_here_is_refused_with_the_fix(
     model_type: str, settings: dict[str, Any], complaint: str, tmp_path: Path
 ) -> None:
     folder = make_saved(tmp_path / "model", model_type, settings)

@@ -178,7 +178,7 @@ def test_two_ranks_draw_what_one_draws(root: Path) -> None:
         for name in ("latents", "noise", "times"):
             assert torch.equal(getattr(one.groups[0], name), getattr(other.groups[0], name))
     again, _ = alone.step(2, 0)
-    assert not torch.equal(again[0].groups[0].noise, whole[0].groups[0].noise), "every epoch draws anew"
+    assert not torch.equal(again[0].groups[0].noise, whole[0].groups[0].noise), "every epoch draws again"
     last, taken = both[1].step(1, 5)
     assert taken == 1 and [batch.target_count for batch in last] == [0, 0], "what fills up does not count"
     assert all(float(group.weights.sum()) == 0 for batch in last for group in batch.groups)
@@ -262,7 +262,7 @@ def test_what_the_empty_twin_keeps_is_what_the_model_keeps(root: Path, family: s
     from trainer.images.loss import NoiseLoss
     from trainer.images.model import load_image_model
     from trainer.images.pipeline import read_pipeline
-    from trainer.memory.pictures import see
+    from trainer.memory.image_models import see
     from trainer.model.adapter import apply_adapter
 
     if not (root / family).exists():

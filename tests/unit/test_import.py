@@ -347,7 +347,7 @@ def test_each_trainer_is_recognised_and_ours_is_not() -> None:
 def test_written_out_chat_templates_train_the_answers(name: str, folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    from trainer.data.chat import ChatEncoder
+    from trainer.data.conversations import ChatEncoder
     from trainer.data.records import Turns
 
     make_tokenizer(folder / "tokenizer")

@@ -14,6 +14,9 @@ from trainer.config import UserError
 from trainer.contract import known_versions
 from trainer.contract.known_versions import KNOWN, require, unproven, warning
 from trainer.engine.partitioned import require_own_values_kept, require_partitioned
+from trainer.model.expert_forward import check_computed_whole
+from trainer.patches.loss_head import adapter_off
+from trainer.patches.mamba import WHOLE_LAYER_KERNEL, call_projections_of_mamba
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,3 +106,66 @@ def test_torch_has_the_flight_recorder_and_the_attention_kernel() -> None:
     names = [argument.name for argument in torch.ops.aten._flash_attention_forward.default._schema.arguments]
     assert names[:9] == ["query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
     assert names[9] == "return_debug_mask" and {"scale", "window_size_left", "window_size_right"} <= set(names)
+
+
+def test_adapters_that_peft_would_switch_off_by_another_name_are_no_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The divergence from the base would else be one from the adapted model: 0 at every step."""
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora import Linear
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(4, 4)), LoraConfig(target_modules=["0"]))
+    layer: Any = next(part for part in model.modules() if isinstance(part, Linear))
+    with adapter_off(model):
+        assert layer.disable_adapters
+    assert not layer.disable_adapters
+    monkeypatch.delattr(BaseTunerLayer, "_disable_adapters")
+    del layer._disable_adapters
+    with pytest.raises(UserError, match=r"^peft .*: Linear has no `_disable_adapters`"), adapter_off(model):
+        pass
+
+
+class Experts(torch.nn.Module):
+    """As transformers keeps them."""
+
+    def __init__(self, **more: torch.nn.Parameter | torch.nn.Module) -> None:
+        super().__init__()
+        self.gate_up_proj = self.down_proj = torch.nn.Parameter(torch.ones(2, 4, 4))
+        self.down_proj_bias, self.act_fn = torch.nn.Parameter(torch.ones(2, 4)), torch.nn.SiLU()
+        for name, part in more.items():
+            setattr(self, name, part)
+
+
+def test_experts_that_compute_with_more_than_is_known_are_refused() -> None:
+    check_computed_whole(Experts())
+    normed = Experts(post_expert_norm=torch.nn.LayerNorm(4))
+    normed.has_post_expert_norm = True  # type: ignore[assignment]
+    check_computed_whole(normed)
+    for experts, name in (
+        (Experts(post_expert_norm=torch.nn.LayerNorm(4)), "post_expert_norm"),
+        (Experts(pre_norm=torch.nn.LayerNorm(4)), "pre_norm"),
+        (Experts(down_bias=torch.nn.Parameter(torch.ones(2, 4))), "down_bias"),
+    ):
+        with pytest.raises(UserError, match=f"^transformers .*: Experts computes with `{name}`, not known here"):
+            check_computed_whole(experts)
+
+
+def test_a_mamba_layer_whose_kernel_has_another_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel would take out_proj's weight and pass the adapter by."""
+    from transformers import Mamba2Config, Mamba2Model
+    from transformers.models.mamba2 import modeling_mamba2 as modeling
+
+    sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1, "state_size": 8}
+    model = Mamba2Model(Mamba2Config(num_hidden_layers=1, vocab_size=16, **sizes))
+    assert call_projections_of_mamba(model)
+    monkeypatch.delattr(modeling, WHOLE_LAYER_KERNEL)
+    with pytest.raises(UserError, match=f"^transformers .*: .* has no `{WHOLE_LAYER_KERNEL}`"):
+        call_projections_of_mamba(model)
+
+
+def test_packed_latents_that_diffusers_unpacks_by_another_name_are_refused() -> None:
+    from trainer.images.sampling import _decoded
+
+    drawn = SimpleNamespace(vae=None, vae_scale_factor=8)
+    with pytest.raises(UserError, match=r"^diffusers .* has no `_unpack_latents`"):
+        _decoded(drawn, torch.zeros(1, 16, 64), 64)

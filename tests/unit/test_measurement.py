@@ -9,7 +9,7 @@ from rich.console import Console
 
 from tests.engine import one_rank
 from tests.runs_in_process import make_ground, train
-from trainer.compare.run import DOCUMENTS_FILE, HeldOutDocuments
+from trainer.compare.measured_run import DOCUMENTS_FILE, HeldOutDocuments
 from trainer.config import UserError, load_config
 from trainer.evaluation import Measurement
 from trainer.monitor.metrics import read_metrics

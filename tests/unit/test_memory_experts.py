@@ -12,8 +12,8 @@ from tests.unit.test_memory_model import LENGTH, ROWS, bytes_saved, placement, r
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.engine.layer_gather.unit import slots_of
 from trainer.memory.activations import kept_by_layers
-from trainer.memory.bytes import base_weights, dequantised_experts, gathered
 from trainer.memory.model_widths import read_shapes
+from trainer.memory.stored_weights import base_weights, dequantised_experts, gathered
 from trainer.memory.widths import Shapes
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model, load_model_config

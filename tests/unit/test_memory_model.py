@@ -22,18 +22,15 @@ from trainer.memory.activations import (
 )
 from trainer.memory.bytes import (
     GIB,
-    Placement,
-    base_weights,
-    bytes_of,
     disk,
     estimate,
-    gathered,
     host_memory,
     optimizer_state,
     trained,
     waiting_gradients,
 )
 from trainer.memory.model_widths import read_shapes
+from trainer.memory.stored_weights import Placement, base_weights, bytes_of, gathered
 from trainer.memory.widths import Shapes, Weight
 from trainer.model.adapter import apply_adapter, count_parameters
 from trainer.model.base import load_base_model, load_model_config

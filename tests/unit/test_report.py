@@ -178,7 +178,7 @@ def test_time_by_phase_is_shown_longest_first(tmp_path: Path) -> None:
     ]
     assert re.findall(r'<i class="run\d" style="width:([\d.]+)%">', page) == ["59.94", "29.97", "9.99", "0.10"]
     keep_times(tmp_path, {"start": 1.0}, goes_on=False)
-    assert read_times(tmp_path) == {"start": 1.0}, "a run that begins anew counts anew"
+    assert read_times(tmp_path) == {"start": 1.0}, "a run that starts over counts again"
 
 
 def make_two(folder: Path) -> list[Path]:

@@ -54,7 +54,7 @@ def test_a_killed_rank_starts_again_from_the_newest_checkpoint(tmp_path: Path) -
 
 
 def test_without_a_checkpoint_of_its_own_it_begins_as_it_was_told_to(tmp_path: Path) -> None:
-    """An older run's checkpoint in the folder is not gone on from by a run that was to begin anew."""
+    """An older run's checkpoint in the folder is not gone on from by a run that was to start over."""
     save(tmp_path, 400)
     starts = Starts(tmp_path, killed(7), DONE)
     assert starts.run() == 0

@@ -265,7 +265,7 @@ def test_the_best_checkpoint_is_that_of_the_course(ground: Path, tmp_path: Path)
     reseal(run_dir / "checkpoint-2", "state.json")
     again = {"training__resume_from_checkpoint": str(run_dir / "checkpoint-2"), "training__max_steps": 3}
     shown = train(ground, **settings, **again)
-    assert "note: the best checkpoint so far, of step 1, is gone; the best is sought anew" in shown
+    assert "note: the best checkpoint so far, of step 1, is gone; the best is searched for again" in shown
     assert json.loads((run_dir / "checkpoint-3" / "state.json").read_text())["best_step"] == 3
 
 
@@ -322,7 +322,7 @@ def test_moments_of_8_bits_keep_their_bytes_where_their_blocks_are_the_same(grou
     whole = load_file(tmp_path / "whole" / "adapter_model.safetensors")
     start = {"training__resume_from_checkpoint": str(tmp_path / "whole" / "checkpoint-2"), "zero__stage": 0}
     shown = train(ground, **settings, **start, output_dir=str(tmp_path / "same"))
-    assert "rounded anew" not in shown
+    assert "rounded again" not in shown
     for name, value in load_file(tmp_path / "same" / "adapter_model.safetensors").items():
         assert torch.equal(value, whole[name]), name
     shown = train(ground, **settings, **start, output_dir=str(tmp_path / "other"), ops__flat=False)

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,12 @@ from launcher.sweep import Run, go_through, plan_runs, read_record, slots_of, sp
 from trainer.commands.sweep_table import main as show_table
 from trainer.commands.sweep_table import outcomes
 from trainer.config import UserError
+from trainer.contract.heartbeat import Folder, Heartbeat
+
+BEAT = Heartbeat(
+    rank=0, host="n0", pid=100, step=4, phase="", collective=None, place=None, collectives_begun=None, idle_s=0.0,
+    stuck=False, free_memory_gib=1.0, free_shm_gib=1.0, time=1.0,
+)  # fmt: skip
 
 CONFIG = "base_model: m\noutput_dir: runs/s\ndataset: {path: d}\n"
 
@@ -88,20 +95,72 @@ def program(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_runs_side_by_side_and_what_is_noted(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(
-        "import os, sys, time; time.sleep(1); print(os.environ['CUDA_VISIBLE_DEVICES']); "
-        "sys.exit(3 if sys.argv[1].endswith('2') else 0)",
+        "import os, pathlib, sys, time\n"
+        "run = pathlib.Path(sys.argv[1])\n"
+        "(run.parent / f'{run.name}.begun').touch()\n"
+        "while len(list(run.parent.glob('*.begun'))) < 2: time.sleep(0.01)\n"  # for ever, if it runs alone
+        "print(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "sys.exit(3 if run.name.endswith('2') else 0)",
         monkeypatch,
     )
     folder = Path("runs/s").absolute()
     runs = plan_runs(config, ["seed=1,2,3"], [], folder)
     go_through(config, runs, [[0], [1]], 1, folder)
     assert [run.exit_code for run in runs] == [0, 3, 0]
-    assert [(folder / f"seed={seed}.log").read_text().strip() in ("0", "1") for seed in (1, 2, 3)] == [True] * 3
+    gpus = [(folder / f"seed={seed}.log").read_text().strip() for seed in (1, 2, 3)]
+    assert set(gpus[:2]) == {"0", "1"} and gpus[2] in ("0", "1")
     again = plan_runs(config, ["seed=1,2,3"], [], folder)
     assert [run.exit_code for run in again] == [0, None, 0], "what failed is tried again, what is done is not"
     (folder / "seed=1").mkdir()
     with pytest.raises(UserError, match="seed=1: an earlier sweep trained it with other settings"):
         plan_runs(config, ["seed=1,2,3"], ["lora.r=4"], folder)
+
+
+def end_of_run(folder: Path, *codes: int | None) -> None:
+    """What the ranks of a job leave in a run's folder."""
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    for rank, code in enumerate(codes):
+        Folder(folder / "logs", rank, len(codes)).publish(replace(BEAT, rank=rank, exit_code=code))
+
+
+def test_an_array_leaves_out_what_an_earlier_one_has_finished(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: Path
+) -> None:
+    """Task 0 is done, task 1 was preempted, task 2 lost a rank, task 3 has not begun."""
+    folder = Path("runs/s").absolute()
+    seeds = "seed=1,2,3,4"
+    write_record(folder, plan_runs(config, [seeds], [], folder))
+    for seed, codes in (1, (0, 0)), (2, (75, 75)), (3, (0, None)):
+        end_of_run(folder / f"seed={seed}", *codes)
+
+    def array(*options: str) -> str:
+        assert run(monkeypatch, "sweep", "c.yaml", seeds, "--slurm", "--dry-run", "--nodes", "2", *options) == 0
+        shown = capsys.readouterr()
+        assert "1 of 4 runs have been finished before" in shown.err
+        assert shown.out.startswith("zerolora submit c.yaml --sweep seed=1,2,3,4 --nodes 2 ")
+        return shown.out.split()[-1]
+
+    assert array() == "1,2,3"
+    assert array("--array", "0-3:2%5") == "2%5" and array("--array=0,3%1") == "3%1"
+    assert run(monkeypatch, "sweep", "c.yaml", seeds, "--slurm", "--array", "all") == 2
+    assert "--array all: must read 0-7" in capsys.readouterr().err
+    for seed in (2, 3, 4):
+        end_of_run(folder / f"seed={seed}", 0, 0)
+    assert [each.exit_code for each in plan_runs(config, [seeds], [], folder)] == [0] * 4
+    assert [each.exit_code for each in plan_runs(config, ["seed=1,9"], [], folder)] == [0, None]
+    monkeypatch.setattr(sweep_module, "become_module", table_instead)
+    with pytest.raises(TableShown):
+        run(monkeypatch, "sweep", "c.yaml", seeds, "--slurm")
+    assert "4 of 4 runs have been finished before" in capsys.readouterr().err
+
+
+class TableShown(Exception):
+    """What stands for the process that would become the table."""
+
+
+def table_instead(module: str, arguments: list[str]) -> None:
+    assert module == "trainer.commands.sweep_table" and arguments == [str(Path("runs/s").absolute())]
+    raise TableShown
 
 
 def test_a_signal_is_passed_on_and_waited_for(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

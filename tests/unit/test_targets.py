@@ -182,6 +182,15 @@ OF_EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
     "dora": ({"dora": True}, r"lora.dora=true: is not computed for experts.*lora.experts: false"),
     "init": ({"init": "pissa"}, r"lora.init=pissa: is not made for experts.*lora.experts: false"),
     "parameter": ({"target_parameters": ("experts.dwn_proj",)}, r"dwn_proj: matches no parameter.*mean down_proj\?"),
+    "named as modules and left out": (
+        {"target_modules": ("experts",), "experts": False},
+        r"lora.target_modules=experts: names experts, and lora.experts is false; remove one",
+    ),
+    "one of them": (
+        {"target_modules": ("experts.1.w1",)},
+        r"lora.target_modules=experts.1.w1: names one expert, and those of a layer are adapted together; use "
+        r"experts\.\*\.w1",
+    ),
     "named and left out": (
         {"target_parameters": ("experts.down_proj",), "experts": False},
         r"lora.target_parameters=experts.down_proj: names experts, and lora.experts is false",
@@ -196,9 +205,20 @@ def test_what_experts_cannot_have_is_refused(case: str) -> None:
         check_targets(model_of("qwen3_moe", **LLAMA, **EXPERTS), LoraSection(**lora))
 
 
-def test_experts_of_a_dense_model_are_refused() -> None:
-    with pytest.raises(UserError, match=r"lora.target_modules=mlp.experts: this model has no experts"):
-        check_targets(model_of("llama", **LLAMA), LoraSection(target_modules=("mlp.experts",)))
+@pytest.mark.parametrize(
+    ("lora", "line"),
+    [
+        ({"target_modules": ("mlp.experts",)}, "lora.target_modules=mlp.experts: this model has no experts"),
+        (
+            {"target_parameters": ("experts.down_proj",)},
+            "lora.target_parameters=experts.down_proj: this model has no exp",
+        ),
+        ({"expert_rank": 4}, "lora.expert_rank=4: this model has no experts; leave it out"),
+    ],
+)
+def test_experts_of_a_dense_model_are_refused(lora: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        check_targets(model_of("llama", **LLAMA), LoraSection(**lora))
 
 
 def test_routers_that_are_linear_layers_by_class_alone_are_left_out() -> None:

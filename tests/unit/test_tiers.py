@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from tests.tiny import make_model
 from trainer.config import UserError, load_config
-from trainer.data.chat import ChatEncoder
+from trainer.data.conversations import ChatEncoder
 from trainer.data.records import Turns
 from trainer.tiers import __main__ as tiers
 from trainer.tiers import checks

@@ -54,6 +54,7 @@ def test_who_is_behind(of_rank_1: dict[str, object], silent: set[int], behind: l
 
 
 def test_time_by_phase_is_that_of_the_outermost_and_steps_are_the_rest() -> None:
+    began = time.monotonic()
     progress = Progress()
     for name, inner, seconds in (("load", "gather", 0.2), ("data", "reduce", 0.1), ("save", "gather", 0.1)):
         with progress.phase(name), progress.phase(inner):
@@ -62,9 +63,10 @@ def test_time_by_phase_is_that_of_the_outermost_and_steps_are_the_rest() -> None
     with progress.phase("report"):
         time.sleep(0.1)
         found = progress.time_by_phase()
+    passed = time.monotonic() - began
     assert list(found) == ["start", "load", "save", "steps"], "the host's part of a step is no phase of its own"
-    assert found["load"] >= 0.2 and found["save"] >= 0.1 and 0.2 <= found["steps"] < 10
-    assert 0 < found["start"] < 3600
+    assert found["load"] >= 0.2 and found["save"] >= 0.1 and 0.2 <= found["steps"] <= passed - 0.4
+    assert found["start"] > 0
 
 
 def test_a_rank_that_does_not_come_to_where_the_ranks_meet_is_behind() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from trainer.bench.assignment import Assignment, Case
 from trainer.bench.cases import AS_CONFIGURED, CASES, peer_case, prepared, resolve, text_count, write_texts
 from trainer.bench.peers import RESULT, STACKS, missing_package
 from trainer.bench.report import (
@@ -33,11 +34,13 @@ from trainer.bench.report import (
     profile_table,
     result_table,
 )
-from trainer.bench.task import Case, Task
+from trainer.bench.trace import Shape, breakdown, longest, read_trace, work_of
 from trainer.checkpoint.run_record import commit
 from trainer.config import AUTO, CommandParser, RunConfig, UserError
 from trainer.contract.launcher_process import tie_children_to_this_process
+from trainer.contract.output_file import check_result_file
 from trainer.contract.versions import package_versions
+from trainer.model.base import load_model_config
 
 ROOT = Path(__file__).parents[2]
 TAIL_LINES = 15
@@ -70,6 +73,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("settings", nargs="*", metavar="[CONFIG] [key=value]", help="the run to measure")
     parser.add_argument("--shape", help="instead of the shape that base_model names (default llama3.1-8b)")
     parser.add_argument("--case", action="append", help=f"settings by name, may be repeated: {', '.join(CASES)}")
+    parser.add_argument(
+        "--skew",
+        action="store_true",
+        help="let an eighth of a mixture's experts take half of the tokens (shapes of mixtures only)",
+    )
     parser.add_argument("--steps", type=int, default=20, help="measured steps (default 20)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them (default 5)")
     parser.add_argument("--num-gpus", type=int, default=1, help="GPUs, or CPU ranks (default 1)")
@@ -112,9 +120,11 @@ class Bench:
         """Every case of the product, then of each other trainer; the table at the end."""
         settings = list(self.arguments.settings)
         config = Path(settings.pop(0)) if settings and "=" not in settings[0] else None
+        if self.arguments.json:
+            check_result_file(self.arguments.json, f"--json={self.arguments.json}", {"header", "results", "profiles"})
         # All are resolved before the first is run: a mistake in the last must not cost the others.
         self.cases = {
-            name: resolve(config, name, self.arguments.shape, settings, self.folder)
+            name: resolve(config, name, self.arguments.shape, settings, self.folder, skewed=self.arguments.skew)
             for name in self.arguments.case or [AS_CONFIGURED]
         }
         try:
@@ -154,9 +164,6 @@ class Bench:
 
     def _profile(self, name: str, run: RunConfig, base_model: str, folder: Path) -> None:
         """The time of the last steps by category, and what the single operations take on this card."""
-        from trainer.bench.trace import Shape, breakdown, longest, read_trace, work_of
-        from trainer.model.base import load_model_config
-
         vocabulary = load_model_config(base_model, run.model).get_text_config().vocab_size
         try:
             works = work_of(read_trace(folder / "run" / "profile" / "rank-0.json.gz"), Shape(vocabulary, run.lora.r))
@@ -225,9 +232,9 @@ class Bench:
     def _peer_command(self, stack: str, cases: list[Case]) -> list[str]:
         arguments = self.arguments
         run, _ = self.cases[cases[0].name]
-        task = Task(cases, str(self._texts(run)), arguments.warmup, arguments.steps, str(self.folder))
+        assignment = Assignment(cases, str(self._texts(run)), arguments.warmup, arguments.steps, str(self.folder))
         file = self.folder / f"{stack}.json"
-        file.write_text(json.dumps(asdict(task)))
+        file.write_text(json.dumps(asdict(assignment)))
         ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.num_gpus}"]
         return [sys.executable, *(ranks if stack == "deepspeed" else []), "-m", "trainer.bench.peers", stack, str(file)]
 
@@ -281,7 +288,6 @@ class Bench:
         if self.arguments.json:
             results = [result.as_json() for result in self.results]
             record = {"header": header, "results": results, "profiles": self.profiles}
-            self.arguments.json.parent.mkdir(parents=True, exist_ok=True)
             self.arguments.json.write_text(json.dumps(record, indent=1))
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import yaml
 
-from trainer.bench.task import Case
+from trainer.bench.assignment import Case
 from trainer.bench.unsloth import draw_weights, write_hollow_checkpoint
+from trainer.model.random_weights import is_skewed
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -29,7 +30,7 @@ def axolotl_model(case: Case, folder: Path) -> Any:
     cfg = load_cfg(str(path))
     model, _ = ModelLoader(cfg, load_tokenizer(cfg)).load()
     with torch.no_grad():
-        draw_weights(model)
+        draw_weights(model, skewed=is_skewed(case.base_model))
     return model
 
 

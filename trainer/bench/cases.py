@@ -9,10 +9,11 @@ from typing import Any
 
 import yaml
 
-from trainer.bench.task import Case
+from trainer.bench.assignment import Case
 from trainer.config import AUTO, DatasetSection, RunConfig, UserError, dump_yaml, load_config
+from trainer.model.expert_layers import visited_experts
 from trainer.model.published_shapes import PREFIX, SHAPES, shape_of
-from trainer.model.random_weights import random_config
+from trainer.model.random_weights import ROUTER, SKEWED, random_config
 from trainer.preflight import check_packing
 
 # What a configuration of its own would say; everything that costs time is on.
@@ -48,9 +49,15 @@ PROFILED = 4  # steps under the profiler, the first of which is left out
 
 
 def resolve(
-    config: Path | None, case: str, shape: str | None, overrides: Sequence[str], folder: Path
+    config: Path | None,
+    case: str,
+    shape: str | None,
+    overrides: Sequence[str],
+    folder: Path,
+    *,
+    skewed: bool = False,
 ) -> tuple[RunConfig, str]:
-    """The configuration to measure before `prepared` makes it short, and its `random:SHAPE`.
+    """The configuration to measure before `prepared` makes it short, and its `random:SHAPE`; `skewed`: its routers.
 
     Raises UserError for a case or shape that there is not, or a model whose shape is not known.
     """
@@ -69,6 +76,10 @@ def resolve(
             if shape
             else f"base_model={run.base_model}: its shape is not known; say it with --shape ({', '.join(SHAPES)})"
         )
+    if skewed:
+        if visited_experts(random_config(PREFIX + name)) == 1:
+            raise UserError(f"--skew: {name} is no mixture of experts; name one with --shape")
+        name += f",{ROUTER}={SKEWED}"
     if defaults and is_recurrent(PREFIX + name):
         run = load_config(config, [*OF_RECURRENT, *of_case, *overrides]).config
     if run.adapter == "none":

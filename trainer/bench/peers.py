@@ -1,11 +1,11 @@
 """One other trainer's LoRA step on this machine: the same shape, tokens and adapter as `zerolora bench` gives its own.
 
-`python -m trainer.bench.peers STACK TASK.json` measures every case of the task in this one process and prints a line
+`python -m trainer.bench.peers STACK ASSIGNMENT.json` measures every case of it in this one process and prints a line
 `RESULT {json}` for each as soon as it is known. Weights are random; each stack is used as its own documentation says:
 
 peft        PEFT on transformers as they come, bf16 adapter, torch's fused AdamW
 peft-liger  the same with Liger's kernels for norms, SwiGLU, rotary embedding and the loss
-deepspeed   the same under DeepSpeed ZeRO (the stage of the task), with Liger where there is a GPU
+deepspeed   the same under DeepSpeed ZeRO (the stage of the assignment), with Liger where there is a GPU
 axolotl     its ModelLoader with its LoRA kernels (no figure of it is published here yet)
 unsloth     FastLanguageModel, its own gradient checkpointing (which offloads) where the case recomputes
 """
@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from trainer.bench.task import Case, Task
+from trainer.bench.assignment import Assignment, Case
 
 STACKS = ("peft", "peft-liger", "deepspeed", "unsloth", "axolotl")
 NEEDS = {
@@ -67,7 +67,7 @@ def packages_of(stack: str) -> dict[str, str]:
     return {PACKAGE_OF.get(name, name): version(PACKAGE_OF.get(name, name)) for name in names}
 
 
-def measure(stack: str, case: Case, task: Task) -> dict[str, Any]:
+def measure(stack: str, case: Case, assignment: Assignment) -> dict[str, Any]:
     """Steps of one case: milliseconds each, peak GiB, the last loss."""
     import torch
 
@@ -76,16 +76,16 @@ def measure(stack: str, case: Case, task: Task) -> dict[str, Any]:
     if on_gpu:
         torch.cuda.set_device(device)
         torch.cuda.reset_peak_memory_stats()
-    batches = task.batches(case).to(device)
+    batches = assignment.batches(case).to(device)
     torch.manual_seed(0)
     if stack == "unsloth":
         from trainer.bench.unsloth import unsloth_model
 
-        model = unsloth_model(case, Path(task.folder))
+        model = unsloth_model(case, Path(assignment.folder))
     elif stack == "axolotl":
         from trainer.bench.axolotl import axolotl_model
 
-        model = axolotl_model(case, Path(task.folder))
+        model = axolotl_model(case, Path(assignment.folder))
     else:
         model = peft_model(case, device, with_liger="liger-kernel" in packages_of(stack))
     model.train()
@@ -93,7 +93,7 @@ def measure(stack: str, case: Case, task: Task) -> dict[str, Any]:
     times: list[float] = []
     loss = None
     for number, tokens in enumerate(batches):
-        if number == task.warmup and on_gpu:
+        if number == assignment.warmup and on_gpu:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
@@ -111,7 +111,7 @@ def measure(stack: str, case: Case, task: Task) -> dict[str, Any]:
     return {
         "case": case.name,
         "stack": stack,
-        "step_ms": times[task.warmup :],
+        "step_ms": times[assignment.warmup :],
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
         "loss": float(loss),
         "versions": packages_of(stack),
@@ -224,14 +224,14 @@ def deepspeed_step(model: Any, case: Case) -> Callable[[Any], Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure the cases of a task until one fails or leaves memory behind; the parent starts another process then."""
+    """Measure case after case until one fails or leaves memory behind; the parent starts another process then."""
     stack, path = sys.argv[1:] if argv is None else argv
-    task = Task.read(Path(path))
+    assignment = Assignment.read(Path(path))
     if stack == "unsloth":
         import unsloth  # noqa: F401 (patches transformers, and so must come first)
-    for case in task.cases:
+    for case in assignment.cases:
         try:
-            result = measure(stack, case, task)
+            result = measure(stack, case, assignment)
         except Exception as error:  # told to the parent, and in full to the log
             traceback.print_exc()
             result = {"case": case.name, "stack": stack, "error": f"{type(error).__name__}: {error}"[:300]}

@@ -39,7 +39,7 @@ class SaveFailed(UserError):
 
 @dataclass(frozen=True)
 class Order:
-    """What is to become of a checkpoint once it is written; rank 0's business."""
+    """What rank 0 does with a checkpoint once it is written."""
 
     keep: int | None
     """How many whole ones may stay."""
@@ -48,9 +48,9 @@ class Order:
     later: list[Path]
     """Checkpoints of a course that this run has left: they step aside when this one is whole."""
     before_publishing: Callable[[], None]
-    """Asked when all is written; its error leaves what was there before."""
+    """Called when all is written; if it raises, the older checkpoints stay as they were."""
     after_publishing: Callable[[list[Path]], None]
-    """Hears at once, by the thread that writes, the new names of what stepped aside."""
+    """Called at once, in the writing thread, with the new names of what stepped aside."""
 
 
 class Saves:
@@ -98,12 +98,12 @@ class Saves:
         return save.aside
 
     def wait(self, seconds: float) -> None:
-        """Give what is being written a little more time, alone: the run has failed."""
+        """Give a checkpoint that is being written a little more time, on this rank alone: the run has failed."""
         if self._current is not None:
             self._current.thread.join(seconds)
 
     def _agree(self, report: "_Report", folder: Path, save: "_Save | None" = None) -> None:
-        """Hear how all ranks have fared; if the disk of any was full, remove what was written and raise on all."""
+        """Compare how writing went on all ranks; if any disk was full, remove what was written and raise on all."""
         everyones: list[_Report] = [report]
         if dist.is_initialized() and self._ranks.world_size > 1:
             everyones = [report] * self._ranks.world_size

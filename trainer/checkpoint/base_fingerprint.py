@@ -13,7 +13,7 @@ from trainer.config import ModelSection
 from trainer.model.published_shapes import is_random
 
 SAMPLE, EVERY = 1 << 16, 1 << 24
-# Written anew by whoever saves a model, and no part of what it computes.
+# Written again by whoever saves a model, and no part of what it computes.
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
 INDEX = "model.safetensors.index.json"
 PIPELINE = "model_index.json"
@@ -40,13 +40,7 @@ def fingerprint_of_base(base_model: str, section: ModelSection) -> dict[str, str
         settings = json.loads(config.read_text(encoding="utf-8"))
         kept = {name: value for name, value in settings.items() if name not in VOLATILE}
         found["config"] = xxhash.xxh3_128_hexdigest(json.dumps(kept, sort_keys=True).encode())
-    files = _weight_files(folder)
-    if files:
-        digest = xxhash.xxh3_128()
-        for file in files:
-            _add_file(digest, file)
-        found["weights"] = digest.hexdigest()
-    return found
+    return found | _of_weights(_weight_files(folder))
 
 
 def _of_pipeline(folder: Path) -> dict[str, str]:
@@ -55,13 +49,7 @@ def _of_pipeline(folder: Path) -> dict[str, str]:
     found, config = {}, denoiser / "config.json"
     if config.is_file():
         found["config"] = xxhash.xxh3_128_hexdigest(config.read_bytes())
-    files = sorted(denoiser.glob("diffusion_pytorch_model*.safetensors"))
-    if files:
-        digest = xxhash.xxh3_128()
-        for file in files:
-            _add_file(digest, file)
-        found["weights"] = digest.hexdigest()
-    return found
+    return found | _of_weights(sorted(denoiser.glob("diffusion_pytorch_model*.safetensors")))
 
 
 def same_base(one: dict[str, str], other: dict[str, str]) -> bool | None:
@@ -93,6 +81,14 @@ def _weight_files(folder: Path) -> list[Path]:
         files = sorted(folder / name for name in names)
         return files if all(file.is_file() for file in files) else []
     return sorted(folder.glob("*.safetensors"))
+
+
+def _of_weights(files: list[Path]) -> dict[str, str]:
+    """Nothing where there are none."""
+    digest = xxhash.xxh3_128()
+    for file in files:
+        _add_file(digest, file)
+    return {"weights": digest.hexdigest()} if files else {}
 
 
 def _add_file(digest: xxhash.xxh3_128, file: Path) -> None:

@@ -51,7 +51,7 @@ class RankState:
 
     @classmethod
     def of(cls, engine: Engine, ranks: Ranks, position: dict[str, Any], copies: HostCopies) -> "RankState":
-        """As the engine is now; `copies` are there once they have been waited for. No rank waits for another."""
+        """The engine's state now; `copies` are valid once they have been waited for. No rank waits for another."""
         engine_state = EngineState(engine)
         steps = engine_state.steps_taken()  # read from the device, so before it has copies to make
         pieces = engine_state.pieces()
@@ -95,7 +95,7 @@ def agreed_damage(checkpoint: Path, ranks: Ranks) -> str | None:
 def restore_checkpoint(checkpoint: Path, engine: Engine, ranks: Ranks) -> dict[str, Any]:
     """Bring a fresh engine to where the checkpoint was written; returns `state.json`.
 
-    To the bit on the same stage and number of ranks. On others the random states are seeded anew from the step, and
+    To the bit on the same stage and number of ranks. On others the random states are seeded again from the step, and
     8-bit moments are quantised again.
     """
     state = read_state(checkpoint)

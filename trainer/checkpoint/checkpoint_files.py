@@ -83,7 +83,7 @@ def _newest_whole(setting: str, run_dir: Path, read: bool) -> Choice:
             return Choice(folder, warning)
         damaged.append(f"{folder.name} ({problem})")
     if damaged:
-        # `auto` does not begin anew here either: it would write over what may still be rescued.
+        # `auto` does not start over here either: it would write over what may still be rescued.
         raise UserError(
             f"training.resume_from_checkpoint={setting}: no whole checkpoint in {run_dir}: {'; '.join(damaged)}; "
             "begin a new run in another output_dir"

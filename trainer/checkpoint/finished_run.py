@@ -1,5 +1,6 @@
 """A run as training left it: its configuration, tokenizer and adapter, found again from the run's folder."""
 
+import json
 import logging
 import re
 import sys
@@ -7,25 +8,28 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from trainer.checkpoint.adapter_files import damage_of_adapter
 from trainer.checkpoint.checkpoint_files import whole_checkpoints
+from trainer.checkpoint.run_record import CONFIG, RUN, STARTED_IN
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import one_line
-from trainer.data.chat import chat_template_of
+from trainer.data.conversations import chat_template_of
 from trainer.engine.deepspeed_engine import DTYPES, resolve_precision
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
 from trainer.model.saved_adapter import load_adapter
 from trainer.patches.packed_attention import choose_attention, copy_heads_without_flash
 from trainer.ranks.group import set_seed
 
-CONFIG = "training_config.json"
 CHECKPOINT = re.compile(r"(abandoned-(\d+-)?)?checkpoint-\d+")
 ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
+INPUTS = ("base_model", "tokenizer", "path", "chat_template", "adapter_path", "reference")
+"""Settings, of any section, that may name a file or folder which a run reads."""
+Section = TypeVar("Section", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ def find_run(folder: Path, base_model: str | None = None, *, needs_base: bool = 
     if not (run_dir / CONFIG).is_file():
         raise UserError(f"{folder}: not the folder of a run, for it has no {CONFIG}; name the output_dir of a run")
     config = _read_config(run_dir / CONFIG)
+    if (started_in := _started_in(run_dir)) is not None:
+        config = _written_out(config, started_in)
     if config.adapter == "none":
         raise UserError(
             f"{folder}: trained with adapter: none, so there is no adapter; the folder holds the whole model, for "
@@ -57,8 +63,8 @@ def find_run(folder: Path, base_model: str | None = None, *, needs_base: bool = 
     missing = [name for name in ADAPTER if not (folder / name).is_file()]
     if missing:
         whole = whole_checkpoints(run_dir)
-        way_out = f"name its newest checkpoint, {whole[-1]}" if whole else "train it first"
-        raise UserError(f"{folder}: has no {missing[0]}, the run did not come to its end; {way_out}")
+        fix = f"name its newest checkpoint, {whole[-1]}" if whole else "train it first"
+        raise UserError(f"{folder}: has no {missing[0]}, the run did not come to its end; {fix}")
     _check_adapter(folder, run_dir)
     if base_model is not None:
         # A revision belongs to the repository that the configuration names.
@@ -89,6 +95,36 @@ def _read_config(path: Path) -> RunConfig:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise UserError(f"{path}: {where}: {first['msg']}; it may be of another version of zerolora") from None
+
+
+def _started_in(run_dir: Path) -> Path | None:
+    """The folder that relative paths of the run's settings are of; None if it is not known, or not here."""
+    try:
+        folder = Path(json.loads((run_dir / RUN).read_text(encoding="utf-8"))[STARTED_IN])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None  # an earlier version's record has none
+    return folder if folder.is_dir() else None
+
+
+def _written_out(section: Section, folder: Path) -> Section:
+    """The settings with those that lead somewhere from `folder` as absolute paths."""
+    changes: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            changes[name] = _written_out(value, folder)
+        elif isinstance(value, tuple):
+            changes[name] = tuple(_written_out(each, folder) if isinstance(each, BaseModel) else each for each in value)
+        elif name in INPUTS and isinstance(value, str) and "\n" not in value and _exists(folder / value):
+            changes[name] = str(folder / value)
+    return section.model_copy(update=changes)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a template, longer than any name may be
+        return False
 
 
 def saved_tokenizer(run: FinishedRun) -> Any:
@@ -142,8 +178,11 @@ def put_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: bool
     return model.eval()
 
 
-def exit_code_of(command: Callable[[], None], *expected: type[Exception]) -> int:
-    """0; 2 after one line on stderr for a mistake of the user, 1 after one line for a failure that is `expected`."""
+def run_command(command: Callable[[], None], *expected: type[Exception]) -> int:
+    """Carry a command out; its exit code.
+
+    0; 2 after one line on stderr for a mistake of the user, 1 after one line for a failure that is `expected`.
+    """
     try:
         command()
     except UserError as error:

@@ -29,18 +29,18 @@ class HostCopies:
         return buffer.copy_(tensor.contiguous(), non_blocking=True)
 
     def begun(self) -> None:
-        """All copies of a save have been asked for."""
+        """Mark that all copies of a save have been queued."""
         if self._buffers:
             self._event = torch.cuda.Event()
             self._event.record()
 
     def wait(self) -> None:
-        """Until the values are there; called by the thread that reads them."""
+        """Block until the values are there; called by the thread that reads them."""
         if self._event is not None:
             self._event.synchronize()
 
     def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The buffer of that name; None where page-locked memory would become too much."""
+        """The buffer of that name; None where there would be too much page-locked memory."""
         buffer = self._buffers.get(name)
         if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
             if self._pinned_bytes + tensor.nbytes > MOST_PINNED_BYTES:

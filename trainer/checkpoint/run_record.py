@@ -18,12 +18,13 @@ from pathlib import Path
 
 from trainer.config import RunConfig, UserError
 from trainer.contract.command_typed import command_typed
-from trainer.contract.folder_lock import LOCK_FILE
+from trainer.contract.lock_file import LOCK_FILE
 from trainer.contract.versions import package_versions
 from trainer.contract.whole_files import sync_folder, write_json, write_whole
 
 CONFIG, RUN, WRITTEN = "training_config.json", "run.json", "written.txt"
 LOGS = "logs"
+STARTED_IN = "working_directory"
 RESULT = ".writing-result"
 OF_EVERY_RUN = (
     *(CONFIG, RUN, WRITTEN, RESULT, "initial_adapter", "metrics.jsonl", "tensorboard", "wandb", "wandb-id.txt"),
@@ -48,6 +49,7 @@ def write_run_record(run_dir: Path, config: RunConfig, world_size: int, device: 
     record = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": command_typed(sys.argv),
+        STARTED_IN: os.getcwd(),
         "world_size": world_size,
         "device": device,
         "device_name": _device_name(device),

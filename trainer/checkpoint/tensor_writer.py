@@ -1,4 +1,4 @@
-"""Safetensors files written from the tensors' own memory, without Python's lock being held meanwhile.
+"""Safetensors files written from the tensors' own memory, without holding Python's global lock.
 
 safetensors' `save_file` copies every tensor into a bytes object first, under that lock: the thread that writes a
 checkpoint would keep the one that launches kernels from doing so.

@@ -8,12 +8,12 @@ from typing import Any
 
 from transformers import TextStreamer
 
-from trainer.checkpoint.finished_run import find_run, quiet_libraries, saved_tokenizer
+from trainer.checkpoint.finished_run import find_run, quiet_libraries, run_command, saved_tokenizer
 from trainer.commands.generate import Sampling, continued, load_to_answer, prompts_on_stdin, readable
 from trainer.config import CommandParser, UserError
 from trainer.model.answers import conversation_ids
 
-ANEW = "/new"
+OVER = "/new"
 
 
 def converse(model: Any, tokenizer: Any, sampling: Sampling, system: str | None) -> None:
@@ -21,7 +21,7 @@ def converse(model: Any, tokenizer: Any, sampling: Sampling, system: str | None)
     first = [{"role": "system", "content": system}] if system is not None else []
     turns = list(first)
     for line in prompts_on_stdin(sys.stdin.isatty()):
-        if line == ANEW:
+        if line == OVER:
             turns = list(first)
             continue
         turns.append({"role": "user", "content": readable(line)})
@@ -36,7 +36,7 @@ def converse(model: Any, tokenizer: Any, sampling: Sampling, system: str | None)
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
-        prog="zerolora chat", description=f"Talk with a trained adapter; {ANEW} begins anew, Ctrl-D ends it."
+        prog="zerolora chat", description=f"Talk with a trained adapter; {OVER} starts over, Ctrl-D ends it."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
     parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="longest answer (512)")
@@ -64,12 +64,8 @@ def _run(arguments: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 2 after one line on stderr."""
     quiet_libraries()
-    try:
-        _run(_parse(argv))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    arguments = _parse(argv)
+    return run_command(lambda: _run(arguments))
 
 
 if __name__ == "__main__":

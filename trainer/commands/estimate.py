@@ -17,15 +17,20 @@ from rich.table import Table
 
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, RunConfig, UserError, load_config
+from trainer.data import prepare_data
+from trainer.data.conversations import chat_template_of
 from trainer.data.step_count import count_steps, steps_line
 from trainer.decisions import Machine
 from trainer.images.pipeline import is_pipeline, read_pipeline
 from trainer.memory.advice import does_not_fit
 from trainer.memory.bytes import CONTEXT, GIB, Estimate, as_json
+from trainer.memory.image_models import picture_planner
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.pictures import picture_planner
 from trainer.memory.planner import Choice, Lengths, Planner, gib
 from trainer.memory.preflight import recomputation_line
+from trainer.model.base import context_length, load_model_config, load_tokenizer
+from trainer.model.published_shapes import PREFIX, shape_of
+from trainer.model.random_weights import random_config
 from trainer.patches.mamba import has_scan_kernels
 
 UNITS = {"": GIB, "G": GIB, "GIB": GIB, "GB": 10**9, "M": 2**20, "MIB": 2**20, "MB": 10**6, "T": 2**40, "TIB": 2**40}
@@ -49,10 +54,6 @@ def parse_memory(text: str) -> int:
 
 def lengths_of(config: RunConfig) -> tuple[Lengths, int, str]:
     """Lengths in the data, the tokenizer's size, and a line on where both come from."""
-    from trainer.data import prepare_data
-    from trainer.data.chat import chat_template_of
-    from trainer.model.base import context_length, load_model_config, load_tokenizer
-
     try:
         tokenizer = load_tokenizer(config.base_model, config.model)
         if config.dataset.chat_template:
@@ -71,10 +72,6 @@ def lengths_of(config: RunConfig) -> tuple[Lengths, int, str]:
 
 def model_config_of(config: RunConfig) -> tuple[Any, str]:
     """The model's configuration; the published one of its name where neither disk nor hub has it, which is said."""
-    from trainer.model.base import load_model_config
-    from trainer.model.published_shapes import PREFIX, shape_of
-    from trainer.model.random_weights import random_config
-
     try:
         return load_model_config(config.base_model, config.model), ""
     except UserError:

@@ -24,17 +24,18 @@ from rich.table import Table
 
 from trainer.checkpoint.finished_run import (
     FinishedRun,
-    exit_code_of,
     find_run,
     load_trained,
     quiet_libraries,
+    run_command,
     run_device,
     saved_tokenizer,
 )
 from trainer.commands.image_adapter import refuse_images
 from trainer.commands.scale import AUTO, SCALES, best_scale, chosen_on_the_other_half, scale_of, scaled_adapter
 from trainer.config import CommandParser, DatasetSection, SourceSection, UserError
-from trainer.contract.output_file import check_output_file
+from trainer.config.command_parser import from_one
+from trainer.contract.output_file import check_result_file
 from trainer.data import Sample, Samples, prepare_data
 from trainer.data.batches import MicroBatch, collate
 from trainer.engine.deepspeed_engine import resolve_precision
@@ -258,13 +259,6 @@ def _exp(nats: float) -> float:
     return math.exp(nats) if nats < 700 else math.inf
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be 1 or more")
-    return value
-
-
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="zerolora eval", description="Loss, bits per token and perplexity of base and adapter on held-out data."
@@ -275,8 +269,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--split", help="split of --data (train)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    parser.add_argument("--batch-size", type=_positive, metavar="N", help="documents at a time (as in training)")
-    parser.add_argument("--samples", type=_positive, default=2000, metavar="B", help="bootstrap resamples (2000)")
+    parser.add_argument("--batch-size", type=from_one, metavar="N", help="documents at a time (as in training)")
+    parser.add_argument("--samples", type=from_one, default=2000, metavar="B", help="bootstrap resamples (2000)")
     parser.add_argument(
         "--scale", type=scale_of, default=1.0, metavar="X", help="how much of the adapter's update counts, or auto (1)"
     )
@@ -286,7 +280,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def _run(arguments: argparse.Namespace) -> None:
     if arguments.json is not None:
-        check_output_file(arguments.json, f"--json={arguments.json}")
+        check_result_file(arguments.json, f"--json={arguments.json}", {"run", "confidence", "resamples"})
     run = find_run(arguments.run, arguments.base_model)
     refuse_images(run, "its held-out loss is in metrics.jsonl")
     config = run.config
@@ -331,7 +325,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 2 after one line on stderr."""
     arguments = _parse(argv)
     quiet_libraries()
-    return exit_code_of(lambda: _run(arguments))
+    return run_command(lambda: _run(arguments))
 
 
 if __name__ == "__main__":

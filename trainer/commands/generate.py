@@ -24,6 +24,7 @@ from trainer.checkpoint.finished_run import (
     find_run,
     load_trained,
     quiet_libraries,
+    run_command,
     run_device,
     saved_tokenizer,
 )
@@ -241,12 +242,8 @@ def _run(arguments: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 2 after one line on stderr."""
     quiet_libraries()
-    try:
-        _run(_parse(argv))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    arguments = _parse(argv)
+    return run_command(lambda: _run(arguments))
 
 
 if __name__ == "__main__":

@@ -15,9 +15,11 @@ from trainer.engine.deepspeed_engine import DTYPES
 from trainer.images.card import image_card
 from trainer.images.files import DIFFUSERS
 from trainer.images.kohya import as_kohya
+from trainer.images.model import load_image_model
 from trainer.images.pipeline import Pipeline, is_pipeline, read_pipeline
+from trainer.model.saved_adapter import load_adapter
 from trainer.monitor.metrics import Record
-from trainer.monitor.report.pictures import SAMPLES
+from trainer.monitor.report.sample_images import SAMPLES
 
 KOHYA = "lora.safetensors"
 
@@ -76,9 +78,6 @@ def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float | s
 
     Raises UserError if `output` holds something, or the base is random.
     """
-    from trainer.images.model import load_image_model
-    from trainer.model.saved_adapter import load_adapter
-
     if isinstance(scale, str):
         raise UserError(f"--scale={scale}: is found on held-out text; give a number, such as --scale 0.8")
     check_output(output)

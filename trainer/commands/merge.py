@@ -17,14 +17,15 @@ from torch import nn
 
 from trainer.checkpoint.finished_run import (
     FinishedRun,
-    exit_code_of,
     find_run,
     load_trained,
     put_adapter,
     quiet_libraries,
+    run_command,
     run_device,
     saved_tokenizer,
 )
+from trainer.commands.evaluate import evaluate, held_out_documents
 from trainer.commands.image_adapter import is_of_images, merge_images
 from trainer.commands.requantised import in_mxfp4_again
 from trainer.commands.scale import AUTO, scale_adapter, scale_of
@@ -94,8 +95,6 @@ def merged_model(run: FinishedRun, tokenizer: Any, dtype: torch.dtype, *, scale:
 
 def _best_on_held_out(run: FinishedRun, tokenizer: Any) -> float:
     """The scale with the lowest held-out loss, said. Raises UserError if the run held nothing out."""
-    from trainer.commands.evaluate import evaluate, held_out_documents
-
     try:
         documents = held_out_documents(run, tokenizer, None, None)
     except UserError as error:
@@ -205,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0; 1 or 2 after one line on stderr."""
     arguments = _parse(argv)
     quiet_libraries()
-    return exit_code_of(lambda: _run(arguments), RuntimeError)
+    return run_command(lambda: _run(arguments), RuntimeError)
 
 
 def _run(arguments: argparse.Namespace) -> None:

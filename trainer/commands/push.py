@@ -21,9 +21,9 @@ from trainer.checkpoint.checkpoint_files import reseal, step_of
 from trainer.checkpoint.finished_run import (
     ADAPTER,
     FinishedRun,
-    exit_code_of,
     find_run,
     quiet_libraries,
+    run_command,
     saved_tokenizer,
 )
 from trainer.commands.image_adapter import card_of_images, copy_of_images, is_of_images
@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 2 after one line on stderr."""
     arguments = _parse(argv)
     quiet_libraries()
-    return exit_code_of(lambda: _run(arguments))
+    return run_command(lambda: _run(arguments))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import numpy as np
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.commands.estimate import DEFAULT_GPU, parse_memory
 from trainer.commands.reasoned_yaml import Line, as_yaml
-from trainer.config import CommandParser, LoraSection, RunConfig, UserError, load_config
+from trainer.config import CommandParser, LoraSection, ModelSection, RunConfig, UserError, load_config
 from trainer.contract.output_file import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.data.prepared import Prepared
@@ -30,11 +30,15 @@ from trainer.decisions import Machine
 from trainer.memory.bytes import GIB
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
+from trainer.model.adapter import adapted_layers, apply_adapter
+from trainer.model.base import context_length, empty_model, load_model_config
 from trainer.model.capacity import holds, tells, too_small
+from trainer.model.expert_layers import expert_modules, expert_width, visited_experts
+from trainer.preflight import check_packing, prepare
 
 LONGEST_LOOKED_AT = 16_384
 KEPT_WHOLE = 0.995
-"""Share of the documents that are not cut."""
+"""Fraction of the documents that are not cut."""
 PACK = 2048
 RANKS = (16, 32, 64, 128)
 SHORT_RUN = 200
@@ -111,10 +115,6 @@ def tailored(ask: Ask) -> tuple[list[Line], list[str]]:
 
 
 def _look(ask: Ask) -> tuple[Prepared, int | None]:
-    from trainer.config import ModelSection
-    from trainer.model.base import context_length, load_model_config
-    from trainer.preflight import prepare
-
     context = context_length(load_model_config(ask.model, ModelSection()))
     longest = min(context or LONGEST_LOOKED_AT, LONGEST_LOOKED_AT)
     config = _config(
@@ -124,12 +124,6 @@ def _look(ask: Ask) -> tuple[Prepared, int | None]:
 
 
 def _seen(ask: Ask, prepared: Prepared, context: int | None) -> Seen:
-    from trainer.config import ModelSection
-    from trainer.model.adapter import adapted_layers, apply_adapter
-    from trainer.model.base import empty_model
-    from trainer.model.expert_layers import expert_modules, expert_width, visited_experts
-    from trainer.preflight import check_packing
-
     assert isinstance(prepared.data.train, Samples)
     tokens, targets = prepared.data.train.lengths()
     model = empty_model(prepared.model_config, ModelSection())

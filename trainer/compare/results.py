@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.commands.scale import SCALES, best_scale, chosen_on_the_other_half
-from trainer.compare.run import DOCUMENTS_FILE
+from trainer.compare.measured_run import DOCUMENTS_FILE
 from trainer.compare.trials import Setting, Trial
 from trainer.config import UserError
 

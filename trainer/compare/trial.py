@@ -4,7 +4,7 @@ from trainer.ranks.training_process import begin
 
 if __name__ == "__main__":
     begin()
-    from trainer.compare.run import main
+    from trainer.compare.measured_run import main
     from trainer.ranks.group import end_process
 
     end_process(main())

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from trainer.compare.run import DOCUMENTS_FILE
+from trainer.compare.measured_run import DOCUMENTS_FILE
 from trainer.config import RunConfig, UserError, load_config
 from trainer.contract.launcher_process import tie_children_to_this_process
 

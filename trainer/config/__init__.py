@@ -1,7 +1,8 @@
 """The configuration of a run: one YAML file, frozen pydantic models, one clear line per mistake."""
 
+from trainer.config.command_parser import CommandParser
 from trainer.config.data_sections import DatasetSection, SourceSection
-from trainer.config.errors import CommandParser, UserError
+from trainer.config.errors import UserError
 from trainer.config.gather import engine_stage, engine_zero, gathers_by_layer, trained_in_full, why_not_by_layer
 from trainer.config.image_section import ImageSection
 from trainer.config.load import LoadedConfig, dump_yaml, load_config

@@ -39,7 +39,7 @@ class SourceSection(Section):
     template_without_input: str | None = None
     """For `custom`: the prompt of records whose field `input` (or what `fields.input` names) is empty."""
     weight: Positive = 1.0
-    """Share of this source in a mix: 2.0 draws twice as many of its examples per example as 1.0."""
+    """Weight of this source in a mix: 2.0 draws twice as many of its examples per example as 1.0."""
     max_samples: PositiveInt | None = None
     """Use no more than this many records of the source."""
 
@@ -52,7 +52,7 @@ class DatasetSection(SourceSection):
     evaluation: SourceSection | None = None
     """A held-out source of its own, instead of `val_split`."""
     val_split: Annotated[float, Field(ge=0.0, le=0.5), BeforeValidator(_fraction)] = 0.0
-    """Share of the records held out for evaluation."""
+    """Fraction of the records held out for evaluation."""
     max_length: Annotated[int, Field(ge=1, le=2**24)] = 2048
     """Longest sequence in tokens; longer ones are cut at the end and counted. With packing, the length of a pack."""
     too_long: Literal["cut", "drop", "split"] = "cut"

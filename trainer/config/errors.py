@@ -1,10 +1,9 @@
 """The one exception for mistakes of the user, and the search for the name they meant."""
 
-import argparse
 import errno
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Any
 
 LONGEST_LINE = 1_000
 LONGEST_WORD = 300
@@ -72,19 +71,6 @@ def mistake_in_path(error: OSError) -> UserError | None:
     """
     fix = _OF_PATHS.get(error.errno or 0)
     return None if fix is None or error.filename is None else UserError(f"{error.filename}: {error.strerror}; {fix}")
-
-
-class CommandParser(argparse.ArgumentParser):
-    """argparse, whose mistakes are one line and exit code 2 like all others."""
-
-    def error(self, message: str) -> NoReturn:
-        """End the process."""
-        from trainer.config.messages import as_override  # it imports this module
-
-        words = message.partition("unrecognized arguments: ")[2].split()
-        if words and (override := as_override(words[0], words)):
-            message = f"{words[0].partition('=')[0]}: settings are written without dashes: {override}"
-        self.exit(UserError.exit_code, f"error: {one_line(message)}; `{self.prog} --help` says how\n")
 
 
 def nearest(name: str, known: Iterable[str], likeness: float = 0.7) -> str | None:

@@ -29,7 +29,7 @@ class ImageSection(Section):
     prior_weight: NonNegative = 1.0
     """Weight of their loss."""
     prediction: Literal["auto", "epsilon", "v_prediction"] = "auto"
-    """What SD 1.5 and SDXL are held to; `auto`: what the scheduler of the model says."""
+    """What SD 1.5 and SDXL are trained to predict; `auto`: what the scheduler of the model says."""
     min_snr_gamma: Positive | None = None
     """Weight a time by min(SNR, gamma) / SNR (Hang et al., 2023), for SD 1.5 and SDXL; 5 is usual."""
     times: Literal["auto", "uniform", "logit_normal"] = "auto"

@@ -28,7 +28,7 @@ def expanded(text: str) -> str:
         if path.startswith("~"):
             raise ValueError(f"the home folder {path.partition('/')[0]} is not known here; write the path out")
     if "\0" in path:
-        raise ValueError("a path with a NUL character; write it anew")
+        raise ValueError("a path with a NUL character; write it again")
     longest = max(len(name.encode(errors="surrogateescape")) for name in path.split("/"))
     if longest > LONGEST_NAME:
         raise ValueError(f"a name of {longest} bytes, and file systems take {LONGEST_NAME}; use a shorter one")

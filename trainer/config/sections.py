@@ -59,8 +59,8 @@ class ScuSection(Section):
     lambda_max: Positive = 1e4
     """Largest lambda; linear and cosine end here."""
     rate_floor: Fraction = 0.0
-    """Share of the peak below which PI lets the learning rate not fall after warm-up: what acts on the gradient loses
-    its hold as the rate goes to 0."""
+    """Fraction of the peak below which PI lets the learning rate not fall after warm-up: what acts on the gradient
+    loses its hold as the rate goes to 0."""
     sigma: Positive | Literal["auto"] = "auto"
     """Standard deviation of the Gaussian prior on the weights. `auto`: 0.03; 0.01 for `factors`, as published."""
     reference: PathText | None = None
@@ -68,6 +68,9 @@ class ScuSection(Section):
     without labels. None: the base's own samples, drawn before training."""
     reference_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.125
     """`kl`: tokens of reference text a step, over the tokens trained on."""
+    reference_cache: Literal["auto"] | bool = "auto"
+    """`kl`: keep the base's last hidden states of the reference text on the host, so that no step makes a forward pass
+    of the base. `auto`: where they take at most 1 GiB a rank and the run comes to each text twice or more."""
     every: PositiveInt = 1
     """Optimizer steps between updates of lambda."""
     tokens: Annotated[int, Field(ge=1, le=10**16)] | None = None
@@ -139,13 +142,13 @@ class TierSection(Section):
     peak_memory_gib: Positive | None = None
     """torch's largest allocation on the card."""
     loss_fall: Fraction | None = None
-    """Share by which the mean of the last 10 training losses lies below that of the first 10."""
+    """Fraction by which the mean of the last 10 training losses lies below that of the first 10."""
     memory_growth: Fraction = 0.01
-    """Share by which the peak may grow after the warm-up."""
+    """Fraction by which the peak may grow after the warm-up."""
     throughput_change: Fraction = 0.05
-    """Share by which the last 100 steps may differ in tokens a second from the first 100 after the warm-up."""
+    """Fraction by which the last 100 steps may differ in tokens a second from the first 100 after the warm-up."""
     baseline_loss: Fraction = 0.1
-    """Share of the tokens a second of this card's first run that a later one may lack."""
+    """Fraction of the tokens a second of this card's first run that a later one may lack."""
 
 
 class RunConfig(Section):

@@ -62,7 +62,7 @@ class TrainingSection(Section):
     min_lr_ratio: Fraction = 0.0
     """Last learning rate over the peak, for cosine_with_min_lr."""
     warmup_ratio: Fraction = 0.03
-    """Share of the steps in which the learning rate rises from zero."""
+    """Fraction of the steps in which the learning rate rises from zero."""
     warmup_steps: StepsOrNever | None = None
     """Steps of warm-up, instead of `warmup_ratio`."""
     weight_decay: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
@@ -134,7 +134,7 @@ class TrainingSection(Section):
     deterministic: bool = False
     """Only kernels that give the same bits every time."""
     memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Share of the GPU's memory that this run may take."""
+    """Fraction of the GPU's memory that this run may take."""
     timeout_minutes: Positive = 30.0
     """How long a collective waits for a rank before the run fails; at least 5 minutes more than 3 x hang_timeout."""
     hang_timeout: NonNegative = 10.0

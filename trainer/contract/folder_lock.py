@@ -9,22 +9,19 @@ dead. A holder whose lock was taken over nevertheless (it was halted, or cut off
 Here, and not in a package of the trainer, because the launcher holds it without importing torch.
 """
 
-import json
 import os
-import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from trainer.config.errors import UserError
+from trainer.contract.lock_file import JOB_VARIABLES, Holder, Lock, create_lock, path_in, read_lock, remove_lock
 from trainer.contract.whole_files import write_json
 
-LOCK_FILE = "lock.json"
 BEAT_S = 5.0
 STALE_S = 120.0
 """Longer than a network file system hides a change (60 s), and than a library keeps Python's threads from running."""
@@ -33,7 +30,6 @@ WAIT_S = 900.0
 POLL_S = 1.0
 # A network file system shows other hosts' files late.
 SEEN_WITHIN_S = 30.0
-JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 
 class FolderLost(UserError):
@@ -42,74 +38,12 @@ class FolderLost(UserError):
     exit_code = 1
 
 
-@dataclass(frozen=True)
-class Holder:
-    """A process that holds a lock."""
-
-    host: str
-    machine: str
-    """Different wherever process numbers mean something else: another host, another boot, another container."""
-    pid: int
-    started: int
-    """Ticks since boot, which tells it from a later process of the same number."""
-
-    @classmethod
-    def of_this_process(cls) -> "Holder":
-        """The calling process."""
-        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        return cls(host, _machine(), os.getpid(), _start_of(os.getpid()) or 0)
-
-    def is_alive(self) -> bool | None:
-        """Whether the process runs; None if it is on another machine."""
-        if self.machine != _machine():
-            return None
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass  # somebody else's
-        return _start_of(self.pid) in (self.started, None)
-
-
-@dataclass(frozen=True)
-class Lock:
-    """What stands in the file."""
-
-    token: str
-    """Different for every run."""
-    since: str
-    job: str
-    restarts: int
-    """How often the scheduler had started the job again."""
-    holders: tuple[Holder, ...]
-
-    @classmethod
-    def of_this_process(cls) -> "Lock":
-        """A new one."""
-        job = next((os.environ[name] for name in JOB_VARIABLES if name in os.environ), "")
-        restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        return cls(secrets.token_hex(8), since, job, restarts, (Holder.of_this_process(),))
-
-    def told(self) -> str:
-        """Its holder in words."""
-        if not self.holders:
-            return "an unknown process"
-        job = f" of job {self.job}" if self.job else ""
-        return f"process {self.holders[-1].pid} on {self.holders[-1].host}{job}, since {self.since}"
-
-    def is_predecessor_of(self, other: "Lock") -> bool:
-        """Whether it is of an earlier start of the same job, which the scheduler has ended."""
-        return bool(self.job) and self.job == other.job and self.restarts < other.restarts
-
-
 class FolderLock:
     """The lock of a run's folder, held by this process until `release` or the end of the `with` block."""
 
     def __init__(self, run_dir: Path, lock: Lock, *, owns: bool) -> None:
         """Use `take` or `join`."""
-        self._run_dir, self._path, self._lock, self._owns = run_dir, _path_in(run_dir), lock, owns
+        self._run_dir, self._path, self._lock, self._owns = run_dir, path_in(run_dir), lock, owns
         self._is_lost = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="folder lock", daemon=True)
@@ -123,16 +57,16 @@ class FolderLock:
         this job, or if this is a job that goes on from whatever it finds (`resumes`). Raises UserError if that does not
         end.
         """
-        path, own, watch = _path_in(run_dir), Lock.of_this_process(), _Watch()
+        path, own, watch = path_in(run_dir), Lock.of_this_process(), _Watch()
         deadline, told = time.monotonic() + WAIT_S, ""
-        while not _create(path, own):
-            found = _read(path)
+        while not create_lock(path, own):
+            found = read_lock(path)
             if found is None:
                 continue  # given back meanwhile
             alive = watch.is_alive(*found)
             if alive is False:
                 say(f"note: output_dir={run_dir}: its last run ({found[0].told()}) was killed; taking its lock over")
-                _remove(path, found[0].token)
+                remove_lock(path, found[0].token)
                 continue
             waits = found[0].is_predecessor_of(own) or (resumes and _under_scheduler())
             if alive and (not waits or time.monotonic() > deadline):
@@ -150,8 +84,8 @@ class FolderLock:
 
         Raises FolderLost if another run has the folder by now.
         """
-        path, deadline = _path_in(run_dir), time.monotonic() + SEEN_WITHIN_S
-        while (found := _read(path)) is None:
+        path, deadline = path_in(run_dir), time.monotonic() + SEEN_WITHIN_S
+        while (found := read_lock(path)) is None:
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.2)
@@ -175,7 +109,7 @@ class FolderLock:
     def check(self) -> None:
         """Raise FolderLost if another run has taken the folder over; called before anything is written there."""
         if not self._look():
-            found = _read(self._path)
+            found = read_lock(self._path)
             raise _lost(self._run_dir, found[0] if found else None)
 
     def release(self) -> None:
@@ -187,10 +121,10 @@ class FolderLock:
                 self._path.unlink(missing_ok=True)
 
     def _look(self) -> bool:
-        found = None if self._is_lost else _read(self._path)
+        found = None if self._is_lost else read_lock(self._path)
         if found is None and not self._is_lost:
             # Somebody has emptied the folder. It is ours unless another run came first.
-            return _create(self._path, self._lock) or self._look()
+            return create_lock(self._path, self._lock) or self._look()
         self._is_lost = found is None or found[0].token != self.token
         return not self._is_lost
 
@@ -215,7 +149,7 @@ class FolderLock:
 def refuse_if_held(run_dir: Path, *, resumes: bool) -> None:
     """Raise UserError at once where `take` would: a run of this machine is in the folder. Nothing is written."""
     try:
-        found = _read(_path_in(run_dir))
+        found = read_lock(path_in(run_dir))
     except OSError:
         return  # what is wrong with the path is told by the checks that follow
     if found is None or not any(holder.is_alive() for holder in found[0].holders):
@@ -226,8 +160,8 @@ def refuse_if_held(run_dir: Path, *, resumes: bool) -> None:
 
 def is_seen(run_dir: Path, token: str) -> bool:
     """Whether the lock that another rank holds there can be read here; a network file system may take its time."""
-    path, deadline = _path_in(run_dir), time.monotonic() + SEEN_WITHIN_S
-    while (found := _read(path)) is None or found[0].token != token:
+    path, deadline = path_in(run_dir), time.monotonic() + SEEN_WITHIN_S
+    while (found := read_lock(path)) is None or found[0].token != token:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.2)
@@ -236,7 +170,7 @@ def is_seen(run_dir: Path, token: str) -> bool:
 
 def living_holder(run_dir: Path) -> str | None:
     """The run that is in the folder, in words; None if there is none that lives on this machine, or may elsewhere."""
-    found = _read(_path_in(run_dir))
+    found = read_lock(path_in(run_dir))
     dead = found is None or (found[0].holders and all(holder.is_alive() is False for holder in found[0].holders))
     return None if found is None or dead else found[0].told()
 
@@ -266,53 +200,6 @@ class _Watch:
         return True if self._changes else None
 
 
-def _path_in(run_dir: Path) -> Path:
-    return run_dir / "logs" / LOCK_FILE
-
-
-def _create(path: Path, lock: Lock) -> bool:
-    """Make the file with this content, and its folder; False if there is one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except FileExistsError:
-        return False
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(lock), indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    return True
-
-
-def _read(path: Path) -> tuple[Lock, int] | None:
-    """The lock and the time of its last beat; None if there is none. One that is half written has no holders."""
-    try:
-        # Opened anew for every look: that is when network file systems ask their server.
-        with path.open(encoding="utf-8") as file:
-            text, beat = file.read(), os.fstat(file.fileno()).st_mtime_ns
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        values = json.loads(text)
-        holders = tuple(Holder(**holder) for holder in values.pop("holders"))
-        return Lock(**values, holders=holders), beat
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return Lock("", "", "", 0, ()), beat
-
-
-def _remove(path: Path, token: str) -> None:
-    """Remove the dead lock `token`, and no other that has come in its place."""
-    aside = path.with_name(f"{LOCK_FILE}.{secrets.token_hex(4)}")
-    try:
-        os.rename(path, aside)  # of several that see the same dead lock one succeeds
-    except FileNotFoundError:
-        return
-    found = _read(aside)
-    if found is not None and found[0].token != token and not path.exists():
-        os.rename(aside, path)
-    aside.unlink(missing_ok=True)
-
-
 def _held(run_dir: Path, lock: Lock) -> UserError:
     return UserError(
         f"output_dir={run_dir}: another run is in this folder, {lock.told()}; wait for its end, or name another folder"
@@ -329,22 +216,3 @@ def _lost(run_dir: Path, lock: Lock | None) -> FolderLost:
 
 def _under_scheduler() -> bool:
     return any(name in os.environ for name in (*JOB_VARIABLES, "KUBERNETES_SERVICE_HOST"))
-
-
-def _machine() -> str:
-    """Host, boot and process namespace."""
-    parts = [socket.gethostname()]
-    try:
-        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
-    except OSError:
-        pass  # not Linux: the name has to do
-    return " ".join(parts)
-
-
-def _start_of(pid: int) -> int | None:
-    """When a process started, in ticks since boot; -1 for one that has ended and is not collected yet."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return -1 if fields[0] in "ZX" else int(fields[19])

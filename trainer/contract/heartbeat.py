@@ -87,7 +87,7 @@ def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
             beat = Heartbeat.parse(line)
             steps = [int(word) for word in noted.split()]
             if beat is not None and steps and steps[-1] > beat.step:
-                # The phase is of the step before.
+                # The phase still belongs to the step before.
                 beat = replace(beat, step=steps[-1], first_step=steps[0], phase="")
         except (OSError, ValueError):
             continue

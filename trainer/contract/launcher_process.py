@@ -127,7 +127,7 @@ class LauncherWatch:
             return False
         touched = self._seen[0] if self._seen else None
         try:
-            # Opened, for network file systems look anew then; no clocks are compared, only whether it has changed.
+            # Opened, for network file systems look again then; no clocks are compared, only whether it has changed.
             with self._file.open("rb") as file:
                 touched = os.fstat(file.fileno()).st_mtime_ns
         except FileNotFoundError:

@@ -1,6 +1,8 @@
 """Whether a file can be written where a command is to leave one, asked before its work."""
 
+import json
 import os
+from collections.abc import Set
 from pathlib import Path
 
 from trainer.config import UserError
@@ -19,3 +21,16 @@ def check_output_file(path: Path, named: str) -> None:
         raise UserError(f"{named}: {error.strerror}; name another file") from None
     if not allowed:
         raise UserError(f"{named}: may not be written; name a file in another folder")
+
+
+def check_result_file(path: Path, named: str, keys: Set[str]) -> None:
+    """The same; what stands there may only be an earlier result of the command, a JSON object with these keys."""
+    check_output_file(path, named)
+    if not path.is_file() or not path.stat().st_size:
+        return
+    try:
+        is_earlier = keys <= json.loads(path.read_bytes()).keys()
+    except (OSError, ValueError, AttributeError, RecursionError):
+        is_earlier = False
+    if not is_earlier:
+        raise UserError(f"{named}: exists and holds something else; name a new file, or remove it")

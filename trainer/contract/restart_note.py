@@ -7,6 +7,7 @@ the run goes on is the launcher's to see (launcher/supervision/restarts.py).
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from trainer.contract.whole_files import write_json
 
@@ -24,6 +25,10 @@ class RestartNote:
     batch_size: int
     gradient_accumulation_steps: int
     stage: int
+    larger: tuple[tuple[int, int], ...] = ()
+    """Micro-batch and accumulation before each halving that holds, first to last: to where the run may grow again."""
+    grown: tuple[int, ...] = ()
+    """Micro-batches that the run has grown to before."""
 
     def write(self, logs: Path) -> None:
         """Leave the note; ranks that fail together write the same."""
@@ -39,11 +44,17 @@ class RestartNote:
     def take(cls, logs: Path) -> "RestartNote | None":
         """Read the note and remove it; None if there is none."""
         try:
-            note = cls(**json.loads((logs / _FILE).read_text()))
+            note = cls.of(json.loads((logs / _FILE).read_text()))
         except FileNotFoundError:
             return None
         (logs / _FILE).unlink()
         return note
+
+    @classmethod
+    def of(cls, entry: dict[str, Any]) -> "RestartNote":
+        """From what `asdict` and JSON have made of one."""
+        larger = tuple((size, accumulation) for size, accumulation in entry.pop("larger"))
+        return cls(**entry | {"larger": larger, "grown": tuple(entry["grown"])})
 
     def settings(self) -> dict[str, str]:
         """What to start again with, by the names of the settings."""

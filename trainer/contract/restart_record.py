@@ -3,7 +3,9 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from trainer.contract.restart_note import RestartNote
 from trainer.contract.whole_files import write_json
 
 _FILE = "restarts.json"
@@ -23,6 +25,8 @@ class Restart:
     """Its folder's name; empty for the start."""
     ranks: int
     """How many were started."""
+    note: dict[str, Any] | None = None
+    """Of a rank that ran out of memory, `RestartNote` as a dictionary."""
 
 
 def read_restarts(run_dir: Path) -> list[Restart]:
@@ -33,6 +37,12 @@ def read_restarts(run_dir: Path) -> list[Restart]:
         return []
 
 
+def last_note(run_dir: Path) -> RestartNote | None:
+    """What the last start with a smaller micro-batch was made by; None if there was none."""
+    notes = [restart.note for restart in read_restarts(run_dir) if restart.note]
+    return RestartNote.of(notes[-1]) if notes else None
+
+
 def note_restart(run_dir: Path, restart: Restart) -> None:
     """Add a restart."""
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -40,5 +50,5 @@ def note_restart(run_dir: Path, restart: Restart) -> None:
 
 
 def forget_restarts(run_dir: Path) -> None:
-    """A run that begins anew has had none."""
+    """A run that starts over has had none."""
     (run_dir / "logs" / _FILE).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Micro-batches by tokens: sequences of like length come to one step, and share its micro-batches evenly.
+"""Micro-batches by tokens: sequences of similar length go to one step, split evenly over its micro-batches.
 
 An epoch's order is cut into windows of global batches, each window sorted by length and its batches shuffled, so that a
 step's sequences are drawn from a 32nd of lengths and not all. Within a step micro-batches take as many rows as make
@@ -14,7 +14,7 @@ WINDOW = 32
 
 
 def like_lengths_together(order: Index, lengths: Index, global_batch: int, generator: np.random.Generator) -> Index:
-    """An epoch's order in which every `global_batch` samples are of like length; an incomplete batch stays last."""
+    """An epoch's order in which every `global_batch` samples have similar lengths; an incomplete batch stays last."""
     windows = []
     for start in range(0, len(order), WINDOW * global_batch):
         window = order[start : start + WINDOW * global_batch]

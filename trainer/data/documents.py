@@ -11,7 +11,7 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import DatasetSection, SourceSection, UserError
-from trainer.data.chat import ChatEncoder, chat_template_of
+from trainer.data.conversations import ChatEncoder, chat_template_of
 from trainer.data.formats import Shape, find_shape
 from trainer.data.records import Text, Turns, answers_of, read_record
 from trainer.data.source_files import where_from

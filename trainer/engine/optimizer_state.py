@@ -91,7 +91,7 @@ class EngineState:
     def restore(self, state: dict[str, torch.Tensor], steps: int) -> bool:
         """Write back what `whole_state` gave after `steps` optimizer steps; the working copies of the weights follow.
 
-        False if 8-bit moments had to be rounded anew.
+        False if 8-bit moments had to be rounded again.
         """
         if steps:
             self._create_moments(steps)

@@ -1,4 +1,4 @@
-"""The optimizer's state as every rank holds it, for the files of a checkpoint, and whole again from those files.
+"""The optimizer's state as each rank holds it, for a checkpoint's files, and put together again from those files.
 
 A rank writes its own flat partitions and where each trained tensor lies in them, so that a save communicates nothing:
 no rank sees the moments of another. Who reads puts the tensors together by name, for any stage and number of ranks.
@@ -32,7 +32,7 @@ class Pieces:
     """A number for where each factor lies in those buffers."""
 
     def metadata(self) -> dict[str, str]:
-        """What is no tensor, for the header of a file."""
+        """Everything that is not a tensor, for the header of a file."""
         rest = {"shards": self.shards, "shapes": self.shapes, "offsets": self.offsets, "layout": self.layout}
         return {"pieces": json.dumps(rest)}
 

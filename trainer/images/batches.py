@@ -32,11 +32,11 @@ class Group:
     """[B, C, H, W]."""
     noise: Tensor
     times: Tensor
-    """Between 0 and 1 [B]: how far into the scheduler's times."""
+    """Between 0 and 1 [B]: the position in the scheduler's range of times."""
     conditions: Conditions
     captions: tuple[str, ...]
     weights: Tensor
-    """Of each picture's loss [B]; 0 for what only fills up."""
+    """Of each picture's loss [B]; 0 for padding."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ImageBatch:
     tokens: int
     """Pictures."""
     target_count: int
-    """Pictures that the loss is divided by: without those of the class."""
+    """Number of pictures that the loss is divided by; pictures of the class do not count."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Latents and conditions made once, by the VAE and the text encoders, in a cache that content and settings name.
 
-What the VAE says of a picture is a mean and a standard deviation; training draws from them anew each time.
+What the VAE says of a picture is a mean and a standard deviation; training draws from them again each time.
 """
 
 import json

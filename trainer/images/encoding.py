@@ -67,7 +67,7 @@ def _conditions(pipeline: Pipeline, captions: Sequence[str], device: torch.devic
         for at, caption in enumerate(part):
             conditions = {name: value[at] for name, value in found.items()}
             if not caption and encoder.config.get("force_zeros_for_empty_prompt"):
-                # SDXL's own pipeline leads away from zeros, not from an encoded empty prompt.
+                # SDXL's own pipeline takes zeros as the negative prompt, not an encoded empty one.
                 conditions = {name: torch.zeros_like(value) for name, value in conditions.items()}
             yield start + at, conditions
 

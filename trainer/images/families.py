@@ -45,7 +45,7 @@ class Family:
 
     @property
     def flow(self) -> bool:
-        """Whether it is held to a velocity between data and noise."""
+        """Whether it is trained to predict a velocity between data and noise."""
         return self.scheduler == "FlowMatchEulerDiscreteScheduler"
 
     def as_arguments(self, conditions: Conditions, *, negative: Conditions | None = None) -> Conditions:

@@ -13,11 +13,10 @@ from trainer.patches.loss_head import to_device
 class NoiseLoss:
     """sum_b w_b mean((prediction_b - target_b)^2), fp32; min-SNR weights w in training only."""
 
-    balancing = 0.0
-
     def __init__(self, objective: Objective, dtype: torch.dtype, guidance: float) -> None:
-        """`dtype` is what the model computes in; `guidance` what it is told, where it asks."""
+        """`dtype` is what the model computes in; `guidance` is passed to models that take it."""
         self._objective, self._dtype, self._guidance = objective, dtype, guidance
+        self.balancing: Tensor | float = 0.0
 
     def __call__(self, model: Any, batch: ImageBatch, device: torch.device) -> Tensor:
         """Of the batch, size by size; differentiable."""
@@ -32,6 +31,6 @@ class NoiseLoss:
         conditions["guidance"] = torch.full_like(noised.times, self._guidance, dtype=torch.float32)
         predicted = model(noised.noisy.to(self._dtype), noised.times, conditions, group.captions)
         errors = (predicted.float() - noised.target).square().flatten(1).mean(1)
-        if torch.is_grad_enabled():  # what is held out is compared between runs, whatever they weigh
+        if torch.is_grad_enabled():  # held-out losses are compared between runs, so they are not weighted
             errors = errors * noised.weights
         return (errors * to_device(group.weights, device)).sum()

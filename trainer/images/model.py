@@ -12,6 +12,9 @@ from trainer.engine.layer_gather.shards import LayerShards
 from trainer.images.families import Conditions, Family
 from trainer.images.pipeline import Pipeline
 from trainer.images.text import Captions, EncoderFiles, empty_encoders
+from trainer.model.random_weights import RandomTensors
+from trainer.model.stored_layout import Stored
+from trainer.model.tensor_files import SafetensorsFiles
 
 ATTENTION = ("attn", "attn1", "self_attn")
 """Names of the first attention of a transformer block in diffusers and of CLIP's, whichever model it is of."""
@@ -137,8 +140,7 @@ def load_image_model(
     shards: LayerShards | None = None,
 ) -> ImageModel:
     """The denoiser in `dtype`, or in 4 bits, filled module by module; partitioned as trainer/model/base.py says."""
-    from trainer.model.random_weights import RandomTensors
-    from trainer.model.streamed_weights import fill
+    from trainer.model.streamed_weights import fill  # brings bitsandbytes
 
     model = ImageModel(pipeline)
     model.requires_grad_(False)
@@ -168,8 +170,6 @@ class DenoiserFiles:
 
     def __init__(self, pipeline: Pipeline, section: ModelSection, encoders: EncoderFiles) -> None:
         """Raises UserError if they are not all there or one cannot be read."""
-        from trainer.model.tensor_files import SafetensorsFiles
-
         assert pipeline.folder is not None
         folder = pipeline.folder / pipeline.family.denoiser
         self._prefix = f"{pipeline.family.denoiser}."
@@ -190,8 +190,6 @@ class DenoiserFiles:
 
 def _layout(model: nn.Module, files: Any, pipeline: Pipeline) -> dict[str, Any]:
     """Every parameter and stored buffer by its own name. Raises UserError for what is missing or of another shape."""
-    from trainer.model.stored_layout import Stored
-
     shapes, wanted = files.shapes(), dict(model.named_parameters())
     _refuse(pipeline, [name for name in wanted if name not in shapes], "are in none of its files")
     of_other_shape = [name for name, each in wanted.items() if tuple(each.shape) != shapes[name]]

@@ -1,4 +1,4 @@
-"""What an image model is held to: noise or a velocity, at times that are drawn, weighted or not.
+"""What an image model is trained to predict: noise or a velocity, at times that are drawn, weighted or not.
 
 epsilon         noisy = sqrt(a) x + sqrt(1 - a) e, target e                         SD 1.5, SDXL (Ho et al., 2020)
 v_prediction    target sqrt(a) e - sqrt(1 - a) x                                    (Salimans and Ho, 2022)
@@ -19,7 +19,7 @@ from trainer.images.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class Noised:
-    """What goes into the model and what shall come out of it."""
+    """The model's input and the target of its prediction."""
 
     noisy: Tensor
     target: Tensor

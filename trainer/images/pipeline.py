@@ -13,6 +13,7 @@ from trainer.config import ImageSection, ModelSection, RunConfig, UserError
 from trainer.contract.hub_patience import ask_once_without_network
 from trainer.images.families import FAMILIES, Family, family_of
 from trainer.images.published import published_shape
+from trainer.model.model_source import check_source, unreadable
 
 INDEX = "model_index.json"
 VAE, TOKENS = "vae", "text_encoder"
@@ -88,7 +89,7 @@ class Pipeline:
         return self._library(left_out, dtype=dtype)
 
     def around(self, denoiser: Any, encoders: dict[str, Any]) -> Any:
-        """diffusers' pipeline around a denoiser, by which it knows widths, and these text encoders; no others, no VAE."""
+        """diffusers' pipeline of a denoiser, by which it knows widths, and these text encoders; no others, no VAE."""
         frozen = [name for name in self.family.text_encoders if name not in encoders]
         tokenizers = [name.replace("text_encoder", "tokenizer") for name in frozen]
         left_out: dict[str, Any] = dict.fromkeys([VAE, *frozen, *tokenizers])
@@ -159,8 +160,6 @@ def _folder(base_model: str, section: ModelSection) -> Path:
             raise UserError(f"base_model={base_model}: no {INDEX} in it; name the folder of a pipeline of diffusers")
         return path
     from huggingface_hub import snapshot_download
-
-    from trainer.model.model_source import check_source, unreadable
 
     check_source("base_model", base_model)
     ask_once_without_network(base_model)

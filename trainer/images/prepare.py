@@ -1,4 +1,4 @@
-"""Everything that can be known of a run on pictures before a weight of the denoiser is loaded."""
+"""All checks and data of a run on pictures, before a weight of the denoiser is loaded."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,16 +6,15 @@ from typing import Any
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import shown
 from trainer.data.prepared import Prepared
+from trainer.images.data import prepare_images
+from trainer.images.model import ImageModel
 from trainer.images.pipeline import Pipeline, read_pipeline
 from trainer.images.sizes import check_sizes
+from trainer.model.targets import check_targets
 
 
 def prepare_pictures(config: RunConfig, tell: Callable[[str], None]) -> Prepared:
     """Check the pipeline and the settings, encode pictures and captions. Raises UserError."""
-    from trainer.images.data import prepare_images
-    from trainer.images.model import ImageModel
-    from trainer.model.targets import check_targets
-
     for mistake in _mistakes(config):
         raise UserError(mistake)
     tell(f"checking the pipeline {config.base_model}")

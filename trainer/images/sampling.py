@@ -6,13 +6,15 @@ from typing import Any
 import torch
 
 from trainer.config import ImageSection
+from trainer.contract.known_versions import require
+from trainer.engine.protocol import Engine
 from trainer.images.families import Conditions
 from trainer.images.pipeline import Pipeline
 
 
 @torch.no_grad()
 def draw_samples(
-    engine: Any,
+    engine: Engine,
     pipeline: Pipeline,
     image: ImageSection,
     prompts: Sequence[str],
@@ -65,8 +67,8 @@ def _rows(conditions: Conditions, device: torch.device, dtype: torch.dtype) -> C
 def _decoded(drawn: Any, latents: torch.Tensor, side: int) -> Any:
     """A picture of latents as the pipeline leaves them."""
     vae = drawn.vae
-    if hasattr(drawn, "_unpack_latents"):
-        latents = drawn._unpack_latents(latents, side, side, drawn.vae_scale_factor)
+    if latents.dim() == 3:  # packed: [B, T, 4 C], of pipelines that cut latents into patches themselves
+        latents = require(drawn, "_unpack_latents", "diffusers")(latents, side, side, drawn.vae_scale_factor)
     latents = latents.float()
     if not hasattr(vae, "bn"):  # FLUX.2's pipeline has done it
         latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)

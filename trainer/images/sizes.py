@@ -1,4 +1,4 @@
-"""Sizes that pictures come to: as many pixels as a square of `image.resolution`, in the shape nearest their own."""
+"""Sizes that pictures are brought to: as many pixels as a square of `image.resolution`, in the nearest shape."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ LONGEST = 2.0
 
 @dataclass(frozen=True)
 class Fit:
-    """How a picture comes to its size: scaled to cover it, cut in the middle."""
+    """How a picture is brought to its size: scaled to cover it, then cropped in the middle."""
 
     width: int
     height: int

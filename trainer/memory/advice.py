@@ -46,15 +46,15 @@ def does_not_fit(planner: Planner, config: RunConfig, memory: int, where: str) -
     enough = "; or ".join(option.text() for option in advice if option.found.needed <= memory)
     less = "; ".join(option.text() for option in advice if option.found.needed > memory)
     if not advice:
-        way_out = "take a smaller model or a larger GPU"
+        fix = "take a smaller model or a larger GPU"
     elif not enough:
-        way_out = f"no change is enough, the most helpful are {less}; take a smaller model or a larger GPU"
+        fix = f"no change is enough, the most helpful are {less}; take a smaller model or a larger GPU"
     else:
-        way_out = f"set {enough}" + (f"; of help but not enough: {less}" if less else "")
+        fix = f"set {enough}" + (f"; of help but not enough: {less}" if less else "")
     largest = max(found.terms, key=lambda name: found.terms[name])
     return (
         f"memory: each GPU needs {gib(found.needed)} (of it {gib(found.terms[largest])} for {largest}) "
-        f"and {where} {gib(memory)}; {way_out}"
+        f"and {where} {gib(memory)}; {fix}"
     )
 
 

@@ -14,8 +14,10 @@ from trainer.config import LoraSection, ModelSection
 from trainer.engine.linear_layers import experts_in, is_linear
 from trainer.memory.observed import experts_of, kept_by_activation, kept_by_norm, leaves_layout
 from trainer.memory.widths import Layer, Mixer, NormBytes, Shapes, Weight
+from trainer.model.adapter import apply_adapter
+from trainer.model.base import empty_model
 from trainer.model.expert_layers import holds_experts
-from trainer.model.model_kind import caps_scores
+from trainer.model.model_kind import caps_scores, is_mxfp4
 from trainer.patches.model_facts import CAPPED, facts_of_base, why_head_apart
 
 # The projections that read what their block has computed; all others of the block read what comes into it.
@@ -31,10 +33,6 @@ def read_shapes(
     `vocabulary_at_least` is the tokenizer's size, by which the embedding may grow.
     """
     from accelerate import init_empty_weights
-
-    from trainer.model.adapter import apply_adapter
-    from trainer.model.base import empty_model
-    from trainer.model.model_kind import is_mxfp4
 
     model = empty_model(model_config, section)
     model.tie_weights()  # accelerate replaces each Parameter by an empty one of its own

@@ -11,7 +11,7 @@ engine.backward reduces where `is_gradient_accumulation_boundary`, stage 1 also 
 
 At stages 2 and 3 the other ranks sit in a collective of their own backward pass, which no message reaches. The rank
 leaves a note and ends; the launcher starts all of them again from the newest checkpoint, as after any other failure
-(launcher/supervision/restarts.py).
+(launcher/supervision/restarts.py). The ranks that it starts read that note, and grow again between two steps.
 """
 
 import gc
@@ -28,6 +28,7 @@ import torch.distributed as dist
 from trainer.config import RunConfig, UserError
 from trainer.contract.known_versions import require
 from trainer.contract.restart_note import EXIT_RESTART, MOST_HALVINGS, RestartNote
+from trainer.contract.restart_record import last_note
 from trainer.engine.protocol import Engine
 from trainer.images.pipeline import is_pipeline
 from trainer.memory.advice import smaller_batch
@@ -39,7 +40,7 @@ Result = TypeVar("Result")
 GROW_AFTER = 50
 """Steps between a halving and a look whether the micro-batch before it fits again."""
 GROWTH_SPARE = 0.9
-"""Share of the memory that is not used which twice the activations may take more of."""
+"""Fraction of the memory that is not used which twice the activations may take more of."""
 
 
 class OutOfMemory(UserError):
@@ -92,11 +93,14 @@ class Recovery:
         """Every change of the micro-batch, growing again among them."""
         self._before: list[tuple[int, int]] = []
         """Micro-batch and accumulation before each halving that still holds."""
-        self._grown: list[tuple[int, int]] = []
-        self._grows = True
+        self._grown: list[int] = []
+        """Micro-batches that were grown to; what then runs out of memory again is not tried a third time."""
+        self._grows, self._changed_at = True, 0
         self._group: Any = None
-        if self._in_process and ranks.world_size > 1:
+        if self._halves and ranks.world_size > 1:
             self._group = dist.new_group(backend="gloo")
+        if self._halves and not self._in_process:
+            self._take_up(self._last_note())
 
     def attempt(self, step: int, saved_at: int, launch: Callable[[], Result]) -> Result:
         """`launch()`, repeated with smaller micro-batches while a rank runs out of memory.
@@ -125,6 +129,21 @@ class Recovery:
             self._discard_gradients()
             self._recut(step)
             _restore_random_states(random_states)
+
+    def _last_note(self) -> RestartNote | None:
+        """By which these ranks were started, as the first of them reads it."""
+        note = [last_note(Path(self._config.output_dir)) if self._ranks.is_main else None]
+        if self._group is not None:
+            dist.broadcast_object_list(note, src=0, group=self._group)
+        return note[0]
+
+    def _take_up(self, note: RestartNote | None) -> None:
+        """Know of the halvings before the restart, unless this run was started with a micro-batch of its own."""
+        now = self._batches.batch_size, self._batches.accumulation
+        if note is None or (note.batch_size, note.gradient_accumulation_steps) != now:
+            return
+        self._before, self._grown, self._changed_at = list(note.larger), list(note.grown), note.step
+        self._grows = not self._before or self._before[-1][0] not in self._grown
 
     def hold_reduction(self) -> None:
         """Before the first micro-step: gradients are accumulated, not reduced."""
@@ -172,8 +191,7 @@ class Recovery:
         smaller = self._smaller()
         if smaller is None or len(self._before) == MOST_HALVINGS:
             raise OutOfMemory(self._with_fixes(step))
-        # What grew and ran out of memory again is not tried a third time.
-        self._grows = not any(size == batches.batch_size for size, _ in self._grown)
+        self._grows = batches.batch_size not in self._grown
         size, accumulation = smaller
         self._say(
             f"[yellow]step {step}: out of memory with batch_size {batches.batch_size}[/yellow]; repeated with "
@@ -186,17 +204,21 @@ class Recovery:
         self._batches.batch_size, self._batches.accumulation = size, accumulation
         self._engine.set_train_micro_batch_size(size)
         self._engine.set_train_batch_size(size * accumulation * self._ranks.world_size)
+        if hasattr(self._engine.optimizer, "gradient_accumulation_steps"):  # DeepSpeed's, at stages 1 to 3
+            self._engine.optimizer.gradient_accumulation_steps = accumulation
         self.halvings.append(Halving(step, size, accumulation))
+        self._changed_at = step
         measure_anew()
 
     def _grow_if_it_fits(self, step: int) -> None:
         """After GROW_AFTER steps without trouble, back to the micro-batch before, where every rank has room for it."""
-        if not self._before or not self._grows or step < self.halvings[-1].step + GROW_AFTER:
+        since = step - self._changed_at
+        if not self._before or not self._grows or since < GROW_AFTER or since % GROW_AFTER:
             return
-        if (step - self.halvings[-1].step) % GROW_AFTER or self._any_rank(not has_room_for_twice()):
+        if self._any_rank(not has_room_for_twice()):
             return
         size, accumulation = self._before.pop()
-        self._grown.append((size, accumulation))
+        self._grown.append(size)
         self._say(f"step {step}: there is room again; batch_size {size}, accumulation {accumulation}")
         self._cut(step, size, accumulation)
 
@@ -212,7 +234,10 @@ class Recovery:
         smaller = self._smaller()
         failure: UserError
         if self._halves and not self._agreed and smaller is not None:
-            note = RestartNote(step, *smaller, self._config.zero.stage)
+            now = self._batches.batch_size, self._batches.accumulation
+            note = RestartNote(
+                step, *smaller, self._config.zero.stage, larger=(*self._before, now), grown=tuple(self._grown)
+            )
             note.write(Path(self._config.output_dir) / "logs")
             failure = RestartSmaller(
                 f"step {step}: out of memory with batch_size {self._batches.batch_size}; to go on by hand add "

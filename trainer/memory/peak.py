@@ -3,7 +3,7 @@
 import torch
 
 FRAGMENTED = 0.1
-"""Share of the GPU's memory in free pieces of blocks in use, above which they are worth giving back."""
+"""Fraction of the GPU's memory in free pieces of blocks in use, above which they are worth giving back."""
 
 _BEFORE = [0]
 """The largest allocation before the last `measure_anew`."""

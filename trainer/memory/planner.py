@@ -11,7 +11,8 @@ from trainer.config.checks import check_combinations
 from trainer.data.step_count import with_global_batch
 from trainer.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.activations import Work
-from trainer.memory.bytes import GIB, Estimate, Placement, estimate
+from trainer.memory.bytes import GIB, Estimate, estimate
+from trainer.memory.stored_weights import Placement
 from trainer.memory.widths import Shapes
 
 LARGEST_BATCH = 256
@@ -251,7 +252,7 @@ def _offloads_of(stage: int) -> list[str]:
 
 
 def _reference_rows(config: RunConfig) -> int:
-    """What `scu.measure: kl` adds to the last micro-step: its share of the step's sequences, in one pass with it."""
+    """What `scu.measure: kl` adds to the last micro-step: a fraction of the step's sequences, in one pass with it."""
     scu, training = config.scu, config.training
     if not scu.enabled or scu.measure != "kl":
         return 0

@@ -20,10 +20,10 @@ from trainer.engine.deepspeed_engine import DTYPES
 from trainer.images.pipeline import Pipeline
 from trainer.memory.advice import does_not_fit
 from trainer.memory.bytes import CONTEXT, Estimate, as_json
+from trainer.memory.image_models import picture_planner
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.oom_recovery import Halving
 from trainer.memory.peak import peak_memory_gib
-from trainer.memory.pictures import picture_planner
 from trainer.memory.planner import RECOMPUTATION, RECOMPUTATIONS, Lengths, Planner, gib, with_changes
 from trainer.memory.process import host_memory_left
 from trainer.patches.liger import known_models

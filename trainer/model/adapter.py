@@ -98,7 +98,7 @@ def apply_adapter(
     """
     from peft import get_peft_model
 
-    from trainer.model.expert_adapter import own_experts, set_dropout
+    from trainer.model.expert_adapter import own_experts, set_dropout  # brings bitsandbytes
 
     if lora.adapter_path:
         adapted = _load_existing(model, lora)

@@ -6,17 +6,19 @@ Legend: T tokens, K experts a token visits, S = T K visits sorted by expert, E e
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ops
 from ops.experts import Activation
+from trainer.contract.known_versions import changed
+from trainer.engine.partitioned import is_partitioned
 from trainer.model.expert_layers import DOWN, GATE_UP, UP, is_transposed, takes_all_tokens
 from trainer.model.mxfp4 import MXFP4
 
@@ -42,8 +44,8 @@ def adapted_forward(
     operands = _operands(experts, hidden)
     if operands is not None:
         return ops.experts_mlp(hidden, index, weights.to(hidden.dtype), operands, _for_operator(adapters))
-    if any(_packing(own) is not None for own in experts.parameters(recurse=False)):
-        # What is dequantised is not kept until the backward pass, which does it again.
+    if any(_packing(own) is not None or is_partitioned(own) for own in experts.parameters(recurse=False)):
+        # What is dequantised or gathered is not kept until the backward pass, which does it again.
         tensors = (hidden, index, weights)
         result: Tensor = checkpoint(_in_plain_torch, experts, adapters, *tensors, use_reentrant=False)
         return result
@@ -95,19 +97,21 @@ def _matrix(experts: Any, name: str, hidden: Tensor) -> ops.ExpertMatrix | None:
         return ops.ExpertMatrix.plain(weight, is_transposed(experts)) if weight.dtype == hidden.dtype else None
     from trainer.model.packed_experts import NESTED_BLOCK  # here: it brings bitsandbytes
 
-    sections = weight.sections()
     if layout.dtype != hidden.dtype or layout.rows * layout.cols % layout.block:
         return None
+    sections = weight.sections()
     if layout.kind == MXFP4:
         groups = (layout.experts, layout.rows, layout.cols // layout.block)
-        return ops.ExpertMatrix.mxfp4(sections["codes"].view(*groups, -1), sections["scales"].view(groups))
-    if layout.kind != "nf4":
+        stored = ops.ExpertMatrix.mxfp4(sections["codes"].view(*groups, -1), sections["scales"].view(groups))
+    elif layout.kind == "nf4":
+        state = [sections["scales"], sections["book"]]
+        if layout.double_quant:
+            state += [sections["nested"], sections["nested_book"], sections["offsets"]]
+        nested = NESTED_BLOCK if layout.double_quant else 0
+        stored = ops.ExpertMatrix.nf4(sections["codes"], state, layout.rows, layout.cols, layout.block, nested)
+    else:
         return None
-    state = [sections["scales"], sections["book"]]
-    if layout.double_quant:
-        state += [sections["nested"], sections["nested_book"], sections["offsets"]]
-    nested = NESTED_BLOCK if layout.double_quant else 0
-    return ops.ExpertMatrix.nf4(sections["codes"], state, layout.rows, layout.cols, layout.block, nested)
+    return replace(stored, source=weight)
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,18 @@ class Gate:
 
 
 _KNOWN: WeakKeyDictionary[Any, Gate | None] = WeakKeyDictionary()
+
+
+def check_computed_whole(experts: nn.Module) -> None:
+    """UserError where experts hold a tensor that their forward here would leave out of what transformers computes."""
+    own = {name for name, _ in experts.named_parameters(recurse=False)}
+    unknown = own - {name + end for name in (GATE_UP, UP, DOWN) for end in ("", "_bias")}
+    within = {name for name, part in experts.named_children() if any(True for _ in part.parameters())}
+    unknown |= within - ({"post_expert_norm"} if getattr(experts, "has_post_expert_norm", False) else set())
+    if unknown:
+        raise changed(
+            "transformers", f"{type(experts).__name__} computes with `{min(unknown)}`, which is not known here"
+        )
 
 
 def activation_of(experts: Any) -> Gate | None:

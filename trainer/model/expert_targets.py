@@ -104,14 +104,27 @@ def _check_parameters(model: nn.Module, lora: LoraSection) -> None:
             if not lora.experts:
                 raise UserError(f"lora.target_parameters={name}: names experts, and lora.experts is false; remove one")
         elif not any(_ends(path, name) for path in matrices):
+            if not experts and "experts" in name.split("."):
+                raise UserError(f"lora.target_parameters={name}: this model has no experts; remove it")
             words = {path.rpartition(".")[2] if not path.endswith(".weight") else path for path in (*matrices, *known)}
             nearest = get_close_matches(name.rpartition(".")[2], sorted(words), n=1)
             hint = f"did you mean {nearest[0]}?" if nearest else "name one as model.named_parameters() does"
             raise UserError(f"lora.target_parameters={name}: matches no parameter of this model; {hint}")
     if not experts:
+        if lora.expert_rank != "r":
+            raise UserError(f"lora.expert_rank={lora.expert_rank}: this model has no experts; leave it out")
         for name in lora.target_modules:
             if "experts" in name.split("."):
                 raise UserError(f"lora.target_modules={name}: this model has no experts; name layers, or all-linear")
+    for name in lora.target_modules if experts else ():
+        if names_experts(name, known) and not lora.experts and "experts" in name.split("."):
+            raise UserError(f"lora.target_modules={name}: names experts, and lora.experts is false; remove one")
+        if one := re.search(r"(?:^|\.)experts\.(\d+)(?=\.|$)", name):
+            every = name[: one.start(1)] + "*" + name[one.end(1) :]
+            raise UserError(
+                f"lora.target_modules={name}: names one expert, and those of a layer are adapted together; use "
+                f"{every if names_experts(every, known) else 'experts'}"
+            )
 
 
 def check_router_loss(model: nn.Module, weight: float, lora: LoraSection | None) -> None:

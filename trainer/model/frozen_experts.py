@@ -16,7 +16,7 @@ from trainer.model.packed_experts import PackedExperts
 
 def compute_dequantized(module: nn.Module) -> None:
     """Let a module whose experts are packed compute with dequantised ones."""
-    module.forward = partial(_forward, module, module.forward)
+    module.forward = partial(forget_weights, module, module.forward)
 
 
 def packed_tensors(module: nn.Module) -> dict[str, PackedExperts]:
@@ -24,7 +24,8 @@ def packed_tensors(module: nn.Module) -> dict[str, PackedExperts]:
     return {name: each for name, each in module._parameters.items() if isinstance(each, PackedExperts)}
 
 
-def _forward(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def forget_weights(module: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """A module's `forward` for frozen weights, computed again in the backward pass."""
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
     if not (torch.is_grad_enabled() and any(each.requires_grad for each in tensors)):
         return _computed(module, forward, args, kwargs)

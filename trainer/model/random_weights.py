@@ -12,11 +12,14 @@ import torch
 
 from trainer.config import UserError
 from trainer.engine.linear_layers import experts_in
+from trainer.model.expert_layers import visited_experts
 from trainer.model.mxfp4 import BLOCK as MXFP4_BLOCK
 from trainer.model.published_shapes import shape_settings
 from trainer.model.stored_layout import BLOCKS, SCALES
 
 STANDARD_DEVIATION = 0.02
+ROUTER, SKEWED = "router", "skewed"
+SKEW = 20.0  # by how much favoured experts lead, or trail, where a token's hidden values have a mean square of one
 UNDECLARED = ("rope_theta", "rope_scaling", "head_dim")  # read by models whose configurations have no default for them
 MXFP4_EXPONENT = 120  # 2^-7 x 2.9, the root mean square of the 16 values
 MOST, MOST_LAYERS = 10_000_000, 1000  # what a setting of a shape may be
@@ -33,6 +36,7 @@ def random_config(base_model: str) -> Any:
     from transformers import AutoConfig
 
     settings = shape_settings(base_model)
+    router = settings.pop(ROUTER, None)
     model_type = settings.pop("model_type")
     known = AutoConfig.for_model(model_type)
     published = shape_settings(base_model.split(",")[0])
@@ -54,6 +58,9 @@ def random_config(base_model: str) -> Any:
     heads, groups = getattr(config, "num_attention_heads", 1), getattr(config, "num_key_value_heads", None) or 1
     if heads % groups:
         raise UserError(f"base_model={base_model}: num_key_value_heads={groups} does not divide {heads} heads; use 1")
+    if router is not None and (router != SKEWED or visited_experts(config) == 1):
+        has = f"must be {SKEWED}" if visited_experts(config) > 1 else "this model has no router; leave it out"
+        raise UserError(f"base_model={base_model}: {ROUTER}={router}: {has}")
     config.name_or_path = base_model
     return config
 
@@ -77,6 +84,35 @@ def _of_its_kind(base_model: str, key: str, value: Any, known: Any) -> Any:
             raise UserError(f"base_model={base_model}: {key}={value} must be a whole number from 1 to {most:,}")
         return int(value)
     return value
+
+
+def is_skewed(base_model: str) -> bool:
+    """Whether the routers of `random:SHAPE` are to favour some experts."""
+    return f"{ROUTER}={SKEWED}" in base_model.split(",")
+
+
+def routers_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The weights [E, H] of a mixture's routers by name: beside the module of their experts."""
+    found: dict[str, torch.nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for experts in list(experts_in(module).values())[:1]:
+            beside = path.rpartition(".")[0]
+            for name, each in model.get_submodule(beside).named_parameters(prefix=beside):
+                if each.dim() == 2 and len(each) == len(experts):
+                    found[name] = each
+    return found
+
+
+@torch.no_grad()
+def skew(weight: torch.Tensor) -> None:
+    """Let an eighth of the experts lead by far for one half of all tokens, and trail for the other.
+
+    Their rows of the router's weight [E, H] share a direction, and half of all hidden values lie on each side of it.
+    """
+    experts, hidden = weight.shape
+    draw = torch.Generator().manual_seed(0)
+    direction = torch.randint(0, 2, (hidden,), generator=draw).mul(2).sub(1) * (SKEW * hidden**-0.5)
+    weight[: max(1, experts // 8)] += direction.to(weight)
 
 
 def byte_tokenizer() -> Any:
@@ -110,6 +146,7 @@ class RandomTensors:
         self._base_model = base_model
         self._device = device
         self._like = dict(model.named_parameters(remove_duplicate=False))
+        self._routers = routers_of(model) if is_skewed(base_model) else {}
         self._packed: dict[str, tuple[int, ...]] = {}
         for path, module in model.named_modules() if in_mxfp4 else ():
             for name, experts in experts_in(module).items():
@@ -135,6 +172,8 @@ class RandomTensors:
             value = 1.0 if name.endswith((".weight", ".D")) else 0.0
             return torch.full(like.shape, value, dtype=like.dtype, device=self._device)
         whole = self._drawn(name, like)
+        if name in self._routers:
+            skew(whole)
         return whole if index is None else whole[index : index + 1]
 
     def _packed_of(self, name: str, expert: int, shape: list[int]) -> torch.Tensor:

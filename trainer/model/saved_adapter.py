@@ -19,7 +19,7 @@ def load_adapter(
     """
     from peft import PeftConfig, PeftModel
 
-    from trainer.model.expert_adapter import ParamWrapper, own_experts, set_dropout
+    from trainer.model.expert_adapter import ParamWrapper, own_experts, set_dropout  # brings bitsandbytes
 
     config: Any = PeftConfig.from_pretrained(folder)
     widen = {"autocast_adapter_dtype": in_32_bits}

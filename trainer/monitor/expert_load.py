@@ -10,10 +10,14 @@ from torch import Tensor, nn
 from trainer.engine.partitioned import is_partitioned
 from trainer.model.expert_factor import ExpertFactor
 from trainer.model.expert_layers import DOWN, expert_modules, expert_shape, takes_all_tokens
+from trainer.ranks.group import sum_over_ranks
 
 
 class ExpertLoad:
-    """Counts, on the device, the visits of this rank's training tokens to each expert since the last reading."""
+    """Counts, on the device, the visits of training tokens to each expert since the last reading.
+
+    Each rank has one and counts its own; a reading sums them over all ranks.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._experts = [each for each in expert_modules(model).values() if not takes_all_tokens(each)]
@@ -41,15 +45,20 @@ class ExpertLoad:
         visits.scatter_add_(0, flat, torch.ones_like(flat))
 
     def values(self) -> dict[str, float]:
-        """Shares of the busiest and the idlest expert of a layer, and the entropy (1: all alike), means over layers."""
+        """Shares of the busiest and the idlest expert of a layer, and the entropy (1: all alike), means over layers.
+
+        Every rank must call it, for the visits are summed over the ranks in one all-reduce.
+        """
         found: dict[str, float] = {}
         if self._visits:
-            fractions = [counts.double() / counts.sum().clamp(min=1) for counts in self._visits.values()]
+            visits = [self._visits[layer] for layer in sorted(self._visits)]
+            every = sum_over_ranks(torch.cat(visits)).split([len(counts) for counts in visits])
+            fractions = [counts.double() / counts.sum().clamp(min=1) for counts in every]
             entropies = [torch.special.entr(fraction).sum() / math.log(max(len(fraction), 2)) for fraction in fractions]
             table = torch.stack([torch.stack([s.max(), s.min(), e]) for s, e in zip(fractions, entropies, strict=True)])
             busiest, idlest, entropy = table.mean(0).tolist()
             found = {"experts/busiest_share": busiest, "experts/idlest_share": idlest, "experts/entropy": entropy}
-            for counts in self._visits.values():
+            for counts in visits:
                 counts.zero_()
         if self._adapters and not self._all_had_tokens:
             idle = self._without_token()

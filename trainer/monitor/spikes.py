@@ -5,10 +5,10 @@ from collections.abc import Callable
 from statistics import median
 
 BEFORE = 100
-"""Steps that a loss is held against."""
+"""How many earlier steps a loss is compared with."""
 ENOUGH = 20
 SPREADS = 8.0
-SHARE = 0.2
+FRACTION = 0.2
 # 1.4826 median absolute deviations are one standard deviation of a normal distribution.
 OF_NORMAL = 1.4826
 
@@ -24,11 +24,11 @@ class SpikeWatch:
         """How many there were."""
 
     def look(self, step: int, loss: float, grad_norm: float) -> None:
-        """Take a step's loss in, nats per token; tell of a spike, at most once in so many steps."""
+        """Compare a step's loss, nats per token; warn of a spike, at most once in so many steps."""
         if len(self._losses) >= ENOUGH:
             middle = median(self._losses)
             spread = OF_NORMAL * median(abs(value - middle) for value in self._losses)
-            if loss - middle > max(SPREADS * spread, SHARE * middle):
+            if loss - middle > max(SPREADS * spread, FRACTION * middle):
                 self.spikes += 1
                 self._tell(step, loss, middle, grad_norm)
         self._losses.append(loss)

@@ -1,7 +1,7 @@
 """What is replaced in libraries until the model is built, in the order in which a run comes to it; then all of it."""
 
 from trainer.patches.engine_entries import AFTER_THE_MODEL
-from trainer.patches.entry import Patch
+from trainer.patches.patch import Patch
 
 WITH_MODEL = "with the model, whose own attribute it is"
 UNDONE = "trainer/patches/replace.py: undo; without it with the model"

@@ -6,9 +6,11 @@ from typing import Any
 
 from torch import nn
 
+from trainer.engine.partitioned import is_partitioned
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.expert_forward import activation_of, adapted_forward
 from trainer.model.expert_layers import expert_modules
+from trainer.model.frozen_experts import forget_weights, packed_tensors
 from trainer.patches.replace import replace
 
 
@@ -27,9 +29,18 @@ def compute_experts(model: nn.Module, *, on_gpu: bool) -> list[str]:
             replace(experts, "forward", partial(adapted_forward, experts, {}))
             what = "without adapter"
         else:
+            if _is_gathered_by_deepspeed(experts):
+                # The model's own code would keep views of what is gathered until the backward pass.
+                replace(experts, "forward", partial(forget_weights, experts, experts.forward))
             continue
         counts[what, "by the operator" if by_operator else "in plain torch, for their gate is not the operator's"] += 1
     return [f"experts: {count} layers {what}, {how}" for (what, how), count in counts.items()]
+
+
+def _is_gathered_by_deepspeed(experts: nn.Module) -> bool:
+    """Whether all weights are frozen, as they are stored, and shares of stage 3."""
+    own = list(experts.parameters(recurse=False))
+    return not packed_tensors(experts) and all(is_partitioned(each) and not each.requires_grad for each in own)
 
 
 def _described(wrappers: list[Any]) -> str:

@@ -137,7 +137,7 @@ def why_not(layer: Any) -> str | None:
 
 
 class _Member:
-    """One adapted layer and what the operator needs of it, read anew at every call.
+    """One adapted layer and what the operator needs of it, read again at every call.
 
     The look at a layer takes part in every forward pass, so the modules it goes through are fetched once, and PEFT's
     state is read where it is stored and not through properties.
@@ -171,7 +171,7 @@ class _Member:
 
     @property
     def nf4(self) -> ops.Nf4Weight:
-        """The packed weight; made anew only if the Parameter or its state has been replaced or moved."""
+        """The packed weight; made again only if the Parameter or its state has been replaced or moved."""
         weight: Any = self.base.weight
         known, absmax = self._nf4, weight.quant_state.absmax
         if known is None or known.packed is not weight or known.state[0] is not absmax:

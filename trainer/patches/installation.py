@@ -13,6 +13,7 @@ import torch
 
 from trainer.config import RunConfig, UserError
 from trainer.engine.layer_gather.shards import LayerShards
+from trainer.engine.protocol import Engine
 from trainer.model.expert_layers import expert_modules
 from trainer.patches.deepspeed_workarounds import answer_faults
 from trainer.patches.liger import PARTS, apply_liger, line_of
@@ -72,7 +73,7 @@ def install(stage: Stage, owner: Any, wanted: Wanted) -> list[str]:
     return [line for step in INSTALLATIONS if step.stage == stage for line in step.install(owner, wanted)]
 
 
-def uninstall(model: Any, engine: Any = None) -> None:
+def uninstall(model: Any, engine: Engine | None = None) -> None:
     """Take everything back, last first; what the libraries had is there again."""
     for step in reversed(INSTALLATIONS):
         if step.stage != "engine":
@@ -184,12 +185,12 @@ def _recomputation(model: Any, wanted: Wanted) -> list[str]:
     return [line] if line else []
 
 
-def _faults(engine: Any, _: Wanted) -> list[str]:
+def _faults(engine: Engine, _: Wanted) -> list[str]:
     answer_faults(engine)
     return []
 
 
-def _unanswer(engine: Any) -> None:
+def _unanswer(engine: Engine) -> None:
     undo_on(engine.optimizer)
     undo_on(engine)
 
@@ -200,7 +201,7 @@ def _guard(engine: Any, wanted: Wanted) -> list[str]:
     return []
 
 
-def _unguard(engine: Any) -> None:
+def _unguard(engine: Engine) -> None:
     if (guard := vars(engine).pop("update_guard", None)) is not None:
         guard.remove()
 

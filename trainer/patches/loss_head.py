@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ops.head import divergence_sum, token_loss_sum
+from trainer.contract.known_versions import require
 from trainer.data.batches import IGNORED, MicroBatch
 from trainer.engine.flat_adapter import flat_adapter_of
 from trainer.engine.partitioned import is_partitioned
@@ -90,41 +91,67 @@ class TokenLoss:
         self.balancing = self._balance * result.aux_loss * batch.target_count
         return result
 
-    def divergence(self, model: Any, batch: MicroBatch, device: torch.device, *, with_gradient: bool) -> torch.Tensor:
-        """sum_t KL(adapted_t || base_t) over the targets' places, nats, fp32: two forward passes, one without adapter.
+    def divergence(
+        self,
+        model: Any,
+        batch: MicroBatch,
+        device: torch.device,
+        *,
+        with_gradient: bool,
+        base_states: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """sum_t KL(adapted_t || base_t) over the targets' places, nats, fp32; logits in chunks where the loss's are.
 
-        The base's is without a gradient; logits are made in chunks where the loss's are.
+        `base_states` [K, H] are those of `base_states` for this batch. Without them the base makes a forward pass.
         """
-        self._observe(batch, device)
-        flat = flat_adapter_of(self._module)
-        with flat.views_kept() if flat is not None else nullcontext():
-            return self._divergence(model, batch, device, with_gradient=with_gradient)
+        with self._no_step(batch, device):
+            if base_states is None:
+                base_states = self._of_base(model, batch, device)
+            inputs, places = self._inputs_and_places(batch, device)
+            head = self._head
 
-    def _divergence(self, model: Any, batch: MicroBatch, device: torch.device, *, with_gradient: bool) -> torch.Tensor:
-        inputs, targets = self._inputs(batch, device)
-        places = to_device((targets.flatten() != IGNORED).nonzero().squeeze(1), device)
-        head, seen = self._head, list[torch.Tensor]()
+            def compare(hidden: torch.Tensor) -> torch.Tensor:
+                rows = hidden.flatten(0, 1).index_select(0, places).to(head.weight.dtype)
+                base = base_states.to(head.weight.dtype)
+                return divergence_sum(rows, base, head.weight, factor=self._factor or 1.0).view(1, 1, 1)
+
+            with torch.set_grad_enabled(with_gradient), _head_replaced(head, compare):
+                logits: torch.Tensor = model(**inputs, use_cache=False).logits
+            if head is not None:
+                # As of the loss: what the model multiplies its logits with is undone.
+                return logits.view(()) / (self._factor or 1.0)
+            adapted = logits.flatten(0, 1)[places].float().log_softmax(-1)
+            return (adapted.exp() * (adapted - base_states)).sum()
+
+    def base_states(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor | None:
+        """What the head takes from the base at the targets' places [K, H]; None where logits are not made in chunks."""
+        with self._no_step(batch, device):
+            return None if self._head is None else self._of_base(model, batch, device)
+
+    def _of_base(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
+        """States [K, H] of the base; its log p [K, V] where there is no head to compute them with."""
+        inputs, places = self._inputs_and_places(batch, device)
+        seen: list[torch.Tensor] = []
 
         def keep(hidden: torch.Tensor) -> torch.Tensor:
             seen.append(hidden.flatten(0, 1).index_select(0, places))
             return hidden.new_zeros(1, 1, 1)
 
-        def compare(hidden: torch.Tensor) -> torch.Tensor:
-            rows = hidden.flatten(0, 1).index_select(0, places).to(head.weight.dtype)
-            base = seen[0].to(head.weight.dtype)
-            return divergence_sum(rows, base, head.weight, factor=self._factor or 1.0).view(1, 1, 1)
+        with torch.no_grad(), adapter_off(self._module), _head_replaced(self._head, keep):
+            logits: torch.Tensor = model(**inputs, use_cache=False).logits
+        return seen[0] if seen else logits.flatten(0, 1)[places].float().log_softmax(-1)
 
-        with torch.no_grad(), adapter_off(self._module), _head_replaced(head, keep):
-            logits = model(**inputs, use_cache=False).logits
-        base = None if head is not None else logits.flatten(0, 1)[places].float().log_softmax(-1)
-        with torch.set_grad_enabled(with_gradient), _head_replaced(head, compare):
-            logits = model(**inputs, use_cache=False).logits
-        if base is None:
-            # As of the loss: what the model multiplies its logits with is undone.
-            scaled: torch.Tensor = logits
-            return scaled.view(()) / (self._factor or 1.0)
-        adapted = logits.flatten(0, 1)[places].float().log_softmax(-1)
-        return (adapted.exp() * (adapted - base)).sum()
+    @contextmanager
+    def _no_step(self, batch: MicroBatch, device: torch.device) -> Iterator[None]:
+        """Forward passes beside that of the loss: the flat adapter's views stay for its backward pass."""
+        self._observe(batch, device)
+        flat = flat_adapter_of(self._module)
+        with flat.views_kept() if flat is not None else nullcontext():
+            yield
+
+    def _inputs_and_places(self, batch: MicroBatch, device: torch.device) -> tuple[dict[str, Any], torch.Tensor]:
+        inputs, targets = self._inputs(batch, device)
+        return inputs, to_device((targets.flatten() != IGNORED).nonzero().squeeze(1), device)
 
     def _observe(self, batch: MicroBatch, device: torch.device) -> None:
         """See once whether head and loss can be computed together on this model."""
@@ -216,7 +243,11 @@ def adapter_off(module: nn.Module) -> Iterator[None]:
     PEFT's `disable_adapter` would also switch requires_grad of every factor off and on again, which a graph, an engine
     or a flat buffer that holds them does not survive.
     """
-    layers: list[Any] = [layer for layer in module.modules() if getattr(layer, "_disable_adapters", None) is False]
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    adapted = [part for part in module.modules() if isinstance(part, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    layers: list[Any] = [layer for layer in adapted if not require(layer, "_disable_adapters", "peft")]
     for layer in layers:
         layer._disable_adapters = True
     try:

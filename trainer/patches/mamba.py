@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trainer.config import UserError
+from trainer.contract.known_versions import require
 from trainer.engine.linear_layers import is_linear, model_shape, packed_experts_layout
 from trainer.model.adapter import count_parameters
 from trainer.model.targets import beyond_text
@@ -33,7 +34,7 @@ def unquantized_lines(model: nn.Module) -> list[str]:
     from peft.tuners.lora.layer import ParamWrapper
 
     from trainer.model.eight_bit import FrozenLinear8bit
-    from trainer.model.four_bit import FrozenLinear4bit
+    from trainer.model.four_bit import FrozenLinear4bit  # brings bitsandbytes
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     kinds = [type(layer.base_layer) for layer in layers if not isinstance(layer, ParamWrapper)]
@@ -88,6 +89,12 @@ def _last_name(path: str) -> str:
     return names[-1]
 
 
+def _is_mamba_2(module: nn.Module) -> bool:
+    """By what all of transformers' have: of Mamba-1 there are no chunks, of other mixers no state."""
+    parts = ("in_proj", "out_proj", "ssm_state_size", "chunk_size")
+    return type(module).__module__.startswith("transformers.") and all(hasattr(module, part) for part in parts)
+
+
 def call_projections_of_mamba(model: Any) -> list[str]:
     """Make Mamba-2 layers call their out_proj if it has an adapter or 4-bit weights; lines on how they compute.
 
@@ -95,8 +102,9 @@ def call_projections_of_mamba(model: Any) -> list[str]:
     no gradient. transformers asks that kernel first and goes step by step, still with mamba-ssm's kernels for the
     convolution and the scan, where it answers None.
     """
-    mixers = [module for module in model.modules() if hasattr(_file_of(module), WHOLE_LAYER_KERNEL)]
-    mixers = [module for module in mixers if hasattr(module, "in_proj") and hasattr(module, "out_proj")]
+    mixers = [module for module in model.modules() if _is_mamba_2(module)]
+    for module in mixers:
+        require(_file_of(module), WHOLE_LAYER_KERNEL, "transformers")
     changed = [module for module in mixers if type(module.out_proj) is not nn.Linear]
     for module in changed:
         if getattr(_file_of(module), WHOLE_LAYER_KERNEL) is not _no_kernel:

@@ -15,7 +15,7 @@ from dataclasses import asdict
 
 from trainer.contract.known_versions import KNOWN, installed
 from trainer.patches.entries import PATCHES
-from trainer.patches.entry import Patch
+from trainer.patches.patch import Patch
 
 HEAD = """# What is replaced in the libraries, and why
 

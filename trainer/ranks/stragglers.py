@@ -53,7 +53,7 @@ class StragglerWatch:
         self._spans.append(span)
 
     def compare(self, step: int) -> None:
-        """After every step, on every rank: at the end of a window compare, and name who is behind again."""
+        """After every step, on every rank: at the end of a window, compare and name a rank that is slow again."""
         if step % WINDOW or self._ranks.world_size == 1:
             return
         own = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=self._device)

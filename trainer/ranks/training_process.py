@@ -36,7 +36,7 @@ def begin() -> None:
         signal.signal(number, _end_at_once)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # held back by a launcher until here
     LAUNCHER_WATCH.start()
-    # Where the processor has bf16 instructions, it asks for a package that nothing here uses, at its import.
+    # bitsandbytes, when imported on a processor with bf16 instructions, asks for a package that nothing here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     import_lean()
     make_context_ahead()

@@ -8,7 +8,7 @@ with the very same.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,25 +18,31 @@ from trainer.config import RunConfig, UserError
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Sample, Samples
 from trainer.engine.layer_gather.shards import layer_shards_of
+from trainer.engine.protocol import Engine
 from trainer.patches.loss_head import TokenLoss, adapter_off
 from trainer.ranks.group import Ranks
-from trainer.scu.divergence import REFERENCE_FILE, Divergence, Reference
+from trainer.scu.divergence import REFERENCE_FILE, BaseStates, Divergence, Reference
 
 SAMPLES, LENGTH, AT_A_TIME, SHORTEST = 512, 128, 64, 8
+MOST_STATES = 2**30
 
 
 def divergence_of(
     config: RunConfig,
     prepared: Prepared,
     ranks: Ranks,
-    engine: Any,
+    engine: Engine,
     token_loss: TokenLoss,
     *,
     flat: bool,
+    steps: int,
     resumes: bool,
     say: Callable[[str], None],
 ) -> Divergence:
-    """What measures K in this run, on texts of the user's or on the base's own samples; every rank must call it."""
+    """What measures K in this run, on texts of the user's or on the base's own samples; every rank must call it.
+
+    `steps`: optimizer steps of the whole run, so that one that goes on decides as it did at first.
+    """
     training, scu = config.training, config.scu
     documents: Samples | list[Sample] | None = prepared.reference
     if documents is None:
@@ -58,10 +64,25 @@ def divergence_of(
     )
     whose = "the base's own samples" if prepared.reference is None else escape(str(scu.reference))
     say(f"scu: {reference.rows} of {len(texts):,} reference texts a rank and step, {whose}")
-    return Divergence(engine, token_loss, reference, drawn=prepared.reference is None)
+    states = None
+    if _pays(scu.reference_cache, size := _bytes_of_states(engine, texts), steps * reference.rows, len(texts)):
+        states = BaseStates.compute(engine, token_loss, reference)
+        kept = f"kept on the host, {size / 2**20:,.0f} MiB a rank: it makes no forward pass in a step"
+        say(f"scu: the base's hidden states are {kept if states else 'not kept: this head needs whole logits'}")
+    return Divergence(engine, token_loss, reference, drawn=prepared.reference is None, base_states=states)
 
 
-def base_samples(engine: Any, tokenizer: Any, config: RunConfig, *, resumes: bool, ranks: Ranks) -> list[Sample]:
+def _pays(wanted: Literal["auto"] | bool, size: int, visits: int, texts: int) -> bool:
+    return size <= MOST_STATES and visits >= 2 * texts if wanted == "auto" else wanted
+
+
+def _bytes_of_states(engine: Any, texts: list[Sample]) -> int:
+    base = engine.module.get_base_model()
+    width: int = base.config.get_text_config().hidden_size
+    return sum(len(text.input_ids) - 1 for text in texts) * width * base.dtype.itemsize
+
+
+def base_samples(engine: Engine, tokenizer: Any, config: RunConfig, *, resumes: bool, ranks: Ranks) -> list[Sample]:
     """What the base says when nothing is asked: drawn on every rank, rank 0's kept; every rank must call it.
 
     Raises UserError if a run that goes on has lost them.
@@ -74,7 +95,7 @@ def base_samples(engine: Any, tokenizer: Any, config: RunConfig, *, resumes: boo
         dist.broadcast_object_list(found, src=0, device=engine.device)
     if found[0] is None:
         if resumes:
-            raise UserError(f"{path}: missing, and the run cannot go on to the bit; set scu.reference, or begin anew")
+            raise UserError(f"{path}: missing, and the run cannot go on to the bit; set scu.reference, or start over")
         found = [_draw(engine, tokenizer, min(LENGTH, config.dataset.max_length), config.seed)]
         if ranks.world_size > 1:
             dist.broadcast_object_list(found, src=0, device=engine.device)
@@ -82,7 +103,7 @@ def base_samples(engine: Any, tokenizer: Any, config: RunConfig, *, resumes: boo
 
 
 @torch.no_grad()
-def _draw(engine: Any, tokenizer: Any, length: int, seed: int) -> list[list[int]]:
+def _draw(engine: Engine, tokenizer: Any, length: int, seed: int) -> list[list[int]]:
     model = engine.module
     first = next(token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id, 0) if token is not None)
     devices = [engine.device] if engine.device.type == "cuda" else []

@@ -35,8 +35,10 @@ def begin_steering(
     """
     divergence = None
     if config.scu.measure == "kl":
-        resumes = step > 0
-        divergence = divergence_of(config, prepared, ranks, engine, token_loss, flat=flat, resumes=resumes, say=say)
+        divergence = divergence_of(
+            config, prepared, ranks, engine, token_loss,
+            flat=flat, steps=total_steps, resumes=step > 0, say=say,
+        )  # fmt: skip
     steering = Steering(
         config.scu,
         engine.module,
@@ -48,5 +50,5 @@ def begin_steering(
     if restored:
         return steering, steering.load_state_dict(restored, step=step, run_dir=run_dir)
     if step:
-        return steering, ["scu.enabled=true: the checkpoint has no controller; it begins anew"]
+        return steering, ["scu.enabled=true: the checkpoint has no controller; it starts over"]
     return steering, []

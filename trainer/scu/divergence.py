@@ -18,13 +18,14 @@ from torch import Tensor
 from trainer.contract.whole_files import write_json
 from trainer.data.batches import MicroBatch, collate
 from trainer.data.samples import Sample
-from trainer.patches.loss_head import TokenLoss
+from trainer.engine.protocol import Engine
+from trainer.patches.loss_head import TokenLoss, to_device
 
 REFERENCE_FILE = "scu_reference.json"
 
 
 class Reference:
-    """Documents in an order drawn from `seed`, anew for each pass; `rows` of them for each rank and step."""
+    """Documents in an order drawn from `seed`, a new one for each pass; `rows` of them for each rank and step."""
 
     def __init__(
         self, documents: Sequence[Sample], *, rows: int, rank: int, world_size: int, seed: int, pad_token_id: int,
@@ -35,10 +36,13 @@ class Reference:
         self._shape: dict[str, Any] = {"packed": packed, "flat": flat}
         self._pad = pad_token_id
 
-    def batch(self, step: int) -> MicroBatch:
-        """This rank's documents of optimizer step `step` (from 1)."""
-        mine = self._chosen(step)[self.rank * self.rows : (self.rank + 1) * self.rows]
-        return collate([self.documents[index] for index in mine], self._pad, **self._shape)
+    def mine(self, step: int) -> list[int]:
+        """Which documents this rank takes in optimizer step `step` (from 1), as places in `documents`."""
+        return self._chosen(step)[self.rank * self.rows : (self.rank + 1) * self.rows]
+
+    def batch(self, documents: Sequence[int]) -> MicroBatch:
+        """These documents together, by their places."""
+        return collate([self.documents[index] for index in documents], self._pad, **self._shape)
 
     def tokens(self, step: int) -> int:
         """Places at which all ranks compare adapter and base in that step."""
@@ -54,12 +58,53 @@ class Reference:
         return np.random.default_rng([self.seed, turn]).permutation(len(self.documents))
 
 
+class BaseStates:
+    """The base's last hidden states of every reference document, on the host: what the head takes, [T - 1, H] each."""
+
+    def __init__(self, states: Sequence[Tensor]) -> None:
+        self._states = states
+
+    @classmethod
+    def compute(cls, engine: Engine, token_loss: TokenLoss, reference: Reference) -> "BaseStates | None":
+        """By forward passes without the adapter, all documents on every rank; every rank must call it.
+
+        None where the logits are not made in chunks from such states.
+        """
+        model, states = engine.module, list[Tensor]()
+        was_training = model.training
+        model.eval()
+        for begin in range(0, len(reference.documents), reference.rows):
+            chosen = range(begin, min(begin + reference.rows, len(reference.documents)))
+            found = token_loss.base_states(engine, reference.batch(chosen), engine.device)
+            if found is None:
+                break
+            lengths = [len(reference.documents[index].input_ids) - 1 for index in chosen]
+            states += (part.clone() for part in found.cpu().split(lengths))
+        model.train(was_training)
+        return cls(states) if states else None
+
+    def of(self, documents: Sequence[int], device: torch.device) -> Tensor:
+        """Those of a batch of these documents, one after the other [K, H], on the device, without waiting for it."""
+        return to_device(torch.cat([self._states[index] for index in documents]), device)
+
+
 class Divergence:
     """K of the model in training, measured on a few reference documents a step."""
 
-    def __init__(self, engine: Any, token_loss: TokenLoss, reference: Reference, *, drawn: bool = False) -> None:
-        """`drawn`: the documents are the base's own samples, which a run that goes on needs again."""
-        self.drawn = drawn
+    def __init__(
+        self,
+        engine: Engine,
+        token_loss: TokenLoss,
+        reference: Reference,
+        *,
+        drawn: bool = False,
+        base_states: BaseStates | None = None,
+    ) -> None:
+        """`drawn`: the documents are the base's own samples, which a run that goes on needs again.
+
+        With `base_states` the base makes no pass in a step.
+        """
+        self.drawn, self._base_states = drawn, base_states
         self._engine, self._token_loss, self.reference = engine, token_loss, reference
         self._sum: Tensor | None = None
 
@@ -68,8 +113,13 @@ class Divergence:
 
         While lambda is 0 K is measured without a gradient.
         """
+        mine, device = self.reference.mine(step), self._engine.device
         sum_local = self._token_loss.divergence(
-            self._engine, self.reference.batch(step), self._engine.device, with_gradient=lambda_ > 0
+            self._engine,
+            self.reference.batch(mine),
+            device,
+            with_gradient=lambda_ > 0,
+            base_states=None if self._base_states is None else self._base_states.of(mine, device),
         )
         self._sum = sum_local.detach()
         if lambda_ == 0:

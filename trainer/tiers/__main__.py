@@ -183,7 +183,7 @@ class Runner:
         return self._conclude(Outcome(tier.name, weights.model, held, whole, made))
 
     def _baseline(self, tier: Tier, run: TierRun) -> tuple[Check, ...]:
-        """Throughput beside what was kept for this card, and kept where nothing was, or where that is asked for."""
+        """Compare throughput with what was kept for this card; keep it if there was nothing, or on request."""
         rate = checks.tokens_per_second(run)
         if rate is None:
             return ()

@@ -1,4 +1,4 @@
-"""Throughput of each tier on each card, kept from its first run for later ones to be compared with."""
+"""Throughput of each tier on each card: the first run keeps it, and later runs are compared with it."""
 
 import json
 import re

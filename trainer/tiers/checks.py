@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
+from trainer.checkpoint.checkpoint_files import step_of, whole_checkpoints
 from trainer.config import TierSection
 from trainer.monitor.metrics import Record
 
@@ -180,8 +181,6 @@ def checkpoints_are_whole(*steps: int) -> Checker:
     def check(run: TierRun) -> Check:
         import torch
         from safetensors.torch import load_file
-
-        from trainer.checkpoint.checkpoint_files import step_of, whole_checkpoints
 
         found = whole_checkpoints(run.folder)
         problems = [f"none at step {step}" for step in steps if step not in map(step_of, found)]

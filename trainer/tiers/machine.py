@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.commands.demo import HUB_NAME, demo_data, demo_model
 from trainer.config import ModelSection, UserError, load_config
 
 CPU = "cpu"
@@ -85,7 +86,7 @@ def find_weights(config: Path, shape: str, base_model: str | None, models: Path 
     cached = _in_hub_cache(name)
     if cached is not None:
         return Weights(str(cached), True, f"real weights of {name}, in the hub's cache")
-    if name == _demo_name():
+    if name == HUB_NAME:
         demo = _from_demo()
         if isinstance(demo, Path):
             return Weights(str(demo), True, "real weights, those of `make demo`")
@@ -106,16 +107,8 @@ def _in_hub_cache(name: str) -> Path | None:
     return folder if any(folder.glob("*.safetensors")) and (folder / "tokenizer_config.json").is_file() else None
 
 
-def _demo_name() -> str:
-    from trainer.demo import HUB_NAME
-
-    return HUB_NAME
-
-
 def _from_demo() -> Path | str:
     """The folder of SmolLM2-135M, made on first use, or why it cannot be had."""
-    from trainer.demo import demo_model
-
     try:
         with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, which transformers imports, logs to standard output
             return demo_model(cache_folder())
@@ -125,8 +118,6 @@ def _from_demo() -> Path | str:
 
 def find_data(config: Path) -> list[str]:
     """Overrides that name the demonstration's data, made of this Python's standard library."""
-    from trainer.demo import demo_data
-
     train, held_out = demo_data(cache_folder())
     overrides = [f"dataset.path={train}"]
     if load_config(config).config.dataset.evaluation is not None:

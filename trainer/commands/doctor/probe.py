@@ -67,7 +67,8 @@ def check_torch() -> Iterator[Finding]:
 
 def check_toolchain(config: RunConfig | None) -> Iterator[Finding]:
     """nvcc, the host compiler that it calls, and the fused operators: built, buildable, or why not."""
-    from ops.builder import BuildError, LoraOpBuilder
+    from ops.builder import LoraOpBuilder
+    from ops.toolkit import BuildError
 
     backend = "auto" if config is None else config.ops.backend
     builder = LoraOpBuilder()
@@ -164,15 +165,15 @@ def missing_shards(folder: Path) -> list[str]:
 
 def _check_hub(model: str, why: str) -> Finding:
     """Whether a model that is not whole here can be had."""
-    way_out = f"`zerolora download {model}` where there is a network, then copy the folder"
+    fix = f"`zerolora download {model}` where there is a network, then copy the folder"
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
-        return Finding("hub", "FAIL", f"HF_HUB_OFFLINE is set, and {model}: {why}", way_out)
+        return Finding("hub", "FAIL", f"HF_HUB_OFFLINE is set, and {model}: {why}", fix)
     address = urlparse(os.environ.get("HF_ENDPOINT", HUB))
     port = address.port or (80 if address.scheme == "http" else 443)
     try:
         socket.create_connection((address.hostname or "", port), timeout=HUB_PATIENCE_S).close()
     except OSError as error:
-        return Finding("hub", "FAIL", f"{address.netloc} does not answer ({error}), and {model}: {why}", way_out)
+        return Finding("hub", "FAIL", f"{address.netloc} does not answer ({error}), and {model}: {why}", fix)
     return Finding("hub", "OK", f"{address.netloc} answers; {model} is downloaded at the start")
 
 

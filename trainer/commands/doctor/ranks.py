@@ -153,8 +153,8 @@ def check_versions(reports: Sequence[Report]) -> Iterator[Finding]:
     """Code and package versions, the same on all hosts."""
     wrong = differences(reports)
     for line in wrong:
-        what, _, way_out = line.rpartition("; ")
-        yield Finding("versions", "FAIL", what, way_out)
+        what, _, fix = line.rpartition("; ")
+        yield Finding("versions", "FAIL", what, fix)
     if not wrong:
         hosts = len({report.host for report in reports})
         words = "one host" if hosts == 1 else f"the same on all {hosts} hosts"

@@ -14,9 +14,9 @@ from typing import Any
 
 from trainer.checkpoint.finished_run import (
     FinishedRun,
-    exit_code_of,
     find_run,
     quiet_libraries,
+    run_command,
 )
 from trainer.commands.export.adapters import ADAPTER_FORMS, export_adapter
 from trainer.commands.export.gguf import FORMATS, check_architecture, convert, longest_context, write_gguf
@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code 0; 1 or 2 after one line on stderr."""
     options = _parse(argv)
     quiet_libraries()
-    return exit_code_of(lambda: _run(options), RuntimeError)
+    return run_command(lambda: _run(options), RuntimeError)
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -54,16 +54,16 @@ def check_architecture(config: Any, form: str = "gguf") -> None:
     """Raise UserError if this module cannot write a model of that configuration, or an adapter of it."""
     name = (config.architectures or ["unknown"])[0]
     script = "convert_hf_to_gguf.py" if form == "gguf" else "convert_lora_to_gguf.py"
-    way_out = f"give llama.cpp's {script} with --converter"
+    fix = f"give llama.cpp's {script} with --converter"
     if name not in ARCHITECTURES:
-        raise UserError(f"--format {form}: {name} is not one of {', '.join(ARCHITECTURES)}; {way_out}")
+        raise UserError(f"--format {form}: {name} is not one of {', '.join(ARCHITECTURES)}; {fix}")
     if form != "gguf":
         return  # an adapter says nothing of positions
     kind = config.rope_parameters.get("rope_type", "default")
     # llama.cpp reads a divisor of each frequency for this one of the architectures only.
     known = ("default", "linear", "llama3") if ARCHITECTURES[name][0] == MODEL_ARCH.LLAMA else ("default", "linear")
     if kind not in known:
-        raise UserError(f"--format gguf: rotary embedding of type {kind} is not written here for {name}; {way_out}")
+        raise UserError(f"--format gguf: rotary embedding of type {kind} is not written here for {name}; {fix}")
     if config.hidden_act not in ("silu", "swish"):
         raise UserError(f"--format gguf: llama.cpp computes {name} with SiLU, not with {config.hidden_act}")
 

@@ -14,7 +14,7 @@ from gguf import TokenType
 from jinja2 import TemplateError
 
 from trainer.config import UserError
-from trainer.data.chat import chat_template_of
+from trainer.data.conversations import chat_template_of
 from trainer.model.answers import end_of_turn
 
 # The splitting of GPT-4's descendants, %s being how digits are grouped.

@@ -35,7 +35,7 @@ PROMPTS = (
 )  # fmt: skip
 LONGEST, LOOKED_AT = 48, 4
 """Tokens of a prompt, and how many of its last positions are compared."""
-SHARE, ROUNDING = 1e-3, 1e-4
+FRACTION, ROUNDING = 1e-3, 1e-4
 """What may be wrong: of what the adapter changes, and whatever it changes."""
 COPIES = 3
 READERS = {"vllm": read_vllm, "sglang": read_sglang, "gguf-lora": read_llama_cpp}
@@ -57,7 +57,7 @@ class Comparison:
         moved = f"the adapter moves them by up to {self.effect:.2g}"
         if not self.effect > 10 * ROUNDING:
             raise RuntimeError(f"not verified: {moved}, too little to see whether it is applied")
-        if not self.error <= SHARE * self.effect + ROUNDING:
+        if not self.error <= FRACTION * self.effect + ROUNDING:
             raise RuntimeError(f"not what was trained: read by {self.by}, {found}, and {moved}; nothing was exported")
         return f"verified by {self.by}: {found}; {moved}"
 

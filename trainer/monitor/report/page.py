@@ -6,7 +6,7 @@ from html import escape
 from types import MappingProxyType
 from urllib.parse import quote
 
-from trainer.monitor.report.pictures import Shown
+from trainer.monitor.report.sample_images import Shown
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #27303d; --soft: #5b6675; --line: #e3e7ed; --paper: #ffffff;
@@ -92,13 +92,14 @@ summary { cursor: pointer; color: var(--soft); }
   .tile { padding: 10px 12px; } .tile b { font-size: 16px; }
   .tile:last-child:nth-child(odd) { grid-column: 1 / -1; }
   .summary th { width: 108px; padding-right: 10px; }
+  .wide-table:not(.numbers) :is(td, th, code) { overflow-wrap: anywhere; }
   .wide .chart { height: 200px; } }
 @media print { body { background: none; } figure, section { break-inside: avoid; } }
 """.strip()
 
 
 SHORT_PHASE = 0.01
-"""Phases of a smaller share of the time are shown as one."""
+"""Phases of a smaller fraction of the time are shown as one."""
 
 
 @dataclass(frozen=True)

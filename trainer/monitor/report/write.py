@@ -17,8 +17,8 @@ from trainer.monitor.report.changed_settings import settings_of
 from trainer.monitor.report.charts import charts, draw
 from trainer.monitor.report.curves import counted_in
 from trainer.monitor.report.page import Answer, Tile, render_page
-from trainer.monitor.report.pictures import shown_in_page
 from trainer.monitor.report.recorded import read_answers, read_run, read_settings, read_times
+from trainer.monitor.report.sample_images import shown_in_page
 
 PAGE = "report.html"
 ANSWERS = "answers.json"

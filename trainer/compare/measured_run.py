@@ -40,7 +40,7 @@ DOCUMENTS_FILE = "heldout_documents.json"
 
 def main(argv: list[str] | None = None) -> int:
     """Train; exit code 0 done, 1 failed, 2 usage, 128 + signal when stopped."""
-    parser = CommandParser(prog="trainer.compare.run", description="One run of `zerolora compare`.")
+    parser = CommandParser(prog="trainer.compare.measured_run", description="One run of `zerolora compare`.")
     parser.add_argument("config", help="YAML file")
     parser.add_argument("overrides", nargs="*", help="key=value")
     parser.add_argument("--forgetting", metavar="FILE", help="text on which the distance from the base is measured")

@@ -1,4 +1,4 @@
-"""Model and pictures of `make demo-images`, made once in a cache: `python -m trainer.demo_images [--cache DIR]`.
+"""Model and pictures of `make demo-images`, made once in a cache: `python -m trainer.commands.demo_images [--cache DIR]`.
 
 Model: a Stable Diffusion pipeline small enough for a CPU, whose UNet is trained here on coloured shapes on a light
 ground. Its text encoder stays as it is drawn, and its VAE is set by hand: a latent is the mean colour of 4 x 4 pixels,
@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trainer.commands.demo import make_once, say
 from trainer.config import CommandParser
-from trainer.demo import make_once, say
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 190, 70), "blue": (60, 110, 235), "yellow": (235, 210, 50)}
 SHAPES = ("circle", "square", "triangle")
@@ -247,7 +247,9 @@ def main() -> int:
     """Make what is missing, say where it is, print the overrides for configs/demo-images.yaml."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     default = os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora"
-    parser = CommandParser(prog="python -m trainer.demo_images", description="Model and data of `make demo-images`.")
+    parser = CommandParser(
+        prog="python -m trainer.commands.demo_images", description="Model and data of `make demo-images`."
+    )
     parser.add_argument("--cache", type=Path, default=Path(default), help=f"where they are kept (default: {default})")
     parser.add_argument("--steps", type=int, default=BASE_STEPS, help="for which the base is trained")
     given = parser.parse_args()

@@ -14,9 +14,7 @@ from trainer.data.render import RenderError, render
 from trainer.data.tokens import Encoded, Span, encode_spans
 
 _PROBE = "Sentinel"
-WAY_OUT = (
-    "give dataset.chat_template with {% generation %} marks around what is to be learned, or dataset.train_on: all"
-)
+FIX = "give dataset.chat_template with {% generation %} marks around what is to be learned, or dataset.train_on: all"
 
 
 def chat_template_of(tokenizer: PreTrainedTokenizerBase, configured: str | None) -> str | None:
@@ -81,9 +79,7 @@ class ChatEncoder:
                 spans.append([(0, len(text))])
                 continue
             if marks.text != text:
-                raise UserError(
-                    f"{where[index]}: turns cannot be told apart in this tokenizer's chat template; {WAY_OUT}"
-                )
+                raise UserError(f"{where[index]}: turns cannot be told apart in this tokenizer's chat template; {FIX}")
             spans.append(self._trained_spans(chats[index], conversations[index].silent, marks, where[index]))
         return encode_spans(self.tokenizer, plain, spans, where)
 
@@ -132,7 +128,7 @@ class ChatEncoder:
             blocks = marks.turns.get(turn, [])
             texts = marks.texts.get(turn, [])
             if not blocks and not texts and (message["content"].strip() or message.get("tool_calls")):
-                raise UserError(f"{where}: the chat template leaves no trace of {role} turn {turn + 1}; {WAY_OUT}")
+                raise UserError(f"{where}: the chat template leaves no trace of {role} turn {turn + 1}; {FIX}")
             if role != "assistant":
                 ends = [self._end_token_of(marks.text, start, end) for start, end in blocks]
                 spans += _with_white_space([*texts, *ends[-1:]], marks.text)

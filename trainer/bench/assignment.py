@@ -24,7 +24,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Task:
+class Assignment:
     """The cases and what they are measured with."""
 
     cases: list[Case]
@@ -36,7 +36,7 @@ class Task:
     """Where a stack may put files."""
 
     @classmethod
-    def read(cls, path: Path) -> "Task":
+    def read(cls, path: Path) -> "Assignment":
         """From JSON."""
         values = json.loads(path.read_text())
         return cls(**(values | {"cases": [Case(**case) for case in values["cases"]]}))

@@ -1,0 +1,93 @@
+"""`scu.measure: kl` in whole runs on two ranks: the same course at every stage, and with the base's states kept."""
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.conftest import Case, Matrix, environment, launch
+from tests.distributed.plan import case
+from tests.tiny import write_chats
+
+pytestmark = pytest.mark.distributed
+
+STEPS, CUT = 7, 5
+# A learning rate at which the tiny model is soon past the target, so that lambda works for most of the steps.
+TRAINING = {
+    "training__max_steps": STEPS,
+    "training__gradient_accumulation_steps": 2,
+    "training__learning_rate": 1e-2,
+    "scu__enabled": True,
+    "scu__measure": "kl",
+    "scu__target": 0.002,
+    "scu__deadband": 0.0,
+    "scu__check_every": 2,
+    "scu__reference_share": 0.5,
+    "scu__reference_cache": False,
+}
+KEPT = {"scu__reference_cache": True}
+WAYS: dict[str, dict[str, Any]] = {
+    "stage-0": {"zero__stage": 0},
+    "layer": {"zero__stage": 3, "zero__gather": "layer"},
+    "module": {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0},
+    "layer-recomputed": {"zero__stage": 3, "training__gradient_checkpointing": "non_reentrant"},
+    "operators": {"zero__stage": 2, "ops__backend": "reference"},
+    "kept-layer": {"zero__stage": 3, "zero__gather": "layer", **KEPT},
+    "kept-module": {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0, **KEPT},
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "qlora-layer": {"adapter": "qlora", "zero__stage": 3},
+    "qlora-kept": {"adapter": "qlora", "zero__stage": 3, **KEPT},
+    "packed": {"dataset__packing": True, "zero__stage": 2},
+    "packed-kept": {"dataset__packing": True, "zero__stage": 3, **KEPT},
+}
+PAIRS = [
+    ("qlora-kept", "qlora-layer"), ("packed", "packed-kept"), *((way, "stage-2") for way in WAYS)
+]  # fmt: skip
+RELATIVE = 1e-4  # of a K of some thousandths of a bit, the difference of two sums in 32 bits
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
+    folder = tmp_path_factory.mktemp("kl")
+    write_chats(folder / "reference.jsonl", 9, seed=4)
+    settings = {**TRAINING, "scu__reference": str(folder / "reference.jsonl")}
+    ways = {**WAYS, **OTHERS, "stage-2": {"zero__stage": 2}}
+    cases = [case(name, **(settings | way)) for name, way in ways.items()]
+    for name, way in {"drawn": {}, "drawn-kept": KEPT}.items():
+        # Stage 3 draws them a token and a gather at a time: short ones.
+        saved = TRAINING | {"zero__stage": 3, "training__save_steps": CUT, "dataset__max_length": 12} | way
+        cases.append(case(name, **saved))
+        again = {"training__resume_from_checkpoint": f"{name}/checkpoint-{CUT}", "output_dir": f"again-{name}"}
+        cases.append(case(f"again-{name}", **saved, **again))
+    launch(folder, 2, cases, environment())
+    return Matrix(folder, cases)
+
+
+def course(run: Case) -> list[dict[str, float]]:
+    records: list[dict[str, float]] = json.loads((run.folder / "scu_metrics.json").read_text())
+    return records
+
+
+@pytest.mark.parametrize(("way", "other"), PAIRS)
+def test_every_way_holds_the_same_k_by_the_same_lambda(runs: Matrix, way: str, other: str) -> None:
+    ours, theirs = course(runs[way]), course(runs[other])
+    for name in ("kl_bits", "lambda", "ce_loss"):
+        wanted = [record[name] for record in theirs]
+        assert [record[name] for record in ours] == pytest.approx(wanted, rel=RELATIVE, abs=1e-7), name
+    lambdas = [record["lambda"] for record in theirs]
+    assert lambdas[0] == 0.0 and lambdas[-1] > 0.0, "lambda never worked"
+    assert sum(one != another for one, another in pairwise(lambdas)) >= STEPS // 2
+    for name, value in runs[other].adapter().items():
+        torch.testing.assert_close(runs[way].adapter()[name], value, atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["drawn", "drawn-kept"])
+def test_a_resumed_run_holds_k_to_the_bit(runs: Matrix, name: str) -> None:
+    """On the base's own samples, which lie in the run's folder."""
+    whole, again = course(runs[name]), course(runs[f"again-{name}"])
+    assert again == [record for record in whole if record["step"] >= CUT]
+    for key, value in runs[name].adapter().items():
+        assert torch.equal(runs[f"again-{name}"].adapter()[key], value)
