@@ -1,4 +1,4 @@
-"""Model and pictures of `make demo-images`, made once in a cache: `python -m trainer.commands.demo_images [--cache DIR]`.
+"""Model and pictures of `make demo-images`, made once in a cache: `python -m trainer.commands.demo_images`.
 
 Model: a Stable Diffusion pipeline small enough for a CPU, whose UNet is trained here on coloured shapes on a light
 ground. Its text encoder stays as it is drawn, and its VAE is set by hand: a latent is the mean colour of 4 x 4 pixels,
