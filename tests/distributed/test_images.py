@@ -201,9 +201,9 @@ def test_diffusers_loads_the_adapter_and_draws_the_sample_of_the_run(runs: Matri
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder.parent / family, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     arguments: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 2}
-    without = pipeline("a red circle", generator=torch.Generator().manual_seed(42), **arguments).images[0]
+    without = pipeline(prompt="a red circle", generator=torch.Generator().manual_seed(42), **arguments).images[0]
     pipeline.load_lora_weights(folder)
-    image = pipeline("a red circle", generator=torch.Generator().manual_seed(42), **arguments).images[0]
+    image = pipeline(prompt="a red circle", generator=torch.Generator().manual_seed(42), **arguments).images[0]
     ours = Image.open(folder / "samples" / "00-after.png")
     assert _farthest(ImageChops.difference(image, ours)) <= 1, "the adapter loaded by diffusers draws another picture"
     assert _farthest(ImageChops.difference(without, Image.open(folder / "samples" / "00-before.png"))) <= 1
@@ -232,7 +232,7 @@ def test_what_is_exported_and_merged_draws_the_same(runs: Matrix, name: str, for
         pipeline.load_lora_weights(tmp_path / "kohya", weight_name=KOHYA)
     pipeline.set_progress_bar_config(disable=True)
     seed = torch.Generator().manual_seed(42)
-    image = pipeline("a red circle", height=32, width=32, num_inference_steps=2, generator=seed).images[0]
+    image = pipeline(prompt="a red circle", height=32, width=32, num_inference_steps=2, generator=seed).images[0]
     ours = Image.open(run.folder / "samples" / "00-after.png")
     assert _farthest(ImageChops.difference(image, ours)) <= 1
 

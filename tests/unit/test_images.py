@@ -244,7 +244,8 @@ def test_min_snr_weighs_easy_times_less() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "billions"), [("sdxl", 2.567), ("sd1.5", 0.860), ("sd3.5-medium", 2.243), ("flux-dev", 11.901)]
+    ("shape", "billions"),
+    [("sdxl", 2.567), ("sd1.5", 0.860), ("sd3.5-medium", 2.243), ("flux-dev", 11.901), ("flux2-klein-4b", 3.876)],
 )
 def test_published_shapes_have_as_many_weights_as_the_models(shape: str, billions: float) -> None:
     from trainer.config import ModelSection
