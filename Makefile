@@ -51,7 +51,8 @@ test: lint  ## lint and the fast tests: at most 15 minutes on 2 cores
 test-slow: setup  ## the tests that take minutes each
 	@command -v chromium >/dev/null || scripts/system.sh chromium
 	@scripts/system.sh $(CLUSTER)
-	pytest -m slow --timeout 1800 tests
+	pytest -n 2 --dist loadfile -m slow --timeout 1800 $(OTHERS)
+	pytest -m slow --timeout 1800 tests $(OTHERS:%=--ignore=%)
 
 test-gpu: setup  ## the tests that need an NVIDIA GPU
 	pytest -m gpu tests

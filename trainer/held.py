@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 from trainer.config import UserError, load_config
@@ -18,7 +19,8 @@ from trainer.config.errors import mistake_in_path
 from trainer.contract.held_start import CHECKED, OPTION, Release, take_channel
 from trainer.data.prepared import Prepared
 from trainer.images.pipeline import is_pipeline
-from trainer.preflight import Looked, build_operators, look_at_model, prepare_to_resume
+from trainer.monitor.console import append_output_to
+from trainer.preflight import Looked, begin_to_build, look_at_model, prepare_to_resume
 from trainer.rank import main as train
 from trainer.ranks.progress import phase
 from trainer.ranks.training_process import exit_code_of
@@ -42,7 +44,7 @@ def main(argv: list[str]) -> int:
         release = Release.wait(channel)
     if release is None:
         return EXIT_ORPHANED
-    _write_to(release.log)
+    append_output_to(Path(release.log))  # which all ranks share until each opens its own
     sys.argv[1:] = release.arguments  # as of a rank that was started with them; the run's record tells what was typed
     return train(release.arguments, found)
 
@@ -53,8 +55,8 @@ def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepa
     with _ended_in_order(), _quiet(), phase("checks"):
         try:
             config = load_config(path, overrides).config
+            begin_to_build(config)
             prepared, _ = prepare_to_resume(config, world_size, show)
-            build_operators(config, show)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code, None
@@ -101,7 +103,9 @@ def _quiet() -> Iterator[None]:
 
     deepspeed = logging.getLogger("DeepSpeed")  # sets its level when it is imported
     deepspeed.addFilter(is_error)
-    loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
+    loggers = [
+        logging.getLogger(name) for name in ("transformers", "huggingface_hub", "torchao", "torch.utils._pytree")
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
@@ -111,13 +115,3 @@ def _quiet() -> Iterator[None]:
         deepspeed.removeFilter(is_error)
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _write_to(log: str) -> None:
-    """From now on what this process prints goes to a file that all ranks share."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)

@@ -14,6 +14,8 @@ import pytest
 
 from launcher.commands import main as zerolora
 from tests.tiny import make_model, make_tokenizer, write_chats
+from trainer.config import CommandParser
+from trainer.config.command_parser import from_one
 
 GOOD = "base_model: some/model\noutput_dir: runs/x\ndataset: {path: data.jsonl}\n"
 
@@ -82,6 +84,14 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "quantization.quant_type=fp8": ("quantization.quant_type=fp8: adapter is lora", "adapter: qlora"),
     "adapter=qlora ; quantization.type=fp8 ; lora.dora=true": ("lora.dora=true: reads the base's weights", "use nf4"),
     "adapter=qlora ; quantization.type=int8 ; lora.init=loftq": ("lora.init=loftq: prepares an adapter for a 4-bit",),
+    "training.qat=int2": ("training.qat=int2: must be 'int8' or 'int4'",),
+    "training.qat=int8 ; adapter=none": ("training.qat=int8: rounds the base", "adapter is none; use adapter: lora"),
+    "training.qat=int4 ; adapter=qlora": ("training.qat=int4: rounds the merged", "stored in nf4; use adapter: lora"),
+    "training.qat=int8 ; adapter=qlora ; quantization.type=fp8": ("training.qat=int8", "fp8; use adapter: lora"),
+    "training.qat=int8 ; lora.dora=true": ("training.qat=int8: rounds W + s B A, and DoRA", "use lora.dora: false"),
+    "training.qat=int4 ; lora.init=pissa": ("training.qat=int4: lora.init=pissa changes", "use lora.init: default"),
+    "training.qat=int4 ; ops.backend=cuda": ("ops.backend=cuda: training.qat=int4 computes", "use ops.backend: auto"),
+    "training.qat=int4 ; training.torch_compile=true": ("training.torch_compile=true: cannot trace", "turn it off"),
     "quantization.block_size=65": ("quantization.block_size=65: must be 32, 64",),
     "training.learning_rate=fast": ("training.learning_rate=fast: must be a number, such as",),
     "training.learning_rate=0": ("training.learning_rate=0: must be above 0",),
@@ -342,3 +352,14 @@ def test_a_mistake_on_the_command_line_is_one_line(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and "--help` says how" in line
+
+
+@pytest.mark.parametrize("word", ["0", "-1", "1.5", "many"])
+def test_an_argument_that_counts_takes_whole_numbers_from_1(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = CommandParser(prog="zerolora inspect")
+    parser.add_argument("--step", type=from_one)
+    assert parser.parse_args(["--step", "1"]).step == 1
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args([f"--step={word}"])
+    assert ended.value.code == 2
+    assert f"error: argument --step: {word}: must be a whole number, 1 or more" in capsys.readouterr().err

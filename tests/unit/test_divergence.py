@@ -187,10 +187,26 @@ def test_reference_of_a_step_follows_from_its_number_and_ranks_share_it() -> Non
     assert len(set(seen)) == 7
 
 
+class Engine:
+    """What is used of one here."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, model: Any) -> None:
+        self.module = model
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self.module(**inputs)
+
+
+def engine_of(model: Any) -> Any:
+    return Engine(model)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_kept_states_of_the_base_give_the_same_divergence_by_one_pass_less(packed: bool) -> None:
     model, passes = adapted(), list[Any]()
-    engine, loss, texts = Loop.Engine(model), TokenLoss(model), reference(3, packed=packed)
+    engine, loss, texts = engine_of(model), TokenLoss(model), reference(3, packed=packed)
     plain_term = Divergence(engine, loss, texts).term(2, 0.5)
     states = BaseStates.compute(engine, loss, texts)
     assert states is not None and model.training
@@ -212,27 +228,17 @@ def test_kept_states_of_the_base_give_the_same_divergence_by_one_pass_less(packe
 
 def test_a_head_that_needs_whole_logits_keeps_no_states() -> None:
     model = adapted(modules_to_save=["lm_head"])
-    assert BaseStates.compute(Loop.Engine(model), TokenLoss(model), reference(3)) is None
+    assert BaseStates.compute(engine_of(model), TokenLoss(model), reference(3)) is None
 
 
 class Loop:
     """The training loop of one rank on the tiny model, with its adapter driven away from the base."""
 
-    class Engine:
-        device = torch.device("cpu")
-
-        def __init__(self, model: Any) -> None:
-            self.module = model
-
-        def __call__(self, **inputs: Any) -> Any:
-            return self.module(**inputs)
-
     def __init__(self, **settings: Any) -> None:
         torch.manual_seed(3)
         lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
         self.model: Any = get_peft_model(LlamaForCausalLM(TINY), lora)
-        engine: Any = self.Engine(self.model)
-        divergence = Divergence(engine, TokenLoss(self.model), reference(), drawn=True)
+        divergence = Divergence(engine_of(self.model), TokenLoss(self.model), reference(), drawn=True)
         section = ScuSection(**({"enabled": True, "measure": "kl", "target": 0.05, "deadband": 0.0} | settings))
         self.steering = Steering(
             section, self.model, target_tokens=None, total_steps=10, base_parameters=1, divergence=divergence

@@ -161,3 +161,11 @@ def test_a_mamba_layer_whose_kernel_has_another_name_is_refused(monkeypatch: pyt
     monkeypatch.delattr(modeling, WHOLE_LAYER_KERNEL)
     with pytest.raises(UserError, match=f"^transformers .*: .* has no `{WHOLE_LAYER_KERNEL}`"):
         call_projections_of_mamba(model)
+
+
+def test_packed_latents_that_diffusers_unpacks_by_another_name_are_refused() -> None:
+    from trainer.images.sampling import _decoded
+
+    drawn = SimpleNamespace(vae=None, vae_scale_factor=8)
+    with pytest.raises(UserError, match=r"^diffusers .* has no `_unpack_latents`"):
+        _decoded(drawn, torch.zeros(1, 16, 64), 64)

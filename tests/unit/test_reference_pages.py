@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.reference_pages import command_names, commands_page, help_of, settings_page
+from scripts.reference_pages import command_names, commands_page, helps, settings_page
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")])
@@ -24,9 +24,7 @@ def test_every_command_has_its_chapter_in_order() -> None:
 @pytest.mark.slow
 def test_the_commands_are_described_as_they_describe_themselves() -> None:
     written = (ROOT / "docs" / "reference" / "commands.md").read_text()
-    assert written == commands_page({name: help_of(name) for name in command_names()}), (
-        "python -m scripts.reference_pages"
-    )
+    assert written == commands_page(helps()), "python -m scripts.reference_pages"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -61,7 +61,6 @@ VALUES = {
     "trainer/patches/replace.py: setattr": "by which the others replace",
     "trainer/ranks/group.py: environ": "Python's: rank variables",
     "trainer/images/model.py: vars()[]": "diffusers' own mark of a model in 4 bits",
-    "trainer/memory/image_models.py: scaled_dot_product_attention": "put back in the same function, on the meta device",
     "trainer/joining.py: benchmark": "public",
 }  # fmt: skip
 OTHERS = (

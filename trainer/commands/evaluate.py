@@ -34,6 +34,7 @@ from trainer.checkpoint.finished_run import (
 from trainer.commands.image_adapter import refuse_images
 from trainer.commands.scale import AUTO, SCALES, best_scale, chosen_on_the_other_half, scale_of, scaled_adapter
 from trainer.config import CommandParser, DatasetSection, SourceSection, UserError
+from trainer.config.command_parser import from_one
 from trainer.contract.output_file import check_result_file
 from trainer.data import Sample, Samples, prepare_data
 from trainer.data.batches import MicroBatch, collate
@@ -258,13 +259,6 @@ def _exp(nats: float) -> float:
     return math.exp(nats) if nats < 700 else math.inf
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be 1 or more")
-    return value
-
-
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="zerolora eval", description="Loss, bits per token and perplexity of base and adapter on held-out data."
@@ -275,8 +269,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--split", help="split of --data (train)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    parser.add_argument("--batch-size", type=_positive, metavar="N", help="documents at a time (as in training)")
-    parser.add_argument("--samples", type=_positive, default=2000, metavar="B", help="bootstrap resamples (2000)")
+    parser.add_argument("--batch-size", type=from_one, metavar="N", help="documents at a time (as in training)")
+    parser.add_argument("--samples", type=from_one, default=2000, metavar="B", help="bootstrap resamples (2000)")
     parser.add_argument(
         "--scale", type=scale_of, default=1.0, metavar="X", help="how much of the adapter's update counts, or auto (1)"
     )
@@ -307,6 +301,8 @@ def _run(arguments: argparse.Namespace) -> None:
     precision = resolve_precision(config.training.precision, device)
     if config.adapter == "qlora":
         precision = f"{config.quantization.quant_type} ({precision})"
+    elif config.training.qat:
+        precision = f"{precision}, merged weights in {config.training.qat}"
     size = f"{evaluation.documents:,} documents, {evaluation.target_tokens:,} target tokens"
     show(evaluation, f"{config.base_model}, {precision} on {device.type}; {size}", Console())
     if arguments.scale == AUTO:

@@ -17,6 +17,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import CommandParser, RunConfig, UserError, load_config
+from trainer.config.command_parser import from_one
 from trainer.config.types import AUTO
 from trainer.data import Batches, DataStats, PreparedData, Sample, Samples, prepare_data
 from trainer.data.step_count import global_batch, with_global_batch
@@ -158,8 +159,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--examples", type=int, default=3, help="how many to show (3)")
-    parser.add_argument("--step", type=_from_one, help="show what is trained on in this step, from 1, instead")
-    parser.add_argument("--ranks", type=_from_one, default=1, help="of a run on so many ranks (1)")
+    parser.add_argument("--step", type=from_one, help="show what is trained on in this step, from 1, instead")
+    parser.add_argument("--ranks", type=from_one, default=1, help="of a run on so many ranks (1)")
     arguments = parser.parse_intermixed_args(argv)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # data holds what an ASCII terminal cannot show
@@ -185,13 +186,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
-
-
-def _from_one(word: str) -> int:
-    number = int(word)
-    if number < 1:
-        raise ValueError
-    return number
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from trainer.compare.report import NOTES, result_tables, statements, write_resul
 from trainer.compare.results import Comparison, read_results
 from trainer.compare.trials import CONTROLLERS, MEASURES, Trial, plan, run_trials
 from trainer.config import CommandParser, RunConfig, UserError, load_config
+from trainer.config.command_parser import from_one
 from trainer.preflight import prepare
 
 WIDTH = 132
@@ -158,7 +159,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings in place of the file's")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of all runs and results (output_dir)")
-    parser.add_argument("--seeds", type=_count, default=3, metavar="N", help="seeds: the file's and those after it (3)")
+    parser.add_argument(
+        "--seeds", type=from_one, default=3, metavar="N", help="seeds: the file's and those after it (3)"
+    )
     parser.add_argument(
         "--controllers", type=_controllers, default=CONTROLLERS, metavar="LIST", help=",".join(CONTROLLERS)
     )
@@ -176,20 +179,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--forgetting", type=Path, metavar="FILE", help="text on which the distance from the base is measured too"
     )
-    parser.add_argument("--parallel", type=_count, metavar="N", help="processes side by side (1 for each GPU)")
+    parser.add_argument("--parallel", type=from_one, metavar="N", help="processes side by side (1 for each GPU)")
     parser.add_argument("--gpus", type=_words, default=(), metavar="LIST", help="GPUs to spread over (all)")
-    parser.add_argument("--draws", type=_count, default=2000, metavar="B", help="bootstrap resamples (2000)")
+    parser.add_argument("--draws", type=from_one, default=2000, metavar="B", help="bootstrap resamples (2000)")
     options = parser.parse_intermixed_args(argv)
     options.lambdas = sorted(set(options.lambdas))
     options.ramps = sorted(set(options.ramps or [options.lambdas[len(options.lambdas) // 2]]))
     return options
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: must be 1 or more")
-    return value
 
 
 def _words(text: str) -> list[str]:

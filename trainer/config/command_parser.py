@@ -7,6 +7,17 @@ from trainer.config.errors import UserError, one_line
 from trainer.config.messages import as_override
 
 
+def from_one(text: str) -> int:
+    """The type of an argument that counts something."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number, 1 or more")
+    return value
+
+
 class CommandParser(argparse.ArgumentParser):
     """argparse, whose mistakes are one line and exit code 2 like all others."""
 

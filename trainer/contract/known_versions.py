@@ -28,7 +28,10 @@ KNOWN = {
     "transformers": Reliance(("5.17.0", "5.23.0"), "attention of packs, recomputation, loading piece by piece"),
     "peft": Reliance(("0.21.2",), "forward of adapted layers"),
     "bitsandbytes": Reliance(("0.50.2",), "4-bit weights, 8-bit moments"),
+    "diffusers": Reliance(("0.42.1",), "packed latents of samples, a mark on models in 4 bits"),
     "datasets": Reliance(("5.2.0",), "fingerprints of data from the hub"),
+    "torchao": Reliance(("0.18.0",), "rounding of weights (training.qat)"),
+    "compressed-tensors": Reliance(("0.20.0",), "packing of rounded weights for servers"),
     "liger-kernel": Reliance(("0.8.5",), "which architectures it knows"),
 }
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from trainer.config import ImageSection
+from trainer.contract.known_versions import require
 from trainer.engine.protocol import Engine
 from trainer.images.families import Conditions
 from trainer.images.pipeline import Pipeline
@@ -68,7 +69,7 @@ def _rows(conditions: Conditions, device: torch.device, dtype: torch.dtype) -> C
 def _decoded(drawn: Any, latents: torch.Tensor, side: int) -> Any:
     """A picture of latents as the pipeline leaves them."""
     vae = drawn.vae
-    if hasattr(drawn, "_unpack_latents"):
-        latents = drawn._unpack_latents(latents, side, side, drawn.vae_scale_factor)
+    if latents.dim() == 3:  # packed: [B, T, 4 C], of pipelines that cut latents into patches themselves
+        latents = require(drawn, "_unpack_latents", "diffusers")(latents, side, side, drawn.vae_scale_factor)
     latents = latents.float() / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
     return drawn.image_processor.postprocess(vae.decode(latents, return_dict=False)[0], output_type="pil")[0]

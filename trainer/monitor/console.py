@@ -132,13 +132,18 @@ def _open_screen(console_path: str | None) -> int | None:
             return fd
 
 
-def _redirect_output(log_path: Path) -> None:
+def append_output_to(log: Path) -> None:
+    """From now on what this process prints goes to the end of a file."""
     sys.stdout.flush()
     sys.stderr.flush()
-    log_fd = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(log_fd, 1)
-    os.dup2(log_fd, 2)
-    os.close(log_fd)
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def _redirect_output(log_path: Path) -> None:
+    append_output_to(log_path)
     # Streams of their own on 1 and 2, line by line: the old ones buffer blocks when they were opened on a pipe.
     sys.stdout = _stream(1, "replace")
     sys.stderr = _stream(2, "backslashreplace")

@@ -105,6 +105,17 @@ AFTER_THE_MODEL = (
         ("trainer/patches/loss_head.py: _disable_adapters",),
     ),
     Patch(
+        "scaled_dot_product_attention",
+        "torch",
+        "2.13.0",
+        "on the meta device it is computed in parts and keeps its scores, which flash attention on a card does not",
+        "the memory estimate of image models, which runs an empty denoiser once",
+        "trainer/memory/image_models.py: _flash_attention",
+        "at the end of the same block",
+        "tests/unit/test_images.py: test_what_the_empty_twin_keeps_is_what_the_model_keeps",
+        ("trainer/memory/image_models.py: scaled_dot_product_attention",),
+    ),
+    Patch(
         "forward of what lies below the head of an empty model",
         "transformers",
         "5.23.0",

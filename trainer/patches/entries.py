@@ -269,6 +269,17 @@ UNTIL_THE_MODEL = (
         ("trainer/patches/fused_lora.py: forward",),
     ),
     Patch(
+        "forward of PEFT's LoRA layers, rounded",
+        "peft",
+        "0.21.2",
+        "a server with integer weights computes with Q(W + s B A), and PEFT with W and s B A apart",
+        "training.qat: int8 or int4; `eval` and `generate` of such a run",
+        "trainer/patches/fake_quantised_lora.py: compute_rounded",
+        "trainer/patches/replace.py: undo; and in calls while adapters are disabled, merged or switched",
+        "tests/unit/test_qat.py",
+        ("trainer/patches/fake_quantised_lora.py: forward",),
+    ),
+    Patch(
         "forward of adapted layers, once more",
         "peft",
         "0.21.2",
