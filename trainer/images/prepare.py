@@ -10,7 +10,7 @@ from trainer.images.data import prepare_images
 from trainer.images.model import ImageModel
 from trainer.images.pipeline import Pipeline, read_pipeline
 from trainer.images.sizes import check_sizes
-from trainer.model.targets import check_targets
+from trainer.model.targets import check_targets, targets_of
 
 
 def prepare_pictures(config: RunConfig, tell: Callable[[str], None]) -> Prepared:
@@ -32,8 +32,6 @@ def prepare_pictures(config: RunConfig, tell: Callable[[str], None]) -> Prepared
 
 def _check_encoders(model: Any, config: RunConfig) -> None:
     """Raise UserError where text encoders were to be trained and nothing of them is."""
-    from trainer.model.targets import targets_of
-
     said = "image.train_text_encoders=true"
     if not config.image.train_text_encoders:
         return
