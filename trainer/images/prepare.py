@@ -38,7 +38,9 @@ def _check_encoders(model: Any, config: RunConfig) -> None:
     if not model.text_encoders:
         raise UserError(f"{said}: only those of CLIP are trained, and {config.base_model} has none; remove it")
     adapted = targets_of(model, config.lora)
-    for name in model.text_encoders if adapted is not None else ():
+    if adapted is None:
+        return
+    for name in model.text_encoders:
         if not any(path.startswith(f"{name}.") for path in adapted.modules):
             raise UserError(
                 f"{said}: lora.target_modules={shown(config.lora.target_modules)} names no layer of {name}; "
