@@ -1,5 +1,7 @@
 """Weights with a scale a block on a card: dequantised to the CPU's bits, products within those of the dense weight."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -26,15 +28,17 @@ def test_a_group_is_that_of_the_dequantised_weights(at_once, monkeypatch):
     monkeypatch.setattr(scaled, "DENSE_AT_ONCE", at_once)
     torch.manual_seed(0)
     block = (128, 128)
-    parts = [tuple(each.cuda() for each in drawn(shape, block)) for shape in ((1024, 512), (320, 512))]
-    dense = [reference.dequantize_blocks(*part, block, torch.bfloat16) for part in parts]
+    drawn_parts = [drawn(shape, block) for shape in ((1024, 512), (320, 512))]
+    parts = [(codes.cuda(), scales.cuda()) for codes, scales in drawn_parts]
+    dense = [reference.dequantize_blocks(codes, scales, block, torch.bfloat16) for codes, scales in parts]
     x = torch.randn(300, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     downs = [torch.randn(16, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in parts]
     ups = [torch.randn(len(w), 16, device="cuda", dtype=torch.bfloat16, requires_grad=True) for w in dense]
     settings = ([None, None], downs, ups, [2.0, 0.5])
-    weights = [ops.ScaledWeight(*part, block) for part in parts]
+    weights = [ops.ScaledWeight(codes, scales, block) for codes, scales in parts]
     found = []
-    for group, base in ((ops.scaled_group, weights), (ops.lora_group, dense)):
+    groups: Any = ((ops.scaled_group, weights), (ops.lora_group, dense))
+    for group, base in groups:
         ys = group(x, base, *settings)
         grads = torch.autograd.grad([y.float().square().mean() for y in ys], [x, *downs, *ups])
         found.append([*ys, *grads])

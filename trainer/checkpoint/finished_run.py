@@ -22,6 +22,7 @@ from trainer.data.conversations import chat_template_of
 from trainer.engine.deepspeed_engine import DTYPES, resolve_precision
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
 from trainer.model.saved_adapter import load_adapter
+from trainer.patches.fake_quantised_lora import compute_rounded
 from trainer.patches.packed_attention import choose_attention, copy_heads_without_flash
 from trainer.ranks.group import set_seed
 
@@ -162,8 +163,6 @@ def load_trained(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
     )
     model = put_adapter(base, tokenizer, run)
     if config.training.qat:
-        from trainer.patches.fake_quantised_lora import compute_rounded
-
         compute_rounded(model, config.training.qat, dtype)
     return model
 

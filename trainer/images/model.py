@@ -108,12 +108,14 @@ class ImageModel(nn.Module):
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
         """transformers' name for it; what runs a block again is set by trainer/patches/recompute.py."""
         self.denoiser.enable_gradient_checkpointing()
+        encoder: Any
         for encoder in self.text_encoders.values():
             encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
         """The opposite."""
         self.denoiser.disable_gradient_checkpointing()
+        encoder: Any
         for encoder in self.text_encoders.values():
             encoder.gradient_checkpointing_disable()
 

@@ -31,7 +31,9 @@ def empty_encoders(pipeline: Pipeline) -> dict[str, nn.Module]:
     import transformers
     from accelerate import init_empty_weights
 
-    made = {}
+    made: dict[str, nn.Module] = {}
+    if pipeline.folder is None:
+        return made
     for name, kind in trained_encoders(pipeline).items():
         model = getattr(transformers, kind)
         with init_empty_weights(include_buffers=False):
