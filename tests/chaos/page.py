@@ -51,9 +51,11 @@ def page(folder: Path) -> str:
     """The whole page; the last record of a case counts."""
     records = read_records(folder)
     latest = {(record["place"], record["fault"], record["phase"]): record for record in records}
-    kills = sum(series["kills"] for series in read_series(folder))
+    series = read_series(folder)
+    kills = sum(one["kills"] for one in series)
+    happened = kills + sum(record["happened"] for record in records)
     counted = (
-        f"{sum(record['happened'] for record in records) + kills} faults were put into runs, {kills} of them in series; "
+        f"{happened} faults were put into runs, {kills} of them in series; "
         f"{len(latest)} cases, {sum(record['well'] for record in latest.values())} as they should be; "
         f"{sum(bool(record['damaged']) for record in latest.values())} with a checkpoint lost or damaged, "
         f"{sum(not record['told'] or bool(record['misnamed']) for record in latest.values())} with a wrong name or "
@@ -62,15 +64,8 @@ def page(folder: Path) -> str:
         f"Machine: {_machine()}, shared with other work, so the seconds are upper bounds.\n"
     )
     tables = [_table(place, [record for key, record in latest.items() if key[0] == place]) for place in PLACES]
-    return (
-        HEAD
-        + counted
-        + "".join(tables)
-        + "".join(map(_series, read_series(folder)))
-        + _mended(records)
-        + _missing(set(latest))
-        + NOT_RUN
-    )
+    parts = [*tables, *map(_series, series), _mended(records), _missing(set(latest))]
+    return HEAD + counted + "".join(parts) + NOT_RUN
 
 
 def _table(place: str, records: Sequence[Mapping[str, Any]]) -> str:
@@ -110,7 +105,7 @@ def _row(record: Mapping[str, Any]) -> str:
     ended = "by itself" if record["by_itself"] else f"with {record['code']}, went on when told"
     ended += ", with others in one run" * record.get("together", False)
     equal = "equal" if record["equal"] else "DIFFERENT"
-    verdict = "" if record["well"] else "not as it should be"
+    verdict = "" if record["well"] else ": ".join(filter(None, ("not as it should be", record.get("note"))))
     words = (record["fault"], record["phase"], told, record["restarts"], record["steps_lost"], ended, equal)
     return f"| {' | '.join(map(str, words))} | {record['commit']} | {verdict} |"
 
