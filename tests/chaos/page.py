@@ -51,7 +51,11 @@ def page(folder: Path) -> str:
     """The whole page; the last record of a case counts."""
     records = read_records(folder)
     latest = {(record["place"], record["fault"], record["phase"]): record for record in records}
+    series = read_series(folder)
+    kills = sum(one["kills"] for one in series)
+    happened = kills + sum(record["happened"] for record in records)
     counted = (
+        f"{happened} faults were put into runs, {kills} of them in series; "
         f"{len(latest)} cases, {sum(record['well'] for record in latest.values())} as they should be; "
         f"{sum(bool(record['damaged']) for record in latest.values())} with a checkpoint lost or damaged, "
         f"{sum(not record['told'] or bool(record['misnamed']) for record in latest.values())} with a wrong name or "
@@ -60,7 +64,8 @@ def page(folder: Path) -> str:
         f"Machine: {_machine()}, shared with other work, so the seconds are upper bounds.\n"
     )
     tables = [_table(place, [record for key, record in latest.items() if key[0] == place]) for place in PLACES]
-    return HEAD + counted + "".join(tables) + _series(folder) + _mended(records) + _missing(set(latest)) + NOT_RUN
+    parts = [*tables, *map(_series, series), _mended(records), _missing(set(latest))]
+    return HEAD + counted + "".join(parts) + NOT_RUN
 
 
 def _table(place: str, records: Sequence[Mapping[str, Any]]) -> str:
@@ -100,23 +105,24 @@ def _row(record: Mapping[str, Any]) -> str:
     ended = "by itself" if record["by_itself"] else f"with {record['code']}, went on when told"
     ended += ", with others in one run" * record.get("together", False)
     equal = "equal" if record["equal"] else "DIFFERENT"
-    verdict = "" if record["well"] else "not as it should be"
+    verdict = "" if record["well"] else ": ".join(filter(None, ("not as it should be", record.get("note"))))
     words = (record["fault"], record["phase"], told, record["restarts"], record["steps_lost"], ended, equal)
     return f"| {' | '.join(map(str, words))} | {record['commit']} | {verdict} |"
 
 
-def _series(folder: Path) -> str:
-    file = folder / "series.json"
-    if not file.is_file():
-        return ""
-    series = json.loads(file.read_text())
+def read_series(folder: Path) -> list[dict[str, Any]]:
+    """Every series of kills."""
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("series*.json"))]
+
+
+def _series(series: Mapping[str, Any]) -> str:
     equal = "equal to those of" if series["losses_equal"] else "DIFFERENT from those of"
     ended = f"exit code {series['code']}"
     if series["cut"]:
         ended = f"it was stopped then, of {series['kills_meant']} kills, for the time was up"
     same = {True: ", the adapter equal", False: ", the adapter DIFFERENT", None: ""}[series["adapter_equal"]]
     return (
-        "\n## A series of kills\n\n"
+        f"\n## {series['kills']} kills in one run\n\n"
         f"One run, `training.max_restarts: 200`, rank 1 killed {series['kills']} times, each 1 to 5 s after the first "
         f"new step (`python -m tests.chaos --series {series['kills_meant']}`; commit {series['commit']}): "
         f"{series['restarts']} restarts, {series['steps']} steps, {series['steps_lost']} of them made again; {ended}; "

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launcher.supervision.child import run_child
 from tests.distributed.conftest import environment
 from tests.ends import HOST, TRAIN
 from tests.tiny import write_chats
@@ -215,3 +217,10 @@ def test_the_seconds_of_all_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch)
     # The kernel tells when a process began in hundredths of a second, and when it began itself in whole ones.
     assert before - began - 2.0 <= times.total <= after - began + 2.0
     assert "first step" in "\n".join(times.table())
+
+
+def test_what_prepares_for_other_hosts_and_is_killed_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    killed = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+    assert run_child(killed, "the run failed before its checks were done") == 137
+    told = rf"the run failed before its checks were done: process \d+ on {re.escape(HOST)} was killed by signal 9"
+    assert re.match(told, capsys.readouterr().err)
