@@ -28,18 +28,15 @@ def test_a_group_is_that_of_the_dequantised_weights(at_once, monkeypatch):
     monkeypatch.setattr(scaled, "DENSE_AT_ONCE", at_once)
     torch.manual_seed(0)
     block = (128, 128)
-    drawn_parts = [drawn(shape, block) for shape in ((1024, 512), (320, 512))]
-    parts = [(codes.cuda(), scales.cuda()) for codes, scales in drawn_parts]
-    dense = [reference.dequantize_blocks(codes, scales, block, torch.bfloat16) for codes, scales in parts]
+    parts = [drawn(shape, block) for shape in ((1024, 512), (320, 512))]
+    weights = [ops.ScaledWeight(codes.cuda(), scales.cuda(), block) for codes, scales in parts]
+    dense = [reference.dequantize_blocks(each.values, each.scales, block, torch.bfloat16) for each in weights]
     x = torch.randn(300, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     downs = [torch.randn(16, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in parts]
     ups = [torch.randn(len(w), 16, device="cuda", dtype=torch.bfloat16, requires_grad=True) for w in dense]
     settings = ([None, None], downs, ups, [2.0, 0.5])
-    weights = [ops.ScaledWeight(codes, scales, block) for codes, scales in parts]
     found = []
-    groups: Any = ((ops.scaled_group, weights), (ops.lora_group, dense))
-    for group, base in groups:
-        ys = group(x, base, *settings)
+    for ys in (ops.scaled_group(x, weights, *settings), ops.lora_group(x, dense, *settings)):
         grads = torch.autograd.grad([y.float().square().mean() for y in ys], [x, *downs, *ups])
         found.append([*ys, *grads])
     for ours, theirs in zip(*found, strict=True):
