@@ -204,12 +204,26 @@ def test_global_batches_have_one_size_as_far_as_there_are_pictures() -> None:
     assert kinds == [1, 1, 1, 2]
 
 
+def test_every_rank_has_as_many_passes_where_sizes_are_mixed(root: Path) -> None:
+    """At stage 3 a rank with fewer of them would leave the others waiting for ever."""
+    prepared = prepare(run_config(root))
+    samples = prepared.data.train
+    drawing = Drawing(Objective(prepared.model_config, ImageSection()).draw_time, False, 0.0, 1.0)
+    common: dict[str, Any] = {"prior": None, "batch_size": 2, "accumulation": 1, "seed": 3, "shuffle": True}
+    both = [ImageBatches(samples, drawing, rank=rank, world_size=2, **common) for rank in range(2)]
+    passes = [[len(each.step(epoch, 4)[0][0].groups) for each in both] for epoch in range(6)]
+    assert all(one == other for one, other in passes)
+    assert max(map(max, passes)) == 2, "no mixed batch came about: the test shows nothing"
+    weights = [float(group.weights.sum()) for each in both for group in each.step(0, 4)[0][0].groups]
+    assert sum(weights) == len(samples) - 4
+    rows = [list(image_evaluation(samples, batch_size=5, rank=rank, world_size=2)) for rank in (0, 1)]
+    assert [len(batch.groups) for batch in rows[0]] == [len(batch.groups) for batch in rows[1]]
+
+
 def test_held_out_pictures_are_seen_at_fixed_times(root: Path) -> None:
     prepared = prepare(run_config(root, "dataset.val_split=0.34"))
     held_out = prepared.data.evaluation
-    rows = [
-        list(image_evaluation(held_out, batch_size=3, rank=rank, world_size=2, with_conditions=True)) for rank in (0, 1)
-    ]
+    rows = [list(image_evaluation(held_out, batch_size=3, rank=rank, world_size=2)) for rank in (0, 1)]
     assert len(rows[0]) == len(rows[1])
     assert sum(batch.target_count for part in rows for batch in part) == 4 * len(held_out)
     first = rows[0][0].groups[0]
@@ -231,7 +245,8 @@ def test_min_snr_weighs_easy_times_less() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "billions"), [("sdxl", 2.567), ("sd1.5", 0.860), ("sd3.5-medium", 2.243), ("flux-dev", 11.901)]
+    ("shape", "billions"),
+    [("sdxl", 2.567), ("sd1.5", 0.860), ("sd3.5-medium", 2.243), ("flux-dev", 11.901), ("flux2-klein-4b", 3.876)],
 )
 def test_published_shapes_have_as_many_weights_as_the_models(shape: str, billions: float) -> None:
     from trainer.config import ModelSection
@@ -272,7 +287,7 @@ def test_what_the_empty_twin_keeps_is_what_the_model_keeps(root: Path, family: s
             saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
-    [batch, *_] = image_evaluation(prepared.data.evaluation, batch_size=1, rank=0, world_size=1, with_conditions=True)
+    [batch, *_] = image_evaluation(prepared.data.evaluation, batch_size=1, rank=0, world_size=1)
     loss = NoiseLoss(Objective(pipeline, ImageSection()), torch.float32, 1.0)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss(model, batch, torch.device("cpu"))

@@ -2,7 +2,8 @@
 
 Each adapted weight becomes W + s B A, added in 32 bits and rounded once to the model's number format. The base is read
 in full precision for QLoRA runs too: a sum that is quantised to 4 bits again loses most of what an adapter adds. A base
-that is published in MXFP4 alone (gpt-oss) is written so again, and what that costs is said.
+that is published in MXFP4 alone (gpt-oss) is written so again, and what that costs is said. Of a base in FP8 it is the
+dequantised weights that take the adapter, in the number format that is asked for.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from trainer.engine.deepspeed_engine import DTYPES
 from trainer.model.base import load_base_model, load_model_config
 from trainer.model.integer_weights import BITS, Integers
 from trainer.model.model_kind import is_mxfp4
+from trainer.model.stored_fp8 import fp8_form
 from trainer.monitor.report.recorded import read_run
 
 SHARD_SIZE = "5GB"
@@ -80,7 +82,7 @@ def in_integers(run: FinishedRun, kind: Integers, dtype: str) -> InIntegers:
         print(f"note: the run was {how} (training.qat); rounding it afterwards costs more", file=sys.stderr)
     if dtype == "auto":
         dtype = read_run(run.run_dir).get("precision") or "auto"
-    return InIntegers(kind, _stored_dtype(run) if dtype == "auto" else DTYPES[dtype], run_device())
+    return InIntegers(kind, _number_format(run, dtype), run_device())
 
 
 def load_merged(
@@ -91,9 +93,8 @@ def load_merged(
     With `integers` it has their number format, and its adapted layers are rounded.
     """
     tokenizer = saved_tokenizer(run)
-    stored = _stored_dtype(run)  # refuses a quantised base
+    wanted = _number_format(run, dtype)  # refuses a quantised base
     factor = _best_on_held_out(run, tokenizer) if isinstance(scale, str) else scale
-    wanted = stored if dtype == "auto" else DTYPES[dtype]
     if integers is not None:
         wanted = integers.dtype
     return merged_model(run, tokenizer, wanted, scale=factor, integers=integers), tokenizer
@@ -124,7 +125,7 @@ def merged_model(
         dtype=dtype,
         device=torch.device("cpu"),
         attention="eager",
-        unpack_mxfp4=True,
+        unpack=True,
     )
     # In 32 bits the sum is rounded once, and not its second term before it.
     adapted = put_adapter(base, tokenizer, run, in_32_bits=True)
@@ -175,14 +176,25 @@ def _untie_head(adapted: Any) -> None:
     base.all_tied_weights_keys = {}
 
 
-def _stored_dtype(run: FinishedRun) -> torch.dtype:
-    """The number format that the base's weights are stored in, 32 bits if its configuration does not say."""
+def _number_format(run: FinishedRun, dtype: str) -> torch.dtype:
+    """What is asked for; `auto` is what the base is stored in, 32 bits if its configuration does not say.
+
+    Raises UserError for a base that is stored quantised: of FP8 only what is asked for is written, dequantised.
+    """
     config = load_model_config(run.config.base_model, run.config.model)
-    if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config):
+    fp8 = fp8_form(config) is not None
+    if fp8 and dtype == "auto":
+        raise UserError(
+            f"base_model={run.config.base_model}: is stored in FP8, which would round most of the adapter away; name "
+            "the 16-bit model with --base-model, or merge with --dtype bf16 into the dequantised weights"
+        )
+    if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config) and not fp8:
         raise UserError(
             f"base_model={run.config.base_model}: is stored quantised, and merging needs full precision; name the "
             "model that it was made from with --base-model"
         )
+    if dtype != "auto":
+        return DTYPES[dtype]
     stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
     stored = getattr(torch, stored) if isinstance(stored, str) else stored
     return stored if stored in DTYPES.values() else torch.bfloat16

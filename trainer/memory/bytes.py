@@ -200,7 +200,8 @@ def optimizer_step(shapes: Shapes, placement: Placement) -> int:
 
 def host_memory(shapes: Shapes, work: Work, placement: Placement) -> int:
     """Host memory of a rank beside the process itself: what is offloaded, and the model while it is loaded whole."""
-    streamed = placement.packed or placement.stage == 3
+    stored = any(weight.mxfp4 or weight.fp8_scales for weight in shapes.weights)
+    streamed = placement.packed or stored or placement.stage == 3
     read = [weight.elements for weight in shapes.weights if not weight.factor]
     loading = max(read, default=0) if streamed else sum(read)
     return max(offloaded(shapes, work, placement), loading * placement.element)

@@ -54,20 +54,20 @@ def bytes_of(weight: Weight, placement: Placement) -> int:
     """A weight as it lies on the card: elements x e, or a byte or half a byte each with their scales."""
     if not is_packed(weight, placement):
         return rounded(weight.elements * placement.element)
-    if placement.eight_bit and not weight.mxfp4:
+    if weight.fp8_scales or (placement.eight_bit and not weight.mxfp4):
         return rounded(weight.elements) + scales_of(weight, placement)
     return rounded((weight.elements + 1) // 2) + scales_of(weight, placement)
 
 
 def is_packed(weight: Weight, placement: Placement) -> bool:
     """Whether a weight has 4 or 8 bits for a value: a packed base's matrices, and what is stored so."""
-    return weight.mxfp4 or (placement.packed and weight.packable)
+    return weight.mxfp4 or weight.fp8_scales > 0 or (placement.packed and weight.packable)
 
 
 def scales_of(weight: Weight, placement: Placement) -> int:
     """What a quantised weight needs in addition to its numbers.
 
-    8 bits: 4 bytes a row.
+    8 bits: 4 bytes a row, or for each scale that is stored.
 
     Scales: 4 bytes per block, or 1 byte per block and 4 bytes per 256 blocks (double quantisation); code books 16 and
     256 numbers of 32 bits per matrix. Of experts each has its own blocks, and all have the same books. MXFP4: 1 byte
@@ -77,6 +77,8 @@ def scales_of(weight: Weight, placement: Placement) -> int:
         return 0
     if weight.mxfp4:
         return rounded(weight.elements // 32)
+    if weight.fp8_scales:
+        return rounded(4 * weight.fp8_scales)
     if placement.eight_bit:
         return rounded(4 * weight.rows)
     matrices = max(1, weight.experts)

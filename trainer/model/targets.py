@@ -132,6 +132,8 @@ def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:
     if not lora.experts and any("experts" in path.split(".") for path, _ in model.named_modules()):
         patterns.append(_below("experts"))  # where each is a module of its own
     patterns += filter(None, [_pattern_of(beyond_text(model))])
+    if hasattr(model, "never_read"):
+        patterns += [rf"{re.escape(path)}\..*" for path in model.never_read()]
     if lora.target_modules == ALL_LINEAR:
         patterns += filter(None, [_pattern_of(_no_plain_linear(model))])
     return "|".join(patterns) or None
@@ -227,7 +229,8 @@ def _ends_in(path: str, names: tuple[str, ...]) -> bool:
 def _nothing(name: str, paths: set[str], what: str) -> str:
     """That a name matches nothing, and what was meant or what there is."""
     words = {word for path in paths for word in path.split(".") if not word.isdigit()}
-    nearest = get_close_matches(name.rpartition(".")[2], sorted(words), n=1)
+    last = name.rpartition(".")[2]
+    nearest = [f"{last}_proj"] if f"{last}_proj" in words else get_close_matches(last, sorted(words), n=1)
     hint = f"did you mean {nearest[0]}? There" if nearest else "there"
     return f"matches no {what} of this model; {hint} are: {_names_of(paths)}"
 

@@ -139,7 +139,7 @@ UNTIL_THE_MODEL = (
         "transformers",
         "5.23.0",
         "it reads experts in 16 bits, and autograd would keep them until the backward pass",
-        "experts in NF4 or MXFP4 without an adapter of their own",
+        "experts in 4 or 8 bits without an adapter of their own",
         "trainer/model/frozen_experts.py: compute_dequantized",
         WITH_MODEL,
         "tests/unit/test_packed_experts.py: test_packed_experts_compute_what_bitsandbytes_makes_of_each",

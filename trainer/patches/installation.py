@@ -23,6 +23,7 @@ from trainer.patches.packed_attention import copy_heads_without_flash, leave_var
 from trainer.patches.recompute import disable_recomputation, enable_recomputation
 from trainer.patches.replace import undo, undo_on
 from trainer.patches.update_guard import UpdateGuard
+from trainer.ranks.progress import phase
 
 Stage = Literal["base", "adapted", "engine"]
 
@@ -120,7 +121,8 @@ def _load_operators(config: RunConfig) -> None:
     import ops
 
     try:
-        ops.load(config.ops.backend if config.ops.backend != "peft" else "auto")
+        with phase("build operators"):
+            ops.load(config.ops.backend if config.ops.backend != "peft" else "auto")
     except ValueError as error:
         raise UserError(str(error)) from None
 
