@@ -40,7 +40,7 @@ def main() -> None:
     arguments = parser.parse_args()
     quiet_libraries()
     torch.set_grad_enabled(False)
-    plain = {folder.name.partition("-")[2]: folder for folder in sorted(arguments.runs.glob("plain-*"))}
+    plain = {folder.name.partition("-")[2]: folder for folder in sorted(arguments.runs.glob("plain-*/"))}
     unrounded = {seed: held_out_loss(folder, "merged", arguments.documents) for seed, folder in plain.items()}
     print(f"plain, 16 or 32 bits: {statistics.mean(unrounded.values()):.4f} ({len(unrounded)} seeds)", flush=True)
     print(f"{'served':6} {'rounded afterwards':>18} {'trained for it':>14}   difference, nats")

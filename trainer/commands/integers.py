@@ -65,8 +65,8 @@ class InIntegers:
         name = layer.active_adapters[0]
         factors = layer.lora_A[name].weight, layer.lora_B[name].weight
         weight: nn.Parameter = layer.base_layer.weight
-        merged, down, up = (each.detach().to(self.device) for each in (weight.to(self.dtype), *factors))
-        found = quantised_merged(merged, down, up, layer.scaling[name], form.quantise)
+        base, down, up = (each.detach().to(self.device) for each in (weight.to(self.dtype), *factors))
+        found = quantised_merged(base, down, up, layer.scaling[name], form.quantise)
         values, scales = (each.cpu() for each in found)
         weight.data = dequantised(values, scales, self.dtype)
         factors[1].data.zero_()
