@@ -41,7 +41,9 @@ def adapter(folder: Path, shape: str, *, only: tuple[str, ...] = ("",)) -> tuple
     """An adapter of random factors on every usual layer whose name ends in one of `only`; its updates by layer."""
     pipeline = read_pipeline(f"random:{shape},{SMALL[shape]}", ModelSection())
     model = ImageModel(pipeline)
-    draw, tensors, updates = torch.Generator().manual_seed(0), {}, {}
+    draw = torch.Generator().manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    updates: dict[str, Tensor] = {}
     for path in model.usual_targets():
         if not path.endswith(only):
             continue

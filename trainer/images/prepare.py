@@ -10,7 +10,7 @@ from trainer.images.data import prepare_images
 from trainer.images.model import ImageModel
 from trainer.images.pipeline import Pipeline, read_pipeline
 from trainer.images.sizes import check_sizes
-from trainer.model.targets import check_targets
+from trainer.model.targets import check_targets, targets_of
 
 
 def prepare_pictures(config: RunConfig, tell: Callable[[str], None]) -> Prepared:
@@ -32,15 +32,15 @@ def prepare_pictures(config: RunConfig, tell: Callable[[str], None]) -> Prepared
 
 def _check_encoders(model: Any, config: RunConfig) -> None:
     """Raise UserError where text encoders were to be trained and nothing of them is."""
-    from trainer.model.targets import targets_of
-
     said = "image.train_text_encoders=true"
     if not config.image.train_text_encoders:
         return
     if not model.text_encoders:
         raise UserError(f"{said}: only those of CLIP are trained, and {config.base_model} has none; remove it")
     adapted = targets_of(model, config.lora)
-    for name in model.text_encoders if adapted is not None else ():
+    if adapted is None:  # lora.adapter_path says it
+        return
+    for name in model.text_encoders:
         if not any(path.startswith(f"{name}.") for path in adapted.modules):
             raise UserError(
                 f"{said}: lora.target_modules={shown(config.lora.target_modules)} names no layer of {name}; "

@@ -131,8 +131,8 @@ def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:
     if not lora.experts and any("experts" in path.split(".") for path, _ in model.named_modules()):
         patterns.append(_below("experts"))  # where each is a module of its own
     patterns += filter(None, [_pattern_of(beyond_text(model))])
-    if hasattr(model, "never_read"):
-        patterns += [rf"{re.escape(path)}\..*" for path in model.never_read()]
+    never_read: Any = getattr(model, "never_read", list)
+    patterns += [rf"{re.escape(path)}\..*" for path in never_read()]
     if lora.target_modules == ALL_LINEAR:
         patterns += filter(None, [_pattern_of(_no_plain_linear(model))])
     return "|".join(patterns) or None
