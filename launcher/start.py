@@ -14,7 +14,7 @@ from pathlib import Path
 from launcher.attempts import ENVIRONMENT_FILE, Attempts, Plan
 from launcher.job_starts import note_end, note_start
 from launcher.supervision.child import run_child
-from launcher.supervision.held_ranks import HeldRanks
+from launcher.supervision.held_ranks import FAILED, HeldRanks
 from launcher.supervision.remote import ThroughLauncher, ThroughSrun, ThroughSsh
 from launcher.supervision.terminal import say, show
 from launcher.targets.hostfile import Filters, Slots, check_reachable, choose_slots, reachable, read_hostfile
@@ -166,7 +166,8 @@ def start(
     refuse_if_held(run_dir, resumes=resumes)
     show(f"zerolora {own_version()}: {arguments[0]}")
     with HeldRanks.start(command) if reach is None else nullcontext() as held:
-        code = held.until_checked() if held is not None else _check(arguments, command.ranks)
+        hang_timeout = loaded.config.training.hang_timeout
+        code = held.until_checked(hang_timeout) if held is not None else _check(arguments, command.ranks)
         if code:
             return code
         with FolderLock.take(run_dir, resumes=resumes, say=say) as lock:
@@ -183,7 +184,7 @@ def _check(arguments: Sequence[str], ranks: int) -> int:
     """Check and tokenise here for ranks elsewhere; the exit code."""
     # Of what it finds it shows only how far it is: rank 0 says the rest later.
     prepare = ["trainer.preflight", "--phases", *arguments, f"--world-size={ranks}"]
-    return run_child([sys.executable, "-m", "launcher.module", *prepare])
+    return run_child([sys.executable, "-m", "launcher.module", *prepare], FAILED)
 
 
 def own_version() -> str:

@@ -1,6 +1,7 @@
 """Which code runs for CUDA tensors: our kernels, or the reference. CPU tensors always run the reference."""
 
 import logging
+import subprocess
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +35,7 @@ class Backend(NamedTuple):
 
 _loaded: Backend | None = None
 _library: torch.library.Library | None = None
+_compilers: list["subprocess.Popen[bytes]"] = []
 
 
 def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool = False) -> Backend:
@@ -56,9 +58,10 @@ def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool =
         from ops.toolkit import BuildError
 
         try:
-            LoraOpBuilder().load(verbose=verbose)
+            builder = LoraOpBuilder()
+            builder.load(verbose=verbose)
             _implement({"experts_forward": experts_kernels.forward, "experts_backward": experts_kernels.backward})
-            _loaded = Backend("cuda", f"kernels built for this card{untimed(torch.cuda.get_device_capability())}")
+            _loaded = Backend("cuda", f"kernels {builder.origin}{untimed(torch.cuda.get_device_capability())}")
         except BuildError as error:
             # A build that fails on a machine that has everything for it is a defect and must not pass as a choice.
             if backend == "cuda" or error.unexpected:
@@ -66,6 +69,33 @@ def load(backend: Literal["auto", "cuda", "reference"] = "auto", verbose: bool =
             _loaded = _use_reference(str(error))
     _logger.info("LoRA operators: %s (%s)", _loaded.name, _loaded.reason)
     return _loaded
+
+
+def expected(backend: Literal["auto", "cuda"]) -> str:
+    """The name of what `load` will choose unless a build fails, without waiting for one."""
+    if _loaded is not None:
+        return _loaded.name
+    from ops.builder import LoraOpBuilder
+
+    return "cuda" if backend == "cuda" or LoraOpBuilder().can_run() else "reference"
+
+
+def build_beside(backend: Literal["auto", "cuda"]) -> None:
+    """Begin to compile the kernels in a process of its own where none are; `load` waits for it.
+
+    Raises:
+        ValueError: `cuda` is asked for and cannot be built.
+    """
+    from ops.builder import LoraOpBuilder
+
+    if _loaded is not None or _compilers:
+        return
+    builder = LoraOpBuilder()
+    if not builder.lies_ready():
+        if builder.is_compatible():
+            _compilers.append(builder.start_compiler())
+        elif backend == "cuda":
+            raise ValueError(f"ops.backend=cuda: {builder.error_log}")
 
 
 def loaded() -> Backend | None:

@@ -2,6 +2,7 @@
 
     python -m ops.builder list                        DeepSpeed's operators and ours: compatible, installed
     python -m ops.builder build [--clean] [--verbose] compile now, so that no rank has to
+    python -m ops.builder build --arch 9.0 --into DIR the same into a folder that all users of a node, or of many, share
     ZEROLORA_BUILD_OPS=1 pip install -e .             the same at install
 
 DeepSpeed has no hook for operators of others (its `all_ops.py` scans its own folder): `register` adds ours to its
@@ -9,15 +10,14 @@ table.
 """
 
 import argparse
-import fcntl
 import hashlib
 import importlib.util
 import os
+import platform
 import shutil
+import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,41 +27,21 @@ import torch
 from deepspeed.ops.op_builder import builder as deepspeed_builder
 from torch.utils import cpp_extension
 
-from ops.toolkit import BuildError, all_architectures, check_capability, check_toolkit, gencode, toolkit_version
+from ops import prebuilt
+from ops.build_lock import build_lock
+from ops.toolkit import (
+    BuildError,
+    all_architectures,
+    architecture,
+    check_capability,
+    check_toolkit,
+    gencode,
+    named_architectures,
+    toolkit_version,
+)
 
 CSRC = Path(__file__).resolve().parent / "csrc"
 BUILT = CSRC.parent / "built"
-# Packages that are no operators of DeepSpeed's or ours, in the extra `mamba`.
-MAMBA = ("mamba-ssm", "causal-conv1d")
-LOCK_POLL_SECONDS = 0.2
-
-
-@contextmanager
-def build_lock(path: Path) -> Iterator[None]:
-    """One builder per node: the others wait here and find the result.
-
-    The lock is the system's (flock) and ends with its process: a build that was killed leaves a file, but no lock. The
-    file names the holder for those who wait.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+") as file:
-        announced = False
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not announced:
-                    file.seek(0)
-                    holder = file.read().strip() or "?"
-                    print(f"waiting for process {holder}, which builds the operators ({path})", flush=True)
-                    announced = True
-                time.sleep(LOCK_POLL_SECONDS)
-        file.truncate(0)
-        file.write(f"{os.getpid()}")
-        file.flush()
-        yield
-        file.truncate(0)
 
 
 class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
@@ -73,6 +53,8 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
     def __init__(self, architectures: Sequence[str] | None = None) -> None:
         super().__init__(name=self.NAME)
         self._architectures = list(architectures) if architectures is not None else None
+        self.origin = "built for this card"
+        """Where the loaded module comes from, in words."""
 
     def absolute_name(self) -> str:
         return f"ops.built.{self.NAME}"
@@ -119,14 +101,14 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return toolkit
 
     def load(self, verbose: bool = False) -> ModuleType:
-        """The loaded module: built ahead of time, or by an earlier process, or compiled now behind the node's lock.
+        """The loaded module: built ahead of time, for all or by an earlier process, or compiled now behind a lock.
 
         Raises:
             BuildError: it cannot be built here, or the compiler failed.
         """
         known: dict[str, ModuleType] = _inside(deepspeed_builder.OpBuilder, "_loaded_ops")
         if self.NAME not in known:
-            module = self._prebuilt()
+            module = self._prebuilt() or self._shared()
             if module is None:
                 self.check()
                 if not torch.cuda.is_available():
@@ -153,6 +135,37 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
             (BUILT / "digest").write_text(digest)
         return BUILT / f"{self.NAME}.so"
 
+    def build_into(self, folder: Path, verbose: bool = False, clean: bool = False) -> Path:
+        """Compiles for the architectures into a folder that others share, unless it has that build; the library.
+
+        A build is whole or not there: it is renamed into place.
+
+        Raises:
+            BuildError: it cannot be built here, or the compiler failed.
+        """
+        toolkit = self.check()
+        self._architectures = self._architectures or all_architectures(toolkit)
+        version = f"{toolkit[0]}.{toolkit[1]}"
+        build = prebuilt.Build(self._sources_digest(), *self._versions(), version, tuple(self._architectures))
+        with build_lock(folder / f".{build.name}.lock"):
+            if clean:
+                shutil.rmtree(folder / build.name, ignore_errors=True)
+            if build.library_in(folder) is None:
+                with prebuilt.room_in(folder) as room:
+                    self._compile(verbose, room)
+                    build.place(room / f"{self.NAME}.so", folder)
+        return folder / build.name / f"{self.NAME}.so"
+
+    def lies_ready(self) -> bool:
+        """Whether a build seems to be there already; no card is looked at, so that this process may still fork."""
+        return self.installed() or bool(os.environ.get(prebuilt.VARIABLE)) or self._flags_file().exists()
+
+    def start_compiler(self) -> "subprocess.Popen[bytes]":
+        """A process that compiles for the cards of this machine; not a thread, for this process may fork meanwhile."""
+        command = [sys.executable, "-m", "ops.builder", "build", "--here"]
+        quiet = subprocess.DEVNULL  # what is wrong is found again, and told, by whoever needs the operators
+        return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
+
     def cache_dir(self) -> Path:
         """Where this version's build lives: a folder per sources, torch, Python and CUDA version."""
         root = os.environ.get("TORCH_EXTENSIONS_DIR") or str(Path.home() / ".cache" / "torch_extensions")
@@ -161,13 +174,50 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
     def digest(self) -> str:
         """Changes with the sources, torch, Python and the CUDA version: a stale library is never loaded."""
         versions = f"{torch.__version__} {torch.version.cuda} {sys.version_info[:2]} {self._architectures}"
-        hasher = hashlib.sha256(versions.encode())
+        return hashlib.sha256(f"{versions} {self._sources_digest()}".encode()).hexdigest()[:12]
+
+    def can_run(self) -> bool:
+        """Whether `load` will give a module here, as far as it can be known without building one."""
+        if not torch.cuda.is_available():
+            return False
+        return self.installed() or self.shared() is not None or self.is_compatible()
+
+    def shared(self) -> Path | None:
+        """The library of a folder that ZEROLORA_OPS names which fits this Python, torch and the cards; None if none."""
+        if not os.environ.get(prebuilt.VARIABLE):
+            return None
+        cards = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+        return prebuilt.find(self._sources_digest(), self._versions(), {architecture(card) for card in cards})
+
+    def _sources_digest(self) -> str:
+        hasher = hashlib.sha256()
         for path in sorted(CSRC.glob("*/*")):
             hasher.update(path.name.encode() + path.read_bytes())
         return hasher.hexdigest()[:12]
 
+    def _versions(self) -> tuple[str, str, str]:
+        """Of torch, of its CUDA, and of Python with the machine it is for."""
+        python = f"{sys.version_info.major}.{sys.version_info.minor}-{platform.machine()}"
+        return torch.__version__, str(torch.version.cuda), python
+
     def _prebuilt(self) -> ModuleType | None:
-        return self._import(BUILT) if self.installed() else None
+        if not self.installed():
+            return None
+        self.origin = "built ahead of time"
+        return self._import(BUILT)
+
+    def _shared(self) -> ModuleType | None:
+        library = self.shared()
+        if library is None:
+            return None
+        try:
+            module = self._import(library.parent)
+        except (OSError, ImportError) as error:
+            raise BuildError(
+                f"{library}: {error}; build it again with --clean, or unset {prebuilt.VARIABLE}"
+            ) from error
+        self.origin = f"from {library.parent}"
+        return module
 
     def _cached(self) -> ModuleType | None:
         """What an earlier process of this node has built for these cards, without asking ninja whether it is new."""
@@ -262,40 +312,36 @@ def _inside(owner: object, name: str) -> Any:
         ) from None
 
 
-def report() -> str:
-    """Every operator in aligned columns: name, installed, compatible."""
-    from deepspeed.git_version_info import installed_ops
-    from deepspeed.ops.op_builder.all_ops import ALL_OPS
-
-    ours = register()
-    rows = [("operator", "installed", "compatible")]
-    for name, builder in sorted(ALL_OPS.items()):
-        installed = ours.installed() if name == ours.NAME else bool(installed_ops.get(name, False))
-        compatible = deepspeed_builder.probe_is_compatible(builder, verbose=False)
-        rows.append((name, "yes" if installed else "no", "yes" if compatible else "no"))
-    lines = [f"{name:<28}{installed:<12}{compatible}" for name, installed, compatible in rows]
-    for name in MAMBA:
-        found = importlib.util.find_spec(name.replace("-", "_")) is not None
-        lines.append(f"{name:<28}{'yes' if found else 'no':<12}of others, for Mamba layers")
-    if not ours.is_compatible():
-        lines.append(f"{ours.NAME}: {ours.error_log}")
-    return "\n".join(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ops.builder", description=str(__doc__).split("\n")[0])
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("list", help="DeepSpeed's operators and ours")
     build = commands.add_parser("build", help="compile ahead of time")
+    build.add_argument("--arch", nargs="+", metavar="9.0", help="only for cards of these compute capabilities")
+    build.add_argument("--here", action="store_true", help="only for the cards of this machine, as a run would")
+    build.add_argument("--into", type=Path, metavar="DIR", help=f"a folder to share, which {prebuilt.VARIABLE} names")
     build.add_argument("--clean", action="store_true", help="remove earlier builds first")
     build.add_argument("--verbose", action="store_true", help="show the compiler's output")
     options = parser.parse_args(arguments)
     if options.command != "build":
+        from ops.listing import report
+
         print(report())
         return 0
+    if options.arch and options.into is None:
+        print("error: --arch: what is built beside the sources is for all cards; add --into DIR", file=sys.stderr)
+        return 2
     try:
-        print(LoraOpBuilder().build(verbose=options.verbose, clean=options.clean))
-    except BuildError as error:
+        builder = LoraOpBuilder(named_architectures(options.arch) if options.arch else None)
+        if options.here:
+            builder.load(verbose=options.verbose)
+            print(builder.origin)
+        elif options.into is None:
+            print(builder.build(verbose=options.verbose, clean=options.clean))
+        else:
+            print(builder.build_into(options.into.absolute(), verbose=options.verbose, clean=options.clean))
+            print(f"to be found by runs: {prebuilt.VARIABLE}={options.into.absolute()}")
+    except (BuildError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

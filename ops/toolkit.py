@@ -1,4 +1,7 @@
-"""Which cards the CUDA toolkit of this machine can build for, and whether it can build for this torch at all."""
+"""Which toolkits build the CUDA operators for which cards."""
+
+import re
+from collections.abc import Sequence
 
 import torch
 from deepspeed.ops.op_builder import builder as deepspeed_builder
@@ -56,6 +59,11 @@ def check_capability(capability: tuple[int, int], toolkit: tuple[int, int]) -> s
         raise BuildError(f"{card}: 7.0 (Volta) or newer is needed; set ops.backend: reference on this card")
     if capability < (7, 5) and toolkit[0] >= 13:
         raise BuildError(f"{card}: nvcc {toolkit[0]}.{toolkit[1]} starts at 7.5; use a CUDA 12 toolkit and torch")
+    return architecture(capability)
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """The nvcc name of a card's architecture, '90a' for (9, 0)."""
     name = f"{capability[0]}{capability[1]}"
     return name + "a" if capability == (9, 0) else name
 
@@ -74,3 +82,12 @@ def gencode(name: str) -> str:
     if name.startswith("compute_"):
         return f"-gencode=arch={name},code={name}"
     return f"-gencode=arch=compute_{name},code=sm_{name}"
+
+
+def named_architectures(capabilities: Sequence[str]) -> list[str]:
+    """nvcc's names for "9.0", "8.0"; BuildError for what is none, or what this toolkit does not build for."""
+    for text in capabilities:
+        if not re.fullmatch(r"\d{1,2}\.\d", text):
+            raise BuildError(f"--arch {text}: must be a compute capability, such as 9.0 (H100, H200) or 8.0 (A100)")
+    toolkit = toolkit_version()
+    return sorted({check_capability((int(text[:-2]), int(text[-1])), toolkit) for text in capabilities})

@@ -20,7 +20,7 @@ from trainer.contract.held_start import CHECKED, OPTION, Release, take_channel
 from trainer.data.prepared import Prepared
 from trainer.images.pipeline import is_pipeline
 from trainer.monitor.console import append_output_to
-from trainer.preflight import Looked, build_operators, look_at_model, prepare_to_resume
+from trainer.preflight import Looked, begin_to_build, look_at_model, prepare_to_resume
 from trainer.rank import main as train
 from trainer.ranks.progress import phase
 from trainer.ranks.training_process import exit_code_of
@@ -55,8 +55,8 @@ def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepa
     with _ended_in_order(), _quiet(), phase("checks"):
         try:
             config = load_config(path, overrides).config
+            begin_to_build(config)
             prepared, _ = prepare_to_resume(config, world_size, show)
-            build_operators(config, show)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code, None
@@ -103,7 +103,9 @@ def _quiet() -> Iterator[None]:
 
     deepspeed = logging.getLogger("DeepSpeed")  # sets its level when it is imported
     deepspeed.addFilter(is_error)
-    loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
+    loggers = [
+        logging.getLogger(name) for name in ("transformers", "huggingface_hub", "torchao", "torch.utils._pytree")
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

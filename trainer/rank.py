@@ -14,7 +14,7 @@ from trainer.contract.folder_lock import FolderLock, refuse_if_held
 from trainer.contract.rank_variables import host_name
 from trainer.data.prepared import Prepared
 from trainer.monitor.console import open_console, tell_torchrun
-from trainer.preflight import Looked, check_folder, prepare
+from trainer.preflight import Looked, begin_to_build, check_folder, prepare
 from trainer.ranks.agreement import first_rank_decides
 from trainer.ranks.group import Ranks, leave_process_group
 from trainer.ranks.progress import phase
@@ -52,6 +52,8 @@ def main(argv: list[str] | None = None, found: Prepared | Looked | None = None) 
     try:
         if arguments.lock is None and ranks.is_main:
             refuse_if_held(run_dir, resumes=loaded.config.training.resume_from_checkpoint == "auto")
+        if ranks.local_rank == 0:
+            begin_to_build(loaded.config)
         with phase("tokenise"):
             prepared = _prepared(loaded.config, found)
         with phase("join"):

@@ -6,15 +6,18 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
+from launcher.supervision.failure_report import describe_status
 from launcher.supervision.processes import end_sessions
 from launcher.supervision.stop_signals import EXIT_PREEMPTED, PASSED_ON, exit_code_of
+from launcher.supervision.terminal import say
+from trainer.contract.rank_variables import host_name
 
 POLL_S = 0.05
 PATIENCE_S = 10.0
 
 
-def run_child(argv: Sequence[str]) -> int:
-    """Run `python -m launcher.module ...`, pass signals on, and return its exit code.
+def run_child(argv: Sequence[str], failed: str = "") -> int:
+    """Run `python -m launcher.module ...`, pass signals on, and return its exit code; `failed` tells of a kill.
 
     128 + signal if one ended it, 75 for SIGUSR1. It has some seconds to end after a signal; a second ends it at once.
     """
@@ -41,4 +44,6 @@ def run_child(argv: Sequence[str]) -> int:
     if came:
         first = came[0][0]
         return EXIT_PREEMPTED if first == signal.SIGUSR1 else 128 + first
+    if code < 0 and failed:
+        say(f"{failed}: process {child.pid} on {host_name()} {describe_status(code)}")
     return exit_code_of(code)

@@ -25,9 +25,11 @@ _STACK_MARK = "Python stack of rank"
 _DEEPSPEED_INFO = re.compile(r"\] \[INFO\] \[")
 # torch puts this before each line of a traceback once the process group exists.
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
-# Errors that a rank gets because another one has died.
+# Errors that a rank gets because another one has died, or could not write its part of a checkpoint.
 _CONSEQUENCE = re.compile(
-    r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|\bNCCL\b|\bgloo\b", re.I
+    r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|\bNCCL\b|\bgloo\b|"
+    r"rank \d+ could not write \.writing-checkpoint",
+    re.I,
 )
 # How a rank tells a mistake of the user: in its log, or in the launcher's where pdsh puts the host before it.
 _MISTAKE = re.compile(r"^(?!srun: )(?:[\w.-]+: )?(error: .+(?:\nerror: .+)*)", re.M)  # found together, told together

@@ -15,16 +15,41 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import IO, Self
 
+import psutil
+
 from launcher.supervision.failure_report import describe_status
-from launcher.supervision.processes import end_sessions
+from launcher.supervision.processes import end_sessions, is_stopped
 from launcher.supervision.stop_signals import EXIT_PREEMPTED, PASSED_ON, exit_code_of
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
 from trainer.contract.held_start import CHECKED, OPTION, Release
+from trainer.contract.rank_variables import host_name
 
 POLL_S = 0.05
+HALTED_POLL_S = 1.0
 PATIENCE_S = 10.0
+EXIT_FAILED = 1
+FAILED = "the run failed before its checks were done"
 _SIGNAL_OF = {EXIT_PREEMPTED if number == signal.SIGUSR1 else 128 + number: number for number in PASSED_ON}
+
+
+class Halted:
+    """Notices processes that have been stopped for so long; never for 0 s."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+        self._processes = [psutil.Process(process.pid) for process in processes]
+        self._seconds, self._looked_at = seconds, time.monotonic()
+        self._since: dict[int, float] = {}
+
+    def too_long(self) -> int | None:
+        """The first of them; looks once a second, and a time in which this process stood still itself counts little."""
+        now = time.monotonic()
+        if not self._seconds or now - self._looked_at < HALTED_POLL_S:
+            return None
+        passed, self._looked_at = min(now - self._looked_at, 2.0 * HALTED_POLL_S), now
+        for number, process in enumerate(self._processes):
+            self._since[number] = self._since.get(number, 0.0) + passed if is_stopped(process) else 0.0
+        return next((number for number, since in self._since.items() if since > self._seconds), None)
 
 
 class HeldRanks:
@@ -62,8 +87,12 @@ class HeldRanks:
         """Whether they have not been released yet."""
         return bool(self._channels)
 
-    def until_checked(self) -> int:
-        """Wait for the first rank's checks: 0 once they pass, else the exit code of this command."""
+    def until_checked(self, hang_timeout_minutes: float = 0.0) -> int:
+        """Wait for the first rank's checks: 0 once they pass, else the exit code of this command.
+
+        Checks may take as long as they like, but not in a process that was stopped and does not go on.
+        """
+        halted = Halted(self.processes, hang_timeout_minutes * 60.0)
         with self._noting_signals():
             while not self._signals:
                 ready, _, _ = select.select(self._channels[:1], [], [], POLL_S)
@@ -71,6 +100,10 @@ class HeldRanks:
                     return 0
                 if any(process.poll() is not None for process in self.processes):
                     return self._failed()
+                if (rank := halted.too_long()) is not None:
+                    say(f"{FAILED}: the run hangs: rank {rank} on {host_name()} is stopped (SIGSTOP, or a debugger)")
+                    self.end()
+                    return EXIT_FAILED
             return self._stopped()
 
     def release(self, arguments: Sequence[str], log: IO[bytes]) -> list[subprocess.Popen[bytes]]:
@@ -102,7 +135,7 @@ class HeldRanks:
         if rank or status <= 0:
             self._said.seek(0)
             say(self._said.read().decode(errors="replace").rstrip())
-            say(f"the run failed before its checks were done: rank {rank} {describe_status(status)}")
+            say(f"{FAILED}: rank {rank} on {host_name()} {describe_status(status)}")
         return code or 1
 
     def _stopped(self) -> int:

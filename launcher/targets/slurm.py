@@ -119,9 +119,9 @@ def lost_nodes(allocation: Allocation) -> list[str]:
 
 
 def is_requeued(job: int) -> bool:
-    """Whether SLURM may queue the job again, as `sbatch --requeue` lets it."""
+    """Whether SLURM may queue the job again, as `sbatch --requeue` lets it: never one without a batch script."""
     shown = subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True).stdout
-    return re.search(r"\bRequeue=1\b", shown) is not None
+    return all(re.search(rf"\b{flag}=1\b", shown) for flag in ("Requeue", "BatchFlag"))
 
 
 def slurmd_timeout() -> str:

@@ -1,139 +1,130 @@
-"""`python -m tests.chaos [FOLDER] [--only WORDS] [--part] [--series N] [--page]`: faults by phases, and their ends.
+"""`python -m tests.chaos [FOLDER] [--place WORDS] [--only WORDS] [--part] [--series N] [--page]`: faults by phases.
 
 Every case is a real run of two CPU ranks into which one fault is put. What is recorded: seconds until the user was
 told, whether the right rank and host were named, steps that were made twice, checkpoints lost or damaged, processes
 left behind, and whether the adapter is, to the bit, that of a run without a fault: by itself, or where the run ended,
-when the same command goes on. `--series` kills a rank N times in one run. The page, docs/lab/faults.md, is written
-from the records.
+when the same command goes on. Faults that a run is to go through undisturbed share one. A case that is in the records
+of FOLDER and went as it should is not run again: a command that was ended goes on where it was. `--series` kills a rank
+N times in one run. The page, docs/lab/faults.md, is written from the records.
 """
 
 import argparse
 import json
 import sys
 import tempfile
+import threading
 import time
+import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
-from tests.chaos.faults import FAULTS, Fault, give_back, own_disk
-from tests.chaos.page import PAGE, page
+from tests.chaos.case import Result, try_case
+from tests.chaos.faults import FAULTS, Fault
+from tests.chaos.page import PAGE, page, read_records
+from tests.chaos.places import PLACES, Place, open_place
 from tests.chaos.series import run_series
-from tests.chaos.workplace import Chaos, adapter, damaged, left_behind, prepare, start, steps_lost
+from tests.chaos.together import try_together
+from tests.chaos.workplace import adapter, commit, prepare, start
 
 # One of each kind of ending: by itself, named and not started again, and a disk.
-PART = (("SIGKILL of a rank", "step"), ("SIGTERM", "step"), ("disk full", "save"))
-RESUME = "training.resume_from_checkpoint=auto"
-
-
-@dataclass
-class Result:
-    """One case."""
-
-    fault: str
-    phase: str
-    seconds: float | None
-    """Until the user was told."""
-    told: bool
-    """Whether the right thing was, with the right rank and host; true where nothing has to be."""
-    restarts: int
-    steps_lost: int
-    code: int | None
-    by_itself: bool
-    """Whether the run came to its end without anybody doing anything."""
-    equal: bool
-    damaged: list[str]
-    left: int
-
-    @property
-    def is_well(self) -> bool:
-        """No wrong name, no hang, no checkpoint lost, the same adapter."""
-        return self.told and self.code is not None and self.equal and not self.damaged and not self.left
-
-
-def try_case(folder: Path, fault: Fault, phase: str, expected: bytes) -> Result:
-    """Run one case, and let what ended go on."""
-    name = "".join(letter if letter.isalnum() else "-" for letter in f"{fault.name} {phase}")
-    disk = own_disk(folder / f"{name}-disk") if fault.on_own_disk else None
-    out = (disk or folder) / name
-    try:
-        run = fault.begin(folder, out, phase)
-        when = fault.happen(run)
-        return _outcome(folder, fault, phase, run, when, expected)
-    finally:
-        if disk is not None:
-            give_back(disk)
-
-
-def _outcome(folder: Path, fault: Fault, phase: str, run: Chaos, when: float, expected: bytes) -> Result:
-    code = run.end()
-    if code == -9:  # the launcher was killed: what it had started needs a moment to notice
-        time.sleep(5.0)
-    seconds = fault.detected(run, when)
-    broken, left, by_itself = damaged(run.out), left_behind(run.out), code == 0
-    restarts, lost = run.text.count("\nrestart "), steps_lost(run.out)
-    (folder / f"{run.out.name}.txt").write_text(run.text)
-    if not by_itself:
-        again = start(folder, run.out, RESUME)
-        again.end()
-        broken = broken or damaged(run.out)
-        lost = max(lost, _made_twice(run, again))
-    told = seconds is not None or not fault.told
-    return Result(
-        fault.name, phase, None if seconds is None else round(seconds, 1), told, restarts, lost, code, by_itself,
-        adapter(run.out) == expected, broken, len(left),
-    )  # fmt: skip
-
-
-def _made_twice(run: Chaos, again: Chaos) -> int:
-    """Steps that the run made and that were made again when it went on."""
-    begun = [line for _, line in again.lines if "resumed from" in line]
-    from_step = int(begun[0].rsplit("step ", 1)[1]) if begun else 0
-    reached = [int(record["step"]) for record in run.records if "train/loss" in record]
-    return max(0, max(reached, default=0) - from_step)
+PART = (("SIGKILL of rank 1", "step"), ("SIGTERM", "step"), ("disk full", "save"))
+ORDER = ("step", "save", "load", "data", "evaluate", "end", "first step", "tokenise")
+_WRITING = threading.Lock()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 1 if a case went otherwise than it should."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos")
-    parser.add_argument("folder", nargs="?", type=Path, help="where the runs and their records lie")
-    parser.add_argument("--only", default="", help="cases whose name or phase holds this")
-    parser.add_argument("--part", action="store_true", help="a few minutes: one case of each kind")
-    parser.add_argument("--series", type=int, default=0, metavar="N", help="N kills in one run, and no other case")
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no case, and kill no more, after so many")
-    parser.add_argument("--page", action="store_true", help="only write the page from the records")
-    arguments = parser.parse_args(argv)
+    arguments = _parse(argv)
     folder = (arguments.folder or Path(tempfile.mkdtemp(prefix="chaos-"))).absolute()
-    records, until = folder / "results.jsonl", time.monotonic() + 60.0 * arguments.minutes
+    until = time.monotonic() + 60.0 * arguments.minutes
     if arguments.page:
         PAGE.write_text(page(folder))
         return 0
     prepare(folder)
     if arguments.series:
         return 0 if run_series(folder, arguments.series, until) else 1
-    calm = start(folder, folder / "calm")
-    assert calm.end() == 0, calm.text
-    expected = adapter(folder / "calm")
-    assert expected is not None
-    well = True
-    for fault, phase in _chosen(arguments):
-        if time.monotonic() > until:
-            break
-        result = try_case(folder, fault, phase, expected)
-        well &= result.is_well
-        with records.open("a") as file:
-            file.write(json.dumps(asdict(result)) + "\n")
-        print("ok  " if result.is_well else "BAD ", result, flush=True)
+    well = all([_run_all(name, arguments, folder, until) for name in PLACES if arguments.place in name])
     if not arguments.part:
         PAGE.write_text(page(folder))
     return 0 if well else 1
 
 
-def _chosen(arguments: argparse.Namespace) -> list[tuple[Fault, str]]:
-    cases = [(fault, phase) for fault in FAULTS for phase in fault.phases]
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos")
+    parser.add_argument("folder", nargs="?", type=Path, help="where the runs and their records lie")
+    parser.add_argument("--place", default="", help="only that whose name holds this: this machine, ssh, SLURM")
+    parser.add_argument("--only", default="", help="cases whose name or phase holds this")
+    parser.add_argument("--again", action="store_true", help="also those that went as they should before")
+    parser.add_argument("--beside", type=int, default=1, metavar="N", help="so many cases of this machine at a time")
+    parser.add_argument("--part", action="store_true", help="a few minutes: one case of each kind")
+    parser.add_argument("--series", type=int, default=0, metavar="N", help="N kills in one run, and no other case")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no case, and kill no more, after so many")
+    parser.add_argument("--page", action="store_true", help="only write the page from the records")
+    return parser.parse_args(argv)
+
+
+def _run_all(name: str, arguments: argparse.Namespace, folder: Path, until: float) -> bool:
+    """Every chosen case of a place; whether all went as they should."""
+    cases = _chosen(name, arguments, folder)
+    if not cases:
+        return True
+    with ExitStack() as stack:
+        place = open_place(name, stack)
+        calm = folder / f"calm-{name.replace(' ', '-')}"
+        if adapter(calm) is None:
+            run = start(folder, calm, place=place)
+            assert run.end() == 0, run.text
+        expected = adapter(calm)
+        assert expected is not None
+        well = True
+        passing = [case for case in cases if case[0].passes]
+        if len(passing) > 1 and time.monotonic() < until:
+            found = try_together(folder, passing, place, expected)
+            for result in found:
+                _note(folder, result)
+            well = all(result.is_well for result in found)
+            cases = [case for case in cases if case not in passing]
+        try_one = partial(_try, folder, place, expected, until)
+        with ThreadPoolExecutor(arguments.beside if name == PLACES[0] else 1) as pool:
+            return all([well, *pool.map(try_one, cases)])
+
+
+def _try(folder: Path, place: Place, expected: bytes, until: float, case: tuple[Fault, str]) -> bool:
+    fault, phase = case
+    if time.monotonic() > until:
+        return True
+    try:
+        result = try_case(folder, fault, phase, place, expected)
+    except Exception:  # of the case, not of the run: the others go on
+        traceback.print_exc()
+        return False
+    _note(folder, result)
+    return result.is_well
+
+
+def _note(folder: Path, result: Result) -> None:
+    record = asdict(result) | {"well": result.is_well, "commit": commit(), "at": round(time.time())}
+    with _WRITING, (folder / "results.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    print("ok  " if result.is_well else "BAD ", result, flush=True)
+
+
+def _chosen(place: str, arguments: argparse.Namespace, folder: Path) -> list[tuple[Fault, str]]:
+    """The cases of a place that are to be run, phase by phase, so that soon there is one of each fault."""
+    cases = [(fault, phase) for fault in FAULTS if place in fault.places for phase in fault.phases_at(place)]
+    cases.sort(key=lambda case: ORDER.index(case[1]))
     if arguments.part:
-        return [case for case in cases if (case[0].name, case[1]) in PART]
-    return [case for case in cases if arguments.only in f"{case[0].name} {case[1]}"]
+        return [case for case in cases if place == PLACES[0] and (case[0].name, case[1]) in PART]
+    done = {(record["place"], record["fault"], record["phase"]) for record in read_records(folder) if record["well"]}
+    return [
+        (fault, phase)
+        for fault, phase in cases
+        if arguments.only in f"{fault.name}, {phase}" and (arguments.again or (place, fault.name, phase) not in done)
+    ]
 
 
 if __name__ == "__main__":

@@ -1,27 +1,23 @@
-"""The faults: what goes wrong, in which phases, and what the user must have been told."""
+"""The faults: what goes wrong, where and in which phases, and what the user must have been told."""
 
-import os
 import re
-import shutil
-import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable
-from contextlib import suppress
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
+from tests.chaos import outside as acts
+from tests.chaos.disks import Disk, FileServer, SmallDisk
+from tests.chaos.outside import Outside
+from tests.chaos.places import Local, Place, ThroughSlurm, ThroughSsh
 from tests.chaos.workplace import Chaos, start
-from tests.ends import HOST
 
 # Calls of the functions that tests/cluster/mischief wraps: two sums a step and one an evaluation, two files a save.
 CALL = {"tokenise": 1, "load": 1, "first step": 3, "step": 22, "data": 14, "evaluate": 2, "save": 3, "end": 1}
-PHASES = tuple(CALL)
-FAKETIME = Path("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1")
-DISK_MB = 1200  # a run asks for 1 GiB before it begins
+EVERY = ("tokenise", "load", "first step", "step", "evaluate", "save", "end")
+CLOCK = Path(__file__).with_name("clock.c")
+HERE, SSH, SLURM = Local.name, ThroughSsh.name, ThroughSlurm.name
+FAILED = "the run failed"
 
 
 @dataclass(frozen=True)
@@ -31,147 +27,153 @@ class Fault:
     name: str
     phases: tuple[str, ...]
     told: str
-    """A regular expression that the user's terminal must show; empty where nothing needs to be told."""
+    """A regular expression that the user's terminal must show, {0} and {1} for the ranks' hosts; empty for nothing."""
     action: str = ""
     """Of tests/cluster/mischief, in the rank itself."""
     rank: int = 1
-    outside: Callable[[Chaos], None] | None = None
+    """Where it happens; of what happens outside, who calls for it."""
+    blames: bool = False
+    """Whether that rank is to blame, and no other may be named."""
+    outside: Outside | None = None
     """What is done from outside when the rank calls."""
-    on_own_disk: bool = False
+    disk: type[SmallDisk] | type[FileServer] | None = None
     settings: tuple[str, ...] = ()
+    places: tuple[str, ...] = (HERE,)
+    clock: bool = False
+    """Whether the run sees a clock that can be set."""
+    passes: bool = False
+    """Whether a run goes through it undisturbed, so that there can be several in one."""
 
-    def begin(self, folder: Path, out: Path, phase: str) -> Chaos:
+    def phases_at(self, place: str) -> tuple[str, ...]:
+        """Elsewhere no rank has been started while a process of its own tokenises."""
+        return tuple(phase for phase in self.phases if place == HERE or phase != "tokenise" or not self.blames)
+
+    def own_disk(self, folder: Path) -> Disk | None:
+        """The disk that a run of it lies on, mounted."""
+        return None if self.disk is None else self.disk(folder)
+
+    def begin(self, folder: Path, out: Path, phase: str, place: Place, disk: Disk | None) -> Chaos:
         """Start the run in which it happens."""
         where = "step" if phase == "first step" else phase
-        rank = "" if phase == "tokenise" else "0" if phase == "end" else str(self.rank)
-        kind = self.action or "call"
-        variables = {}
-        if self.name == "clock jump":
-            clock = out.with_name(f"{out.name}.clock")
-            clock.write_text("+0")
-            variables = {"LD_PRELOAD": str(FAKETIME), "FAKETIME_TIMESTAMP_FILE": str(clock), "FAKETIME_NO_CACHE": "1"}
-            variables |= {"FAKETIME_DONT_FAKE_MONOTONIC": "1", "FAKETIME_DONT_RESET": "1"}
-        mischief = f"{rank}:{kind}@{where}:{CALL[phase]}"
-        return start(folder, out, *self.settings, mischief=mischief, **variables)
+        rank = str(self.rank)
+        if phase in ("tokenise", "end"):
+            rank = "" if phase == "tokenise" and place.name != HERE else "0"
+        settings, variables = self.settings, {}
+        if phase == "tokenise":
+            settings += (f"dataset.cache_dir={out}-cache",)
+        if self.clock:
+            variables = clock_variables(folder, out)
+        mischief = f"{rank}:{self.action or 'call'}@{where}:{CALL[phase]}"
+        return start(folder, out, *settings, mischief=mischief, place=place, disk=disk, **variables)
 
-    def happen(self, run: Chaos) -> float:
-        """Wait until it happens; when it did, by the clock."""
+    def happen(self, run: Chaos) -> float | None:
+        """Wait until it happens; when it did, by the clock, or None if it did not."""
         when = run.wait_until_called()
-        if self.outside is not None:
+        if self.outside is not None and when is not None:
             self.outside(run)
             run.heard()
         return when
 
     def detected(self, run: Chaos, when: float) -> float | None:
         """Seconds until the user was told; None if never, or if there is nothing to tell."""
+        words = self.words(run.place)
         for at, line in run.lines:
-            if self.told and at >= when - 1.0 and re.search(self.told, line):
+            if words and at >= when - 1.0 and re.search(words, line):
                 return max(0.0, at - when)
         return None
 
+    def words(self, place: Place) -> str:
+        """The regular expression of what must be told."""
+        first, second = map(re.escape, place.hosts)
+        return self.told.replace("{0}", first).replace("{1}", second)
+
+    def misnamed(self, run: Chaos) -> str:
+        """The line that blames another rank than that which is to blame; empty if there is none."""
+        for _, line in run.lines:
+            found = re.search(rf"{FAILED}.*?: rank (\d+) on (\S+)", line)
+            if self.blames and found:
+                right = (str(self.rank), run.place.hosts[self.rank])
+                return "" if found.groups() == right else line.strip()
+        return ""
+
+
+def clock_variables(folder: Path, out: Path) -> dict[str, str]:
+    """For the environment of a run whose clock is to be set: the file says by how many seconds it is ahead.
+
+    Not libfaketime: with its 0.9.10 time.sleep of Python 3.11 fails (EINVAL).
+    """
+    library, clock = folder / "clock.so", folder / f"{out.name}.clock"
+    if not library.exists():
+        building = folder / f"clock-{threading.get_ident()}.so"
+        subprocess.run(["cc", "-shared", "-fPIC", "-O2", str(CLOCK), "-o", str(building), "-ldl"], check=True)
+        building.rename(library)
+    clock.write_text("0")
+    return {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(clock)}
+
 
 def of_rank(number: int, rest: str = "") -> str:
-    return rf"rank {number} on {re.escape(HOST)} {rest}"
+    return rf"{FAILED}.*: rank {number} on {{{number}}} .*{rest}"
 
 
-def _kill_launcher(run: Chaos) -> None:
-    os.kill(run.process.pid, signal.SIGKILL)
+def on_rank(name: str, phases: tuple[str, ...], number: int, words: str, **more: object) -> Fault:
+    """A fault that is one rank's."""
+    return Fault(name, phases, of_rank(number, words), rank=number, blames=True, **more)  # type: ignore[arg-type]
 
 
-def _terminate(run: Chaos) -> None:
-    os.kill(run.process.pid, signal.SIGTERM)
-
-
-def _terminate_twice(run: Chaos) -> None:
-    for _ in range(2):
-        os.kill(run.process.pid, signal.SIGTERM)
-        time.sleep(1.0)
-
-
-def _fill_disk(run: Chaos) -> None:
-    """To the last byte, until the run has told of it; then there is room again."""
-    ballast = run.out.parent / "ballast"
-    with ballast.open("wb", buffering=0) as file:
-        for size in (2**20, 2**12):
-            with suppress(OSError):
-                while file.write(b"x" * size) == size:
-                    pass
-    run.heard()
-    run.wait_for(lambda: "No space left on device" in run.text)
-    ballast.unlink()
-
-
-def _make_read_only(run: Chaos) -> None:
-    """For everything that is opened from now on, as when a file system finds an error; then it is repaired."""
-    subprocess.run(["mount", "--bind", str(run.out.parent), str(run.out.parent)], check=True)
-    subprocess.run(["mount", "-o", "remount,bind,ro", str(run.out.parent)], check=True)
-    run.heard()
-    run.wait_for(lambda: "Read-only file system" in run.text)
-    subprocess.run(["umount", "-l", str(run.out.parent)], check=False)
-
-
-def _damage_and_kill(run: Chaos) -> None:
-    newest = run.out / "checkpoint-8"
-    run.wait_for((newest / "COMPLETE").exists)
-    file = newest / "training_state-00001.safetensors"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    run.rank(1).kill()
-
-
-def _second_run(run: Chaos) -> None:
-    command = [sys.executable, "-m", "launcher.cli", "train", str(run.folder / "config.yaml"), f"output_dir={run.out}"]
-    second = subprocess.run(command, cwd=run.folder, env=os.environ, capture_output=True, text=True, timeout=300)
-    run.lines.append((time.time(), f"second run: exit code {second.returncode}: {second.stderr}"))
-
-
-def _jump(run: Chaos) -> None:
-    """Two hours ahead."""
-    run.out.with_name(f"{run.out.name}.clock").write_text("+7200")
-    time.sleep(3.0)
-
-
-def _suspend_all(run: Chaos) -> None:
-    """As a laptop's lid or a hypervisor does it: everything stands still, and goes on."""
-    below = psutil.Process(run.process.pid).children(recursive=True)
-    for process in below:
-        process.suspend()
-    time.sleep(20.0)
-    for process in below:
-        process.resume()
-
-
-KILLED, REFUSED = "was killed by signal 9", r"second run: exit code 2: error: .*another run is in this"
+KILLED, RAISED, HANGS = "was killed by signal 9", "ended with exit code 1", ""
+REFUSED = r"second run: exit code 2: error: .*another run is in this"
+STOPPING = r"SIGTERM: (saving|stopping)|stopped by SIGTERM"
+ANYWHERE = (HERE, SSH, SLURM)
+MOUNT_PHASES = ("load", "first step", "step", "evaluate", "save", "end")
 FAULTS = (
-    Fault("SIGKILL of a rank", ("load", "first step", "step", "evaluate", "save"), of_rank(1, KILLED), "kill"),
-    Fault("SIGKILL of rank 0", ("step", "save", "end"), of_rank(0, KILLED), "kill", 0),
-    Fault("SIGKILL of the tokenising process", ("tokenise",), "", "kill"),
-    Fault("exception in a rank", ("load", "step", "evaluate", "save"), of_rank(1, "ended with exit code 1"), "raise"),
-    Fault("loader that raises", ("data",), of_rank(1, "ended with exit code 1"), "raise"),
-    Fault("SIGSTOP of a rank", ("step", "evaluate"), r"hangs: " + of_rank(1), "stop"),
-    Fault("rank that hangs", ("step",), r"hangs: " + of_rank(1), "hang"),
-    Fault("NaN in a loss", ("step",), r"ended with exit code 1", "nan"),
-    Fault("SIGKILL of the launcher", ("load", "step", "save"), "", outside=_kill_launcher),
-    Fault("SIGTERM", ("load", "step"), r"SIGTERM: (saving|stopping)", outside=_terminate),
-    Fault("SIGTERM twice", ("step",), "stopping at once", outside=_terminate_twice),
-    Fault("disk full", ("save",), "No space left on device", rank=0, outside=_fill_disk, on_own_disk=True),
-    Fault("disk read-only", ("save",), "Read-only file system", rank=0, outside=_make_read_only, on_own_disk=True),
-    Fault("corrupted checkpoint, rank killed", ("step",), "passed over checkpoint-8", outside=_damage_and_kill),
-    Fault("two runs in one folder", ("step",), REFUSED, outside=_second_run),
-    Fault("clock jump of 2 h", ("step",), "", outside=_jump),
-    Fault("all halted for 20 s", ("step",), "", outside=_suspend_all),
+    *[
+        on_rank(f"SIGKILL of rank {number}", EVERY, number, KILLED, outside=acts.kill_rank(number), places=places)
+        for number, places in ((1, ANYWHERE), (0, (HERE,)))
+    ],
+    *[
+        on_rank(f"SIGSTOP of rank {number}", EVERY, number, HANGS, outside=acts.stop_rank(number), places=places)
+        for number, places in ((1, ANYWHERE), (0, (HERE,)))
+    ],
+    Fault("SIGKILL of the tokenising process", ("tokenise",), f"{FAILED}.*: process \\d+ on login was killed",
+          outside=acts.kill_preparation, places=(SSH, SLURM)),
+    on_rank("exception in rank 1", ("load", "first step", "step", "evaluate", "save"), 1, RAISED, action="raise"),
+    on_rank("exception in rank 0", EVERY[1:], 0, RAISED, action="raise"),
+    on_rank("loader that raises", ("data",), 1, RAISED, action="raise"),
+    on_rank("rank that hangs", ("load", "first step", "step", "evaluate", "save"), 1, HANGS, action="hang"),
+    Fault("NaN in a loss", ("first step", "step"), RAISED, "nan"),
+    on_rank("OOM of the host", ("load", "first step", "step", "evaluate", "save"), 1, KILLED, action="eat",
+            outside=acts.starve),
+    Fault("SIGKILL of the launcher", EVERY, "", outside=acts.kill_launcher, places=ANYWHERE),
+    Fault("SIGSTOP of the launcher for 10 s", EVERY, "", outside=acts.halt_launcher, passes=True, places=ANYWHERE),
+    Fault("SIGTERM", EVERY, STOPPING, outside=acts.terminate, places=ANYWHERE),
+    Fault("SIGTERM twice at once", EVERY, STOPPING, outside=acts.terminate_twice_at_once),
+    Fault("SIGTERM, and again", EVERY, "stopping at once|stopped by SIGTERM", outside=acts.terminate_twice),
+    Fault("disk full", MOUNT_PHASES, "No space left on device", rank=0, outside=acts.fill_disk, disk=SmallDisk),
+    Fault("disk read-only", MOUNT_PHASES, "Read-only file system", rank=0, outside=acts.protect_disk, disk=SmallDisk),
+    Fault("file server mute for 10 s", MOUNT_PHASES, "", outside=acts.halt_file_server, disk=FileServer, passes=True),
+    Fault("file server mute for 45 s", MOUNT_PHASES, "", outside=acts.halt_file_server_for_long, disk=FileServer),
+    Fault("file server gone", MOUNT_PHASES, "Transport endpoint is not connected", outside=acts.kill_file_server,
+          disk=FileServer),
+    *[
+        Fault(f"checkpoint {what}, rank killed", ("step",), "passed over checkpoint-8",
+              outside=acts.damage_checkpoint(how))
+        for what, how in (("with a flipped bit", "flip"), ("cut in half", "cut"), ("that lacks a file", "remove"))
+    ],
+    Fault("two runs in one folder", EVERY[1:], REFUSED, outside=acts.start_second_run, passes=True,
+          settings=("training.hang_timeout=5",), places=ANYWHERE),
+    Fault("clock 2 h ahead", EVERY, "", outside=acts.jump(7200), clock=True, passes=True),
+    Fault("clock 2 h back", EVERY, "", outside=acts.jump(-7200), clock=True, passes=True),
+    Fault("all halted for 35 s", EVERY, "", outside=acts.halt_all),
+    Fault("network cut for 10 s", ("load", "first step", "step", "evaluate", "save"), "",
+          outside=acts.cut_network(10.0), places=(SSH, SLURM), passes=True),
+    Fault("network cut until told", ("load", "step", "evaluate", "save"), FAILED,
+          outside=acts.cut_network(240.0), places=(SSH, SLURM)),
+    Fault("SIGKILL of DeepSpeed's launcher on n2", ("load", "step", "save"), f"{FAILED}.*n2",
+          outside=acts.kill_on_node("deepspeed.launcher.launch"), places=(SSH,)),
+    Fault("SIGKILL of n2's sshd connections", ("load", "step", "save"), f"{FAILED}.*n2",
+          outside=acts.kill_on_node("sshd: "), places=(SSH,)),
+    Fault("SIGKILL of n2's slurmstepd", ("load", "step", "save"), f"{FAILED}.*n2",
+          outside=acts.kill_on_node("slurmstepd"), places=(SLURM,)),
+    Fault("SIGKILL of srun", ("load", "step", "save"), FAILED, outside=acts.kill_srun, places=(SLURM,)),
+    Fault("n2 loses its power", ("load", "step", "save"), "n2", outside=acts.switch_off, places=(SSH, SLURM)),
 )  # fmt: skip
-
-
-def own_disk(folder: Path) -> Path:
-    """A disk of a few MiB, mounted; needs root."""
-    folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(folder)], check=True)
-    return folder
-
-
-def give_back(folder: Path) -> None:
-    """Unmount it."""
-    subprocess.run(["umount", "-l", str(folder)], check=False)
-    shutil.rmtree(folder, ignore_errors=True)

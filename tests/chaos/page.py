@@ -3,10 +3,12 @@
 import json
 import os
 import platform
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.faults import FAULTS
+from tests.chaos.places import PLACES, Local, ThroughSlurm, ThroughSsh
 
 PAGE = Path(__file__).parents[2] / "docs" / "lab" / "faults.md"
 HEAD = """\
@@ -16,61 +18,91 @@ Made by `python -m tests.chaos`: every line is a real run of two CPU ranks (16 s
 evaluation every 6) into which one thing was put that goes wrong. *Told* is the time until the user's terminal says so,
 with the right rank and host where a rank is to blame. *Steps lost* were made twice. *Adapter* says whether the final
 one is, to the bit, that of the run without a fault. Where a run ends, because nothing was trained yet or somebody ended
-it, the same command with `training.resume_from_checkpoint=auto` has gone on, and its adapter is compared.
+it, the same command with `training.resume_from_checkpoint=auto` has gone on, and its adapter is compared. Faults that a
+run is to go through undisturbed were put into one run, one after the other.
 
 """
+COLUMNS = (
+    "| fault | phase | told after | restarts | steps lost | ended | adapter | commit | |",
+    "|---|---|---|---|---|---|---|---|---|",
+)
+TITLES = {
+    Local.name: "Two ranks of this machine",
+    ThroughSsh.name: "A rank on each of two hosts, by ssh",
+    ThroughSlurm.name: "A rank on each of two nodes, under SLURM",
+}
 NOT_RUN = """
 ## Not injected here
 
-- GPU faults (Xid, ECC, a card that falls off the bus, CUDA out of memory): they need a card; out of memory is in
-  `tests/gpu/test_oom.py`, on CPU ranks in `tests/distributed/test_oom.py`.
-- A host that loses power or its network, and a SLURM node that is lost: `tests/cluster` does it with hosts in network
-  namespaces and real daemons; their seconds are not in this table yet.
-- The kernel's out-of-memory killer: `tests/cluster/test_ends.py`, in a memory cgroup.
-- A file server that is gone.
+- GPU faults (Xid, ECC, a card that falls off the bus, CUDA out of memory) need a card: `tests/gpu/test_oom.py`; out of
+  memory on CPU ranks is in `tests/distributed/test_oom.py`.
+- Hosts are network namespaces of one kernel, with real daemons (sshd, slurmctld, slurmd) in them: a kernel that
+  crashes, and file systems that hosts see differently, are not among the faults.
 """
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """Every case that was run, in the order in which they ended."""
+    file = folder / "results.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
 def page(folder: Path) -> str:
     """The whole page; the last record of a case counts."""
-    lines = (folder / "results.jsonl").read_text().splitlines() if (folder / "results.jsonl").is_file() else []
-    latest = {(record["fault"], record["phase"]): record for record in map(json.loads, lines)}
-    rows = [_row(record) for record in latest.values()]
-    well = sum(_is_well(record) for record in latest.values())
-    table = [
-        "| fault | phase | told after | restarts | steps lost | ended | adapter | |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    records = read_records(folder)
+    latest = {(record["place"], record["fault"], record["phase"]): record for record in records}
     counted = (
-        f"{len(latest)} cases, {well} as they should be; "
+        f"{len(latest)} cases, {sum(record['well'] for record in latest.values())} as they should be; "
         f"{sum(bool(record['damaged']) for record in latest.values())} with a checkpoint lost or damaged, "
-        f"{sum(not record['told'] for record in latest.values())} with a wrong name or none, "
-        f"{sum(record['code'] is None for record in latest.values())} that did not end, "
+        f"{sum(not record['told'] or bool(record['misnamed']) for record in latest.values())} with a wrong name or "
+        f"none, {sum(record['code'] is None for record in latest.values())} that did not end, "
         f"{sum(record['left'] > 0 for record in latest.values())} that left a process behind. "
-        f"Machine: {_machine()}, shared with other work, so the seconds are upper bounds.\n\n"
+        f"Machine: {_machine()}, shared with other work, so the seconds are upper bounds.\n"
     )
-    return HEAD + counted + "\n".join([*table, *rows]) + "\n" + _series(folder) + _missing(set(latest)) + NOT_RUN
+    tables = [_table(place, [record for key, record in latest.items() if key[0] == place]) for place in PLACES]
+    return HEAD + counted + "".join(tables) + _series(folder) + _mended(records) + _missing(set(latest)) + NOT_RUN
 
 
-def _missing(tried: set[tuple[str, str]]) -> str:
+def _table(place: str, records: Sequence[Mapping[str, Any]]) -> str:
+    if not records:
+        return ""
+    order = [(fault.name, phase) for fault in FAULTS for phase in fault.phases]
+    rows = [_row(record) for record in sorted(records, key=lambda found: order.index((found["fault"], found["phase"])))]
+    return "\n".join([f"\n## {TITLES[place]}\n", *COLUMNS, *rows]) + "\n"
+
+
+def _mended(records: Sequence[Mapping[str, Any]]) -> str:
+    """Cases that went otherwise than they should at first, and as they should in the end."""
+    last = {_name(record): record for record in records}
+    mended = [name for name in dict.fromkeys(_name(record) for record in records if not record["well"])]
+    mended = [name for name in mended if last[name]["well"]]
+    return f"\n## As it should be since it was mended, or tried again\n\n{'; '.join(mended)}.\n" if mended else ""
+
+
+def _name(record: Mapping[str, Any]) -> str:
+    return f"{record['fault']} ({record['phase']}, {record['place']})"
+
+
+def _missing(tried: set[tuple[str, str, str]]) -> str:
     """Cases that `python -m tests.chaos` has and the records have not."""
-    cases = [(fault.name, phase) for fault in FAULTS for phase in fault.phases]
-    missing = [f"{name} ({phase})" for name, phase in cases if (name, phase) not in tried]
-    return f"\n## Not run yet\n\n{'; '.join(missing)}.\n" if missing else ""
+    places = [(fault, place) for fault in FAULTS for place in fault.places]
+    cases = [(place, fault.name, phase) for fault, place in places for phase in fault.phases_at(place)]
+    missing: dict[tuple[str, str], list[str]] = {}
+    for place, name, phase in cases:
+        if (place, name, phase) not in tried:
+            missing.setdefault((name, place), []).append(phase)
+    listed = [f"{name} ({', '.join(phases)}; {place})" for (name, place), phases in missing.items()]
+    return f"\n## Not run yet\n\n{'; '.join(listed)}.\n" if listed else ""
 
 
-def _row(record: dict[str, Any]) -> str:
+def _row(record: Mapping[str, Any]) -> str:
     told = "—" if record["seconds"] is None else f"{record['seconds']:g} s"
     ended = "by itself" if record["by_itself"] else f"with {record['code']}, went on when told"
+    ended += ", with others in one run" * record.get("together", False)
     equal = "equal" if record["equal"] else "DIFFERENT"
-    verdict = "" if _is_well(record) else "not as it should be"
-    words = (record["fault"], record["phase"], told, record["restarts"], record["steps_lost"], ended, equal, verdict)
-    return f"| {' | '.join(map(str, words))} |"
-
-
-def _is_well(record: dict[str, Any]) -> bool:
-    clean = not record["damaged"] and not record["left"]
-    return bool(record["told"] and record["code"] is not None and record["equal"] and clean)
+    verdict = "" if record["well"] else "not as it should be"
+    words = (record["fault"], record["phase"], told, record["restarts"], record["steps_lost"], ended, equal)
+    return f"| {' | '.join(map(str, words))} | {record['commit']} | {verdict} |"
 
 
 def _series(folder: Path) -> str:
@@ -79,13 +111,17 @@ def _series(folder: Path) -> str:
         return ""
     series = json.loads(file.read_text())
     equal = "equal to those of" if series["losses_equal"] else "DIFFERENT from those of"
-    adapter = "equal" if series["adapter_equal"] else "DIFFERENT"
+    ended = f"exit code {series['code']}"
+    if series["cut"]:
+        ended = f"it was stopped then, of {series['kills_meant']} kills, for the time was up"
+    same = {True: ", the adapter equal", False: ", the adapter DIFFERENT", None: ""}[series["adapter_equal"]]
     return (
         "\n## A series of kills\n\n"
         f"One run, `training.max_restarts: 200`, rank 1 killed {series['kills']} times, each 1 to 5 s after the first "
-        f"new step (`python -m tests.chaos --series N`): {series['restarts']} restarts, {series['steps']} steps, "
-        f"{series['steps_lost']} of them made again; exit code {series['code']}; the losses of all steps are, to the "
-        f"bit, {equal} the undisturbed run, the adapter {adapter}; {len(series['damaged'])} checkpoints damaged.\n\n"
+        f"new step (`python -m tests.chaos --series {series['kills_meant']}`; commit {series['commit']}): "
+        f"{series['restarts']} restarts, {series['steps']} steps, {series['steps_lost']} of them made again; {ended}; "
+        f"the losses of all steps are, to the bit, {equal} the undisturbed run{same}; {len(series['damaged'])} "
+        "checkpoints damaged.\n\n"
         f"Losses, every {max(1, series['steps'] // 40)} steps: "
         + ", ".join(f"{loss:.3f}" for loss in series["losses"])
         + ".\n"

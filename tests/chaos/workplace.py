@@ -2,10 +2,13 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +16,8 @@ import psutil
 import yaml
 from safetensors.torch import load_file
 
-from tests.distributed.conftest import environment
+from tests.chaos.disks import Disk
+from tests.chaos.places import Local, Place
 from tests.ends import MISCHIEF, TRAIN
 from tests.tiny import make_model, write_chats
 from trainer.checkpoint.checkpoint_files import checkpoint_folders, damage, whole_checkpoints
@@ -22,11 +26,15 @@ from trainer.contract.restart_record import read_restarts
 STEPS, SAVE_EVERY, EVALUATE_EVERY = 16, 4, 6
 # Minutes; the first step may take three times as long.
 HANG_MINUTES = 0.5
-PATIENCE_S = 600.0
+PATIENCE_S = 1800.0
+TO_TELL_S = 60.0
+TO_VANISH_S = 20.0
 
 
 def prepare(folder: Path) -> Path:
-    """A model, chats and config.yaml; what all runs have in common."""
+    """A model, chats and config.yaml, if they are not there; what all runs have in common."""
+    if (folder / "config.yaml").is_file():
+        return folder
     folder.mkdir(parents=True, exist_ok=True)
     make_model(folder / "model")
     write_chats(folder / "train.jsonl", 48)
@@ -64,6 +72,13 @@ class Chaos:
     out: Path
     """The run's own folder."""
     process: subprocess.Popen[str]
+    place: Place
+    disk: Disk | None = None
+    """The one that its folder lies on, if it has one of its own."""
+    answers: int | None = None
+    """Which of several mischiefs `heard` lets go on."""
+    holds: bool = False
+    """Whether it is to wait for what comes next."""
     lines: list[tuple[float, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -79,37 +94,71 @@ class Chaos:
     @property
     def text(self) -> str:
         """All that the user saw."""
-        return "".join(line for _, line in self.lines)
+        return "".join(line for _, line in list(self.lines))
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append((time.time(), line))
 
-    def wait_until_called(self) -> float:
-        """Until the mischief begins; when it did."""
-        self.wait_for(lambda: self.mark.exists() and bool(self.mark.read_text()))
-        return float(self.mark.read_text().split()[0])
+    def has_called(self, number: int | None = None) -> bool:
+        """Whether the mischief, or that with this number, has begun."""
+        mark = self._mark_of(number)
+        return mark.exists() and bool(mark.read_text())
+
+    def wait_until_called(self) -> float | None:
+        """Until the mischief begins; when it did, None if the run ended without it."""
+        return float(self.mark.read_text().split()[0]) if self.wait_for(self.has_called) else None
 
     def heard(self) -> None:
         """Let the rank that called go on."""
-        self.mark.with_name(f"{self.mark.name}.done").touch()
+        if not self.holds:
+            mark = self._mark_of(self.answers)
+            mark.with_name(f"{mark.name}.done").touch()
 
-    def wait_for(self, condition: Callable[[], object]) -> None:
-        """Until it is true, or the run has ended."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition() and self.process.poll() is None and time.monotonic() < deadline:
+    def _mark_of(self, number: int | None) -> Path:
+        return self.mark if number is None else self.mark.with_name(f"{self.mark.name}.{number}")
+
+    def wait_for(self, condition: Callable[[], object], seconds: float = PATIENCE_S) -> bool:
+        """Whether it is true before the run has ended and the time is up."""
+        deadline = time.monotonic() + seconds
+        while not (found := bool(condition())) and self.process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
+        return found or bool(condition())
+
+    def wait_until_told(self, words: str) -> None:
+        """Until the user has seen the words, or for a minute."""
+        self.wait_for(lambda: words in self.text, TO_TELL_S)
 
     @property
     def records(self) -> list[dict[str, float]]:
         """Its metrics as they were when it ended, which a run that goes on cuts back."""
         return self._records
 
-    def rank(self, number: int) -> psutil.Process:
-        """The process of a rank, as its heartbeat tells."""
-        beat = json.loads((self.out / "logs" / f"heartbeat-{number}.json").read_text().splitlines()[0])
-        return psutil.Process(int(beat["pid"]))
+    def processes(self, *words: str) -> list[psutil.Process]:
+        """Those of this run whose command lines hold all of the words."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            line = process.info["cmdline"] or []
+            if process.info["status"] == psutil.STATUS_ZOMBIE:
+                continue
+            if any(word.startswith(f"output_dir={self.out}") for word in line) and all(word in line for word in words):
+                found.append(process)
+        return found
+
+    def rank(self, number: int) -> psutil.Process | None:
+        """The process of a rank, if it is there."""
+        for process in self.processes("trainer.train"):
+            with suppress(psutil.Error):
+                variables = process.environ()
+                if variables.get("RANK", variables.get("SLURM_PROCID")) == str(number) and "-u" in process.cmdline():
+                    return process
+        return None
+
+    def launcher(self) -> psutil.Process:
+        """The process that the user has started."""
+        found = [process for process in self.processes("launcher.cli") if "salloc" not in process.cmdline()]
+        return found[0] if found else psutil.Process(self.process.pid)
 
     def end(self) -> int | None:
         """The exit code; None if it did not end in time, and all of it is killed then."""
@@ -117,28 +166,43 @@ class Chaos:
             code: int | None = self.process.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             code = None
-            for process in psutil.Process(self.process.pid).children(recursive=True):
-                process.kill()
-            self.process.kill()
+            for process in [*self.processes(), psutil.Process(self.process.pid)]:
+                with suppress(psutil.Error):
+                    process.kill()
         self._reader.join(5.0)
         metrics = self.out / "metrics.jsonl"
         if metrics.is_file():
             self._records = [json.loads(line) for line in metrics.read_text().splitlines() if line.endswith("}")]
-        return code
+        return 128 - code if code is not None and code < 0 else code
 
 
-def start(folder: Path, out: Path, *settings: str, mischief: str = "", **variables: str) -> Chaos:
-    """`zerolora train` into `out`."""
-    env = environment() | variables
+def start(
+    folder: Path,
+    out: Path,
+    *settings: str,
+    mischief: str = "",
+    place: Place | None = None,
+    disk: Disk | None = None,
+    **variables: str,
+) -> Chaos:
+    """`zerolora train` into `out`, on this machine where no other place is named."""
+    place = place or Local()
+    env = place.environment() | variables
     mark = folder / f"{out.name}.happened"
+    if mischief:  # of a case that was tried before
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.rmtree(f"{out}-cache", ignore_errors=True)
+        for old in folder.glob(f"{mark.name}*"):
+            old.unlink()
     if mischief:
         path = os.pathsep.join([str(MISCHIEF), env["PYTHONPATH"]])
         env |= {"ZEROLORA_MISCHIEF": mischief, "ZEROLORA_MISCHIEF_ONCE": str(mark), "PYTHONPATH": path}
+    command = place.command([*TRAIN, str(folder / "config.yaml"), f"output_dir={out}", *settings])
     process = subprocess.Popen(
-        [*TRAIN, str(folder / "config.yaml"), f"output_dir={out}", *settings],
-        env=env, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        command, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True,
     )  # fmt: skip
-    return Chaos(folder, out, process)
+    return Chaos(folder, out, process, place, disk)
 
 
 def adapter(out: Path) -> bytes | None:
@@ -164,11 +228,18 @@ def steps_lost(out: Path) -> int:
     return lost
 
 
-def left_behind(out: Path) -> list[int]:
-    """Processes of a run that has ended."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        words = process.info["cmdline"] or []
-        if f"output_dir={out}" in words and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(process.pid)
-    return found
+def left_behind(run: Chaos) -> list[int]:
+    """Processes of a run that has ended and had time to vanish; they are ended."""
+    deadline = time.monotonic() + TO_VANISH_S
+    while (left := run.processes()) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    for process in left:
+        with suppress(psutil.Error):
+            process.send_signal(signal.SIGKILL)
+    return [process.pid for process in left]
+
+
+def commit() -> str:
+    """Of this checkout."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()

@@ -6,15 +6,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.cluster.hosts import LOGIN, Hosts, needs_root
+from tests.cluster.hosts import Hosts, needs_root
 from tests.cluster.slurm_cluster import SlurmCluster
+from tests.cluster.ssh_daemons import ssh_daemons
 from tests.tiny import make_model, write_chats
 
 ROOT = Path(__file__).parents[2]
@@ -22,22 +22,6 @@ ZEROLORA = [sys.executable, "-m", "launcher.cli"]
 STEPS = 160
 # Long enough for every rank's imports on a machine that is busy with others.
 PATIENCE_S = 420.0
-
-SERVER = """\
-HostKey {folder}/host_key
-AuthorizedKeysFile {folder}/user_key.pub
-PidFile none
-StrictModes no
-UsePAM no
-PermitRootLogin yes
-PasswordAuthentication no
-"""
-CLIENT = """\
-IdentityFile {folder}/user_key
-StrictHostKeyChecking no
-UserKnownHostsFile /dev/null
-LogLevel ERROR
-"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -166,31 +150,8 @@ def ssh(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapp
     Not for longer than a module: those of SLURM switch a node off, and the daemon with it.
     """
     needs_root("sshd", "ssh", "pdsh")
-    folder = tmp_path_factory.mktemp("ssh")
-    for key in ("host_key", "user_key"):
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
-    (folder / "sshd_config").write_text(SERVER.format(folder=folder))
-    (folder / "ssh_config").write_text(CLIENT.format(folder=folder))
-    (folder / "bin").mkdir()
-    (folder / "bin" / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {folder}/ssh_config "$@"\n')
-    (folder / "bin" / "ssh").chmod(0o755)
-    Path("/run/sshd").mkdir(exist_ok=True)
-    daemons = [
-        hosts.start(node, ["/usr/sbin/sshd", "-D", "-f", str(folder / "sshd_config")], stdin=subprocess.DEVNULL)
-        for node in ("n1", "n2")
-    ]
-    env = environment()
-    env["PATH"] = f"{folder}/bin:{env['PATH']}"
-
-    def answers(node: str) -> bool:
-        return hosts.run(LOGIN, ["ssh", node, "true"], env=env).returncode == 0
-
-    for node in ("n1", "n2"):
-        wait_for(partial(answers, node), lambda: "no sshd")
-    yield env
-    for daemon in daemons:
-        daemon.terminate()
-        daemon.wait()
+    with ssh_daemons(hosts, ("n1", "n2"), tmp_path_factory.mktemp("ssh"), environment()) as env:
+        yield env
 
 
 @pytest.fixture

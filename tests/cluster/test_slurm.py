@@ -123,6 +123,31 @@ def test_a_lost_node_is_named_and_the_job_queued_again(
     assert losses(run) == pytest.approx(reference, rel=1e-4)
 
 
+def test_a_lost_node_is_left_out_where_the_job_outlives_it(
+    slurm: SlurmCluster, workplace: Path, reference: list[float]
+) -> None:
+    """`salloc --no-kill` with `training.elastic`: the other node takes both parts of the global batch.
+
+    Such a job is never queued again, whatever its Requeue says: there are restarts without being asked for.
+    """
+    run = workplace / "elastic"
+    command = [*SALLOC, "--no-kill", *ZEROLORA, "train", str(workplace / "config.yaml"), f"output_dir={run}"]
+    process = slurm.hosts.start(
+        "login", [*command, "training.elastic=true", "training.max_restarts=null"], env=slurm.environment(), cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    wait_for(lambda: process.poll() is not None or (run.exists() and whole_checkpoints(run)), lambda: "no checkpoint")
+    slurm.switch_off("n2")
+    try:
+        out, _ = process.communicate(timeout=PATIENCE_S)
+    finally:
+        slurm.switch_on("n2")
+        slurm.wait_for_nodes()
+    assert process.returncode == 0, out
+    assert "going on with 1 of 2 ranks" in out and "restart 1 of 3: going on from checkpoint-" in out, out
+    assert losses(run) == pytest.approx(reference, rel=1e-4)
+
+
 def test_what_is_waited_for_is_said_while_a_node_is_silent(slurm: SlurmCluster, workplace: Path) -> None:
     """A node without power closes no connection: SLURM alone tells of it, after SlurmdTimeout (300 s by default)."""
     slurm.reconfigure("SlurmdTimeout=15", "SlurmdTimeout=80")

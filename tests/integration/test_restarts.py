@@ -71,17 +71,20 @@ def test_a_killed_rank_costs_steps_and_nothing_else(workplace: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_start_again_is_left_out(workplace: Path) -> None:
-    """As one whose card is gone: the other takes its part of the global batch."""
-    fp32 = "training.precision=fp32"
-    undropped = ["lora.dropout=0", fp32]  # masks are drawn by each rank
-    assert train(workplace, "both", "", *undropped)[0] == 0
-    code, seen = train(workplace, "one", "1:lose:15", *undropped, "training.elastic=true")
+def test_a_rank_that_cannot_start_again_is_left_out_and_comes_back_when_asked(workplace: Path) -> None:
+    """As one whose card is gone: the other takes its part of the global batch, until both are there again."""
+    same = ["lora.dropout=0", "training.precision=fp32", "training.lr_scheduler=constant"]  # ranks draw masks
+    assert train(workplace, "both", "", *same)[0] == 0
+    code, seen = train(workplace, "one", "1:lose:15", *same, "training.elastic=true", "training.max_steps=10")
     assert code == 0, seen
     assert "the place of rank 1 is left out: it failed again before a step was made" in seen, seen
-    assert "going on with 1 of 2 ranks" in seen
-    assert losses(workplace / "one") == pytest.approx(losses(workplace / "both"), abs=1e-5)
+    assert "going on with 1 of 2 ranks; to come back to all 2, stop the run and start it with" in seen
     assert [restart.ranks for restart in read_restarts(workplace / "one")] == [2, 2]
+    assert json.loads((workplace / "one" / "run.json").read_text())["world_size"] == 1
+    code, seen = train(workplace, "one", "", *same, "training.elastic=true", "training.resume_from_checkpoint=auto")
+    assert code == 0 and "resumed from" in seen, seen
+    assert json.loads((workplace / "one" / "run.json").read_text())["world_size"] == 2
+    assert losses(workplace / "one") == pytest.approx(losses(workplace / "both"), abs=1e-5)
 
 
 @pytest.mark.slow

@@ -1,18 +1,23 @@
 """The builder: registration, architectures, one-line errors, and one build at a time per node."""
 
 import os
+import platform
 import re
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from ops import backend
-from ops.builder import LoraOpBuilder, build_lock, main, register, report
+from ops import backend, prebuilt
+from ops.build_lock import build_lock
+from ops.builder import LoraOpBuilder, main, register
+from ops.listing import report
 from ops.toolkit import BuildError, all_architectures, check_capability, check_toolkit, gencode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,7 +111,7 @@ def test_missing_nvcc_is_one_line(monkeypatch):
 HOLDER = """
 import sys
 from pathlib import Path
-from ops.builder import build_lock
+from ops.build_lock import build_lock
 with build_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -154,3 +159,131 @@ def test_a_killed_builder_leaves_no_lock(tmp_path):
     first.wait()
     with build_lock(path):  # without waiting for anybody: there is nobody left who would let go
         pass
+
+
+MODULE = """
+#include <Python.h>
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "zerolora_lora", 0, -1, 0};
+PyMODINIT_FUNC PyInit_zerolora_lora(void) { return PyModule_Create(&module); }
+"""
+
+
+class SmallBuilder(LoraOpBuilder):
+    """Compiles a module of two lines, for real; all else is the builder's own."""
+
+    def _compile(self, verbose: bool, folder: Path) -> ModuleType:
+        (folder / "module.c").write_text(MODULE)
+        compiler = ["cc", "-shared", "-fPIC", f"-I{sysconfig.get_paths()['include']}", str(folder / "module.c")]
+        subprocess.run([*compiler, "-o", str(folder / f"{self.NAME}.so")], check=True)
+        return self._import(folder)
+
+
+@pytest.fixture
+def shared(tmp_path, monkeypatch) -> Path:
+    """A folder with a build for Hopper and Ampere, which the environment names."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr("ops.builder.toolkit_version", lambda: (13, 0))
+    SmallBuilder(["80", "90a"]).build_into(tmp_path / "shared")
+    monkeypatch.setenv("ZEROLORA_OPS", f"{tmp_path / 'nothing'}:{tmp_path / 'shared'}")
+    return tmp_path / "shared"
+
+
+def versions() -> tuple[str, str, str]:
+    return torch.__version__, "13.0", f"{sys.version_info.major}.{sys.version_info.minor}-{platform.machine()}"
+
+
+def test_a_shared_build_is_found_by_its_key_and_loads(shared):
+    sources = SmallBuilder()._sources_digest()
+    library = prebuilt.find(sources, versions(), {"90a"})
+    assert library is not None and library.parent.parent == shared
+    assert SmallBuilder()._import(library.parent).__file__ == str(library)
+    build = prebuilt.read(library.parent)
+    assert build is not None and build.architectures == ("80", "90a") and build.toolkit == "13.0"
+    assert prebuilt.find(sources, versions(), {"80", "90a"}) == library
+    assert [path.name for path in shared.iterdir() if not path.name.startswith(".")] == [build.name]
+    assert library.stat().st_mode & 0o777 == 0o755 and library.parent.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_shared_build_for_anything_else_is_left_alone(shared):
+    sources = SmallBuilder()._sources_digest()
+    torch_version, cuda, python = versions()
+    assert prebuilt.find(sources, versions(), {"90a", "120"}) is None, "one card of the node is not in it"
+    assert prebuilt.find("other", versions(), {"90a"}) is None
+    assert prebuilt.find(sources, ("2.0.0", cuda, python), {"90a"}) is None
+    assert prebuilt.find(sources, (torch_version, "12.8", python), {"90a"}) is None
+    assert prebuilt.find(sources, (torch_version, cuda, "3.9-aarch64"), {"90a"}) is None
+    record = next(shared.glob("*/build.json"))
+    record.write_text(record.read_text()[:40])
+    assert prebuilt.find(sources, versions(), {"90a"}) is None, "its record is not whole"
+
+
+def test_a_shared_build_is_made_once_and_the_newest_toolkit_wins(shared, monkeypatch):
+    first = next(shared.glob("*/zerolora_lora.so"))
+    written = first.stat().st_mtime_ns
+    assert SmallBuilder(["80", "90a"]).build_into(shared) == first and first.stat().st_mtime_ns == written
+    assert SmallBuilder(["80", "90a"]).build_into(shared, clean=True) == first and first.stat().st_mtime_ns > written
+    monkeypatch.setattr("ops.builder.toolkit_version", lambda: (13, 10))
+    newer = SmallBuilder(["80", "90a"]).build_into(shared)
+    assert newer != first and prebuilt.find(SmallBuilder()._sources_digest(), versions(), {"90a"}) == newer
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--arch", "9.0"], "error: --arch: what is built beside the sources is for all cards; add --into DIR"),
+        (["--into", "x", "--arch", "sm_90"], "error: --arch sm_90: must be a compute capability, such as 9.0"),
+        (["--into", "x", "--arch", "6.1"], "error: compute capability 6.1: 7.0 (Volta) or newer is needed"),
+    ],
+)
+def test_what_cannot_be_built_for_is_one_line(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ops.toolkit.toolkit_version", lambda: (13, 0))
+    assert main(["build", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(said) and error.count("\n") == 1 and not (tmp_path / "x").exists()
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="checks what a torch without CUDA says")
+def test_what_cannot_be_built_is_refused_before_anything_is_compiled(monkeypatch, tmp_path, capsys):
+    """`auto` compiles nothing then, and `cuda` says why; a folder that is named is taken at its word until it loads."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(backend, "_loaded", None)
+    backend.build_beside("auto")
+    assert backend._compilers == [] and backend.expected("auto") == "reference"
+    with pytest.raises(ValueError, match=r"ops.backend=cuda: torch .* is built without CUDA"):
+        backend.build_beside("cuda")
+    assert main(["build", "--here"]) == 2 and "built without CUDA" in capsys.readouterr().err
+    monkeypatch.setenv("ZEROLORA_OPS", str(tmp_path))
+    backend.build_beside("cuda")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_compiler_beside_a_run_is_waited_for(monkeypatch, tmp_path):
+    """Whoever needs the operators meanwhile waits for its lock, and finds what it has built."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr("ops.builder.toolkit_version", lambda: (13, 0))
+    builder = SmallBuilder()
+    compiler = subprocess.Popen(
+        [sys.executable, "-c", BESIDE], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
+    )
+    assert compiler.stdout is not None and compiler.stdout.readline() == "compiling\n"
+    assert not builder.lies_ready()
+    monkeypatch.setattr(SmallBuilder, "_compile", lambda *_: pytest.fail("compiled a second time"))
+    assert builder._compile_once(False).__file__ == str(builder.cache_dir() / "zerolora_lora.so")
+    assert builder.lies_ready() and compiler.wait() == 0
+
+
+BESIDE = """
+import time
+import ops.builder
+from tests.numerics.test_builder import SmallBuilder
+
+class Slow(SmallBuilder):
+    def _compile(self, verbose, folder):
+        print("compiling", flush=True)
+        time.sleep(1.0)
+        return super()._compile(verbose, folder)
+
+ops.builder.toolkit_version = lambda: (13, 0)
+Slow()._compile_once(False)
+"""

@@ -2,18 +2,23 @@
 
 import json
 import multiprocessing
+import os
 import resource
+import shutil
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tests.chaos.disks import FileServer
 from tests.tiny import write_chats
 from trainer.config import DatasetSection, UserError
 from trainer.data import PreparedData, Samples, prepare_data
 from trainer.data import cache as prepare_module
+from trainer.data.built_folder import built_folder
 
 pytestmark = pytest.mark.usefixtures("own_data_folder")
 
@@ -61,6 +66,35 @@ def test_damage_is_made_good_with_one_note(tokenizer: PreTrainedTokenizerBase, d
         assert again.stats.notes[0].endswith("and is made again") and again.stats.notes[1:] == first.stats.notes
         assert prepared(tokenizer).stats == first.stats
     assert sorted(path.name for path in Path("cache").iterdir() if path.suffix != ".lock") == [first.fingerprint]
+
+
+def test_a_cache_on_a_network_file_system_keeps_nothing_that_was_removed(tokenizer: PreTrainedTokenizerBase) -> None:
+    """There a file that is removed while it is mapped stays, under a hidden name, until it is let go."""
+    if os.geteuid() != 0 or shutil.which("bindfs") is None:
+        pytest.skip("needs root and bindfs: a folder is served by a process (FUSE)")
+    write_chats(Path("chats.jsonl"), 10)
+    server = FileServer(Path("cache").absolute())
+    try:
+        first = prepared(tokenizer)
+        left = sorted(path.name for path in (Path("cache") / first.fingerprint).iterdir())
+        assert prepared(tokenizer).stats == first.stats
+        del first
+    finally:
+        server.close()
+    assert left == ["files.json", "index.npz", "source-000.arrow", "stats.json"]
+
+
+def test_what_a_file_system_keeps_of_removed_files_is_no_part_of_the_data(tmp_path: Path) -> None:
+    def build(folder: Path) -> None:
+        (folder / "data").write_text("1")
+        (folder / "scratch").mkdir()
+        (folder / ".nfs0001").write_text("removed")
+
+    read = partial(built_folder, tmp_path / "built", build, lambda folder: (folder / "data").read_text())
+    assert read() == ("1", None)
+    (tmp_path / "built" / ".nfs0001").unlink()
+    (tmp_path / "built" / "scratch").rmdir()
+    assert read() == ("1", None), "no damage: it was let go"
 
 
 def _prepare_at_once(folder: str, tokenizer_folder: str, start: Any, results: Any) -> None:

@@ -104,6 +104,7 @@ def test_a_broken_picture_is_named(root: Path, tmp_path: Path) -> None:
         ("image.bucket_step=9", "image.bucket_step=9: this model takes sides"),
         ("scu.enabled=true", "scu.enabled=true: steers by bits a token, and a loss on noise has none"),
         ("adapter=none", "adapter=none: of image models only adapters are trained"),
+        ("training.qat=int8", "training.qat=int8: rounds for servers of language models; remove it"),
         ("dataset.packing=true", "dataset.packing=true: pictures are neither packed nor streamed"),
         ("image.time_shift=3", "image.time_shift=3: only flow matching is shifted"),
         ("training.gradient_checkpointing=selective", "training.gradient_checkpointing=selective: image models are"),

@@ -83,6 +83,19 @@ def test_the_rank_with_a_mistake_of_its_own_is_blamed(tmp_path: Path, capsys: py
     assert "own mistake" in shown and "peer" not in shown and "rank 0" not in shown
 
 
+def test_the_rank_that_could_not_write_is_blamed_not_the_one_that_heard_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks agree on how a checkpoint was written, and all of them raise."""
+    heard = "RuntimeError: rank 1 could not write .writing-checkpoint-8: ValueError: own mistake"
+    (tmp_path / "rank-0.log").write_text(OWN.replace("ValueError: own mistake", heard))
+    (tmp_path / "rank-1.log").write_text(OWN)
+    leave_beat(tmp_path, 1)
+    Failure(tmp_path, {}, {0: Death(1.0, 1), 1: Death(1.2, 1)}, 1).tell()
+    shown = capsys.readouterr().err
+    assert shown.startswith("the run failed: rank 1 on n1 ended with exit code 1") and "rank 0" not in shown
+
+
 def test_the_killed_rank_is_blamed_though_the_launcher_saw_another_first(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

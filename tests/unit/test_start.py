@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.distributed.conftest import environment
-from tests.ends import TRAIN
+from tests.ends import HOST, TRAIN
 from tests.tiny import write_chats
 
 PATIENCE_S = 300.0
@@ -151,10 +151,23 @@ def test_a_rank_that_is_killed_before_the_checks_are_done_is_named(folder: Path,
         _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 137
     assert err.splitlines()[-1].startswith(
-        f"the run failed before its checks were done: rank {rank} was killed by signal 9"
+        f"the run failed before its checks were done: rank {rank} on {HOST} was killed by signal 9"
     )
     assert_gone(ranks)
     assert not (folder / "killed").exists()
+
+
+@pytest.mark.distributed
+def test_a_rank_that_is_stopped_before_the_checks_are_done_is_named(folder: Path) -> None:
+    with train(folder, "output_dir=halted", "training.hang_timeout=0.05") as process:
+        ranks = held_ranks(process)
+        ranks[0].suspend()
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    line = f"the run failed before its checks were done: the run hangs: rank 0 on {HOST} is stopped (SIGSTOP, or a"
+    assert err.splitlines()[-1].startswith(line), err
+    assert_gone(ranks)
+    assert not (folder / "halted").exists()
 
 
 @pytest.mark.distributed

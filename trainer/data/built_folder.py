@@ -65,7 +65,9 @@ def _mended(
     building.mkdir()
     try:
         build(building)
-        files = {path.name: [path.stat().st_size, _digest(path)] for path in sorted(building.iterdir())}
+        # Network file systems keep what was removed while it was open: in a hidden file, and its folder with it.
+        built = sorted(path for path in building.glob("[!.]*") if path.is_file())
+        files = {path.name: [path.stat().st_size, _digest(path)] for path in built}
         (building / MANIFEST).write_text(json.dumps(files), encoding="utf-8")
         os.rename(building, folder)
     finally:

@@ -1,5 +1,6 @@
 """Records to tokenised documents: a source's shape is found once, then batches are read, templated, masked and cut."""
 
+import gc
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -156,6 +157,9 @@ def encode_source(
     finally:
         # With several workers datasets replaces os.environ by a copy: others would keep reading the old one.
         os.environ = environment  # noqa: B003 (the very object, not its contents)
+        # A network file system keeps files that are still mapped, and their folder with them.
+        del records
+        gc.collect()
         shutil.rmtree(scratch, ignore_errors=True)
     return documents, shape.note
 

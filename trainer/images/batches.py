@@ -105,6 +105,11 @@ class ImageBatches:
         return self.batch_size * self.accumulation * self.world_size
 
     @property
+    def samples_per_epoch(self) -> int:
+        """Pictures, over all ranks."""
+        return len(self.samples)
+
+    @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of one pass; the last may be incomplete."""
         return steps_per_epoch(len(self.samples), self.global_batch_size)

@@ -55,6 +55,8 @@ def _mistakes(config: RunConfig) -> Iterator[str]:
         yield "scu.enabled=true: steers by bits a token, and a loss on noise has none; turn it off for image models"
     if config.adapter == "none":
         yield "adapter=none: of image models only adapters are trained; use lora or qlora"
+    if training.qat:
+        yield f"training.qat={training.qat}: rounds for servers of language models; remove it for image models"
     for name in ("packing", "streaming"):
         if getattr(config.dataset, name):
             yield f"dataset.{name}=true: pictures are neither packed nor streamed; remove it"

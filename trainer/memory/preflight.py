@@ -170,16 +170,13 @@ def with_host_check(plan: MemoryPlan, processes: int) -> MemoryPlan:
 
 
 def _has_own_kernels(config: RunConfig, device: torch.device) -> bool:
-    """Whether the CUDA operators will be used; UserError where they are asked for, or should build and do not."""
+    """Whether the CUDA operators will be used, which may be built meanwhile."""
     unused = config.adapter == "none" and config.ops.elementwise != "auto"
     if unused or device.type != "cuda" or config.ops.backend not in ("auto", "cuda"):
         return False
     import ops
 
-    try:
-        return ops.load(config.ops.backend).name == "cuda"
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    return ops.expected(config.ops.backend) == "cuda"
 
 
 def _least_free(config: RunConfig, device: torch.device) -> int | None:

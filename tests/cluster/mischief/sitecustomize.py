@@ -3,6 +3,7 @@
 ZEROLORA_MISCHIEF=RANK:KIND[@PHASE]:CALLS: the rank with that number misbehaves in the CALLS-th call of a function, a
 slow one from then on. Without a number it is every process of the run that is no rank. With ZEROLORA_MISCHIEF_ONCE, the
 path of a file that this makes, it happens in one process only: what is started again finds the file and behaves.
+Several, with `;` between them, have a file each, with their number behind its name.
 """
 
 import os
@@ -13,9 +14,6 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-ONCE = os.environ.get("ZEROLORA_MISCHIEF_ONCE", "")
-RANK, KIND, CALLS = os.environ.get("ZEROLORA_MISCHIEF", "::0").split(":")
-KIND, _, PHASE = KIND.partition("@")
 # Where each kind sits: the module that is changed once it has been imported, and its function.
 PLACES = {
     "hang": ("trainer.step", "sum_over_ranks"),
@@ -42,74 +40,96 @@ PHASES = {
     "save": ("trainer.checkpoint.checkpoint", "write_tensors"),
     "end": ("trainer.run_folder", "place_result"),
 }
-PLACE = PHASES.get(PHASE) or PLACES.get(KIND, ("", ""))
-HEARD_S = 60.0
+HEARD_S = 300.0
 SLOW_S = 25.0
 SETTLED_S = 2.0  # a checkpoint that is being written is whole by then
 SLOW_CALL_S = 0.25  # two of them a step
 
 
-def misbehave(arguments: tuple[Any, ...]) -> None:
-    if ONCE:
-        if os.path.exists(ONCE):
+class Mischief:
+    """One thing that goes wrong."""
+
+    def __init__(self, text: str, once: str) -> None:
+        self.rank, kind, calls = text.split(":")
+        self.kind, _, phase = kind.partition("@")
+        self.once, self.in_call, self.calls = once, int(calls), 0
+        self.place = PHASES.get(phase) or PLACES.get(self.kind, ("", ""))
+
+    def call(self, arguments: tuple[Any, ...]) -> None:
+        """Of the function in its place."""
+        self.calls += 1
+        if self.calls == self.in_call or (self.kind == "slow step" and self.calls > self.in_call):
+            self._misbehave(arguments)
+
+    def _misbehave(self, arguments: tuple[Any, ...]) -> None:
+        if self.once:
+            if os.path.exists(self.once):
+                return
+            with open(self.once, "x") as file:
+                file.write(f"{time.time()} {os.getpid()}")
+        kind = self.kind
+        if kind == "slow step":
+            time.sleep(SLOW_CALL_S)
             return
-        with open(ONCE, "x") as file:
-            file.write(f"{time.time()} {os.getpid()}")
-    if KIND == "slow step":
-        time.sleep(SLOW_CALL_S)
-        return
-    if KIND in ("kill", "lose"):
-        time.sleep(SETTLED_S)
-        os.kill(os.getpid(), signal.SIGKILL)
-    if KIND == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return
-    if KIND == "nan":
-        arguments[0].fill_(float("nan"))
-        return
-    if KIND == "call":  # somebody outside does something now, and says when it is done
-        started = time.monotonic()
-        while not os.path.exists(f"{ONCE}.done") and time.monotonic() - started < HEARD_S:
-            time.sleep(0.05)
-        return
-    if KIND == "raise":
-        raise ValueError("the middle of the model is missing")
-    if KIND == "spin":
+        if kind in ("kill", "lose"):
+            time.sleep(SETTLED_S)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return
+        if kind == "nan":
+            arguments[0].fill_(float("nan"))
+            return
+        if self.once and kind in ("call", "eat"):  # somebody outside does something now, and says when it is done
+            started = time.monotonic()
+            while not os.path.exists(f"{self.once}.done") and time.monotonic() - started < HEARD_S:
+                time.sleep(0.05)
+        if kind == "call":
+            return
+        if kind == "raise":
+            raise ValueError("the middle of the model is missing")
+        _never_return(kind)
+
+
+def _never_return(kind: str) -> None:
+    if kind == "spin":
         import torch
 
         torch.cuda._sleep(2**50)  # a kernel of some days, before which nothing else on this stream runs
         return
-    if KIND == "eat":
+    if kind == "eat":
         eaten = bytearray(0)
         while True:
             eaten += b"x" * 2**24
     started = time.monotonic()
-    while KIND not in ("slow save", "slow load") or time.monotonic() - started < SLOW_S:
+    while kind not in ("slow save", "slow load") or time.monotonic() - started < SLOW_S:
         time.sleep(0.2)
-        if KIND == "slow save":
+        if kind == "slow save":
             sum(range(300_000))  # as a real one compresses, copies and writes
 
 
-def wrap(module: Any, name: str) -> None:
-    original, calls = getattr(module, name), 0
+def wrap(module: Any, mischief: Mischief) -> None:
+    original = getattr(module, mischief.place[1])
 
     def wrapped(*arguments: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == int(CALLS) or (KIND == "slow step" and calls > int(CALLS)):
-            misbehave(arguments)
+        mischief.call(arguments)
         return original(*arguments, **options)
 
-    setattr(module, name, wrapped)
+    setattr(module, mischief.place[1], wrapped)
 
 
 class Finder:
-    """Lets the usual finders find the module, and changes it when it has been executed."""
+    """Lets the usual finders find the modules, and changes each when it has been executed."""
+
+    def __init__(self, mischiefs: list[Mischief]) -> None:
+        self._of: dict[str, list[Mischief]] = {}
+        for mischief in mischiefs:
+            self._of.setdefault(mischief.place[0], []).append(mischief)
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != PLACE[0]:
+        mischiefs = self._of.pop(name, None)
+        if mischiefs is None:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
         from importlib.util import find_spec
 
         spec = find_spec(name)
@@ -118,13 +138,26 @@ class Finder:
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            wrap(module, PLACE[1])
+            for mischief in mischiefs:
+                wrap(module, mischief)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-if KIND == "lose" and os.path.exists(ONCE) and os.environ.get("RANK") == RANK:
-    os.kill(os.getpid(), signal.SIGKILL)  # its card is gone since the first time
-if KIND and os.environ.get("RANK", os.environ.get("SLURM_PROCID", "")) == RANK:
-    sys.meta_path.insert(0, Finder())  # type: ignore[arg-type]
+def begin() -> None:
+    """Let what is asked for happen, as far as it is this process's."""
+    texts = [text for text in os.environ.get("ZEROLORA_MISCHIEF", "").split(";") if text]
+    once = os.environ.get("ZEROLORA_MISCHIEF_ONCE", "")
+    files = [f"{once}.{number}" if once and len(texts) > 1 else once for number in range(len(texts))]
+    mischiefs = [Mischief(text, file) for text, file in zip(texts, files, strict=True)]
+    own = os.environ.get("RANK", os.environ.get("SLURM_PROCID", ""))
+    mine = [mischief for mischief in mischiefs if mischief.rank == own and mischief.kind]
+    for mischief in mine:
+        if mischief.kind == "lose" and os.path.exists(mischief.once) and os.environ.get("RANK"):
+            os.kill(os.getpid(), signal.SIGKILL)  # its card is gone since the first time
+    if mine:
+        sys.meta_path.insert(0, Finder(mine))  # type: ignore[arg-type]
+
+
+begin()

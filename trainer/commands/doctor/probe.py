@@ -79,6 +79,13 @@ def check_toolchain(config: RunConfig | None) -> Iterator[Finding]:
     if builder.installed():
         yield Finding("operators", "OK", "built ahead of time for this torch")
         return
+    if shared := os.environ.get("ZEROLORA_OPS"):
+        if (library := builder.shared()) is not None:
+            yield Finding("operators", "OK", f"built at {library}")
+            return
+        if torch.cuda.is_available():
+            found = f"ZEROLORA_OPS={shared}: no build there fits this torch, this Python and these cards"
+            yield Finding("operators", "WARN", found, "zerolora ops build --arch ... --into DIR")
     try:
         toolkit = builder.check()
     except BuildError as error:

@@ -1,0 +1,231 @@
+"""What is done to a run from outside, at the moment when a rank calls: each function returns once it is done."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from tests.chaos.disks import FileServer, SmallDisk
+from tests.chaos.places import ThroughSlurm, ThroughSsh
+from tests.chaos.workplace import Chaos
+
+Outside = Callable[[Chaos], None]
+CGROUPS = (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max"))
+CGROUP_MB = 64
+HALTED_S = 35.0  # longer than `training.hang_timeout`
+UNHEARD_S = 10.0
+DARK_S = 45.0
+
+
+def kill_rank(number: int) -> Outside:
+    """SIGKILL, while it is where it called from."""
+    return lambda run: _signal_rank(run, number, signal.SIGKILL)
+
+
+def stop_rank(number: int) -> Outside:
+    """SIGSTOP."""
+    return lambda run: _signal_rank(run, number, signal.SIGSTOP)
+
+
+def _signal_rank(run: Chaos, number: int, what: int) -> None:
+    process = run.rank(number)
+    if process is not None:
+        process.send_signal(what)
+
+
+def kill_launcher(run: Chaos) -> None:
+    run.launcher().kill()
+
+
+def kill_preparation(run: Chaos) -> None:
+    for process in run.processes("trainer.preflight"):
+        process.kill()
+
+
+def halt_launcher(run: Chaos) -> None:
+    launcher = run.launcher()
+    launcher.suspend()
+    run.heard()
+    time.sleep(UNHEARD_S)
+    launcher.resume()
+
+
+def terminate(run: Chaos) -> None:
+    run.launcher().terminate()
+
+
+def terminate_twice_at_once(run: Chaos) -> None:
+    """Counts as one: `timeout` and some schedulers signal a process and its group."""
+    launcher = run.launcher()
+    for _ in range(2):
+        launcher.terminate()
+
+
+def terminate_twice(run: Chaos) -> None:
+    launcher = run.launcher()
+    for _ in range(2):
+        with suppress(psutil.NoSuchProcess):
+            launcher.terminate()
+        time.sleep(1.0)
+
+
+def fill_disk(run: Chaos) -> None:
+    """Until the run has told of it; then there is room again."""
+    disk = run.disk
+    assert isinstance(disk, SmallDisk)
+    disk.fill()
+    run.heard()
+    run.wait_until_told("No space left on device")
+    disk.empty()
+
+
+def protect_disk(run: Chaos) -> None:
+    """Until the run has told of it; then it is repaired."""
+    disk = run.disk
+    assert isinstance(disk, SmallDisk)
+    disk.protect()
+    run.heard()
+    run.wait_until_told("Read-only file system")
+    disk.repair()
+
+
+def halt_file_server(run: Chaos) -> None:
+    disk = run.disk
+    assert isinstance(disk, FileServer)
+    disk.halt()
+    run.heard()
+    time.sleep(UNHEARD_S)
+    disk.go_on()
+
+
+def halt_file_server_for_long(run: Chaos) -> None:
+    disk = run.disk
+    assert isinstance(disk, FileServer)
+    disk.halt()
+    run.heard()
+    time.sleep(DARK_S)
+    disk.go_on()
+
+
+def kill_file_server(run: Chaos) -> None:
+    """It is mounted again once the run has told of it."""
+    disk = run.disk
+    assert isinstance(disk, FileServer)
+    disk.kill()
+    run.heard()
+    run.wait_until_told("Transport endpoint is not connected")
+    disk.mount_again()
+
+
+def damage_checkpoint(how: str) -> Outside:
+    """Of the newest checkpoint, with a rank killed afterwards: `flip` a bit, `cut` a file in half, `remove` it."""
+
+    def act(run: Chaos) -> None:
+        newest = run.out / "checkpoint-8"
+        run.wait_for((newest / "COMPLETE").exists)
+        file = newest / "training_state-00001.safetensors"
+        content = bytearray(file.read_bytes())
+        if how == "flip":
+            content[len(content) // 2] ^= 1
+        file.unlink()
+        if how != "remove":
+            file.write_bytes(content[: len(content) // 2] if how == "cut" else content)
+        _signal_rank(run, 1, signal.SIGKILL)
+
+    return act
+
+
+def start_second_run(run: Chaos) -> None:
+    command = [sys.executable, "-m", "launcher.cli", "train", str(run.folder / "config.yaml"), f"output_dir={run.out}"]
+    command = run.place.command(command)
+    env = run.place.environment()
+    second = subprocess.run(command, cwd=run.folder, env=env, capture_output=True, text=True, timeout=300)
+    run.lines.append((time.time(), f"second run: exit code {second.returncode}: {second.stderr}"))
+
+
+def jump(seconds: int) -> Outside:
+    """Of the clock that all of the run sees."""
+
+    def act(run: Chaos) -> None:
+        (run.folder / f"{run.out.name}.clock").write_text(str(seconds))
+        time.sleep(3.0)
+
+    return act
+
+
+def halt_all(run: Chaos) -> None:
+    """As a laptop's lid or a hypervisor does it: everything stands still, and goes on."""
+    below = psutil.Process(run.process.pid).children(recursive=True)
+    for process in below:
+        process.suspend()
+    time.sleep(HALTED_S)
+    for process in below:
+        process.resume()
+
+
+def starve(run: Chaos) -> None:
+    """Rank 1 goes into a memory cgroup in which it gets CGROUP_MB more; then it eats."""
+    group, process = _small_group(f"zerolora-chaos-{os.getpid()}-{time.monotonic_ns()}"), run.rank(1)
+    assert process is not None
+    (group / "cgroup.procs").write_text(str(process.pid))
+    run.heard()
+    run.wait_for(lambda: not (group / "cgroup.procs").read_text())
+    with suppress(OSError):
+        group.rmdir()
+
+
+def _small_group(name: str) -> Path:
+    for root, limit in CGROUPS:
+        group = Path(root) / name
+        with suppress(OSError):
+            group.mkdir()
+            (group / limit).write_text(str(CGROUP_MB * 2**20))
+            return group
+    raise RuntimeError("no memory cgroup can be made")
+
+
+def kill_on_node(*names: str) -> Outside:
+    """SIGKILL to the processes of node n2 whose command lines hold one of the words, as far as they are this run's."""
+
+    def act(run: Chaos) -> None:
+        assert isinstance(run.place, ThroughSsh | ThroughSlurm)
+        for process in run.place.network.processes("n2"):
+            with suppress(psutil.Error):
+                if any(name in " ".join(process.cmdline()) for name in names):
+                    process.kill()
+
+    return act
+
+
+def kill_srun(run: Chaos) -> None:
+    for process in run.processes():
+        with suppress(psutil.Error):
+            if process.name() == "srun":
+                process.kill()
+
+
+def cut_network(seconds: float) -> Outside:
+    """Pull the cable of n2, and put it in again."""
+
+    def act(run: Chaos) -> None:
+        assert isinstance(run.place, ThroughSsh | ThroughSlurm)
+        run.place.network.plug("n2", "down")
+        run.heard()
+        run.wait_for(lambda: "the run failed" in run.text, seconds)
+        run.place.network.plug("n2", "up")
+
+    return act
+
+
+def switch_off(run: Chaos) -> None:
+    """Node n2 loses its power; it is back once the run has told of it."""
+    assert isinstance(run.place, ThroughSsh | ThroughSlurm)
+    run.place.network.switch_off("n2")
+    run.wait_for(lambda: "the run failed" in run.text, 120.0)
+    run.place.mend("n2")

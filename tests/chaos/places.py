@@ -1,0 +1,107 @@
+"""Where the ranks of a run are: on this machine, on two hosts behind ssh, or on two nodes of a SLURM cluster."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+from tests.cluster.conftest import environment as environment_of_hosts
+from tests.cluster.hosts import LOGIN, Hosts, needs_root
+from tests.cluster.slurm_cluster import SlurmCluster
+from tests.cluster.ssh_daemons import ssh_daemons, start_sshd
+from tests.distributed.conftest import environment
+from tests.ends import HOST
+
+NODES = ("n1", "n2")
+SALLOC = ("salloc", "--quiet", "--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1")
+
+
+class Place(Protocol):
+    """Where rank 0 and rank 1 are started."""
+
+    name: str
+    hosts: Sequence[str]
+    """Of each rank."""
+
+    def command(self, train: Sequence[str]) -> list[str]:
+        """The command line that starts a run there."""
+
+    def environment(self) -> dict[str, str]:
+        """Of the shell in which it is typed."""
+
+
+class Local:
+    """Two ranks of this machine."""
+
+    name = "this machine"
+    hosts: Sequence[str] = (HOST, HOST)
+
+    def command(self, train: Sequence[str]) -> list[str]:
+        return list(train)
+
+    def environment(self) -> dict[str, str]:
+        return environment()
+
+
+class ThroughSsh:
+    """A rank on each of two hosts, started from a third by pdsh."""
+
+    name = "ssh"
+    hosts: Sequence[str] = NODES
+
+    def __init__(self, network: Hosts, env: Mapping[str, str], hostfile: Path) -> None:
+        self.network, self._env, self._hostfile = network, env, hostfile
+
+    def command(self, train: Sequence[str]) -> list[str]:
+        return self.network.inside(LOGIN, [*train, "--hostfile", str(self._hostfile)])
+
+    def environment(self) -> dict[str, str]:
+        return dict(self._env)
+
+    def mend(self, node: str) -> None:
+        """A node that lost its power is back."""
+        self.network.plug(node, "up")
+        start_sshd(self.network, node, self._hostfile.parent)
+
+
+class ThroughSlurm:
+    """A rank on each of two nodes, in an allocation of a login host."""
+
+    name = "SLURM"
+    hosts: Sequence[str] = NODES
+
+    def __init__(self, cluster: SlurmCluster) -> None:
+        self.network, self.cluster = cluster.hosts, cluster
+
+    def command(self, train: Sequence[str]) -> list[str]:
+        return self.network.inside(LOGIN, [*SALLOC, *train])
+
+    def environment(self) -> dict[str, str]:
+        return self.cluster.environment()
+
+    def mend(self, node: str) -> None:
+        """A node that lost its power is back."""
+        self.cluster.switch_on(node)
+        self.cluster.wait_for_nodes()
+
+
+def open_place(name: str, stack: ExitStack) -> Place:
+    """The place of that name; hosts and daemons end with the stack."""
+    if name == Local.name:
+        return Local()
+    needs_root("bindfs")
+    folder = Path(tempfile.mkdtemp(prefix=f"chaos-{os.getpid()}-"))
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    network = Hosts(NODES, folder)
+    stack.callback(network.close)
+    if name == ThroughSlurm.name:
+        return ThroughSlurm(SlurmCluster(network, folder, environment_of_hosts()))
+    (folder / "hostfile").write_text("".join(f"{node} slots=1\n" for node in NODES))
+    env = stack.enter_context(ssh_daemons(network, NODES, folder, environment_of_hosts()))
+    return ThroughSsh(network, env, folder / "hostfile")
+
+
+PLACES = (Local.name, ThroughSsh.name, ThroughSlurm.name)
