@@ -138,6 +138,8 @@ def _batches(config: RunConfig, prepared: Any, ranks: int) -> ImageBatches:
 
 def _loss(config: RunConfig, family: str, scheduler: Any, denoiser: Any, group: Group, given: Any) -> torch.Tensor:
     """As train_text_to_image_lora_sdxl.py, train_dreambooth_lora_sd3.py and train_dreambooth_lora_flux.py."""
+    from diffusers.training_utils import compute_snr
+
     latents, noise = group.latents, group.noise
     steps = scheduler.config.num_train_timesteps
     index = (group.times * steps).long()
@@ -149,6 +151,9 @@ def _loss(config: RunConfig, family: str, scheduler: Any, denoiser: Any, group: 
         if scheduler.config.prediction_type == "v_prediction":
             target = scheduler.get_velocity(latents, noise, index)
         errors = F.mse_loss(predicted, target, reduction="none").mean(dim=(1, 2, 3))
+        if (gamma := config.image.min_snr_gamma) is not None:
+            ratio = compute_snr(scheduler, index)
+            errors = errors * torch.stack([ratio, gamma * torch.ones_like(ratio)], dim=1).min(dim=1)[0] / ratio
         return (errors * group.weights).sum()
     timesteps = scheduler.timesteps[steps - 1 - index]
     sigmas = scheduler.sigmas[[(scheduler.timesteps == each).nonzero().item() for each in timesteps]]

@@ -177,6 +177,12 @@ def test_prior_preservation_adds_its_weighted_loss(runs: Matrix) -> None:
     assert all(both > alone for both, alone in zip(runs["with-class"].losses, runs["sdxl-2"].losses, strict=True))
 
 
+def test_min_snr_weighs_as_the_scripts_of_diffusers_do(runs: Matrix) -> None:
+    settings = ("image.flip=true", "image.caption_dropout=0.5", "image.min_snr_gamma=5.0")
+    expected, _ = plain(runs, *settings)
+    assert runs["shown"].losses == pytest.approx(expected, rel=RELATIVE)
+
+
 def test_a_run_is_resumed_to_the_bit(runs: Matrix) -> None:
     assert runs["again"].losses == runs["shown"].losses[2:]
     whole, again = runs["shown"].adapter(), runs["again"].adapter()

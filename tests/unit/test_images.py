@@ -146,6 +146,18 @@ def test_cached_latents_and_conditions_are_what_the_pipeline_computes(root: Path
     torch.testing.assert_close(conditions["pooled"], pooled[0])
 
 
+def test_sources_are_mixed_by_weight_and_keep_their_captions(root: Path, tmp_path: Path) -> None:
+    one, other = write_pictures(tmp_path / "one", 4), write_pictures(tmp_path / "other", 4, seed=5)
+    for file in other.glob("*.txt"):
+        file.write_text("the other source")
+    mix = [{"path": str(one), "weight": 2}, {"path": str(other), "weight": 0.5}]
+    dataset = {"mix": mix, "cache_dir": str(tmp_path / "cache")}
+    samples = prepare(run_config(root, dataset=dataset)).data.train
+    captions = [samples.store.captions[entry.caption] for entry in samples.entries]
+    assert (len(captions), captions.count("the other source")) == (10, 2)
+    assert sorted(entry.number for entry in samples.entries if entry.number < 4) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def test_data_is_encoded_once_and_again_when_a_picture_changes(root: Path, tmp_path: Path) -> None:
     folder = write_pictures(tmp_path / "pictures", 2)
     config = run_config(root, f"dataset.path={folder}", f"dataset.cache_dir={tmp_path / 'cache'}")
@@ -211,11 +223,11 @@ def test_every_rank_has_as_many_passes_where_sizes_are_mixed(root: Path) -> None
     drawing = Drawing(Objective(prepared.model_config, ImageSection()).draw_time, False, 0.0, 1.0)
     common: dict[str, Any] = {"prior": None, "batch_size": 2, "accumulation": 1, "seed": 3, "shuffle": True}
     both = [ImageBatches(samples, drawing, rank=rank, world_size=2, **common) for rank in range(2)]
-    passes = [[len(each.step(epoch, 4)[0][0].groups) for each in both] for epoch in range(6)]
+    passes = [[len(each.step(epoch, 0)[0][0].groups) for each in both] for epoch in range(6)]
     assert all(one == other for one, other in passes)
     assert max(map(max, passes)) == 2, "no mixed batch came about: the test shows nothing"
-    weights = [float(group.weights.sum()) for each in both for group in each.step(0, 4)[0][0].groups]
-    assert sum(weights) == len(samples) - 4
+    weights = [float(group.weights.sum()) for each in both for group in each.step(0, 0)[0][0].groups]
+    assert sum(weights) == 4, "what fills up does not count"
     rows = [list(image_evaluation(samples, batch_size=5, rank=rank, world_size=2)) for rank in (0, 1)]
     assert [len(batch.groups) for batch in rows[0]] == [len(batch.groups) for batch in rows[1]]
 

@@ -38,7 +38,7 @@ def _check_encoders(model: Any, config: RunConfig) -> None:
     if not model.text_encoders:
         raise UserError(f"{said}: only those of CLIP are trained, and {config.base_model} has none; remove it")
     adapted = targets_of(model, config.lora)
-    if adapted is None:
+    if adapted is None:  # lora.adapter_path says it
         return
     for name in model.text_encoders:
         if not any(path.startswith(f"{name}.") for path in adapted.modules):

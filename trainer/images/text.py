@@ -26,7 +26,7 @@ def trained_encoders(pipeline: Pipeline) -> dict[str, str]:
     return {name: kind for name, kind in classes.items() if kind.startswith(TRAINED)}
 
 
-def empty_encoders(pipeline: Pipeline) -> dict[str, nn.Module]:
+def empty_encoders(pipeline: Pipeline) -> dict[str, Any]:
     """Their modules without memory for their weights."""
     import transformers
     from accelerate import init_empty_weights
@@ -35,6 +35,7 @@ def empty_encoders(pipeline: Pipeline) -> dict[str, nn.Module]:
     if pipeline.folder is None:
         return made
     for name, kind in trained_encoders(pipeline).items():
+        assert pipeline.folder is not None
         model = getattr(transformers, kind)
         with init_empty_weights(include_buffers=False):
             made[name] = model(model.config_class.from_pretrained(pipeline.folder / name, local_files_only=True))
