@@ -1,7 +1,5 @@
 """Weights with a scale a block on a card: dequantised to the CPU's bits, products within those of the dense weight."""
 
-from typing import Any
-
 import pytest
 import torch
 
