@@ -89,8 +89,8 @@ def test_transformers_reads_the_same_values(tmp_path: Path) -> None:
 
     folder = store_in_fp8(make_model(tmp_path / "model"), "blocks")
     how = FineGrainedFP8Config(weight_block_size=(BLOCK, BLOCK), dequantize=True, modules_to_not_convert=["lm_head"])
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=how).state_dict()
-    ours = load(folder, dtype=torch.bfloat16, unpack=True).state_dict()
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=how).state_dict()
+    ours = load(folder, unpack=True).state_dict()
     assert theirs.keys() == ours.keys()
     for name, value in theirs.items():
         assert torch.equal(ours[name], value), name
@@ -308,7 +308,7 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     ),
     "blocks that do not divide": (
         announced(weight_block_size=[48, 48]),
-        ("has shape (64, 64)", "which are no blocks of 48 x 48", "(those would be (2, 2)"),
+        ("has shape (64, 128) and", "(2, 4), which are no blocks of 48 x 48 (those would be (2, 3)); take config.json"),
     ),
     "other scales": (
         tensors(lambda stored: stored.update({f"{QUERY}_scale_inv": torch.ones(3, 2)})),
@@ -331,8 +331,6 @@ DAMAGED: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 def test_a_damaged_checkpoint_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
     folder = store_in_fp8(make_model(tmp_path / "model"), "blocks")
     change, lines = DAMAGED[case]
-    if case == "blocks that do not divide":  # 64 rows in blocks of 48 are two, as in blocks of 32: one row less there
-        tensors(lambda stored: stored.update({f"{QUERY}_scale_inv": torch.ones(3, 2)}))(folder)
     change(folder)
     with pytest.raises(UserError) as error:
         check_weights(str(folder), ModelSection(), load_model_config(str(folder), ModelSection()))
