@@ -1,6 +1,6 @@
 # Everything people type here. Each target first makes or refreshes .venv; nothing happens when it is up to date.
 .DEFAULT_GOAL := help
-.PHONY: help setup system nvcc demo lint test test-slow test-gpu canary bench clean docs
+.PHONY: help setup system nvcc demo demo-images lint test test-slow test-gpu canary bench clean docs
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 
@@ -16,7 +16,7 @@ SYSTEM := chromium $(CLUSTER)
 OTHERS := $(wildcard tests/unit tests/numerics tests/gpu)
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' Makefile
 
 setup:  ## make or refresh .venv with the pinned dependencies
 	@scripts/setup.sh
@@ -29,6 +29,9 @@ nvcc: setup  ## CUDA's compiler for the test that compiles ops/csrc, where the m
 
 demo: setup  ## fine-tune SmolLM2-135M with LoRA: about 5 minutes on 2 CPU cores, less on GPUs
 	@overrides=$$(python -m trainer.commands.demo) && eval "zerolora train configs/demo.yaml $$overrides"
+
+demo-images: setup  ## a tiny Stable Diffusion learns to draw by night: minutes on 2 CPU cores
+	@overrides=$$(python -m trainer.commands.demo_images) && eval "zerolora train configs/demo-images.yaml $$overrides"
 
 lint: setup  ## ruff, clang-format, typos, mypy (strict), import-linter, deptry, links of the documentation
 	ruff check .

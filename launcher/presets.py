@@ -36,6 +36,7 @@ PRESETS = {
     "sdxl": "sdxl",
     "sd3.5-medium": "sd3.5-medium",
     "flux-dev": "flux-dev",
+    "flux2-klein": "flux2-klein",
 }
 # How the names of models begin that are called otherwise than their preset.
 CALLED = {
@@ -43,6 +44,7 @@ CALLED = {
     "stable-diffusion-3.5": "sd3.5-medium",
     "flux.1": "flux-dev",
     "flux1": "flux-dev",
+    "flux.2-klein": "flux2-klein",
 }
 # For a model that no preset is made for: settings that fit most, and a model that runs on a laptop if none is named.
 FOR_ANY_MODEL, FOR_NO_MODEL = "tinyllama", "smollm2"

@@ -7,6 +7,7 @@ from ops.experts import ExpertAdapter, ExpertMatrix, ExpertWeights, experts_mlp
 from ops.lora import lora_group, lora_linear
 from ops.nf4 import Nf4Weight, nf4_group
 from ops.plain import lora_backward
+from ops.scaled import ScaledWeight, scaled_group, scaled_linear
 
 __all__ = [
     "Backend",
@@ -15,6 +16,7 @@ __all__ = [
     "ExpertMatrix",
     "ExpertWeights",
     "Nf4Weight",
+    "ScaledWeight",
     "build_beside",
     "eight_bit_group",
     "eight_bit_linear",
@@ -27,4 +29,6 @@ __all__ = [
     "lora_group",
     "lora_linear",
     "nf4_group",
+    "scaled_group",
+    "scaled_linear",
 ]

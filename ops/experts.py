@@ -25,7 +25,7 @@ from torch import Tensor
 from ops import experts_plain, lora
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped"]
-Storage = Literal["plain", "transposed", "nf4", "mxfp4"]
+Storage = Literal["plain", "transposed", "nf4", "mxfp4", "eight_bit"]
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 # gate_up and down: what `ExpertMatrix.tensors` holds; shape: E, I, H, block, nested block; form: the two storages, the
 # activation, "interleaved" or "halves"; numbers: s_gu, s_d, p, alpha, limit.
@@ -56,6 +56,8 @@ class ExpertMatrix:
                 nested absmax[E,c], nested code[256], offset[E]); packed: E x rows x cols / 2 bytes of any shape; every
                 expert is quantised by itself: b = rows cols / block, c = ceil(b / nested_block)
     mxfp4       (blocks[E,rows,cols/32,16], scales[E,rows,cols/32]), both uint8
+    eight_bit   (values[E,rows,cols] uint8 (e4m3) or int8, scales[E,b,c] float32): a scale for each row (b = rows,
+                c = 1, block 0) or block: b = ceil(rows / block), c = ceil(cols / nested_block)
     """
 
     storage: Storage
@@ -91,6 +93,13 @@ class ExpertMatrix:
         """As gpt-oss's checkpoints store it: [E, rows, cols/32, 16] and [E, rows, cols/32]."""
         experts, rows, groups = scales.shape
         return ExpertMatrix("mxfp4", (blocks, scales), experts, rows, groups * 32)
+
+    @staticmethod
+    def eight_bit(values: Tensor, scales: Tensor, block: Sequence[int] | None = None) -> "ExpertMatrix":
+        """FP8 or int8 with a scale for each row, or each block of (rows, columns)."""
+        experts, rows, cols = values.shape
+        high, wide = block or (0, 0)
+        return ExpertMatrix("eight_bit", (values, scales), experts, rows, cols, high, wide)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[E, rows, cols] in `dtype`; what is stored transposed comes as a view."""
@@ -155,10 +164,8 @@ def experts_mlp(
             f"gate_up [{gate_up.experts}, {gate_up.rows}, {gate_up.cols}], down [{down.experts}, {down.rows},"
             f" {down.cols}]: expected [E, 2I, H] and [E, H, I]"
         )
-    if gate_up.storage == down.storage == "nf4" and (gate_up.block, gate_up.nested_block) != (
-        down.block,
-        down.nested_block,
-    ):
+    packed = {"nf4", "eight_bit"} & {gate_up.storage, down.storage}
+    if packed and (gate_up.block, gate_up.nested_block) != (down.block, down.nested_block):
         raise ValueError("gate_up and down quantised with different block sizes: quantise them alike")
     form = [gate_up.storage, down.storage, weights.activation, "interleaved" if weights.interleaved else "halves"]
     numbers = [adapter.gate_up_scale, adapter.down_scale, adapter.dropout, weights.alpha, weights.limit]

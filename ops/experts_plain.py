@@ -16,6 +16,9 @@ def dense_weight(tensors: Sequence[Tensor], storage: str, shape: Sequence[int], 
     E, rows, cols, block, nested_block = shape
     if storage == "mxfp4":
         weight = reference.dequantize_mxfp4(tensors[0], tensors[1], dtype)
+    elif storage == "eight_bit":
+        values, scales = tensors
+        weight = reference.dequantize_blocks(values, scales, (block, nested_block) if block else (1, cols), dtype)
     elif storage == "nf4":
         packed, absmax, code, *nested = tensors
         check_packed(packed, E, rows, cols)

@@ -174,6 +174,34 @@ def eight_bit_product(q: Tensor, scale: Tensor, right: Tensor, column_scale: Ten
     return y if column_scale is None else y * column_scale
 
 
+def dequantize_blocks(
+    q: Tensor, scales: Tensor, block: Sequence[int], dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """W[..., O, I] = scale q, a scale for each block of `block` = (rows, columns), rounded to `dtype` once.
+
+    q[..., O, I] is uint8 (e4m3) or int8, scales[..., ceil(O/rows), ceil(I/columns)] float32; the last block of a row or
+    column may be short (DeepSeek-AI 2024, DeepSeek-V3, section 3.3). `out` takes the result.
+    """
+    if out is None:
+        out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    out.copy_(q.view(torch.float8_e4m3fn) if q.dtype == torch.uint8 else q)
+    for rows, scale_rows, height in _spans(q.shape[-2], block[0]):
+        for cols, scale_cols, width in _spans(q.shape[-1], block[1]):
+            blocks = out[..., rows, cols].unflatten(-1, (-1, width)).unflatten(-3, (-1, height))
+            blocks.mul_(scales[..., scale_rows, None, scale_cols, None])  # in 32 bits, as the scales are
+    return out
+
+
+def _spans(size: int, block: int) -> list[tuple[slice, slice, int]]:
+    """The elements of whole blocks, and those of a short last one; which scales they have; how long a block is."""
+    whole = size // block
+    spans = [
+        (slice(0, whole * block), slice(0, whole), block),
+        (slice(whole * block, size), slice(whole, None), size % block),
+    ]
+    return [span for span in spans if span[0].stop > span[0].start]
+
+
 def activate(gate: Tensor, up: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
     """f(gate) up, f one of silu and gelu; `clamped` is gpt-oss's (up + 1) gate sigmoid(alpha gate), both clamped."""
     if kind == "clamped":

@@ -9,11 +9,11 @@ SHAPES = ("circle", "square")
 
 
 def make_pipeline(folder: Path, family: str, *, seed: int = 0, **changes: Any) -> Path:
-    """A pipeline of `sd`, `sdxl`, `sd3` or `flux`; `changes` are of its denoiser."""
+    """A pipeline of `sd`, `sdxl`, `sd3`, `flux` or `flux2`; `changes` are of its denoiser."""
     import torch
 
     torch.manual_seed(seed)
-    pipeline = {"sd": _sd, "sdxl": _sdxl, "sd3": _sd3, "flux": _flux}[family](changes)
+    pipeline = {"sd": _sd, "sdxl": _sdxl, "sd3": _sd3, "flux": _flux, "flux2": _flux2}[family](changes)
     pipeline.save_pretrained(folder)
     return folder
 
@@ -224,5 +224,51 @@ def _flux(changes: dict[str, Any]) -> Any:
         text_encoder_2=_t5(32),
         tokenizer=_tokenizer(77),
         tokenizer_2=_t5_tokenizer(77),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+    )
+
+
+def _flux2(changes: dict[str, Any]) -> Any:
+    import torch
+    from diffusers import (
+        AutoencoderKLFlux2,
+        FlowMatchEulerDiscreteScheduler,
+        Flux2KleinPipeline,
+        Flux2Transformer2DModel,
+    )
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    settings: dict[str, Any] = {
+        "in_channels": 16,
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 3 * 16,
+        "timestep_guidance_channels": 16,
+        "axes_dims_rope": (4, 4, 4, 4),
+        "guidance_embeds": False,
+    }
+    vae = AutoencoderKLFlux2(
+        block_out_channels=(16, 32),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        latent_channels=4,
+        norm_num_groups=8,
+        layers_per_block=1,
+    )
+    vae.bn.running_mean.copy_(torch.linspace(-0.5, 0.5, 16))
+    vae.bn.running_var.copy_(torch.linspace(0.5, 2.0, 16))
+    encoder = Qwen3Config(  # the pipeline reads its layers 9, 18 and 27
+        vocab_size=600, hidden_size=16, intermediate_size=16, num_hidden_layers=27, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    tokenizer = _t5_tokenizer(512)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return Flux2KleinPipeline(
+        transformer=Flux2Transformer2DModel(**{**settings, **changes}),
+        vae=vae,
+        text_encoder=Qwen3ForCausalLM(encoder),
+        tokenizer=tokenizer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
     )

@@ -31,11 +31,14 @@ def plain_losses(config: RunConfig, *, ranks: int, dtype: torch.dtype = torch.fl
     denoiser.requires_grad_(False)
     _add_adapter(config, denoiser, family)
     denoiser.train()
-    trained = [parameter for parameter in denoiser.parameters() if parameter.requires_grad]
+    encoders = _trained_encoders(config, pipeline)
+    models = [denoiser, *encoders]
+    trained = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=training.learning_rate, weight_decay=training.weight_decay)
     assert training.max_steps is not None
     schedule = build_schedule(optimizer, training, training.max_steps)
-    scheduler: Any = getattr(diffusers, family.scheduler).from_config(pipeline.scheduler.config)
+    predicted = {} if config.image.prediction == "auto" else {"prediction_type": config.image.prediction}
+    scheduler: Any = getattr(diffusers, family.scheduler).from_config(pipeline.scheduler.config, **predicted)
     batches = _batches(config, prepared, ranks)
     losses: list[float] = []
     epoch = offset = 0
@@ -44,7 +47,10 @@ def plain_losses(config: RunConfig, *, ranks: int, dtype: torch.dtype = torch.fl
         total = 0.0
         for part in parts:
             for group in part.groups:
-                loss = _loss(config, family.name, scheduler, denoiser, group) / taken
+                given = dict(group.conditions)
+                if encoders:
+                    given |= _encoded(pipeline, family.name, group.captions)
+                loss = _loss(config, family.name, scheduler, denoiser, group, given) / taken
                 loss.backward()
                 total += loss.item()
         losses.append(total)
@@ -64,11 +70,54 @@ def _add_adapter(config: RunConfig, denoiser: Any, family: Any) -> None:
 
     lora = config.lora
     targets: list[str] | str = [*TARGETS, *FEED_FORWARD]
+    if family.name == "flux2":
+        targets = r".*(attn[.](to_[qkv]|to_out[.]0|add_[qkv]_proj|to_add_out)|[.]ff(_context)?[.]linear_(in|out))|"
+        targets += r"single_transformer_blocks.*(to_qkv_mlp_proj|to_out)"
     if family.name == "flux":
         targets = rf".*({'|'.join(name.replace('.', '[.]') for name in targets)})|single_transformer_blocks.*proj_out"
+    if lora.target_modules != ("all-linear",):
+        targets = list(lora.target_modules)
     settings = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=targets, init_lora_weights=True)
     set_seed(config.seed)
     denoiser.add_adapter(settings)
+
+
+TEXT_TARGETS = ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"]
+
+
+def _trained_encoders(config: RunConfig, pipeline: Any) -> list[Any]:
+    """Those of CLIP, adapted after the denoiser; all of them are frozen but for their adapters."""
+    from peft import LoraConfig
+    from transformers import CLIPTextModel, CLIPTextModelWithProjection
+
+    found = []
+    for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
+        encoder = getattr(pipeline, name, None)
+        if encoder is not None:
+            encoder.requires_grad_(False)
+        if config.image.train_text_encoders and isinstance(encoder, CLIPTextModel | CLIPTextModelWithProjection):
+            lora = config.lora
+            settings = LoraConfig(r=lora.r, lora_alpha=lora.alpha, target_modules=TEXT_TARGETS, init_lora_weights=True)
+            if name == "text_encoder" and hasattr(pipeline, "text_encoder_2") and not hasattr(pipeline, "transformer"):
+                settings.exclude_modules = r".*layers\.1\..*"  # SDXL does not read this encoder's last layer
+            encoder.add_adapter(settings)
+            found.append(encoder.train())
+    return found
+
+
+def _encoded(pipeline: Any, family: str, captions: Any) -> dict[str, Any]:
+    """What the pipeline makes of captions, with gradients; no caption is empty."""
+    captions = list(captions)
+    assert all(captions)
+    if family == "sd":
+        return {"text": pipeline.encode_prompt(captions, "cpu", 1, False)[0]}
+    if family == "sdxl":
+        text, _, pooled, _ = pipeline.encode_prompt(captions, do_classifier_free_guidance=False)
+    elif family == "sd3":
+        text, _, pooled, _ = pipeline.encode_prompt(captions, None, None, do_classifier_free_guidance=False)
+    else:
+        text, pooled, _ = pipeline.encode_prompt(captions, None)
+    return {"text": text, "pooled": pooled}
 
 
 def _batches(config: RunConfig, prepared: Any, ranks: int) -> ImageBatches:
@@ -87,9 +136,11 @@ def _batches(config: RunConfig, prepared: Any, ranks: int) -> ImageBatches:
     )
 
 
-def _loss(config: RunConfig, family: str, scheduler: Any, denoiser: Any, group: Group) -> torch.Tensor:
+def _loss(config: RunConfig, family: str, scheduler: Any, denoiser: Any, group: Group, given: Any) -> torch.Tensor:
     """As train_text_to_image_lora_sdxl.py, train_dreambooth_lora_sd3.py and train_dreambooth_lora_flux.py."""
-    latents, noise, given = group.latents, group.noise, group.conditions
+    from diffusers.training_utils import compute_snr
+
+    latents, noise = group.latents, group.noise
     steps = scheduler.config.num_train_timesteps
     index = (group.times * steps).long()
     if family in ("sd", "sdxl"):
@@ -100,6 +151,9 @@ def _loss(config: RunConfig, family: str, scheduler: Any, denoiser: Any, group: 
         if scheduler.config.prediction_type == "v_prediction":
             target = scheduler.get_velocity(latents, noise, index)
         errors = F.mse_loss(predicted, target, reduction="none").mean(dim=(1, 2, 3))
+        if (gamma := config.image.min_snr_gamma) is not None:
+            ratio = compute_snr(scheduler, index)
+            errors = errors * torch.stack([ratio, gamma * torch.ones_like(ratio)], dim=1).min(dim=1)[0] / ratio
         return (errors * group.weights).sum()
     timesteps = scheduler.timesteps[steps - 1 - index]
     sigmas = scheduler.sigmas[[(scheduler.timesteps == each).nonzero().item() for each in timesteps]]
@@ -108,7 +162,7 @@ def _loss(config: RunConfig, family: str, scheduler: Any, denoiser: Any, group: 
     if family == "sd3":
         predicted = denoiser(noisy, given["text"], given["pooled"], timesteps).sample
     else:
-        predicted = _flux(denoiser, noisy, timesteps, given)
+        predicted = (_flux2 if family == "flux2" else _flux)(denoiser, noisy, timesteps, given)
     errors = F.mse_loss(predicted, noise - latents, reduction="none").mean(dim=(1, 2, 3))
     return (errors * group.weights).sum()
 
@@ -128,3 +182,17 @@ def _flux(denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, given: An
         img_ids=places,
     ).sample
     return FluxPipeline._unpack_latents(predicted, 2 * height, 2 * width, 2)
+
+
+def _flux2(denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, given: Any) -> torch.Tensor:
+    from diffusers import Flux2KleinPipeline
+
+    places = Flux2KleinPipeline._prepare_latent_ids(noisy)
+    predicted = denoiser(
+        hidden_states=Flux2KleinPipeline._pack_latents(noisy),
+        timestep=timesteps / 1000,
+        encoder_hidden_states=given["text"],
+        txt_ids=Flux2KleinPipeline._prepare_text_ids(given["text"]),
+        img_ids=places,
+    ).sample
+    return Flux2KleinPipeline._unpack_latents_with_ids(predicted, places, *noisy.shape[2:])

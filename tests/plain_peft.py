@@ -39,6 +39,8 @@ def plain_losses(
     model = load_base_model(config.base_model, config.model, dtype=dtype, device=device, attention=attention)
     set_seed(config.seed)
     model = _with_adapter(model, config, excluded)
+    if training.qat:
+        _round_by_torchao(model, training.qat)
     model.train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(_groups(model, config), weight_decay=training.weight_decay)
@@ -82,6 +84,36 @@ def _with_adapter(model: Any, config: RunConfig, excluded: str | None) -> Any:
         if parameter.requires_grad:
             parameter.data = parameter.data.to(model.dtype).float()
     return adapted
+
+
+def rounded_by_torchao(weight: torch.Tensor, kind: str, group: int | None) -> torch.Tensor:
+    """torchao's fake quantisation with the gradient that torchao gives it; scales that cut nothing off."""
+    from torchao.quantization.quant_primitives import MappingType, _fake_quantize_affine, choose_qparams_affine
+
+    block, high = (1, group or weight.shape[1]), {"int8": 127, "int4": 7}[kind]
+    mapping, least = MappingType.SYMMETRIC_NO_CLIPPING_ERR, torch.finfo(torch.float32).eps
+    scale, zero = choose_qparams_affine(
+        weight, mapping, block, torch.int8, -high - 1, high, least, torch.float32, torch.int32
+    )
+    rounded: torch.Tensor = _fake_quantize_affine(weight, block, scale, zero, torch.int8, -high - 1, high)
+    return rounded
+
+
+def _round_by_torchao(model: Any, kind: str) -> None:
+    """Every adapted layer computes with torchao's fake-quantised W + s B A; groups of 64, as a model this wide has."""
+    from peft.tuners.lora import LoraLayer
+
+    def forward_of(layer: Any) -> Any:
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+            merged = layer.base_layer.weight + layer.scaling["default"] * (up @ down)
+            return F.linear(x, rounded_by_torchao(merged, kind, 64 if kind == "int4" else None), layer.base_layer.bias)
+
+        return forward
+
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            layer.forward = forward_of(layer)
 
 
 def _groups(model: Any, config: RunConfig) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from trainer.decisions import VARLEN, Decisions
 from trainer.engine.deepspeed_engine import DTYPES, partitioning_announced
 from trainer.engine.layer_gather.shards import LayerShards
 from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
+from trainer.model.eight_bit import exact_lines
 from trainer.model.targets import unadapted_layers
 from trainer.patches.installation import Wanted, install
 from trainer.patches.liger import PARTS
@@ -36,7 +37,7 @@ def build_model(
     shards = _layer_shards(config, decided, task, ranks, device)
     model = task.load_base(dtype, engine_config, shards)
     wanted = patches_wanted(config, decided, device, dtype, task.small_pass, shards)
-    lines = [decided.line(), *install("base", model, wanted)]
+    lines = [decided.line(), *exact_lines(model), *install("base", model, wanted)]
     # The adapter's first values depend on the seed alone, not on what loading drew before.
     set_seed(config.seed)
     if config.adapter != "none":

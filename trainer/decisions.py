@@ -75,7 +75,7 @@ class Decisions:
     liger: Decided[bool]
     """Whether Liger's kernels compute what is not ours."""
     adapters: Decided[str]
-    """Whose forward: `cuda`, `reference`, `peft`, or `none`."""
+    """Whose forward: `cuda`, `reference`, `peft`, `rounded` (training.qat), or `none`."""
     siblings: Decided[bool]
     """Whether layers that read one input are computed in one call."""
     recomputed_results: Decided[str]
@@ -206,6 +206,8 @@ def _adapters(config: RunConfig, machine: Machine) -> Decided[str]:
     backend = config.ops.backend
     if config.adapter == "none":
         return Decided("none", "all weights are trained")
+    if config.training.qat:
+        return Decided("rounded", f"training.qat: {config.training.qat}")
     if backend == "peft":
         return Decided("peft", "asked for")
     if backend == "auto" and not machine.on_gpu:
@@ -218,6 +220,8 @@ def _adapters(config: RunConfig, machine: Machine) -> Decided[str]:
 def _siblings(config: RunConfig, machine: Machine) -> Decided[bool]:
     if _adapters(config, machine).value in ("none", "peft"):
         return Decided(False)
+    if config.training.qat:
+        return Decided(False, "training.qat: each has a merged weight of its own")
     if config.zero.stage == 3 and not gathers_by_layer(config):
         return Decided(False, "zero.gather: module gathers each adapted layer for itself")
     if config.training.torch_compile:

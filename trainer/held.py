@@ -103,7 +103,9 @@ def _quiet() -> Iterator[None]:
 
     deepspeed = logging.getLogger("DeepSpeed")  # sets its level when it is imported
     deepspeed.addFilter(is_error)
-    loggers = [logging.getLogger(name) for name in ("transformers", "huggingface_hub")]
+    loggers = [
+        logging.getLogger(name) for name in ("transformers", "huggingface_hub", "torchao", "torch.utils._pytree")
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

@@ -25,7 +25,7 @@ from trainer.ranks.start_times import StartTimes
 from trainer.ranks.stragglers import StragglerWatch
 from trainer.scu.controller import Steering
 from trainer.step import StepInFlight, StepResult, train_step
-from trainer.task import StepLoss
+from trainer.task import BatchSource, StepLoss
 
 NONFINITE_IN_A_ROW = 10
 
@@ -77,9 +77,7 @@ class Parts:
     engine: Engine
     schedule: Any
     loss: StepLoss
-    batches: Any
-    samples_per_epoch: int | None
-    """None for a stream, which is one epoch without end."""
+    batches: BatchSource
     ranks: Ranks
     reporter: Reporter | None
     stop: StopRequest
@@ -158,7 +156,7 @@ class Loop:
             self._gradient_check = None
         position.step += 1
         position.offset += consumed
-        if parts.samples_per_epoch and position.offset >= parts.samples_per_epoch:
+        if parts.batches.samples_per_epoch and position.offset >= parts.batches.samples_per_epoch:
             position.epoch, position.offset = position.epoch + 1, 0
         self._in_flight = position.step, launched, float(parts.schedule.get_last_lr()[0])
         if not launched.on_device:
@@ -247,7 +245,7 @@ class Loop:
             "train/loss": result.loss_sum / max(result.target_tokens, 1),
             "train/grad_norm": result.grad_norm,
             "train/learning_rate": learning_rate,
-            "train/epoch": position.epoch + position.offset / (parts.samples_per_epoch or math.inf),
+            "train/epoch": position.epoch + position.offset / (parts.batches.samples_per_epoch or math.inf),
             f"train/{parts.counted}": float(position.tokens),
             "train/nonfinite_steps": float(position.nonfinite_steps),
             "perf/step_ms": seconds * 1e3,

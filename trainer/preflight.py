@@ -29,10 +29,12 @@ from trainer.engine.deepspeed_engine import check_extra_keys, resolve_precision
 from trainer.images.pipeline import is_pipeline
 from trainer.images.prepare import prepare_pictures
 from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
-from trainer.model.eight_bit import check_card, check_no_experts
+from trainer.model.eight_bit import check_card
 from trainer.model.expert_targets import check_router_loss
+from trainer.model.integer_weights import check_rounded, check_torchao
 from trainer.model.model_kind import check_kind
 from trainer.model.model_source import check_source, unreadable
+from trainer.model.stored_fp8 import check_saved_modules, check_settings_fit
 from trainer.model.targets import check_targets
 from trainer.monitor.metrics import check_reporters
 from trainer.patches.mamba import check_packable
@@ -101,6 +103,8 @@ def check_settings(config: RunConfig) -> None:
     resolve_precision(config.training.precision, device)
     if config.adapter == "qlora":
         check_card(config.quantization.quant_type, device)
+    if config.training.qat:
+        check_torchao(f"training.qat={config.training.qat}")
     kernels = config.model.attn_implementation
     if kernels.startswith("flash_attention") and importlib.util.find_spec("flash_attn") is None:
         raise UserError(f"model.attn_implementation={kernels}: the package flash-attn is not installed; use auto")
@@ -120,6 +124,7 @@ def look_at_model(config: RunConfig) -> Looked:
     """The model's configuration and tokenizer, and whether its weights and layers will do. Raises UserError."""
     model_config = load_model_config(config.base_model, config.model)
     check_kind(config.base_model, model_config, all_trained=config.adapter == "none")
+    check_settings_fit(config, model_config)
     notes = check_weights(config.base_model, config.model, model_config)
     longest = context_length(model_config)
     if longest and config.dataset.max_length > longest:
@@ -135,11 +140,12 @@ def look_at_model(config: RunConfig) -> Looked:
     check_supported(config.model, empty)
     if config.adapter != "none":
         check_targets(empty, config.lora)
+    if config.training.qat:
+        check_rounded(empty, config.lora, config.training.qat)
     check_router_loss(empty, config.training.router_aux_loss, None if config.adapter == "none" else config.lora)
+    check_saved_modules(config, model_config, empty)
     if config.adapter == "qlora":
         check_packable(empty)
-        if config.quantization.eight_bit:
-            check_no_experts(config.quantization.quant_type, empty)
     if config.dataset.packing:
         check_packing(model_config)
     return Looked(tokenizer, model_config, longest, tuple(notes))

@@ -44,7 +44,7 @@ from trainer.run_folder import RunFolder
 from trainer.scu.begin import begin_steering
 from trainer.scu.controller import Steering
 from trainer.step import evaluate_loss
-from trainer.task import StepLoss, Task
+from trainer.task import BatchSource, StepLoss, Task
 
 # A run that fails has its newest checkpoint written to the end if that takes no longer; the launcher waits 8 s.
 TO_WRITE_S = 5.0
@@ -77,7 +77,7 @@ class Run:
     loss: StepLoss
     optimizer: torch.optim.Optimizer
     # restore, steer
-    batches: Any
+    batches: BatchSource
     schedule: Any
     restored_scu: dict[str, Any] | None
     steering: Steering | None
@@ -235,7 +235,6 @@ class Run:
             schedule=self.schedule,
             loss=self.loss,
             batches=self.batches,
-            samples_per_epoch=None if isinstance(self.batches, StreamBatches) else len(self.batches.samples),
             ranks=self.ranks,
             reporter=self.metrics,
             stop=self.stop,

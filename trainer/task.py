@@ -4,7 +4,7 @@ A language model reads tokens and predicts the next one (trainer/language.py); a
 predicts the noise (trainer/images/task.py).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,22 @@ class Batch(Protocol):
     @property
     def target_count(self) -> int:
         """What the sum of its losses is divided by."""
+        ...
+
+
+class BatchSource(Protocol):
+    """What a run draws from, on one rank; the size of micro-batches may be changed between two steps."""
+
+    batch_size: int
+    accumulation: int
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """Over all ranks; None for a stream, which is one epoch without end."""
+        ...
+
+    def step(self, epoch: int, offset: int) -> tuple[Sequence[Any], int]:
+        """This rank's micro-batches `offset` samples into the epoch, and how many samples all ranks take."""
         ...
 
 
@@ -73,7 +89,7 @@ class Task(Protocol):
         """What must be seen on the running model, before the first step. Raises UserError."""
         ...
 
-    def batches(self) -> Any:
+    def batches(self) -> BatchSource:
         """This rank's micro-batches of every step."""
         ...
 

@@ -23,7 +23,7 @@ SCHEDULES = (
 )  # fmt: skip
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "disabled": "eager"}
 REPORTERS = ("wandb", "tensorboard")
-QUANTIZED_NAMES = re.compile(r"(?<![A-Za-z])(GPTQ|AWQ|AQLM|EETQ|HQQ|NVFP4|MXFP4|FP8)(?![A-Za-z])", re.IGNORECASE)
+QUANTIZED_NAMES = re.compile(r"(?<![A-Za-z])(GPTQ|AWQ|AQLM|EETQ|HQQ|NVFP4|MXFP4)(?![A-Za-z])", re.IGNORECASE)
 
 
 def optimizer(translation: Translation, *names: str) -> None:

@@ -56,7 +56,7 @@ def test_the_sweep_command_is_an_array_and_its_table_is_best_first(slurm: SlurmC
     assert (run / "sweep.png").stat().st_size > 1000
     of_job = ["--slurm", "--nodes", "1", *ONE_RANK]
     again = slurm.run(*ZEROLORA, "sweep", *settings, *axes, *of_job)
-    assert "4 of 4 runs have been finished before" in again and again.count("done") == 4, again
+    assert again.count(" done") == 4, f"the table at once, and no job: {again}"
     more = ["training.learning_rate=1e-6,1e-2,1e-3", axes[1]]
     assert slurm.run(*ZEROLORA, "sweep", *settings, *more, *of_job, "--dry-run").split()[-2:] == ["--array", "4,5"]
 

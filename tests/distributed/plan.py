@@ -29,6 +29,8 @@ RESUMES: dict[str, dict[str, Any]] = {
         "quantization__quant_type": "fp8",
         "training__precision": "bf16",
     },
+    "qat8-stage2-fp32": {"zero__stage": 2, "training__qat": "int8"},
+    "qat4-stage3-bf16": {"zero__stage": 3, "training__qat": "int4", "training__precision": "bf16"},
     "adam8-stage2-fp32": {"zero__stage": 2, "training__optimizer": "adamw_8bit", "lora__r": 32},
     "adam8-stage3-fp32": {"zero__stage": 3, "training__optimizer": "adamw_8bit", "lora__r": 32},
 }
@@ -99,11 +101,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "clipped": {"training__max_grad_norm": 0.05},
 }
 
+ROUNDED: dict[str, dict[str, Any]] = {
+    "module": {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0},
+    "packed-2": {"zero__stage": 2, "dataset__packing": True},
+    "packed-3": {"zero__stage": 3, "dataset__packing": True},
+    "reentrant": {"zero__stage": 2, "training__gradient_checkpointing": "reentrant"},
+    "recomputed": {"zero__stage": 3, "training__gradient_checkpointing": "non_reentrant"},
+    "dropout": {"zero__stage": 2, "lora__dropout": 0.3},
+    "dropout-again": {"zero__stage": 3, "lora__dropout": 0.3, "training__gradient_checkpointing": "selective"},
+}
+
 TWO_RANKS: list[dict[str, Any]] = [
     *_equal_losses(),
     *_resumes(),
     *(case(f"{name}-{stage}", zero__stage=stage, **changes) for name, changes in VARIANTS.items() for stage in (2, 3)),
     *(case(f"fp8-{stage}", zero__stage=stage, **VARIANTS["fp8"]) for stage in (0, 1)),
+    *(
+        case(f"rounded-{kind}-{stage}", zero__stage=stage, training__qat=kind)
+        for kind, stages in (("int8", (2, 3)), ("int4", STAGES))
+        for stage in stages
+    ),
+    *(case(f"rounded-{name}", training__qat="int4", **changes) for name, changes in ROUNDED.items()),
     # Siblings share one 8-bit gradient in our operator and not in PEFT's forward: other roundings.
     case("fp8-peft", zero__stage=3, zero__gather="module", **{**VARIANTS["fp8"], "ops__backend": "peft"}),
     # Weights that move, as saving insists, and losses that do not.

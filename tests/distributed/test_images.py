@@ -19,8 +19,9 @@ pytestmark = pytest.mark.distributed
 
 STEPS, RANKS, STAGES = 3, 2, (0, 1, 2, 3)
 RELATIVE = 1e-6
-FAMILIES = ("sd", "sdxl", "sd3", "flux")
+FAMILIES = ("sd", "sdxl", "sd3", "flux", "flux2")
 MODULE = {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0}
+TEXT = {"image__train_text_encoders": True}
 SHOWN = {"image__flip": True, "image__caption_dropout": 0.5, "image__min_snr_gamma": 5.0}
 
 
@@ -37,6 +38,18 @@ def plan(folder: Path) -> list[dict[str, Any]]:
     cases += [case("flux-fused", ops__backend="reference", **flux), case("sdxl-fused", ops__backend="reference")]
     cases += [case("with-class", image__prior={"path": str(folder / "class")}, image__prior_weight=0.5)]
     cases += [case("shown", **SHOWN)]
+    cases += [case(f"mixed-{stage}", zero__stage=stage, training__batch_size=2) for stage in (2, 3)]
+    cases += [case(f"flux-{kind}", adapter="qlora", quantization__quant_type=kind, **flux) for kind in ("int8", "fp8")]
+    cases += [case("v-prediction", image__prediction="v_prediction")]
+    convolutions = {"lora__target_modules": ["to_q", "to_v", "conv1", "conv2"]}
+    cases += [case(f"convolutions-{stage}", zero__stage=stage, **convolutions) for stage in (2, 3)]
+    flux2 = {"base_model": str(folder / "flux2")}
+    cases += [case("flux2-2", **flux2, **drawn), case("flux2-3", zero__stage=3, **flux2)]
+    cases += [
+        case(f"text-sdxl-{stage}", zero__stage=stage, **TEXT, **(drawn if stage == 3 else {})) for stage in STAGES
+    ]
+    cases += [case("text-sd-2", base_model=str(folder / "sd"), **TEXT, **drawn)]
+    cases += [case("text-sd3-3", zero__stage=3, **TEXT, **sd3, **drawn), case("text-flux-2", **TEXT, **flux, **drawn)]
     again = {"training__resume_from_checkpoint": "shown/checkpoint-2", "output_dir": "again", **SHOWN}
     return [*cases, case("again", **again)]
 
@@ -101,13 +114,54 @@ def test_losses_of_sdxl_are_those_of_plain_diffusers(
     assert len(set(runs[name].losses)) == STEPS
 
 
-@pytest.mark.parametrize("family", ["sd", "sd3", "flux"])
+@pytest.mark.parametrize("family", ["sd", "sd3", "flux", "flux2"])
 def test_losses_of_the_others_are_those_of_plain_diffusers(runs: Matrix, family: str) -> None:
     expected, _ = plain(runs, f"base_model={runs['sdxl-0'].folder.parent / family}")
-    for name in {"sd": ["sd-2"], "sd3": ["sd3-2", "sd3-3"]}.get(
+    for name in {"sd": ["sd-2"], "sd3": ["sd3-2", "sd3-3"], "flux2": ["flux2-2", "flux2-3"]}.get(
         family, ["flux-2", "flux-3", "flux-recomputed-3", "flux-fused"]
     ):
         assert runs[name].losses == pytest.approx(expected, rel=RELATIVE), name
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("sdxl", [f"text-sdxl-{stage}" for stage in STAGES]),
+        ("sd", ["text-sd-2"]),
+        ("sd3", ["text-sd3-3"]),
+        ("flux", ["text-flux-2"]),
+    ],
+)
+def test_losses_with_trained_text_encoders_are_those_of_plain_diffusers(
+    runs: Matrix, family: str, names: list[str]
+) -> None:
+    folder = runs["sdxl-0"].folder.parent
+    expected, _ = plain(runs, f"base_model={folder / family}", "image.train_text_encoders=true")
+    for name in names:
+        assert runs[name].losses == pytest.approx(expected, rel=RELATIVE), name
+    frozen = "sd3-3" if family == "sd3" else f"{family}-2"
+    assert runs[names[0]].losses[-1] != runs[frozen].losses[-1], "the text encoders learnt nothing"
+
+
+def test_ranks_with_pictures_of_several_sizes_wait_for_each_other(runs: Matrix) -> None:
+    expected, _ = plain(runs, "training.batch_size=2")
+    for name in ("mixed-2", "mixed-3"):
+        assert runs[name].losses == pytest.approx(expected, rel=RELATIVE), name
+
+
+def test_an_eight_bit_base_trains_nearly_as_the_whole_one(runs: Matrix) -> None:
+    for name in ("flux-int8", "flux-fp8"):
+        assert runs[name].losses != runs["flux-2"].losses
+        assert runs[name].losses == pytest.approx(runs["flux-2"].losses, rel=0.02)
+
+
+def test_velocity_and_convolutions_are_trained_as_plain_diffusers_and_peft_do(runs: Matrix) -> None:
+    expected, _ = plain(runs, "image.prediction=v_prediction")
+    assert runs["v-prediction"].losses == pytest.approx(expected, rel=RELATIVE)
+    expected, _ = plain(runs, "lora.target_modules=[to_q, to_v, conv1, conv2]")
+    for name in ("convolutions-2", "convolutions-3"):
+        assert runs[name].losses == pytest.approx(expected, rel=RELATIVE)
+    assert any(tensor.dim() == 4 for tensor in runs["convolutions-2"].adapter().values())
 
 
 def test_a_four_bit_base_trains_alike_on_stages_2_and_3_and_nearly_as_the_whole_one(runs: Matrix) -> None:
@@ -123,6 +177,12 @@ def test_prior_preservation_adds_its_weighted_loss(runs: Matrix) -> None:
     assert all(both > alone for both, alone in zip(runs["with-class"].losses, runs["sdxl-2"].losses, strict=True))
 
 
+def test_min_snr_weighs_as_the_scripts_of_diffusers_do(runs: Matrix) -> None:
+    settings = ("image.flip=true", "image.caption_dropout=0.5", "image.min_snr_gamma=5.0")
+    expected, _ = plain(runs, *settings)
+    assert runs["shown"].losses == pytest.approx(expected, rel=RELATIVE)
+
+
 def test_a_run_is_resumed_to_the_bit(runs: Matrix) -> None:
     assert runs["again"].losses == runs["shown"].losses[2:]
     whole, again = runs["shown"].adapter(), runs["again"].adapter()
@@ -135,7 +195,10 @@ def test_held_out_loss_does_not_depend_on_the_seed_of_training_or_the_stage(runs
     assert runs["sdxl-0"].records("eval/loss")[-1] < first[0]
 
 
-@pytest.mark.parametrize(("name", "family"), [("sdxl-2", "sdxl"), ("sd-2", "sd"), ("sd3-3", "sd3"), ("flux-2", "flux")])
+DRAWN = ["sdxl-2", "sd-2", "sd3-3", "flux-2", "flux2-2", "text-sdxl-3", "text-sd-2", "text-sd3-3", "text-flux-2"]
+
+
+@pytest.mark.parametrize(("name", "family"), [(name, name.removeprefix("text-").partition("-")[0]) for name in DRAWN])
 def test_diffusers_loads_the_adapter_and_draws_the_sample_of_the_run(runs: Matrix, name: str, family: str) -> None:
     import diffusers
     from PIL import Image, ImageChops
@@ -144,17 +207,20 @@ def test_diffusers_loads_the_adapter_and_draws_the_sample_of_the_run(runs: Matri
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder.parent / family, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     arguments: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 2}
-    without = pipeline("a red circle", generator=torch.Generator().manual_seed(42), **arguments).images[0]
+    without = pipeline(prompt="a red circle", generator=torch.Generator().manual_seed(42), **arguments).images[0]
     pipeline.load_lora_weights(folder)
-    image = pipeline("a red circle", generator=torch.Generator().manual_seed(42), **arguments).images[0]
+    image = pipeline(prompt="a red circle", generator=torch.Generator().manual_seed(42), **arguments).images[0]
     ours = Image.open(folder / "samples" / "00-after.png")
     assert _farthest(ImageChops.difference(image, ours)) <= 1, "the adapter loaded by diffusers draws another picture"
     assert _farthest(ImageChops.difference(without, Image.open(folder / "samples" / "00-before.png"))) <= 1
     assert _farthest(ImageChops.difference(without, image)) > 1, "the adapter changes nothing that could differ"
 
 
-@pytest.mark.parametrize("form", ["kohya", "merged"])
-def test_what_is_exported_and_merged_draws_the_same(runs: Matrix, form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [*(("text-sdxl-3", form) for form in ("kohya", "merged")), ("text-sd-2", "kohya"), ("flux2-2", "kohya")],
+)
+def test_what_is_exported_and_merged_draws_the_same(runs: Matrix, name: str, form: str, tmp_path: Path) -> None:
     import diffusers
     from PIL import Image, ImageChops
 
@@ -162,8 +228,8 @@ def test_what_is_exported_and_merged_draws_the_same(runs: Matrix, form: str, tmp
     from trainer.commands.export.__main__ import export
     from trainer.commands.image_adapter import KOHYA, merge_images
 
-    run = find_run(runs["sdxl-2"].folder)
-    base = run.folder.parent / "sdxl"
+    run = find_run(runs[name].folder)
+    base = Path(run.config.base_model)
     if form == "merged":
         base = merge_images(run, tmp_path / "merged", dtype="auto", scale=1.0)
     pipeline = diffusers.DiffusionPipeline.from_pretrained(base, dtype=torch.float32)
@@ -172,7 +238,7 @@ def test_what_is_exported_and_merged_draws_the_same(runs: Matrix, form: str, tmp
         pipeline.load_lora_weights(tmp_path / "kohya", weight_name=KOHYA)
     pipeline.set_progress_bar_config(disable=True)
     seed = torch.Generator().manual_seed(42)
-    image = pipeline("a red circle", height=32, width=32, num_inference_steps=2, generator=seed).images[0]
+    image = pipeline(prompt="a red circle", height=32, width=32, num_inference_steps=2, generator=seed).images[0]
     ours = Image.open(run.folder / "samples" / "00-after.png")
     assert _farthest(ImageChops.difference(image, ours)) <= 1
 

@@ -132,6 +132,27 @@ def test_an_8_bit_base_gives_the_same_losses_at_every_stage(matrix: Matrix) -> N
     assert matrix["int8-2"].losses == pytest.approx(plain, abs=1.5e-3)  # measured 4e-4
 
 
+@pytest.mark.parametrize(("kind", "stages"), [("int8", (3,)), ("int4", (0, 1, 3))])
+def test_rounded_weights_give_the_same_losses_at_every_stage(
+    matrix: Matrix, kind: str, stages: tuple[int, ...]
+) -> None:
+    rounded, plain = matrix[f"rounded-{kind}-2"].losses, matrix["lora-2-none"].losses
+    assert rounded[-1] < matrix["untrained"].losses[-1] - LEARNED
+    for stage in stages:
+        assert matrix[f"rounded-{kind}-{stage}"].losses == pytest.approx(rounded, abs=1e-5)
+    assert rounded == pytest.approx(plain, abs={"int8": 2e-3, "int4": 2e-2}[kind])
+    assert rounded != pytest.approx(plain, abs=1e-5)
+
+
+def test_rounded_weights_do_not_care_who_gathers_recomputes_or_packs(matrix: Matrix) -> None:
+    for name in ("module", "reentrant", "recomputed"):
+        assert matrix[f"rounded-{name}"].losses == pytest.approx(matrix["rounded-int4-2"].losses, abs=1e-5), name
+    assert matrix["rounded-packed-3"].losses == pytest.approx(matrix["rounded-packed-2"].losses, abs=1e-5)
+    # Recomputation draws the same dropout again.
+    assert matrix["rounded-dropout-again"].losses == pytest.approx(matrix["rounded-dropout"].losses, abs=1e-5)
+    assert matrix["rounded-dropout"].losses[1:] != pytest.approx(matrix["rounded-int4-2"].losses[1:], abs=1e-5)
+
+
 def test_modules_to_save_are_in_the_adapter(matrix: Matrix) -> None:
     assert matrix["modules_to_save-3"].adapter()["base_model.model.lm_head.weight"].shape == (384, 64)
 

@@ -35,6 +35,7 @@ LATE = {
     "trainer/commands/doctor/probe.py trainer/tiers/machine.py",
     "the operators, registered where they are used": "trainer/preflight.py trainer/memory/preflight.py",
     "DeepSpeed's op builder, and Triton, which torch's CPU builds lack": "ops/backend.py ops/head.py",
+    "the table of operators, which imports the builder": "ops/builder.py",
     "TensorBoard and matplotlib, for rank 0 alone": "trainer/monitor/metric_files.py trainer/monitor/report/write.py "
     "trainer/commands/sweep_table.py",
     "packages of others that may not be installed": "trainer/bench/peers.py trainer/commands/export/verify.py",

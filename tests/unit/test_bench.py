@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from trainer.bench.__main__ import main
+from trainer.bench.__main__ import Bench, _parse, main
 from trainer.bench.assignment import Assignment
 from trainer.bench.cases import AS_CONFIGURED, CASES, peer_case, prepared, resolve, text_count, write_texts
 from trainer.bench.floor import measure_floor
@@ -181,6 +182,16 @@ def test_what_is_not_installed_is_named_with_its_way_in(tmp_path: Path) -> None:
     (tmp_path / "unsloth").mkdir()
     (tmp_path / "unsloth" / "__init__.py").touch()
     assert missing_package("unsloth", str(tmp_path)) is None
+    (tmp_path / "axolotl").mkdir()
+    (tmp_path / "axolotl" / "__init__.py").touch()
+    assert missing_package("axolotl", str(tmp_path)) in (None, "not installed: pip install triton")
+
+
+def test_the_others_do_not_report_their_use(tmp_path: Path) -> None:
+    bench = Bench(_parse([]), [], tmp_path, Console(file=io.StringIO()))
+    program = "import os; print([os.environ[name] for name in ('DO_NOT_TRACK', 'UNSLOTH_DISABLE_STATISTICS')])"
+    assert bench._call("peer", [sys.executable, "-S", "-c", program], tmp_path / "log") == ""
+    assert (tmp_path / "log").read_text().strip() == "['1', '1']"
 
 
 def records(*step_ms: float) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainer.config import RunConfig, dump_yaml, load_config
+from trainer.config import RunConfig, UserError, dump_yaml, load_config
 from trainer.config.aliases import ALIASES, ELSEWHERE
 from trainer.config.data_sections import SourceSection
 from trainer.config.messages import setting_names
@@ -123,6 +123,11 @@ def test_a_configuration_cannot_be_changed(tmp_path: Path) -> None:
     config = load(tmp_path, SMALL)
     with pytest.raises(ValueError, match="frozen"):
         config.seed = 1  # type: ignore[misc]
+
+
+def test_a_setting_where_the_file_should_be_is_told_as_one() -> None:
+    with pytest.raises(UserError, match=r"^base_model=random:tiny: is a setting; name the YAML file"):
+        load_config(Path("base_model=random:tiny"))
 
 
 def test_every_other_name_leads_to_a_setting() -> None:

@@ -30,7 +30,7 @@ def test_a_preset_loads_without_a_note_and_starts_with_its_command(path: Path) -
     loaded = load_config(path)
     assert loaded.notes == (), "presets use our own names"
     command = path.read_text().splitlines()[0]
-    own = {"demo", "compare-smollm2"} | {f"tier_{name}" for name in TIERS}
+    own = {"demo", "demo-images", "compare-smollm2"} | {f"tier_{name}" for name in TIERS}
     assert command.startswith(f"# zerolora train configs/{path.name}") or path.stem in own
     overrides = [word for word in command.split() if "=" in word]
     assert load_config(path, overrides).config.output_dir == loaded.config.output_dir

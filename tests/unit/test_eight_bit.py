@@ -16,9 +16,8 @@ from trainer.config import LoraSection, ModelSection, QuantizationSection, UserE
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.stored_weights import base_weights
 from trainer.model.adapter import apply_adapter, count_parameters
-from trainer.model.base import empty_model, load_base_model, load_model_config
-from trainer.model.eight_bit import KINDS, FrozenLinear8bit, check_card, check_no_experts
-from trainer.model.random_weights import random_config
+from trainer.model.base import load_base_model, load_model_config
+from trainer.model.eight_bit import KINDS, FrozenLinear8bit, check_card
 from trainer.model.targets import unadapted_layers
 from trainer.patches.fused_lora import fuse
 
@@ -100,12 +99,6 @@ def test_fp8_on_a_card_without_it_names_int8(monkeypatch: pytest.MonkeyPatch) ->
         check_card("fp8", torch.device("cuda"))
     check_card("int8", torch.device("cuda"))
     check_card("fp8", torch.device("cpu"))
-
-
-def test_experts_are_refused() -> None:
-    mixture = empty_model(random_config("random:olmoe-1b-7b"), ModelSection())
-    with pytest.raises(UserError, match="has experts, which are not held in 8 bits; use nf4"):
-        check_no_experts("int8", mixture)
 
 
 def test_the_estimate_counts_the_bytes_that_lie_there(folder: Path) -> None:

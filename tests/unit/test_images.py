@@ -104,6 +104,7 @@ def test_a_broken_picture_is_named(root: Path, tmp_path: Path) -> None:
         ("image.bucket_step=9", "image.bucket_step=9: this model takes sides"),
         ("scu.enabled=true", "scu.enabled=true: steers by bits a token, and a loss on noise has none"),
         ("adapter=none", "adapter=none: of image models only adapters are trained"),
+        ("training.qat=int8", "training.qat=int8: rounds for servers of language models; remove it"),
         ("dataset.packing=true", "dataset.packing=true: pictures are neither packed nor streamed"),
         ("image.time_shift=3", "image.time_shift=3: only flow matching is shifted"),
         ("training.gradient_checkpointing=selective", "training.gradient_checkpointing=selective: image models are"),
@@ -143,6 +144,18 @@ def test_cached_latents_and_conditions_are_what_the_pipeline_computes(root: Path
     conditions = samples.store.conditions(entry.caption)
     torch.testing.assert_close(conditions["text"], text[0])
     torch.testing.assert_close(conditions["pooled"], pooled[0])
+
+
+def test_sources_are_mixed_by_weight_and_keep_their_captions(root: Path, tmp_path: Path) -> None:
+    one, other = write_pictures(tmp_path / "one", 4), write_pictures(tmp_path / "other", 4, seed=5)
+    for file in other.glob("*.txt"):
+        file.write_text("the other source")
+    mix = [{"path": str(one), "weight": 2}, {"path": str(other), "weight": 0.5}]
+    dataset = {"mix": mix, "cache_dir": str(tmp_path / "cache")}
+    samples = prepare(run_config(root, dataset=dataset)).data.train
+    captions = [samples.store.captions[entry.caption] for entry in samples.entries]
+    assert (len(captions), captions.count("the other source")) == (10, 2)
+    assert sorted(entry.number for entry in samples.entries if entry.number < 4) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_data_is_encoded_once_and_again_when_a_picture_changes(root: Path, tmp_path: Path) -> None:
@@ -203,12 +216,26 @@ def test_global_batches_have_one_size_as_far_as_there_are_pictures() -> None:
     assert kinds == [1, 1, 1, 2]
 
 
+def test_every_rank_has_as_many_passes_where_sizes_are_mixed(root: Path) -> None:
+    """At stage 3 a rank with fewer of them would leave the others waiting for ever."""
+    prepared = prepare(run_config(root))
+    samples = prepared.data.train
+    drawing = Drawing(Objective(prepared.model_config, ImageSection()).draw_time, False, 0.0, 1.0)
+    common: dict[str, Any] = {"prior": None, "batch_size": 2, "accumulation": 1, "seed": 3, "shuffle": True}
+    both = [ImageBatches(samples, drawing, rank=rank, world_size=2, **common) for rank in range(2)]
+    passes = [[len(each.step(epoch, 0)[0][0].groups) for each in both] for epoch in range(6)]
+    assert all(one == other for one, other in passes)
+    assert max(map(max, passes)) == 2, "no mixed batch came about: the test shows nothing"
+    weights = [float(group.weights.sum()) for each in both for group in each.step(0, 0)[0][0].groups]
+    assert sum(weights) == 4, "what fills up does not count"
+    rows = [list(image_evaluation(samples, batch_size=5, rank=rank, world_size=2)) for rank in (0, 1)]
+    assert [len(batch.groups) for batch in rows[0]] == [len(batch.groups) for batch in rows[1]]
+
+
 def test_held_out_pictures_are_seen_at_fixed_times(root: Path) -> None:
     prepared = prepare(run_config(root, "dataset.val_split=0.34"))
     held_out = prepared.data.evaluation
-    rows = [
-        list(image_evaluation(held_out, batch_size=3, rank=rank, world_size=2, with_conditions=True)) for rank in (0, 1)
-    ]
+    rows = [list(image_evaluation(held_out, batch_size=3, rank=rank, world_size=2)) for rank in (0, 1)]
     assert len(rows[0]) == len(rows[1])
     assert sum(batch.target_count for part in rows for batch in part) == 4 * len(held_out)
     first = rows[0][0].groups[0]
@@ -230,7 +257,8 @@ def test_min_snr_weighs_easy_times_less() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "billions"), [("sdxl", 2.567), ("sd1.5", 0.860), ("sd3.5-medium", 2.243), ("flux-dev", 11.901)]
+    ("shape", "billions"),
+    [("sdxl", 2.567), ("sd1.5", 0.860), ("sd3.5-medium", 2.243), ("flux-dev", 11.901), ("flux2-klein-4b", 3.876)],
 )
 def test_published_shapes_have_as_many_weights_as_the_models(shape: str, billions: float) -> None:
     from trainer.config import ModelSection
@@ -271,7 +299,7 @@ def test_what_the_empty_twin_keeps_is_what_the_model_keeps(root: Path, family: s
             saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
-    [batch, *_] = image_evaluation(prepared.data.evaluation, batch_size=1, rank=0, world_size=1, with_conditions=True)
+    [batch, *_] = image_evaluation(prepared.data.evaluation, batch_size=1, rank=0, world_size=1)
     loss = NoiseLoss(Objective(pipeline, ImageSection()), torch.float32, 1.0)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss(model, batch, torch.device("cpu"))

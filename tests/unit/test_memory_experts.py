@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.eight_bits import store_in_fp8
 from tests.mixtures import make_mixture, store_in_mxfp4
 from tests.unit.test_memory_model import LENGTH, ROWS, bytes_saved, placement, rest, work
 from trainer.config import LoraSection, ModelSection, QuantizationSection
@@ -27,12 +28,18 @@ KINDS: dict[str, tuple[str, QuantizationSection | None]] = {
     "transposed": ("gpt_oss", QuantizationSection()),
     "mxfp4": ("mxfp4", None),
     "mxfp4-nf4": ("mxfp4", QuantizationSection()),
+    "fp8": ("mixtral", QuantizationSection(quant_type="fp8")),
+    "int8-transposed": ("gpt_oss", QuantizationSection(quant_type="int8")),
+    "stored-fp8": ("stored-fp8", None),
 }
 
 
 def made(folder: Path, family: str) -> Path:
     wide = {"hidden_size": 256, "intermediate_size": 384, "moe_intermediate_size": 384, "num_attention_heads": 8}
-    make_mixture(folder, "gpt_oss" if family == "mxfp4" else family, num_experts=8, num_local_experts=8, **wide)
+    made_of = {"mxfp4": "gpt_oss", "stored-fp8": "qwen3_moe"}.get(family, family)
+    make_mixture(folder, made_of, num_experts=8, num_local_experts=8, **wide)
+    if family == "stored-fp8":
+        return store_in_fp8(folder, "blocks", block=128)
     return store_in_mxfp4(folder) if family == "mxfp4" else folder
 
 
@@ -48,14 +55,17 @@ def test_the_base_is_as_large_as_it_lies_there(kind: str, tmp_path: Path) -> Non
     model = load_base_model(str(folder), ModelSection(), quantization=quantization, **how)
     held = sum(slot.nbytes for parameter in model.parameters() for slot, _ in slots_of(parameter))
     section = quantization or QuantizationSection()
-    kept = placement(packed=quantization is not None, block_size=section.block_size, double_quant=section.double_quant)
+    kept = placement(
+        packed=quantization is not None, eight_bit=section.eight_bit, block_size=section.block_size,
+        double_quant=section.double_quant,
+    )  # fmt: skip
     assert base_weights(shapes_of(folder), kept) == pytest.approx(held, rel=0.02)
     banks = [packed_tensors(module) for module in model.modules()]
     buffers = max(sum(2 * torch.Size(each.packing.shape).numel() for each in bank.values()) for bank in banks)
     assert dequantised_experts(shapes_of(folder), kept) == pytest.approx(buffers, rel=0.01)
     layers = placement(
-        stage=3, by_layer=True, world_size=2, packed=kept.packed, block_size=section.block_size,
-        double_quant=section.double_quant,
+        stage=3, by_layer=True, world_size=2, packed=kept.packed, eight_bit=section.eight_bit,
+        block_size=section.block_size, double_quant=section.double_quant,
     )  # fmt: skip
     layer = sum(slot.nbytes for each in model.model.layers[0].parameters() for slot, _ in slots_of(each))
     assert gathered(shapes_of(folder), layers)[0] == pytest.approx(2 * layer, rel=0.02)

@@ -65,7 +65,7 @@ def test_what_was_mxfp4_is_written_to_the_bit_and_other_values_to_the_nearest() 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
 def test_experts_stay_packed_and_compute_as_unpacked_ones(folder: Path, adapter: str) -> None:
     quantization = QuantizationSection() if adapter == "qlora" else None
-    kept, unpacked = load(folder, quantization=quantization), load(folder, unpack_mxfp4=True)
+    kept, unpacked = load(folder, quantization=quantization), load(folder, unpack=True)
     packed = {name: each for name, each in kept.named_parameters() if isinstance(each, PackedExperts)}
     assert len(packed) == 4
     for name, each in packed.items():
@@ -82,7 +82,7 @@ def test_unpacked_weights_are_those_of_transformers(folder: Path) -> None:
     expected = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
     ).state_dict()
-    found = load(folder, dtype=torch.bfloat16, unpack_mxfp4=True).state_dict()
+    found = load(folder, dtype=torch.bfloat16, unpack=True).state_dict()
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
@@ -97,7 +97,7 @@ def test_random_weights_may_be_drawn_in_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(packed) == 4
     for each in packed:
         assert 0.015 < float(each.dequantized().std()) < 0.03
-    again = load_base_model("random:oss", ModelSection(), unpack_mxfp4=True, **how)
+    again = load_base_model("random:oss", ModelSection(), unpack=True, **how)
     assert torch.equal(again(input_ids=IDS).logits, model(input_ids=IDS).logits)
 
 

@@ -73,6 +73,7 @@ def test_init_fills_in_model_and_data(tmp_path: Path) -> None:
         ("Qwen/Qwen3-4B", "tinyllama"),
         ("stabilityai/stable-diffusion-xl-base-1.0", "sdxl"),
         ("black-forest-labs/FLUX.1-dev", "flux-dev"),
+        ("black-forest-labs/FLUX.2-klein-base-4B", "flux2-klein"),
     ],
 )
 def test_the_preset_nearest_to_a_model(model: str, preset: str) -> None:

@@ -37,6 +37,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"target_modules": ("mlp.gate_prj",)},
         r"lora.target_modules=mlp.gate_prj: matches no layer.*did you mean gate_proj\?",
     ),
+    "shortened": ({"target_modules": ("q", "v")}, r"lora.target_modules=q: .*did you mean q_proj\?"),
     "far off": ({"target_modules": ("xyz",)}, r"lora.target_modules=xyz: matches no layer of this model; there are: "),
     "a module": (
         {"target_modules": ("mlp",)},

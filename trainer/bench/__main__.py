@@ -44,6 +44,8 @@ from trainer.model.base import load_model_config
 
 ROOT = Path(__file__).parents[2]
 TAIL_LINES = 15
+# Some of the others report each use to their makers, and wait for minutes where there is no network.
+NO_REPORTS = {"DO_NOT_TRACK": "1", "AXOLOTL_DO_NOT_TRACK": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -246,7 +248,11 @@ class Bench:
         with log.open("wb") as output:
             # In the folder, where some leave compiled kernels behind.
             child = subprocess.Popen(
-                command, stdout=output, stderr=output, cwd=self.folder, env=os.environ | {"PYTHONPATH": paths}
+                command,
+                stdout=output,
+                stderr=output,
+                cwd=self.folder,
+                env=os.environ | NO_REPORTS | {"PYTHONPATH": paths},
             )
             try:
                 code = _wait(child)

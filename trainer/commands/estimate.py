@@ -247,7 +247,7 @@ def planner_for(config: RunConfig, world_size: int) -> tuple[Planner, list[str]]
     precision = "bf16" if config.training.precision == "auto" else config.training.precision
     machine = Machine.assumed(world_size, precision)
     if is_pipeline(config):
-        pipeline = read_pipeline(config.base_model, config.model)
+        pipeline = read_pipeline(config.base_model, config.model, trains_text=config.image.train_text_encoders)
         where = f"every picture counts as {config.image.resolution} x {config.image.resolution}"
         return picture_planner(config, pipeline, machine), [where]
     model_config, note = model_config_of(config)

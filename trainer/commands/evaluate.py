@@ -301,6 +301,8 @@ def _run(arguments: argparse.Namespace) -> None:
     precision = resolve_precision(config.training.precision, device)
     if config.adapter == "qlora":
         precision = f"{config.quantization.quant_type} ({precision})"
+    elif config.training.qat:
+        precision = f"{precision}, merged weights in {config.training.qat}"
     size = f"{evaluation.documents:,} documents, {evaluation.target_tokens:,} target tokens"
     show(evaluation, f"{config.base_model}, {precision} on {device.type}; {size}", Console())
     if arguments.scale == AUTO:

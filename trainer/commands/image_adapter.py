@@ -13,14 +13,20 @@ from trainer.commands.whole_output import check_output, put_in_place, writing
 from trainer.config import UserError
 from trainer.engine.deepspeed_engine import DTYPES
 from trainer.images.card import image_card
-from trainer.images.files import DIFFUSERS, as_kohya
+from trainer.images.files import DIFFUSERS
+from trainer.images.kohya import as_kohya
 from trainer.images.model import load_image_model
-from trainer.images.pipeline import is_pipeline, read_pipeline
+from trainer.images.pipeline import Pipeline, is_pipeline, read_pipeline
 from trainer.model.saved_adapter import load_adapter
 from trainer.monitor.metrics import Record
 from trainer.monitor.report.sample_images import SAMPLES
 
 KOHYA = "lora.safetensors"
+
+
+def _pipeline(run: FinishedRun) -> Pipeline:
+    config = run.config
+    return read_pipeline(config.base_model, config.model, trains_text=config.image.train_text_encoders)
 
 
 def is_of_images(run: FinishedRun) -> bool:
@@ -36,7 +42,7 @@ def refuse_images(run: FinishedRun, what: str) -> None:
 
 def export_images(run: FinishedRun, form: str, output: Path) -> list[str]:
     """The adapter for diffusers (`peft`), for ComfyUI and kohya's scripts, or in its pipeline (`hf`)."""
-    pipeline = read_pipeline(run.config.base_model, run.config.model)
+    pipeline = _pipeline(run)
     if form == "hf":
         merge_images(run, output, dtype="auto", scale=1.0)
         return [f"{pipeline.family.pipeline}.from_pretrained({str(output)!r}) of diffusers reads it"]
@@ -64,18 +70,18 @@ def copy_of_images(run: FinishedRun, folder: Path) -> None:
 
 def card_of_images(run: FinishedRun, records: list[Record], name: str) -> str:
     """The model card that is uploaded."""
-    return image_card(run.config, read_pipeline(run.config.base_model, run.config.model), records, name)
+    return image_card(run.config, _pipeline(run), records, name)
 
 
 def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float | str) -> Path:
-    """Write the pipeline with the adapter added to its denoiser, W + s B A in 32 bits, rounded once.
+    """Write the pipeline with the adapter added to what it adapts, W + s B A in 32 bits, rounded once.
 
     Raises UserError if `output` holds something, or the base is random.
     """
     if isinstance(scale, str):
         raise UserError(f"--scale={scale}: is found on held-out text; give a number, such as --scale 0.8")
     check_output(output)
-    pipeline = read_pipeline(run.config.base_model, run.config.model)
+    pipeline = _pipeline(run)
     if pipeline.folder is None:
         raise UserError(f"base_model={run.config.base_model}: a random pipeline has nothing to merge into")
     model = load_image_model(pipeline, run.config.model, dtype=torch.float32, device=torch.device("cpu"))
@@ -83,13 +89,14 @@ def merge_images(run: FinishedRun, output: Path, *, dtype: str, scale: float | s
     scale_adapter(adapted, scale)
     merged: Any = adapted.merge_and_unload()
     kept = _stored_dtype(pipeline.folder / pipeline.family.denoiser) if dtype == "auto" else DTYPES[dtype]
-    part = pipeline.family.denoiser
+    parts = {pipeline.family.denoiser: merged.denoiser, **merged.text_encoders}
     with writing(output) as folder:
         for path in pipeline.folder.iterdir():
-            if path.is_dir() and path.name != part:
+            if path.is_dir() and path.name not in parts:
                 shutil.copytree(path, folder / path.name)
         shutil.copyfile(pipeline.folder / "model_index.json", folder / "model_index.json")
-        merged.denoiser.to(kept).save_pretrained(folder / part, safe_serialization=True)
+        for name, part in parts.items():
+            part.to(kept).save_pretrained(folder / name, safe_serialization=True)
         put_in_place(folder, output)
     return output
 

@@ -2,7 +2,8 @@
 
 Each adapted weight becomes W + s B A, added in 32 bits and rounded once to the model's number format. The base is read
 in full precision for QLoRA runs too: a sum that is quantised to 4 bits again loses most of what an adapter adds. A base
-that is published in MXFP4 alone (gpt-oss) is written so again, and what that costs is said.
+that is published in MXFP4 alone (gpt-oss) is written so again, and what that costs is said. Of a base in FP8 it is the
+dequantised weights that take the adapter, in the number format that is asked for.
 """
 
 import argparse
@@ -27,28 +28,40 @@ from trainer.checkpoint.finished_run import (
 )
 from trainer.commands.evaluate import evaluate, held_out_documents
 from trainer.commands.image_adapter import is_of_images, merge_images
+from trainer.commands.integers import InIntegers
 from trainer.commands.requantised import in_mxfp4_again
 from trainer.commands.scale import AUTO, scale_adapter, scale_of
 from trainer.commands.whole_output import check_output, put_in_place, writing
 from trainer.config import CommandParser, UserError
 from trainer.engine.deepspeed_engine import DTYPES
 from trainer.model.base import load_base_model, load_model_config
+from trainer.model.integer_weights import BITS, Integers
 from trainer.model.model_kind import is_mxfp4
+from trainer.model.stored_fp8 import fp8_form
+from trainer.monitor.report.recorded import read_run
 
 SHARD_SIZE = "5GB"
 
 
-def merge(run: FinishedRun, output: Path, *, dtype: str = "auto", scale: float | str = 1.0) -> Path:
+def merge(
+    run: FinishedRun, output: Path, *, dtype: str = "auto", scale: float | str = 1.0, quantize: Integers | None = None
+) -> Path:
     """Write the merged model and its tokenizer to `output`; `auto` is the number format the base is stored in.
 
     `scale`: how much of the adapter's update is added; `auto`: what is best on the text that the run held out.
+    `quantize`: adapted layers as whole numbers (trainer/commands/integers.py); `auto` is then the format that the run
+    was trained in.
 
     Raises UserError if `output` holds something, has no room, or there is no full-precision base; RuntimeError if what
     was read back is not what was written, or not finite.
     """
     check_output(output)
-    model, tokenizer = load_merged(run, dtype=dtype, scale=scale)
-    values = in_mxfp4_again(model, run.config) if dtype == "auto" else None
+    integers = None if quantize is None else in_integers(run, quantize, dtype)
+    model, tokenizer = load_merged(run, dtype=dtype, scale=scale, integers=integers)
+    if integers is not None:
+        values: dict[str, torch.Tensor] | None = integers.saved(model)
+    else:
+        values = in_mxfp4_again(model, run.config) if dtype == "auto" else None
     check_room(model, output)
     with writing(output) as folder:
         save_merged(model, tokenizer, folder, values)
@@ -56,12 +69,35 @@ def merge(run: FinishedRun, output: Path, *, dtype: str = "auto", scale: float |
     return output
 
 
-def load_merged(run: FinishedRun, *, dtype: str = "auto", scale: float | str = 1.0) -> tuple[Any, Any]:
-    """The merged model on the CPU, and its tokenizer. Raises UserError if there is no full-precision base."""
+def in_integers(run: FinishedRun, kind: Integers, dtype: str) -> InIntegers:
+    """What rounds the adapted layers; `auto` is the number format that the run was trained in.
+
+    Raises UserError if the base is in MXFP4, or a library is missing.
+    """
+    if is_mxfp4(load_model_config(run.config.base_model, run.config.model)):
+        raise UserError(f"--quantize={kind}: the base is stored in MXFP4, which stays; merge without it")
+    trained_for = run.config.training.qat
+    if trained_for != kind:
+        how = "not trained for whole numbers" if trained_for is None else f"trained for {trained_for}"
+        print(f"note: the run was {how} (training.qat); rounding it afterwards costs more", file=sys.stderr)
+    if dtype == "auto":
+        dtype = read_run(run.run_dir).get("precision") or "auto"
+    return InIntegers(kind, _number_format(run, dtype), run_device())
+
+
+def load_merged(
+    run: FinishedRun, *, dtype: str = "auto", scale: float | str = 1.0, integers: InIntegers | None = None
+) -> tuple[Any, Any]:
+    """The merged model on the CPU, and its tokenizer. Raises UserError if there is no full-precision base.
+
+    With `integers` it has their number format, and its adapted layers are rounded.
+    """
     tokenizer = saved_tokenizer(run)
-    stored = _stored_dtype(run)  # refuses a quantised base
+    wanted = _number_format(run, dtype)  # refuses a quantised base
     factor = _best_on_held_out(run, tokenizer) if isinstance(scale, str) else scale
-    return merged_model(run, tokenizer, stored if dtype == "auto" else DTYPES[dtype], scale=factor), tokenizer
+    if integers is not None:
+        wanted = integers.dtype
+    return merged_model(run, tokenizer, wanted, scale=factor, integers=integers), tokenizer
 
 
 def save_merged(model: Any, tokenizer: Any, folder: Path, values: dict[str, torch.Tensor] | None = None) -> None:
@@ -74,7 +110,14 @@ def save_merged(model: Any, tokenizer: Any, folder: Path, values: dict[str, torc
     check_saved(model, folder, values)
 
 
-def merged_model(run: FinishedRun, tokenizer: Any, dtype: torch.dtype, *, scale: float = 1.0) -> Any:
+def merged_model(
+    run: FinishedRun,
+    tokenizer: Any,
+    dtype: torch.dtype,
+    *,
+    scale: float = 1.0,
+    integers: InIntegers | None = None,
+) -> Any:
     """The base in `dtype` on the CPU with the adapter added to its weights, embedding grown for added tokens."""
     base = load_base_model(
         run.config.base_model,
@@ -82,12 +125,14 @@ def merged_model(run: FinishedRun, tokenizer: Any, dtype: torch.dtype, *, scale:
         dtype=dtype,
         device=torch.device("cpu"),
         attention="eager",
-        unpack_mxfp4=True,
+        unpack=True,
     )
     # In 32 bits the sum is rounded once, and not its second term before it.
     adapted = put_adapter(base, tokenizer, run, in_32_bits=True)
     scale_adapter(adapted, scale)
     _untie_head(adapted)
+    if integers is not None:
+        integers.round(adapted)
     model = adapted.merge_and_unload().to(dtype)
     model.config.use_cache = True  # training had it off, and it would be saved so
     return model
@@ -131,14 +176,25 @@ def _untie_head(adapted: Any) -> None:
     base.all_tied_weights_keys = {}
 
 
-def _stored_dtype(run: FinishedRun) -> torch.dtype:
-    """The number format that the base's weights are stored in, 32 bits if its configuration does not say."""
+def _number_format(run: FinishedRun, dtype: str) -> torch.dtype:
+    """What is asked for; `auto` is what the base is stored in, 32 bits if its configuration does not say.
+
+    Raises UserError for a base that is stored quantised: of FP8 only what is asked for is written, dequantised.
+    """
     config = load_model_config(run.config.base_model, run.config.model)
-    if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config):
+    fp8 = fp8_form(config) is not None
+    if fp8 and dtype == "auto":
+        raise UserError(
+            f"base_model={run.config.base_model}: is stored in FP8, which would round most of the adapter away; name "
+            "the 16-bit model with --base-model, or merge with --dtype bf16 into the dequantised weights"
+        )
+    if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config) and not fp8:
         raise UserError(
             f"base_model={run.config.base_model}: is stored quantised, and merging needs full precision; name the "
             "model that it was made from with --base-model"
         )
+    if dtype != "auto":
+        return DTYPES[dtype]
     stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
     stored = getattr(torch, stored) if isinstance(stored, str) else stored
     return stored if stored in DTYPES.values() else torch.bfloat16
@@ -187,7 +243,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where to write the model (RUN/merged)")
     parser.add_argument(
-        "--dtype", choices=("auto", *DTYPES), default="auto", help="number format (auto: as the base is stored)"
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="number format (auto: as the base is stored, with --quantize as it was trained)",
     )
     parser.add_argument(
         "--scale",
@@ -195,6 +254,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default=1.0,
         metavar="X",
         help="how much of the adapter is added, or auto (1)",
+    )
+    parser.add_argument(
+        "--quantize",
+        choices=tuple(BITS),
+        help="adapted layers as whole numbers, in compressed-tensors' form for vLLM and SGLang; for runs with "
+        "training.qat",
     )
     parser.add_argument("--base-model", metavar="MODEL", help="where the full-precision base is, if not where it was")
     return parser.parse_args(argv)
@@ -209,9 +274,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> None:
     run = find_run(arguments.run, arguments.base_model)
-    put_together = merge_images if is_of_images(run) else merge
-    output = arguments.output or arguments.run / "merged"
-    print(put_together(run, output, dtype=arguments.dtype, scale=arguments.scale))
+    name = "merged" if arguments.quantize is None else f"merged-{arguments.quantize}"
+    output = arguments.output or arguments.run / name
+    if not is_of_images(run):
+        print(merge(run, output, dtype=arguments.dtype, scale=arguments.scale, quantize=arguments.quantize))
+        return
+    if arguments.quantize is not None:
+        raise UserError(f"--quantize={arguments.quantize}: is of language models; merge without it")
+    print(merge_images(run, output, dtype=arguments.dtype, scale=arguments.scale))
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ def findings(config: RunConfig, prepared: "Prepared") -> list[str]:
     from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
     from trainer.model.base import empty_model
     from trainer.model.capacity import too_small
+    from trainer.model.stored_fp8 import fp8_form
     from trainer.model.targets import unadapted_layers
     from trainer.patches.mamba import unadapted_lines
 
@@ -75,7 +76,9 @@ def findings(config: RunConfig, prepared: "Prepared") -> list[str]:
         trained = sum(layer.parameters for layer in adapted)
         where = ", ".join(f"{layer.name} ({layer.count})" for layer in adapted)
         quantised = "an 8-bit base" if config.quantization.eight_bit else "a 4-bit base"
-        base = quantised if config.adapter == "qlora" else "the base as it is"
+        fp8 = not pictures and fp8_form(prepared.model_config) is not None
+        base = "the base as it is stored, in FP8" if fp8 else "the base as it is"
+        base = quantised if config.adapter == "qlora" and not fp8 else base
         part = f"{trained:,} parameters ({trained / (size + trained):.2%} of all)"
         lines.append(f"adapter: r={config.lora.r} on {base}, {part}: {where}")
         lines += rank_lines(adapted, config.lora) + unadapted_layers(peft_model, config.lora)

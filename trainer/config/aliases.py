@@ -2,6 +2,7 @@
 
 ALIASES: dict[str, str] = {
     "model_name_or_path": "base_model",
+    "model_name": "base_model",
     "model": "base_model",
     "revision": "model.revision",
     "base_model_config": "base_model",

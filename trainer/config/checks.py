@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from trainer.config.errors import DATA_WANTED, UserError, shown
-from trainer.config.gather import gathers_by_layer, why_not_by_layer
+from trainer.config.gather import adapter_to_continue, gathers_by_layer, why_not_by_layer
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import TrainingSection
 from trainer.config.types import AUTO
@@ -21,6 +21,8 @@ def check_combinations(config: RunConfig) -> None:
 def combination_mistakes(config: RunConfig) -> Iterator[str]:
     """A line for each combination of settings that cannot work; it begins with the name of one of them."""
     yield from _of_adapter(config)
+    if config.training.qat:
+        yield from _of_integers(config)
     yield from _of_zero(config)
     yield from _of_data(config)
     yield from _of_training(config)
@@ -72,6 +74,25 @@ def _of_bits(config: RunConfig) -> Iterator[str]:
         yield "lora.init=loftq: prepares an adapter for a 4-bit base; use default, or quantization.quant_type: nf4"
     if quantization.eight_bit and lora.dora:
         yield f"lora.dora=true: reads the base's weights, which {kind} holds in 8 bits; use nf4, or turn it off"
+
+
+def _of_integers(config: RunConfig) -> Iterator[str]:
+    """What the rounded sum W + s B A of training.qat cannot be made of."""
+    qat, lora = f"training.qat={config.training.qat}", config.lora
+    if config.adapter == "none":
+        yield f"{qat}: rounds the base with an adapter merged into it, and adapter is none; use adapter: lora"
+        return
+    if config.adapter == "qlora":
+        base = config.quantization.quant_type
+        yield f"{qat}: rounds the merged 16-bit weights, and this base is stored in {base}; use adapter: lora"
+    if lora.dora or adapter_to_continue(config).get("use_dora"):
+        yield f"{qat}: rounds W + s B A, and DoRA scales that sum by rows; use lora.dora: false"
+    if lora.init in ("pissa", "pissa_niter_16", "olora"):
+        yield f"{qat}: lora.init={lora.init} changes the base weights that are rounded; use lora.init: default"
+    if config.ops.backend in ("cuda", "reference"):
+        yield f"ops.backend={config.ops.backend}: {qat} computes the adapted layers itself; use ops.backend: auto"
+    if config.training.torch_compile:
+        yield f"training.torch_compile=true: cannot trace the rounding of {qat}; turn it off"
 
 
 def _of_zero(config: RunConfig) -> Iterator[str]:

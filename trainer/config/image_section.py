@@ -43,7 +43,7 @@ class ImageSection(Section):
     guidance: NonNegative = 1.0
     """Flux: the guidance that the model is told in training."""
     train_text_encoders: bool = False
-    """Adapt the text encoders as well; captions are then encoded in every step and not once."""
+    """Adapt the text encoders of CLIP as well; captions are then encoded in every step and not once."""
     sample_steps: Count = 28
     """Steps of the pipeline for a sample image."""
     sample_guidance: NonNegative | Literal["auto"] = "auto"

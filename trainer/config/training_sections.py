@@ -82,6 +82,10 @@ class TrainingSection(Section):
     """AdamW's epsilon."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Number format of weights and activations. `auto`: bf16 if the card has it, fp16 on older cards, fp32 on a CPU."""
+    qat: Literal["int8", "int4"] | None = None
+    """Train for a server with integer weights: adapted layers compute with their merged weight W + s B A, rounded in
+    every pass, and gradients pass as if it were not. int8: a scale a row; int4: one for 128 weights (64, 32). Weights
+    alone are rounded. `zerolora merge --quantize` writes what was trained; needs `pip install 'zerolora[qat]'`."""
     gradient_checkpointing: Annotated[
         Literal["none", "non_reentrant", "reentrant", "selective", "auto"],
         BeforeValidator(_checkpointing_word),
@@ -114,8 +118,8 @@ class TrainingSection(Section):
     """`latest`, the folder of a checkpoint, or `auto`: latest if there is one, else from the start."""
     resume_changes: ResumeChanges = ()
     """What may differ from what the checkpoint was trained with, such as [seed, data]: base_model, adapter (alpha,
-    dropout, rslora, quantization), data (and all of `dataset`), seed, batch (sequences a step), precision, optimizer,
-    scu."""
+    dropout, rslora, quantization, training.qat), data (and all of `dataset`), seed, batch (sequences a step),
+    precision, optimizer, scu."""
     early_stopping: PositiveInt | None = None
     """Stop after this many evaluations in a row without a lower held-out loss."""
     early_stopping_threshold: NonNegative = 0.0

@@ -173,6 +173,8 @@ def read_text(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
+        if "=" in str(path) and path.suffix not in (".yaml", ".yml"):
+            raise UserError(f"{path}: is a setting; name the YAML file of the run before it") from None
         raise UserError(f"{path}: no such file; presets are in configs/") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); name a YAML file that you may read") from None

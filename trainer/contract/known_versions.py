@@ -30,6 +30,8 @@ KNOWN = {
     "bitsandbytes": Reliance(("0.50.2",), "4-bit weights, 8-bit moments"),
     "diffusers": Reliance(("0.42.1",), "packed latents of samples, a mark on models in 4 bits"),
     "datasets": Reliance(("5.2.0",), "fingerprints of data from the hub"),
+    "torchao": Reliance(("0.18.0",), "rounding of weights (training.qat)"),
+    "compressed-tensors": Reliance(("0.20.0",), "packing of rounded weights for servers"),
     "liger-kernel": Reliance(("0.8.5",), "which architectures it knows"),
 }
 

@@ -53,7 +53,7 @@ class RestartNote:
     @classmethod
     def of(cls, entry: dict[str, Any]) -> "RestartNote":
         """From what `asdict` and JSON have made of one."""
-        larger = tuple((size, accumulation) for size, accumulation in entry.pop("larger"))
+        larger = tuple((size, accumulation) for size, accumulation in entry["larger"])
         return cls(**entry | {"larger": larger, "grown": tuple(entry["grown"])})
 
     def settings(self) -> dict[str, str]:

@@ -84,6 +84,11 @@ class Batches:
         return self.batch_size * self.accumulation * self.world_size
 
     @property
+    def samples_per_epoch(self) -> int:
+        """Samples, over all ranks."""
+        return len(self.samples)
+
+    @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of one pass; the last may be incomplete."""
         return steps_per_epoch(len(self.samples), self.global_batch_size)
@@ -144,6 +149,10 @@ class StreamBatches:
         self._in_epoch = 0  # samples of this epoch
         self._samples: SampleIterator | None = None
         self._states: list[dict[str, Any]] = []
+
+    @property
+    def samples_per_epoch(self) -> None:
+        """A stream is one epoch without end."""
 
     @property
     def global_batch_size(self) -> int:

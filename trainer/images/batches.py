@@ -5,7 +5,7 @@ the epoch's order alone, so that a resumed run and one on other ranks draw the s
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -58,8 +58,6 @@ class Drawing:
     flip: bool
     caption_dropout: float
     prior_weight: float
-    with_conditions: bool = True
-    """False where captions are encoded in the step."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +105,11 @@ class ImageBatches:
         return self.batch_size * self.accumulation * self.world_size
 
     @property
+    def samples_per_epoch(self) -> int:
+        """Pictures, over all ranks."""
+        return len(self.samples)
+
+    @property
     def steps_per_epoch(self) -> int:
         """Optimizer steps of one pass; the last may be incomplete."""
         return steps_per_epoch(len(self.samples), self.global_batch_size)
@@ -115,7 +118,21 @@ class ImageBatches:
         """This rank's micro-batches of the step `offset` pictures into the epoch, and how many all ranks take."""
         taken = self.order(epoch)[offset : offset + self.global_batch_size]
         places = np.arange(offset, offset + len(taken))
-        return [self._batch(epoch, taken[part], places[part]) for part in parts_of(self)], len(taken)
+        parts = parts_of(self)
+        passes = [self._passes(taken, places, part.start - self.rank * self.batch_size) for part in parts]
+        made = [self._batch(epoch, taken[part], places[part], most) for part, most in zip(parts, passes, strict=True)]
+        return made, len(taken)
+
+    def _passes(self, taken: NDArray[np.int64], places: NDArray[np.int64], first: int) -> int:
+        """Groups of the rank that has most of them in the micro-step that begins at `first`."""
+        found = []
+        for start in range(first, first + self.batch_size * self.world_size, self.batch_size):
+            part = slice(start, start + self.batch_size)
+            entries = [self.samples[int(index)] for index in taken[part]]
+            if self.prior is not None:
+                entries += [self.prior[int(place) % len(self.prior)] for place in places[part]]
+            found.append(len({(entry.width, entry.height) for entry in entries}))
+        return max(found)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """The epoch's permutation of the pictures."""
@@ -126,7 +143,7 @@ class ImageBatches:
             self._order = epoch, size, by_size(order, self.samples.sizes, size, draw if self._shuffle else None)
         return self._order[2]
 
-    def _batch(self, epoch: int, indices: NDArray[np.int64], places: NDArray[np.int64]) -> ImageBatch:
+    def _batch(self, epoch: int, indices: NDArray[np.int64], places: NDArray[np.int64], passes: int) -> ImageBatch:
         rows = [
             self._row(self.samples, int(index), epoch, int(place), _TRAINING, 1.0)
             for index, place in zip(indices, places, strict=True)
@@ -140,7 +157,7 @@ class ImageBatches:
             ]
         if not rows:  # every rank runs the same number of micro-steps
             rows = [self._row(self.samples, 0, epoch, 0, _TRAINING, 0.0)]
-        return collate(rows, count, with_conditions=self._drawing.with_conditions)
+        return collate(rows, count, passes)
 
     def _row(self, samples: ImageSamples, index: int, epoch: int, place: int, kind: int, weight: float) -> _Row:
         drawing, entry = self._drawing, samples[index]
@@ -154,16 +171,16 @@ class ImageBatches:
         return _Row(entry, caption, latents, noise, time, weight, samples)
 
 
-def image_evaluation(
-    samples: ImageSamples, *, batch_size: int, rank: int, world_size: int, with_conditions: bool
-) -> Iterator[ImageBatch]:
+def image_evaluation(samples: ImageSamples, *, batch_size: int, rank: int, world_size: int) -> Iterator[ImageBatch]:
     """Every held-out picture at fixed times with fixed noise, whatever the run's seed; every rank yields as many."""
     count = len(samples) * EVALUATION_TIMES
     for start in range(0, count, batch_size * world_size):
-        first = start + rank * batch_size
-        chosen = range(first, min(first + batch_size, count))
-        rows = [_evaluation_row(samples, at, 1.0) for at in chosen] or [_evaluation_row(samples, 0, 0.0)]
-        yield collate(rows, len(chosen), with_conditions=with_conditions)
+        firsts = range(start, start + batch_size * world_size, batch_size)
+        parts = [range(first, min(first + batch_size, count)) for first in firsts]
+        entries = [[samples[at // EVALUATION_TIMES] for at in part] for part in parts]
+        passes = max(len({(entry.width, entry.height) for entry in part}) for part in entries)
+        rows = [_evaluation_row(samples, at, 1.0) for at in parts[rank]] or [_evaluation_row(samples, 0, 0.0)]
+        yield collate(rows, len(parts[rank]), passes)
 
 
 def _evaluation_row(samples: ImageSamples, at: int, weight: float) -> _Row:
@@ -199,20 +216,24 @@ def by_size(
     return np.array([index for part in whole for index in part] + rest, dtype=np.int64)
 
 
-def collate(rows: Sequence[_Row], count: int, *, with_conditions: bool) -> ImageBatch:
-    """Rows by size, as tensors; `count` is what the loss is divided by."""
+def collate(rows: Sequence[_Row], count: int, passes: int) -> ImageBatch:
+    """Rows by size, as tensors; `count` is what the loss is divided by.
+
+    There are at least `passes` groups, the last ones without weight: at stage 3 all ranks bring weights together in
+    every forward pass, so that a rank with fewer of them would leave the others waiting.
+    """
     groups: dict[tuple[int, ...], list[_Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row.latents.shape), []).append(row)
-    made = tuple(_group(members, with_conditions=with_conditions) for members in groups.values())
-    return ImageBatch(made, tokens=sum(row.weight > 0 for row in rows), target_count=count)
+    made = [_group(members) for members in groups.values()]
+    made += [replace(made[0], weights=torch.zeros_like(made[0].weights))] * (passes - len(made))
+    return ImageBatch(tuple(made), tokens=sum(row.weight > 0 for row in rows), target_count=count)
 
 
-def _group(rows: Sequence[_Row], *, with_conditions: bool) -> Group:
+def _group(rows: Sequence[_Row]) -> Group:
     found: list[dict[str, Any]] = []
     for row in rows:
-        conditions = row.samples.store.conditions(row.caption) if with_conditions else {}
-        found.append(conditions | {SIZES: sizes_of(row.entry)})
+        found.append(row.samples.store.conditions(row.caption) | {SIZES: sizes_of(row.entry)})
     return Group(
         torch.stack([row.latents for row in rows]),
         torch.stack([row.noise for row in rows]),

@@ -33,7 +33,7 @@ def image_card(config: RunConfig, pipeline: Pipeline, records: list[Record], nam
         "```python\nimport torch\nfrom diffusers import " + pipeline.family.pipeline + "\n\n"
         f'pipeline = {pipeline.family.pipeline}.from_pretrained("{base}", torch_dtype=torch.bfloat16).to("cuda")\n'
         f'pipeline.load_lora_weights("{name}", weight_name="{DIFFUSERS}")\n'
-        f'image = pipeline("{prompts[0] if prompts else "a prompt"}").images[0]\n```'
+        f'image = pipeline(prompt="{prompts[0] if prompts else "a prompt"}").images[0]\n```'
     )
     shown = [f"![{prompt}](samples/{index:02d}-after.png)" for index, prompt in enumerate(prompts)]
     parts = [

@@ -159,11 +159,7 @@ def prepare_images(config: RunConfig, pipeline: Pipeline, tell: Any = lambda lin
         "encoders": pipeline.encoders_digest,
     }
     folder = Path(config.dataset.cache_dir).expanduser() / f"images-{_digest(identity)}"
-    captions_too = not config.image.train_text_encoders
-    build = partial(
-        encode, pipeline, plan.pictures, plan.fits, plan.captions,
-        flip=config.image.flip, captions_too=captions_too, tell=tell,
-    )  # fmt: skip
+    build = partial(encode, pipeline, plan.pictures, plan.fits, plan.captions, flip=config.image.flip, tell=tell)
     store, note = built_folder(folder, build, lambda path: Store(path, plan.captions))
     entries = [_entry(number, plan) for number in range(len(plan.pictures))]
     parts = {name: [entries[number] for number in numbers] for name, numbers in plan.parts.items()}

@@ -1,5 +1,6 @@
 """The VAE over pictures and the text encoders over captions: once, into a folder of safetensors."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import pixel_unshuffle
 
 from trainer.images.families import Conditions
 from trainer.images.pictures import Picture
@@ -28,7 +30,6 @@ def encode(
     folder: Path,
     *,
     flip: bool,
-    captions_too: bool = True,
     tell: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Write latents-N.safetensors and captions-N.safetensors; one encoder at a time is in memory.
@@ -37,8 +38,7 @@ def encode(
     the text encoders compute in: 16 bits on a GPU.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if captions_too:
-        _write(folder, "captions", _conditions(pipeline, captions, device))
+    _write(folder, "captions", _conditions(pipeline, captions, device))
     _write(folder, "latents", _latents(pipeline, pictures, fits, device, flip=flip, tell=tell))
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -99,7 +99,8 @@ def load_vae(pipeline: Pipeline, device: torch.device) -> Any:
 
     assert pipeline.folder is not None
     folder = pipeline.folder / "vae"
-    vae = diffusers.AutoencoderKL.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("_class_name", "AutoencoderKL")
+    vae = getattr(diffusers, kind).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
     return vae.to(device).eval()
 
 
@@ -110,8 +111,16 @@ def as_pixels(image: Any) -> Tensor:
 
 
 def latent_of(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation [C, H, W] of the latent, in what the denoiser reads: (z - shift) * scale."""
+    """Mean and standard deviation [C, H, W] of the latent, in what the denoiser reads: (z - shift) * scale.
+
+    FLUX.2's VAE has a batch norm instead, over squares of 2 x 2 latents, whose statistics are constants.
+    """
     found = vae.encode(pixels[None]).latent_dist
+    if hasattr(vae, "bn"):
+        mean, std = (pixel_unshuffle(each[0], 2) for each in (found.mean, found.std))
+        shift, scale = (each.view(-1, 1, 1) for each in (vae.bn.running_mean, vae.bn.running_var))
+        deviation = (scale + vae.config.batch_norm_eps).sqrt()
+        return (mean - shift) / deviation, std / deviation
     scale, shift = vae.config.scaling_factor, vae.config.shift_factor or 0.0
     return (found.mean[0] - shift) * scale, found.std[0] * scale
 

@@ -5,6 +5,7 @@ Shapes: B pictures, C channels of latents, H and W their sides, T tokens of a ca
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,8 +35,13 @@ class Family:
     """Samples are made with a negative prompt."""
     encode: Callable[[Any, Sequence[str], torch.device], Conditions]
     """(pipeline, captions, device) -> what the denoiser reads of them, each [B, ...]."""
+    encode_trained: Callable[[Any, Sequence[str], Conditions], Conditions] | None
+    """(pipeline without its frozen encoders, captions, what was cached of them) -> what the trained encoders give; None
+    where none can be trained."""
     predict: Callable[[nn.Module, Tensor, Tensor, Conditions], Tensor]
     """(denoiser, noisy latents [B, C, H, W], the scheduler's times [B], conditions) -> its prediction [B, C, H, W]."""
+    packed: int = 1
+    """Side of the squares of the VAE's latents that make up one latent here, their values as channels."""
 
     @property
     def flow(self) -> bool:
@@ -73,6 +79,31 @@ def _encode_sd3(pipeline: Any, captions: Sequence[str], device: torch.device) ->
 def _encode_flux(pipeline: Any, captions: Sequence[str], device: torch.device) -> Conditions:
     text, pooled, _ = pipeline.encode_prompt(list(captions), None, device=device)
     return {"text": text, "pooled": pooled}
+
+
+def _trained_sd(pipeline: Any, captions: Sequence[str], cached: Conditions) -> Conditions:
+    return _encode_sd(pipeline, captions, cached["text"].device)
+
+
+def _trained_sdxl(pipeline: Any, captions: Sequence[str], cached: Conditions) -> Conditions:
+    return _encode_sdxl(pipeline, captions, cached["text"].device)
+
+
+def _trained_sd3(pipeline: Any, captions: Sequence[str], cached: Conditions) -> Conditions:
+    found = _encode_sd3(pipeline, captions, cached["text"].device)
+    of_clip = pipeline.tokenizer_max_length  # T5's tokens follow
+    text = torch.cat([found["text"][:, :of_clip].to(cached["text"].dtype), cached["text"][:, of_clip:]], dim=1)
+    return {"text": text, "pooled": found["pooled"]}
+
+
+def _trained_flux(pipeline: Any, captions: Sequence[str], cached: Conditions) -> Conditions:
+    pooled = pipeline._get_clip_prompt_embeds(list(captions), device=cached["pooled"].device)
+    return {"pooled": pooled}  # the rest is T5's
+
+
+def _encode_flux2(pipeline: Any, captions: Sequence[str], device: torch.device) -> Conditions:
+    text, _ = pipeline.encode_prompt(list(captions), device=device)
+    return {"text": text}
 
 
 def _predict_sd(unet: nn.Module, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
@@ -118,23 +149,44 @@ def _predict_flux(transformer: Any, noisy: Tensor, times: Tensor, conditions: Co
     return predicted.view(B, H // 2, W // 2, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, C, H, W)
 
 
+def _predict_flux2(transformer: Any, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
+    B, C, H, W = noisy.shape
+    text, device = conditions["text"], noisy.device
+    nothing, upto = torch.zeros(1, device=device, dtype=torch.long), partial(torch.arange, device=device)
+    predicted: Tensor = transformer(
+        hidden_states=noisy.flatten(2).transpose(1, 2),
+        timestep=times / FLUX_TIMES,
+        guidance=conditions["guidance"] if transformer.config.guidance_embeds else None,
+        encoder_hidden_states=text,
+        txt_ids=torch.cartesian_prod(nothing, nothing, nothing, upto(text.shape[1])),
+        img_ids=torch.cartesian_prod(nothing, upto(H), upto(W), nothing),
+        return_dict=False,
+    )[0]
+    return predicted.transpose(1, 2).reshape(B, C, H, W)
+
+
 UNET, FLOW = "UNet2DConditionModel", "FlowMatchEulerDiscreteScheduler"
 CLIP_T5 = ("text_encoder", "text_encoder_2", "text_encoder_3")
 FAMILIES = (
     Family(
-        "sd", "StableDiffusionPipeline", "unet", UNET, "DDPMScheduler", 1, CLIP_T5[:1], True, _encode_sd, _predict_sd
+        *("sd", "StableDiffusionPipeline", "unet", UNET, "DDPMScheduler", 1, CLIP_T5[:1], True),
+        *(_encode_sd, _trained_sd, _predict_sd),
     ),
     Family(
         *("sdxl", "StableDiffusionXLPipeline", "unet", UNET, "DDPMScheduler", 1, CLIP_T5[:2], True),
-        *(_encode_sdxl, _predict_sdxl),
+        *(_encode_sdxl, _trained_sdxl, _predict_sdxl),
     ),
     Family(
         *("sd3", "StableDiffusion3Pipeline", "transformer", "SD3Transformer2DModel", FLOW, 2, CLIP_T5, True),
-        *(_encode_sd3, _predict_sd3),
+        *(_encode_sd3, _trained_sd3, _predict_sd3),
     ),
     Family(
         *("flux", "FluxPipeline", "transformer", "FluxTransformer2DModel", FLOW, 2, CLIP_T5[:2], False),
-        *(_encode_flux, _predict_flux),
+        *(_encode_flux, _trained_flux, _predict_flux),
+    ),
+    Family(
+        *("flux2", "Flux2KleinPipeline", "transformer", "Flux2Transformer2DModel", FLOW, 1, CLIP_T5[:1], True),
+        *(_encode_flux2, None, _predict_flux2, 2),
     ),
 )
 

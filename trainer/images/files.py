@@ -1,10 +1,9 @@
-"""The adapter as diffusers loads it, and as ComfyUI and kohya's scripts do."""
+"""The adapter as diffusers loads it."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -13,6 +12,7 @@ from trainer.images.pipeline import Pipeline
 DIFFUSERS = "pytorch_lora_weights.safetensors"
 """The name that diffusers' `load_lora_weights` looks for."""
 PEFT_PREFIX = "base_model.model."
+TEXT_MODEL = "text_model."
 METADATA = "lora_adapter_metadata"
 """Under which diffusers keeps the settings of PEFT that belong to the weights."""
 OF_DIFFUSERS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "target_modules")
@@ -20,38 +20,37 @@ OF_DIFFUSERS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"
 
 def write_for_diffusers(folder: Path, pipeline: Pipeline) -> None:
     """`pytorch_lora_weights.safetensors` beside PEFT's file: its tensors under the pipeline's names, and settings."""
-    tensors = {name.removeprefix(PEFT_PREFIX): each for name, each in _of_peft(folder).items()}
-    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    part = pipeline.family.denoiser
-    metadata: dict[str, Any] = {f"{part}.{name}": settings[name] for name in OF_DIFFUSERS if name in settings}
-    metadata[f"{part}.target_modules"] = sorted(_layer_names(tensors, part))
+    tensors = tensors_by_part(folder)
+    settings = adapter_settings(folder)
+    metadata: dict[str, Any] = {}
+    for part in sorted({name.partition(".")[0] for name in tensors}):  # denoiser, text encoders
+        metadata |= {f"{part}.{name}": settings[name] for name in OF_DIFFUSERS if name in settings}
+        metadata[f"{part}.target_modules"] = sorted(_layer_names(tensors, part))
     text = {"format": "pt", METADATA: json.dumps(metadata, indent=2, sort_keys=True)}
     save_file(tensors, folder / DIFFUSERS, metadata=text)
 
 
-def _of_peft(folder: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = load_file(folder / "adapter_model.safetensors")
-    return tensors
+def adapter_settings(folder: Path) -> dict[str, Any]:
+    """PEFT's, of the adapter in `folder`."""
+    settings: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    return settings
+
+
+def tensors_by_part(folder: Path) -> dict[str, Tensor]:
+    """The adapter's tensors by part of the pipeline and layer."""
+    found: dict[str, Tensor] = load_file(folder / "adapter_model.safetensors")
+    return {_old_name(name.removeprefix(PEFT_PREFIX)): each for name, each in found.items()}
+
+
+def _old_name(name: str) -> str:
+    """Text encoders with a part `text_model`, which not every version of transformers has, and which readers expect."""
+    part, _, rest = name.partition(".")
+    if part.startswith("text_encoder") and not rest.startswith(TEXT_MODEL):
+        return f"{part}.{TEXT_MODEL}{rest}"
+    return name
 
 
 def _layer_names(tensors: dict[str, Tensor], part: str) -> set[str]:
-    return {name.removeprefix(f"{part}.").partition(".lora_")[0] for name in tensors if ".lora_A" in name}
-
-
-def as_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
-    """The tensors under the names of kohya's scripts, which ComfyUI and others read: with an alpha for each layer.
-
-    Raises ValueError for a model that has no such names.
-    """
-    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    alpha = float(settings["lora_alpha"])
-    found: dict[str, Tensor] = {}
-    prefix = {"unet": "lora_unet", "transformer": "lora_transformer"}[pipeline.family.denoiser]
-    for name, each in _of_peft(folder).items():
-        path, side = name.removeprefix(f"{PEFT_PREFIX}{pipeline.family.denoiser}.").split(".lora_", 1)
-        key = f"{prefix}_{path.replace('.', '_')}"
-        found[f"{key}.lora_{'down' if side[0] == 'A' else 'up'}.weight"] = each
-        rank = each.shape[0] if side[0] == "A" else each.shape[1]
-        scale = alpha * rank**0.5 if settings.get("use_rslora") else alpha
-        found[f"{key}.alpha"] = torch.tensor(scale)
-    return found
+    """Without the part that only some versions of transformers have: PEFT compares how paths end."""
+    own = [name.removeprefix(f"{part}.") for name in tensors if name.startswith(f"{part}.") and ".lora_A" in name]
+    return {name.removeprefix(TEXT_MODEL).partition(".lora_")[0] for name in own}

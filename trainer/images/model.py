@@ -11,12 +11,13 @@ from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.engine.layer_gather.shards import LayerShards
 from trainer.images.families import Conditions, Family
 from trainer.images.pipeline import Pipeline
+from trainer.images.text import Captions, EncoderFiles, empty_encoders
 from trainer.model.random_weights import RandomTensors
 from trainer.model.stored_layout import Stored
 from trainer.model.tensor_files import SafetensorsFiles
 
-ATTENTION = ("attn", "attn1")
-"""Names of the first attention of a transformer block in diffusers, whichever model it is of."""
+ATTENTION = ("attn", "attn1", "self_attn")
+"""Names of the first attention of a transformer block in diffusers and of CLIP's, whichever model it is of."""
 
 
 class ModelSettings(SimpleNamespace):
@@ -34,8 +35,11 @@ class ModelSettings(SimpleNamespace):
 class ImageModel(nn.Module):
     """The denoiser under the name that it has in its pipeline, so that saved adapters have diffusers' names."""
 
+    base_model_prefix = ""
+    """Which PEFT asks for where models of transformers are among the parts."""
+
     def __init__(self, pipeline: Pipeline) -> None:
-        """Without memory for its weights."""
+        """Without memory for its weights; text encoders are parts of it where they are trained."""
         super().__init__()
         denoiser, family = pipeline.empty_denoiser(), pipeline.family
         self.family: Family = family
@@ -43,6 +47,10 @@ class ImageModel(nn.Module):
         dropout = getattr(denoiser.config, "dropout", 0.0) or 0.0
         self.config = ModelSettings(model_type=family.name, dropout=float(dropout), tie_word_embeddings=False)
         self.add_module(family.denoiser, denoiser)
+        self.text_encoders = empty_encoders(pipeline) if pipeline.trains_text else {}
+        for name, encoder in self.text_encoders.items():
+            self.add_module(name, encoder)
+        self._captions = Captions(pipeline, denoiser, self.text_encoders) if self.text_encoders else None
 
     @property
     def denoiser(self) -> Any:
@@ -54,8 +62,13 @@ class ImageModel(nn.Module):
         """Of what it computes in."""
         return next(each.dtype for each in self.parameters() if each.is_floating_point())
 
-    def forward(self, noisy: Tensor, times: Tensor, conditions: Conditions) -> Tensor:
+    def conditions(self, captions: Sequence[str], cached: Conditions) -> Conditions:
+        """What the denoiser reads of captions: what is cached, or what trained text encoders now make of them."""
+        return cached if self._captions is None else self._captions.encoded(captions, cached)
+
+    def forward(self, noisy: Tensor, times: Tensor, conditions: Conditions, captions: Sequence[str]) -> Tensor:
         """The prediction [B, C, H, W] for noisy latents at the scheduler's times [B]."""
+        conditions = self.conditions(captions, conditions)
         return self.family.predict(self.denoiser, noisy, times, conditions)
 
     def usual_targets(self) -> list[str]:
@@ -75,6 +88,12 @@ class ImageModel(nn.Module):
         residual = [path for path, module in self.named_modules() if type(module).__name__ == "ResnetBlock2D"]
         return [path for path, _ in self.named_modules() if path in {*blocks, *residual}]
 
+    def never_read(self) -> list[str]:
+        """Layers without effect: SDXL reads its first text encoder before the last layer, and nothing else of it."""
+        if self.family.name != "sdxl" or "text_encoder" not in self.text_encoders:
+            return []
+        return [path for path in transformer_blocks(self) if path.startswith("text_encoder.")][-1:]
+
     def get_output_embeddings(self) -> None:
         """It has none."""
 
@@ -89,10 +108,16 @@ class ImageModel(nn.Module):
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
         """transformers' name for it; what runs a block again is set by trainer/patches/recompute.py."""
         self.denoiser.enable_gradient_checkpointing()
+        encoder: Any
+        for encoder in self.text_encoders.values():
+            encoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
         """The opposite."""
         self.denoiser.disable_gradient_checkpointing()
+        encoder: Any
+        for encoder in self.text_encoders.values():
+            encoder.gradient_checkpointing_disable()
 
 
 def transformer_blocks(model: nn.Module) -> list[str]:
@@ -125,7 +150,7 @@ def load_image_model(
     if pipeline.folder is None:
         files = RandomTensors(pipeline.base_model, model, device)
     else:
-        files = DenoiserFiles(pipeline, section)
+        files = DenoiserFiles(pipeline, section, EncoderFiles(pipeline, model.text_encoders))
     if shards is not None:
         shards.plan(model)
     fill(
@@ -143,21 +168,25 @@ def load_image_model(
 
 
 class DenoiserFiles:
-    """The safetensors of the denoiser, its tensors named as in the whole model."""
+    """The safetensors of the denoiser and those of text encoders, their tensors named as in the whole model."""
 
-    def __init__(self, pipeline: Pipeline, section: ModelSection) -> None:
+    def __init__(self, pipeline: Pipeline, section: ModelSection, encoders: EncoderFiles) -> None:
         """Raises UserError if they are not all there or one cannot be read."""
         assert pipeline.folder is not None
         folder = pipeline.folder / pipeline.family.denoiser
         self._prefix = f"{pipeline.family.denoiser}."
+        self._encoders = encoders
         self._files = SafetensorsFiles(str(folder), section, stem="diffusion_pytorch_model")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors."""
-        return {self._prefix + name: shape for name, shape in self._files.shapes().items()}
+        own = {self._prefix + name: shape for name, shape in self._files.shapes().items()}
+        return own | self._encoders.shapes()
 
     def read(self, name: str, index: int | None = None) -> Tensor:
         """One tensor, on the CPU."""
+        if not name.startswith(self._prefix):
+            return self._encoders.read(name)
         return self._files.read(name.removeprefix(self._prefix), index)
 
 

@@ -46,6 +46,8 @@ class Pipeline:
     """Pixels of a latent's side."""
     text: dict[str, tuple[int, ...]]
     """Shape of each condition of a caption, where the pipeline is random."""
+    trains_text: bool = False
+    """Text encoders are trained beside the denoiser."""
 
     @property
     def side(self) -> int:
@@ -78,6 +80,22 @@ class Pipeline:
 
     def encoder(self, dtype: Any, *, text: bool = True, vae: bool = False) -> Any:
         """diffusers' pipeline with its text encoders, or its VAE, and without the denoiser."""
+        assert self.folder is not None, "a random pipeline encodes nothing"
+        left_out: dict[str, Any] = {self.family.denoiser: None}
+        listed = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
+        left_out |= {} if vae else {VAE: None}
+        if not text:
+            left_out |= {name: None for name in listed if name.startswith(("text_encoder", "tokenizer"))}
+        return self._library(left_out, dtype=dtype)
+
+    def around(self, denoiser: Any, encoders: dict[str, Any]) -> Any:
+        """diffusers' pipeline of a denoiser, by which it knows widths, and these text encoders; no others, no VAE."""
+        frozen = [name for name in self.family.text_encoders if name not in encoders]
+        tokenizers = [name.replace("text_encoder", "tokenizer") for name in frozen]
+        left_out: dict[str, Any] = dict.fromkeys([VAE, *frozen, *tokenizers])
+        return self._library(left_out | encoders | {self.family.denoiser: denoiser})
+
+    def _library(self, parts: dict[str, Any], dtype: Any = None) -> Any:
         import diffusers
         from transformers.utils import logging
 
@@ -86,15 +104,11 @@ class Pipeline:
         diffusers.utils.logging.disable_progress_bar()
         diffusers.utils.logging.set_verbosity_error()
         logging.disable_progress_bar()
-        left_out: dict[str, Any] = {self.family.denoiser: None}
         listed = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
-        left_out |= {} if vae else {VAE: None}
-        if not text:
-            left_out |= {name: None for name in listed if name.startswith(("text_encoder", "tokenizer"))}
-        left_out |= {name: None for name in ("safety_checker", "feature_extractor", "image_encoder") if name in listed}
+        parts |= {name: None for name in ("safety_checker", "feature_extractor", "image_encoder") if name in listed}
         extra = {"requires_safety_checker": False} if self.family.name == "sd" else {}
         kind = getattr(diffusers, self.family.pipeline)
-        return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **left_out, **extra)
+        return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **parts, **extra)
 
     @cached_property
     def encoders_digest(self) -> str:
@@ -110,7 +124,7 @@ class Pipeline:
         return digest.hexdigest()
 
 
-def read_pipeline(base_model: str, section: ModelSection) -> Pipeline:
+def read_pipeline(base_model: str, section: ModelSection, *, trains_text: bool = False) -> Pipeline:
     """What `base_model` names. Raises UserError for what is not there, damaged, or not of a family trained here."""
     said = f"base_model={base_model}"
     if importlib.util.find_spec("diffusers") is None:
@@ -118,7 +132,10 @@ def read_pipeline(base_model: str, section: ModelSection) -> Pipeline:
     if (found := published_shape(base_model)) is not None:
         shape, settings = found
         family = next(family for family in FAMILIES if family.name == shape.family)
-        return Pipeline(base_model, family, settings, shape.scheduler, None, shape.channels, 8, shape.text)
+        side = 8 * family.packed
+        return Pipeline(
+            base_model, family, settings, shape.scheduler, None, shape.channels, side, shape.text, trains_text
+        )
     folder = _folder(base_model, section)
     listed = _json(folder / INDEX, said)
     name = str(listed.get("_class_name"))
@@ -130,7 +147,10 @@ def read_pipeline(base_model: str, section: ModelSection) -> Pipeline:
     settings = _json(folder / known.denoiser / "config.json", said)
     scheduler = _json(folder / "scheduler" / "scheduler_config.json", said)
     halvings = len(vae.get("block_out_channels", [])) - 1
-    return Pipeline(base_model, known, settings, scheduler, folder, int(vae.get("latent_channels", 4)), 2**halvings, {})
+    channels, packed = int(vae.get("latent_channels", 4)), known.packed
+    return Pipeline(
+        base_model, known, settings, scheduler, folder, channels * packed**2, packed * 2**halvings, {}, trains_text
+    )
 
 
 def _folder(base_model: str, section: ModelSection) -> Path:

@@ -1,14 +1,16 @@
 """All checks and data of a run on pictures, before a weight of the denoiser is loaded."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from trainer.config import RunConfig, UserError
+from trainer.config.errors import shown
 from trainer.data.prepared import Prepared
 from trainer.images.data import prepare_images
 from trainer.images.model import ImageModel
 from trainer.images.pipeline import Pipeline, read_pipeline
 from trainer.images.sizes import check_sizes
-from trainer.model.targets import check_targets
+from trainer.model.targets import check_targets, targets_of
 
 
 def prepare_pictures(config: RunConfig, tell: Callable[[str], None]) -> Prepared:
@@ -16,14 +18,34 @@ def prepare_pictures(config: RunConfig, tell: Callable[[str], None]) -> Prepared
     for mistake in _mistakes(config):
         raise UserError(mistake)
     tell(f"checking the pipeline {config.base_model}")
-    pipeline = read_pipeline(config.base_model, config.model)
+    pipeline = read_pipeline(config.base_model, config.model, trains_text=config.image.train_text_encoders)
     for mistake in _of_family(config, pipeline):
         raise UserError(mistake)
     check_sizes(config.image, pipeline.side)
-    check_targets(ImageModel(pipeline), config.lora)
+    model = ImageModel(pipeline)
+    check_targets(model, config.lora)
+    _check_encoders(model, config)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
     tell(f"encoding the pictures of {', '.join(map(str, paths))}, or finding that done")
     return Prepared(None, pipeline, prepare_images(config, pipeline, tell))
+
+
+def _check_encoders(model: Any, config: RunConfig) -> None:
+    """Raise UserError where text encoders were to be trained and nothing of them is."""
+    said = "image.train_text_encoders=true"
+    if not config.image.train_text_encoders:
+        return
+    if not model.text_encoders:
+        raise UserError(f"{said}: only those of CLIP are trained, and {config.base_model} has none; remove it")
+    adapted = targets_of(model, config.lora)
+    if adapted is None:  # lora.adapter_path says it
+        return
+    for name in model.text_encoders:
+        if not any(path.startswith(f"{name}.") for path in adapted.modules):
+            raise UserError(
+                f"{said}: lora.target_modules={shown(config.lora.target_modules)} names no layer of {name}; "
+                "add q_proj, k_proj, v_proj and out_proj, or use all-linear"
+            )
 
 
 def _mistakes(config: RunConfig) -> Iterator[str]:
@@ -33,6 +55,8 @@ def _mistakes(config: RunConfig) -> Iterator[str]:
         yield "scu.enabled=true: steers by bits a token, and a loss on noise has none; turn it off for image models"
     if config.adapter == "none":
         yield "adapter=none: of image models only adapters are trained; use lora or qlora"
+    if training.qat:
+        yield f"training.qat={training.qat}: rounds for servers of language models; remove it for image models"
     for name in ("packing", "streaming"):
         if getattr(config.dataset, name):
             yield f"dataset.{name}=true: pictures are neither packed nor streamed; remove it"
@@ -47,8 +71,6 @@ def _mistakes(config: RunConfig) -> Iterator[str]:
         yield f"lora.init={config.lora.init}: not for image models; use default, gaussian or orthogonal"
     if image.prior is not None and not image.prior.path:
         yield "image.prior.path: missing; name a folder of pictures of the class"
-    if image.train_text_encoders:
-        yield "image.train_text_encoders=true: not yet; captions are encoded once by frozen encoders; turn it off"
 
 
 def _of_family(config: RunConfig, pipeline: Pipeline) -> Iterator[str]:

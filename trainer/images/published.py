@@ -131,6 +131,26 @@ SHAPES: dict[str, Published] = {
         16,
         {"text": (512, 4096), "pooled": (768,)},
     ),
+    "flux2-klein-4b": Published(
+        "flux2",
+        {
+            "patch_size": 1,
+            "in_channels": 128,
+            "num_layers": 5,
+            "num_single_layers": 20,
+            "attention_head_dim": 128,
+            "num_attention_heads": 24,
+            "joint_attention_dim": 7680,
+            "timestep_guidance_channels": 256,
+            "mlp_ratio": 3.0,
+            "axes_dims_rope": [32, 32, 32, 32],
+            "rope_theta": 2000,
+            "guidance_embeds": False,
+        },
+        {"num_train_timesteps": 1000, "shift": 3.0, "use_dynamic_shifting": True},
+        128,
+        {"text": (512, 7680)},
+    ),
 }
 
 

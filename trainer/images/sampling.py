@@ -1,6 +1,6 @@
 """Sample images: diffusers' pipeline around the denoiser that is being trained."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,26 +17,24 @@ def draw_samples(
     engine: Engine,
     pipeline: Pipeline,
     image: ImageSection,
-    conditions: Sequence[Conditions],
-    empty: Conditions,
+    prompts: Sequence[str],
+    captions: Mapping[str, Conditions],
     *,
     device: torch.device,
     seed: int,
 ) -> list[Any]:
-    """A picture (PIL) for each caption that was encoded, the same seeds every time; every rank must call it.
+    """A picture (PIL) for each prompt, the same seeds every time; every rank must call it.
 
-    `empty` is the encoded empty caption, away from which the guidance leads.
+    `captions` holds what is cached of each prompt, and of the empty one, away from which the guidance leads.
     """
     model = engine.module.get_base_model()
     was_training = engine.module.training
     engine.eval()
     drawn = pipeline_around(model.denoiser, pipeline, device)
     pictures = []
-    for index, each in enumerate(conditions):
-        given = _rows(each, device, model.dtype)
-        arguments: dict[str, Any] = dict(
-            pipeline.family.as_arguments(given, negative=_rows(empty, device, model.dtype))
-        )
+    for index, prompt in enumerate(prompts):
+        given, empty = (model.conditions([each], _rows(captions[each], device, model.dtype)) for each in (prompt, ""))
+        arguments: dict[str, Any] = dict(pipeline.family.as_arguments(given, negative=empty))
         if image.sample_guidance != "auto":
             arguments["guidance_scale"] = image.sample_guidance
         found = drawn(
@@ -71,5 +69,7 @@ def _decoded(drawn: Any, latents: torch.Tensor, side: int) -> Any:
     vae = drawn.vae
     if latents.dim() == 3:  # packed: [B, T, 4 C], of pipelines that cut latents into patches themselves
         latents = require(drawn, "_unpack_latents", "diffusers")(latents, side, side, drawn.vae_scale_factor)
-    latents = latents.float() / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+    latents = latents.float()
+    if not hasattr(vae, "bn"):  # FLUX.2's pipeline has done it
+        latents = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
     return drawn.image_processor.postprocess(vae.decode(latents, return_dict=False)[0], output_type="pil")[0]

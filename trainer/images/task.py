@@ -73,7 +73,7 @@ class ImageTask:
         conditions["sizes"] = torch.full((1, 6), 8.0 * side, device=device)
         conditions["guidance"] = torch.ones(1, device=device)
         noisy = torch.zeros(1, self._pipeline.channels, side, side, device=device, dtype=self._dtype)
-        return model(noisy, torch.ones(1, device=device), conditions)
+        return model(noisy, torch.ones(1, device=device), conditions, (self._data.train.store.captions[0],))
 
     def loss(self, model: Any, *, fused_head: bool | None) -> NoiseLoss:
         """Mean squared error a picture."""
@@ -109,7 +109,6 @@ class ImageTask:
             batch_size=training.eval_batch_size or training.batch_size,
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
-            with_conditions=True,
         )
 
     def meter(self, model: Any) -> None:
@@ -120,10 +119,10 @@ class ImageTask:
         prompts = self._config.logging.sample_prompts
         if not prompts or self._pipeline.folder is None:
             return
-        conditions = [self._data.train.store.conditions(self._data.train.store.number_of(each)) for each in prompts]
-        empty = self._data.train.store.conditions(self._data.train.store.number_of(""))
+        store = self._data.train.store
+        captions = {each: store.conditions(store.number_of(each)) for each in (*prompts, "")}
         pictures = draw_samples(
-            engine, self._pipeline, self._config.image, conditions, empty, device=self._device, seed=self._config.seed
+            engine, self._pipeline, self._config.image, prompts, captions, device=self._device, seed=self._config.seed
         )
         for prompt, picture in zip(prompts, pictures, strict=True):
             folder.save_picture(prompt, when, step, picture)

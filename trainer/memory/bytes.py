@@ -26,6 +26,7 @@ from trainer.memory.stored_weights import (
     gathered,
     held,
     quantisation_state,
+    rounded_weight,
     share,
 )
 from trainer.memory.widths import Shapes
@@ -96,6 +97,7 @@ def estimate(
         "optimizer": optimizer_state(shapes, placement),
         "workspaces": CUBLAS_WORKSPACE if placement.on_gpu else 0,
         "dequantised experts": dequantised_experts(shapes, placement),
+        "rounded weight": rounded_weight(shapes, placement),
         "communication buffers": standing_buckets(placement),
     }
     if seen is None:
@@ -198,7 +200,8 @@ def optimizer_step(shapes: Shapes, placement: Placement) -> int:
 
 def host_memory(shapes: Shapes, work: Work, placement: Placement) -> int:
     """Host memory of a rank beside the process itself: what is offloaded, and the model while it is loaded whole."""
-    streamed = placement.packed or placement.stage == 3
+    stored = any(weight.mxfp4 or weight.fp8_scales for weight in shapes.weights)
+    streamed = placement.packed or stored or placement.stage == 3
     read = [weight.elements for weight in shapes.weights if not weight.factor]
     loading = max(read, default=0) if streamed else sum(read)
     return max(offloaded(shapes, work, placement), loading * placement.element)

@@ -26,7 +26,7 @@ from trainer.model.adapter import apply_adapter
 from trainer.patches.model_facts import ModelFacts
 
 NO_NORMS = NormBytes(0, 0, 0)
-TOKENS = {"sd": 77, "sdxl": 77, "sd3": 333, "flux": 512}
+TOKENS = {"sd": 77, "sdxl": 77, "sd3": 333, "flux": 512, "flux2": 512}
 """Of an encoded caption, by family."""
 Text = dict[str, tuple[int, ...]]
 GRADIENTS = 2
@@ -120,7 +120,7 @@ def _inputs(pipeline: Pipeline, text: Text, side: int, dtype: torch.dtype) -> tu
     conditions["sizes"] = torch.empty(1, 6, device="meta")
     conditions["guidance"] = torch.empty(1, device="meta")
     noisy = torch.empty(1, pipeline.channels, side, side, device="meta", dtype=dtype)
-    return noisy, torch.empty(1, device="meta"), conditions
+    return noisy, torch.empty(1, device="meta"), conditions, ("",)
 
 
 def text_of(pipeline: Pipeline) -> Text:

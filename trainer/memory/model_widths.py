@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from trainer.config import LoraSection, ModelSection
-from trainer.engine.linear_layers import experts_in, is_linear
+from trainer.engine.linear_layers import experts_in, is_linear, is_transposed
 from trainer.memory.observed import experts_of, kept_by_activation, kept_by_norm, leaves_layout
 from trainer.memory.widths import Layer, Mixer, NormBytes, Shapes, Weight
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import empty_model
 from trainer.model.expert_layers import holds_experts
 from trainer.model.model_kind import caps_scores, is_mxfp4
+from trainer.model.stored_fp8 import Fp8Form, fp8_form
 from trainer.patches.model_facts import CAPPED, facts_of_base, why_head_apart
 
 # The projections that read what their block has computed; all others of the block read what comes into it.
@@ -34,6 +35,7 @@ def read_shapes(
     """
     from accelerate import init_empty_weights
 
+    fp8, in_mxfp4 = fp8_form(model_config), is_mxfp4(model_config)
     model = empty_model(model_config, section)
     model.tie_weights()  # accelerate replaces each Parameter by an empty one of its own
     tied = bool(getattr(model_config.get_text_config(), "tie_word_embeddings", False))
@@ -49,7 +51,7 @@ def read_shapes(
     inside = {id(module) for block in blocks for module in block.modules()}
     outside = [each for each in model.modules() if id(each) not in inside and is_norm_of(each, hidden)]
     rotary = next((module for name, module in model.named_modules() if name.endswith("rotary_emb")), None)
-    weights = tuple(weights_of(model, blocks, head, in_mxfp4=is_mxfp4(model_config)))
+    weights = tuple(weights_of(model, blocks, head, in_mxfp4=in_mxfp4, fp8=fp8))
     grown = max(0, vocabulary_at_least - rows)
     if grown:
         per_row = hidden * (1 if tied else 2)
@@ -60,9 +62,10 @@ def read_shapes(
         tied=tied,
         weights=weights,
         norm=_kept_by_norms(outside, hidden),
-        layers=tuple(_layer(block, hidden, rotary=rotary, in_mxfp4=is_mxfp4(model_config)) for block in blocks),
+        layers=tuple(_layer(block, hidden, rotary=rotary, packed=in_mxfp4 or fp8 is not None) for block in blocks),
         facts=replace(facts, head=head_apart, caps=head_apart == CAPPED),
         softcap=caps_scores(model_config),
+        fp8="" if fp8 is None else "rows" if fp8.block is None else "blocks",
     )
 
 
@@ -79,34 +82,49 @@ def _embedding(model: Any) -> tuple[int, int]:
 
 
 def weights_of(
-    model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, *, in_mxfp4: bool
+    model: nn.Module, blocks: list[nn.Module], head: nn.Module | None, *, in_mxfp4: bool, fp8: Fp8Form | None = None
 ) -> Iterator[Weight]:
-    """Every parameter, with the number of the block that it is in."""
+    """Every parameter, with the number of the block that it is in; `fp8`: how it is stored, if so."""
     layer_of = {id(parameter): index for index, block in enumerate(blocks) for parameter in block.parameters()}
-    packable = {id(module.weight) for module in model.modules() if is_linear(module) and module is not head}
+    held = {
+        path: module
+        for path, module in model.named_modules()
+        if fp8 is None or fp8.holds(path.removeprefix("base_model.model.").replace(".base_layer", ""))
+    }
+    packable = {id(module.weight) for module in held.values() if is_linear(module) and module is not head}
     experts = {id(each): len(each) for module in model.modules() for each in experts_in(module).values()}
-    packable |= set(experts)
+    packable |= {id(each) for module in held.values() for each in experts_in(module).values()}
+    turned = {id(each) for module in held.values() if is_transposed(module) for each in experts_in(module).values()}
     for name, parameter in model.named_parameters():
+        frozen = id(parameter) in packable and not parameter.requires_grad
+        matrix = parameter.mT if id(parameter) in turned else parameter
         yield Weight(
             elements=parameter.numel(),
             experts=experts.get(id(parameter), 0),
             mxfp4=in_mxfp4 and id(parameter) in experts,
-            packable=id(parameter) in packable and not parameter.requires_grad,
+            packable=frozen,
             trained=parameter.requires_grad,
             layer=layer_of.get(id(parameter), -1),
             factor="lora_" in name,
-            rows=parameter.shape[0] if parameter.dim() == 2 else 0,
+            rows=matrix.shape[:-1].numel() if parameter.dim() in (2, 3) else 0,
+            fp8_scales=_scales(matrix.shape, fp8.block) if fp8 is not None and frozen else 0,
         )
 
 
-def _layer(block: nn.Module, hidden: int, *, rotary: nn.Module | None, in_mxfp4: bool) -> Layer:
+def _scales(shape: torch.Size, block: tuple[int, int] | None) -> int:
+    """How many scales a matrix, or the matrices of all experts, are stored with."""
+    rows, cols = block or (1, shape[-1])
+    return shape[:-2].numel() * -(-shape[-2] // rows) * -(-shape[-1] // cols)
+
+
+def _layer(block: nn.Module, hidden: int, *, rotary: nn.Module | None, packed: bool) -> Layer:
     mixers = []
     for module in block.modules():
         projections = _projections(module)
         if projections:
             mixers.append(_mixer(module, projections, rotary=rotary))
         if holds_experts(module):
-            mixers.append(replace(experts_of(block, module, hidden), packed=in_mxfp4))
+            mixers.append(replace(experts_of(block, module, hidden), packed=packed))
     norms = [child for child in block.children() if is_norm_of(child, hidden)]
     return Layer(hidden, _kept_by_norms(norms, hidden), tuple(mixers))
 

@@ -32,8 +32,9 @@ from trainer.contract.restart_record import last_note
 from trainer.engine.protocol import Engine
 from trainer.images.pipeline import is_pipeline
 from trainer.memory.advice import smaller_batch
-from trainer.memory.peak import measure_anew
+from trainer.memory.peak import measure_again
 from trainer.ranks.group import Ranks
+from trainer.task import BatchSource
 
 _ALSO_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 Result = TypeVar("Result")
@@ -76,7 +77,7 @@ class Recovery:
         config: RunConfig,
         ranks: Ranks,
         engine: Engine,
-        batches: Any,
+        batches: BatchSource,
         small_pass: Callable[[Any], object],
         say: Callable[[str], None],
     ) -> None:
@@ -208,7 +209,7 @@ class Recovery:
             self._engine.optimizer.gradient_accumulation_steps = accumulation
         self.halvings.append(Halving(step, size, accumulation))
         self._changed_at = step
-        measure_anew()
+        measure_again()
 
     def _grow_if_it_fits(self, step: int) -> None:
         """After GROW_AFTER steps without trouble, back to the micro-batch before, where every rank has room for it."""

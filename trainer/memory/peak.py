@@ -6,10 +6,10 @@ FRAGMENTED = 0.1
 """Fraction of the GPU's memory in free pieces of blocks in use, above which they are worth giving back."""
 
 _BEFORE = [0]
-"""The largest allocation before the last `measure_anew`."""
+"""The largest allocation before the last `measure_again`."""
 
 
-def measure_anew() -> None:
+def measure_again() -> None:
     """Let torch's peak begin again, for what is done from here on; `peak_memory_gib` remembers the one so far."""
     if torch.cuda.is_available():
         _BEFORE[0] = max(_BEFORE[0], torch.cuda.max_memory_allocated())

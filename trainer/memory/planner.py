@@ -197,8 +197,8 @@ class Planner:
             eager=eager,
             softcap=self.shapes.softcap,
             capped_logits=self.shapes.facts.caps,
-            packed_weights=config.adapter == "qlora",
-            eight_bit=config.adapter == "qlora" and config.quantization.eight_bit,
+            packed_weights=config.adapter == "qlora" or self.shapes.fp8 != "",
+            eight_bit=config.adapter == "qlora" and config.quantization.eight_bit and self.shapes.fp8 != "blocks",
             scan_by_kernel=self.machine.on_gpu and self.machine.scan_kernels,
             frozen_by_operator=self.machine.on_gpu and config.adapter != "none",
         )
@@ -225,6 +225,7 @@ class Planner:
             on_gpu=self.machine.on_gpu,
             prefetch=zero.prefetch_bucket_size,
             live=zero.max_live_parameters,
+            rounded=bool(training.qat),
         )
 
     @cached_property

@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 
+from ops.fake_quantised import ELEMENTS_AT_ONCE
 from trainer.memory.widths import Shapes, Weight
 
 ALLOCATION = 512
 """Bytes to which torch's allocator rounds every tensor."""
+ROUNDED_AT_ONCE = 16
+"""Bytes for each of the weights that are rounded at a time (training.qat): four copies in 32 bits."""
 GATHERED_LAYERS = 2
 """Layers whose weights are whole at once under stage 3: the one that computes and the one that is fetched."""
 
@@ -38,6 +41,8 @@ class Placement:
     on_gpu: bool
     prefetch: int
     live: int
+    rounded: bool = False
+    """Adapted layers make their merged weight anew in every pass (training.qat)."""
 
 
 def rounded(size: int) -> int:
@@ -49,20 +54,20 @@ def bytes_of(weight: Weight, placement: Placement) -> int:
     """A weight as it lies on the card: elements x e, or a byte or half a byte each with their scales."""
     if not is_packed(weight, placement):
         return rounded(weight.elements * placement.element)
-    if placement.eight_bit and not weight.mxfp4:
+    if weight.fp8_scales or (placement.eight_bit and not weight.mxfp4):
         return rounded(weight.elements) + scales_of(weight, placement)
     return rounded((weight.elements + 1) // 2) + scales_of(weight, placement)
 
 
 def is_packed(weight: Weight, placement: Placement) -> bool:
     """Whether a weight has 4 or 8 bits for a value: a packed base's matrices, and what is stored so."""
-    return weight.mxfp4 or (placement.packed and weight.packable)
+    return weight.mxfp4 or weight.fp8_scales > 0 or (placement.packed and weight.packable)
 
 
 def scales_of(weight: Weight, placement: Placement) -> int:
     """What a quantised weight needs in addition to its numbers.
 
-    8 bits: 4 bytes a row.
+    8 bits: 4 bytes a row, or for each scale that is stored.
 
     Scales: 4 bytes per block, or 1 byte per block and 4 bytes per 256 blocks (double quantisation); code books 16 and
     256 numbers of 32 bits per matrix. Of experts each has its own blocks, and all have the same books. MXFP4: 1 byte
@@ -72,6 +77,8 @@ def scales_of(weight: Weight, placement: Placement) -> int:
         return 0
     if weight.mxfp4:
         return rounded(weight.elements // 32)
+    if weight.fp8_scales:
+        return rounded(4 * weight.fp8_scales)
     if placement.eight_bit:
         return rounded(4 * weight.rows)
     matrices = max(1, weight.experts)
@@ -89,6 +96,14 @@ def dequantised_experts(shapes: Shapes, placement: Placement) -> int:
         if weight.experts and is_packed(weight, placement):
             layers.setdefault(weight.layer, []).append(rounded(weight.elements * placement.element))
     return max(map(sum, layers.values()), default=0)
+
+
+def rounded_weight(shapes: Shapes, placement: Placement) -> int:
+    """One layer's Q(W + s B A), which is there for a product and goes, and what its rounding takes beside it."""
+    if not placement.rounded:
+        return 0
+    largest = max((each.elements for each in shapes.weights if each.packable and not each.experts), default=0)
+    return rounded(largest * placement.element) + ROUNDED_AT_ONCE * min(largest, ELEMENTS_AT_ONCE)
 
 
 def base_weights(shapes: Shapes, placement: Placement) -> int:

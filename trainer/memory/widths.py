@@ -1,6 +1,7 @@
 """The memory estimate's picture of a model: its tensors and the widths of its layers."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from trainer.patches.model_facts import ModelFacts
 
@@ -21,7 +22,9 @@ class Weight:
     mxfp4: bool = False
     """Whether it is stored in MXFP4 and stays so."""
     rows: int = 0
-    """Of a matrix."""
+    """Of a matrix, or of all experts' matrices."""
+    fp8_scales: int = 0
+    """Scales that it is stored with in FP8, in which it stays; 0 of what is stored otherwise."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Mixer:
     choices: int = 1
     """Experts that a token visits; widths of experts are those of one."""
     packed: bool = False
-    """Whether experts are stored in 4 bits, whatever the rest of the base is in."""
+    """Whether experts are stored in 4 or 8 bits, whatever the rest of the base is in."""
     by_operator: bool = False
     """Whether our operator computes the experts, and keeps the frozen product of gate and up and h of each visit."""
     known_gate: bool = False
@@ -104,6 +107,8 @@ class Shapes:
     """What decides between kernels."""
     softcap: bool
     """Whether its attention scores go through a hyperbolic tangent."""
+    fp8: Literal["", "rows", "blocks"] = ""
+    """What shares a scale in a checkpoint that is stored in FP8."""
 
     @property
     def trained(self) -> int:

@@ -7,7 +7,7 @@ import torch
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.contract.hub_patience import ask_once_without_network
 from trainer.engine.layer_gather.shards import LayerShards
-from trainer.model.model_kind import auto_class, caps_scores, check_kind, is_mxfp4
+from trainer.model.model_kind import auto_class, caps_scores, check_kind, is_stored_quantised
 from trainer.model.model_source import check_config_file, check_source, no_tokenizer, unreadable
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import byte_tokenizer, random_config
@@ -112,9 +112,11 @@ def load_base_model(
     quantization: QuantizationSection | None = None,
     deepspeed_config: dict[str, Any] | None = None,
     shards: LayerShards | None = None,
-    unpack_mxfp4: bool = False,
+    unpack: bool = False,
 ) -> Any:
-    """The base model in `dtype` on `device`; quantised if `quantization`. MXFP4 experts stay so, or are unpacked.
+    """The base model in `dtype` on `device`; quantised if `quantization`. What is stored in MXFP4 or FP8 stays so.
+
+    With `unpack` it does not, but is dequantised.
 
     Partitioned by DeepSpeed if a stage-3 `deepspeed_config` is given, per layer if `shards` are.
 
@@ -127,7 +129,7 @@ def load_base_model(
     if attention is None and caps_scores(config):
         attention = "eager"
     in_parts = deepspeed_config is not None or shards is not None
-    if quantization is not None or in_parts or is_random(base_model) or is_mxfp4(config):
+    if quantization is not None or in_parts or is_random(base_model) or is_stored_quantised(config):
         from trainer.model.streamed_weights import load_streamed  # bitsandbytes has things to say when imported
 
         return load_streamed(
@@ -140,7 +142,7 @@ def load_base_model(
             quantization=quantization,
             deepspeed_config=deepspeed_config,
             shards=shards,
-            unpack_mxfp4=unpack_mxfp4,
+            unpack=unpack,
         )
     files = SafetensorsFiles(base_model, section)
     check_weights_fit(f"base_model={base_model}", type(empty_model(config, section)), config, files)

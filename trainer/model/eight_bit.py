@@ -1,4 +1,7 @@
-"""Linear layers held in 8 bits (FP8 e4m3, or int8) with one scale a row, whose products are 8-bit products too.
+"""Linear layers held in 8 bits (FP8 e4m3, or int8), quantised while they are read, or stored so.
+
+With one scale a row their products are 8-bit products too (ops/eight_bit.py). Where blocks have scales, or the products
+are to be exact, weights are dequantised for each product (ops/scaled.py).
 
 The values are stored as uint8 (e4m3) or int8: the 16-bit engine converts every parameter of a float type, and with it
 the bits. The scales are no parameter and no buffer for the same reason; they stay whole on every rank.
@@ -12,9 +15,8 @@ from torch import nn
 
 import ops
 from ops.eight_bit import STORAGE
-from ops.reference import quantize_rows
+from ops.reference import dequantize_blocks, quantize_rows
 from trainer.config import UserError
-from trainer.engine.linear_layers import experts_in
 
 KINDS = tuple(STORAGE)
 FP8_FROM = (8, 9)
@@ -23,38 +25,83 @@ ROWS_AT_ONCE = 4096  # of a weight while it is quantised: its copy in 32 bits wo
 
 
 class FrozenLinear8bit(nn.Linear):
-    """A frozen linear layer (and so a Linear to PEFT): its weight is 8-bit values [O,I], `row_scale` their scales.
+    """A frozen linear layer (and so a Linear to PEFT): its weight is 8-bit values [O,I], with `scales` of `block`s.
 
-    ops/eight_bit.py has the arithmetic, forward and backward.
+    `exact`: products in 16 bits, of weights that are dequantised.
     """
 
-    def __init__(self, linear: nn.Module, kind: str, compute_dtype: torch.dtype) -> None:
-        """Takes the values of `linear`, which loses them."""
+    def __init__(
+        self,
+        linear: nn.Module,
+        values: torch.Tensor,
+        scales: torch.Tensor,
+        block: tuple[int, int],
+        *,
+        compute_dtype: torch.dtype,
+        exact: bool,
+    ) -> None:
+        """values[O,I] are uint8 (e4m3) or int8, scales[ceil(O/rows), ceil(I/columns)] float32; takes linear's bias."""
         assert isinstance(linear, nn.Linear)
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.kind, self.compute_dtype = kind, compute_dtype
-        parts = linear.weight.data.to(compute_dtype).split(ROWS_AT_ONCE)
-        values, scales = zip(*(quantize_rows(part, STORAGE[kind]) for part in parts), strict=True)
-        self.weight = nn.Parameter(torch.cat(values), requires_grad=False)
-        self.row_scale = torch.cat(scales)
+        self.compute_dtype, self.block = compute_dtype, block
+        self.exact = exact or block != (1, linear.in_features)
+        self.weight = nn.Parameter(values, requires_grad=False)
+        self.scales = scales
         self.bias = linear.bias
         # Others may still hold the old layer for a while; its memory goes now, or the whole model would add up.
         linear.weight.data = linear.weight.data.new_empty(0)
 
+    @classmethod
+    def quantized(cls, linear: nn.Module, kind: str, compute_dtype: torch.dtype) -> "FrozenLinear8bit":
+        """Of the values of `linear`, which loses them: a scale for each row."""
+        assert isinstance(linear, nn.Linear)
+        parts = linear.weight.data.to(compute_dtype).split(ROWS_AT_ONCE)
+        values, scales = zip(*(quantize_rows(part, STORAGE[kind]) for part in parts), strict=True)
+        block = (1, linear.in_features)
+        column = torch.cat(scales)[:, None]
+        return cls(linear, torch.cat(values), column, block, compute_dtype=compute_dtype, exact=False)
+
+    @property
+    def row_scale(self) -> torch.Tensor:
+        """The scale of each row, where rows have one."""
+        return self.scales.view(-1)
+
     @property
     def packed(self) -> ops.EightBitWeight:
-        """What the operators take."""
+        """What the operators take whose products are 8-bit products."""
         return ops.EightBitWeight(self.weight, self.row_scale)
+
+    @property
+    def scaled(self) -> ops.ScaledWeight:
+        """What the operators take that dequantise it."""
+        return ops.ScaledWeight(self.weight, self.scales, self.block)
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight [O,I] that the values stand for."""
+        return dequantize_blocks(self.weight.data, self.scales, self.block, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """y[..., O] in the type of x, computed in the layer's compute dtype."""
-        return ops.eight_bit_linear(x.to(self.compute_dtype), self.packed, self.bias).to(x.dtype)
+        own = x.to(self.compute_dtype)
+        if self.exact:
+            return ops.scaled_linear(own, self.scaled, self.bias).to(x.dtype)
+        return ops.eight_bit_linear(own, self.packed, self.bias).to(x.dtype)
 
     def _apply(self, fn: Callable[..., torch.Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        self.row_scale = self.row_scale.to(self.weight.device)
+        self.scales = self.scales.to(self.weight.device)
         return self
+
+
+def exact_lines(model: nn.Module) -> list[str]:
+    """A line on the layers that are stored in 8 bits and dequantised for their products; or none."""
+    blocks = [each.block for each in model.modules() if isinstance(each, FrozenLinear8bit) and each.exact]
+    if not blocks:
+        return []
+    by_block = {f"{rows} x {cols}" for rows, cols in blocks if rows > 1}
+    shared = f"a block of {', '.join(sorted(by_block))}" if by_block else "a row"
+    return [f"base: {len(blocks)} layers in 8 bits as stored, a scale for {shared}; their products are not in 8 bits"]
 
 
 def check_card(kind: str, device: torch.device) -> None:
@@ -67,13 +114,4 @@ def check_card(kind: str, device: torch.device) -> None:
         raise UserError(
             f"quantization.quant_type=fp8: {name} has compute capability {found}, and FP8 needs 8.9 (Ada) or newer; "
             "use quantization.quant_type: int8"
-        )
-
-
-def check_no_experts(kind: str, model: nn.Module) -> None:
-    """Raise UserError where a mixture's experts would have to be held in 8 bits; the model may be without weights."""
-    if any(experts_in(module) for module in model.modules()):
-        raise UserError(
-            f"quantization.quant_type={kind}: {type(model).__name__} has experts, which are not held in 8 bits; use "
-            "nf4, or adapter: lora"
         )

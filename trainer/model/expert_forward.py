@@ -86,7 +86,7 @@ def _operands(experts: Any, hidden: Tensor) -> ops.ExpertWeights | None:
 
 
 def _packing(weight: Any) -> Any | None:
-    """How a tensor of experts is packed in 4 bits (trainer/model/packed_experts.py); None of any other."""
+    """How a tensor of experts is packed (trainer/model/packed_experts.py); None of any other."""
     return getattr(weight, "packing", None)
 
 
@@ -97,7 +97,12 @@ def _matrix(experts: Any, name: str, hidden: Tensor) -> ops.ExpertMatrix | None:
         return ops.ExpertMatrix.plain(weight, is_transposed(experts)) if weight.dtype == hidden.dtype else None
     from trainer.model.packed_experts import NESTED_BLOCK  # here: it brings bitsandbytes
 
-    if layout.dtype != hidden.dtype or layout.rows * layout.cols % layout.block:
+    if layout.dtype != hidden.dtype:
+        return None
+    if layout.eight_bit:
+        sections, cell = weight.sections(), None if layout.cell == (1, layout.cols) else layout.cell
+        return replace(ops.ExpertMatrix.eight_bit(sections["codes"], sections["scales"], cell), source=weight)
+    if layout.rows * layout.cols % layout.block:
         return None
     sections = weight.sections()
     if layout.kind == MXFP4:

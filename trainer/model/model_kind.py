@@ -6,6 +6,7 @@ from typing import Any
 from trainer.config import UserError
 from trainer.contract.known_versions import require
 from trainer.model.mxfp4 import MXFP4
+from trainer.model.stored_fp8 import fp8_form, quantization_settings
 
 # Ends of class names in config.json that stand for another output than the next token.
 OTHER_HEADS = (
@@ -38,7 +39,7 @@ def auto_class(model_config: Any) -> Any:
 def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False) -> None:
     """Raise UserError for what is quantised already, or by config.json no causal language model.
 
-    Experts in MXFP4 can be the base of an adapter, but not be trained themselves (`all_trained`).
+    Weights in MXFP4 or FP8 can be the base of an adapter, but not be trained themselves (`all_trained`).
     """
     setting, kind = f"base_model={base_model}", model_config.model_type
     if model_config.is_encoder_decoder:
@@ -54,10 +55,17 @@ def check_kind(base_model: str, model_config: Any, *, all_trained: bool = False)
             f"adapter=none: the experts of {base_model} are stored in MXFP4 and cannot be trained in it; use adapter: "
             "lora or qlora, or a copy of the model in 16 bits"
         )
-    if method and method != MXFP4:
+    is_fp8 = fp8_form(model_config) is not None
+    if is_fp8 and all_trained:
         raise UserError(
-            f"{setting}: is already quantised ({method}); name the full-precision model that it was made from, with "
-            "adapter: qlora for a base in 4 bits, or in 8 with quantization.quant_type: fp8 or int8"
+            f"adapter=none: the weights of {base_model} are stored in FP8 and cannot be trained in it; use adapter: "
+            "lora, or a copy of the model in 16 bits"
+        )
+    if method and method != MXFP4 and not is_fp8:
+        raise UserError(
+            f"{setting}: is already quantised ({_of_method(model_config, method)}); name the full-precision model that "
+            "it was made from, with adapter: qlora for a base in 4 bits, or in 8 with quantization.quant_type: fp8 or "
+            "int8"
         )
     named = (getattr(model_config, "architectures", None) or [""])[0] or ""
     if named.endswith(OTHER_HEADS):
@@ -100,11 +108,22 @@ def is_mxfp4(model_config: Any) -> bool:
     return quantization_method(model_config) == MXFP4
 
 
+def is_stored_quantised(model_config: Any) -> bool:
+    """Whether weights are stored in a form of 4 or 8 bits that stays as it is."""
+    return is_mxfp4(model_config) or fp8_form(model_config) is not None
+
+
 def quantization_method(model_config: Any) -> str | None:
     """`bitsandbytes`, `gptq`, `awq`, `fp8`, ...: how the stored weights are quantised, or None."""
-    for part in (model_config, model_config.get_text_config()):
-        section = getattr(part, "quantization_config", None)
-        if section is not None:
-            settings = section if isinstance(section, dict) else section.to_dict()
-            return str(getattr(settings.get("quant_method"), "value", settings.get("quant_method") or "unknown method"))
-    return None
+    settings = quantization_settings(model_config)
+    if settings is None:
+        return None
+    return str(getattr(settings.get("quant_method"), "value", settings.get("quant_method") or "unknown method"))
+
+
+def _of_method(model_config: Any, method: str) -> str:
+    """The method, and which of its forms."""
+    settings = quantization_settings(model_config) or {}
+    if method == "bitsandbytes" and settings.get("load_in_8bit"):
+        return "LLM.int8 of bitsandbytes"
+    return f"{method}, {settings['format']}" if settings.get("format") else method

@@ -1,10 +1,11 @@
-"""The experts of one tensor packed in 4 bits: NF4 or FP4 as bitsandbytes packs one matrix, or MXFP4 as gpt-oss has it.
+"""The experts of one tensor in 4 bits (NF4 or FP4 of bitsandbytes, MXFP4 as gpt-oss has it) or in 8 (FP8, int8).
 
 Codes and scales of all experts lie in one Parameter of bytes, so that whatever moves parameters (ZeRO, offload, the
 gather of a layer) moves all of a tensor at once. The sections, each with its experts one after the other:
 
-    codes     half a byte a value, experts' matrices quantised one by one
-    scales    NF4: one of 32 bits a block, or of 8 bits with double quantisation; MXFP4: an exponent for 32 values
+    codes     half a byte a value, or a byte, experts' matrices quantised one by one
+    scales    NF4: one of 32 bits a block, or of 8 bits with double quantisation; MXFP4: an exponent for 32 values;
+              8 bits: one of 32 bits for each row, or for each block of rows and columns
     nested    with double quantisation: scales of 256 scales, and the mean that was taken off them, 32 bits
     books     the 16 values of a code and the 256 of a scale, 32 bits
 """
@@ -17,6 +18,8 @@ import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from torch import Tensor, nn
 
+from ops.eight_bit import STORAGE
+from ops.reference import dequantize_blocks, quantize_rows
 from trainer.config import QuantizationSection
 from trainer.contract.known_versions import require
 from trainer.model import mxfp4
@@ -32,7 +35,7 @@ class ExpertsLayout:
     """How `experts` matrices [rows, cols] are packed."""
 
     kind: str
-    """`nf4`, `fp4` or `mxfp4`."""
+    """`nf4`, `fp4`, `mxfp4`, `fp8` (e4m3) or `int8`."""
     experts: int
     rows: int
     cols: int
@@ -42,6 +45,18 @@ class ExpertsLayout:
     """The model's own tensor is [experts, cols, rows]."""
     block: int = mxfp4.BLOCK
     double_quant: bool = False
+    cell: tuple[int, int] = (0, 0)
+    """8 bits: rows and columns that share a scale."""
+
+    @property
+    def eight_bit(self) -> bool:
+        """Whether a value has 8 bits."""
+        return self.kind in STORAGE
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """8 bits: scales of one expert."""
+        return -(-self.rows // self.cell[0]), -(-self.cols // self.cell[1])
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -55,6 +70,9 @@ class ExpertsLayout:
 
     def sections(self) -> Sections:
         """Shape and type of each section, in their order."""
+        if self.eight_bit:
+            values = ((self.experts, self.rows, self.cols), STORAGE[self.kind])
+            return {"codes": values, "scales": ((self.experts, *self.grid), torch.float32)}
         count = -(-self.rows * self.cols // 2)
         codes: Sections = {"codes": ((self.experts, count), torch.uint8)}
         if self.kind == MXFP4:
@@ -110,10 +128,15 @@ class PackedExperts(nn.Parameter):
         }
 
     def quantize(self, index: int, matrix: Tensor) -> None:
-        """Pack one expert's matrix, as the model's own tensor has it, by bitsandbytes; for NF4 and FP4."""
+        """Pack one expert's matrix, as the model's own tensor has it: by rows to 8 bits, or by bitsandbytes to 4."""
         layout, sections = self.packing, self.sections()
+        matrix = (matrix.t() if layout.transposed else matrix).to(layout.dtype).contiguous()
+        if layout.eight_bit:
+            codes, row_scale = quantize_rows(matrix, STORAGE[layout.kind])
+            self.put_expert(index, codes, row_scale[:, None])
+            return
         packed, state = quantize_4bit(
-            (matrix.t() if layout.transposed else matrix).to(layout.dtype).contiguous(),
+            matrix,
             blocksize=layout.block,
             compress_statistics=layout.double_quant,
             quant_type=layout.kind,
@@ -129,11 +152,22 @@ class PackedExperts(nn.Parameter):
             sections["offsets"][index] = state.offset
             sections["nested_book"].copy_(inner.code)
 
+    def put_expert(self, index: int, codes: Tensor, scales: Tensor) -> None:
+        """One expert's 8-bit values [rows, cols] and their scales."""
+        sections = self.sections()
+        sections["codes"][index] = codes
+        sections["scales"][index] = scales
+
     def dequantized(self, out: Tensor | None = None) -> Tensor:
         """The model's own tensor, in `out` if given."""
         layout = self.packing
         if out is None:
             out = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
+        if layout.eight_bit:
+            sections = self.sections()
+            wanted = out.mT if layout.transposed else out
+            dequantize_blocks(sections["codes"], sections["scales"], layout.cell, layout.dtype, wanted)
+            return out
         if layout.kind != MXFP4 and layout.rows * layout.cols % layout.block == 0 and not layout.transposed:
             sections = self.sections()
             scales = _scales_in_32_bits(sections, layout).view(-1)
@@ -146,6 +180,8 @@ class PackedExperts(nn.Parameter):
     def expert(self, index: int) -> Tensor:
         """One expert's matrix [rows, cols]."""
         layout, sections = self.packing, self.sections()
+        if layout.eight_bit:
+            return dequantize_blocks(sections["codes"][index], sections["scales"][index], layout.cell, layout.dtype)
         if layout.kind == MXFP4:
             codes, scales = sections["codes"][index], sections["scales"][index]
             return mxfp4.dequantized(codes, scales, layout.dtype).view(layout.rows, layout.cols)
@@ -195,6 +231,16 @@ def nf4_layout(
     return ExpertsLayout(
         section.quant_type, experts, rows, cols, dtype, transposed, section.block_size, section.double_quant
     )
+
+
+def eight_bit_layout(
+    shape: torch.Size, kind: str, dtype: torch.dtype, *, transposed: bool = False, cell: tuple[int, int] | None = None
+) -> ExpertsLayout:
+    """The layout of a model's tensor [experts, a, b] in 8 bits; without `cell` each row has its scale."""
+    experts, rows, cols = shape
+    if transposed:
+        rows, cols = cols, rows
+    return ExpertsLayout(kind, experts, rows, cols, dtype, transposed, cell=cell or (1, cols))
 
 
 def mxfp4_layout(shape: torch.Size, dtype: torch.dtype) -> ExpertsLayout:

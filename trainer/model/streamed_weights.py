@@ -1,4 +1,4 @@
-"""Weights read from safetensors module by module: quantised to 4 or 8 bits, partitioned under ZeRO-3, never whole.
+"""Weights read from safetensors module by module: quantised, or kept as stored, partitioned under ZeRO-3, never whole.
 
 transformers skips `zero.Init` for quantised models (every rank would hold the whole 4-bit model) and, for others, reads
 the whole checkpoint into the memory of rank 0. Here rank 0 reads one module's tensors, all ranks receive them, each
@@ -6,6 +6,7 @@ quantises alike (the same input gives the same bits), and DeepSpeed keeps this r
 Peak memory of a rank: its share of the model and one module in full precision.
 """
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -21,14 +22,15 @@ from trainer.model.four_bit import quantized_linear, should_quantize
 from trainer.model.frozen_experts import compute_dequantized
 from trainer.model.model_kind import auto_class, is_mxfp4
 from trainer.model.mxfp4 import full_precision
-from trainer.model.packed_experts import ExpertsLayout, PackedExperts, mxfp4_layout, nf4_layout
+from trainer.model.packed_experts import ExpertsLayout, PackedExperts, eight_bit_layout, mxfp4_layout, nf4_layout
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import RandomTensors
+from trainer.model.stored_fp8 import Block, Fp8Files, fp8_form
 from trainer.model.stored_layout import BLOCKS, SCALES, Stored, StoredTensors, stored_layout
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.weights_fit import check_weights_fit
 
-Tensors = SafetensorsFiles | RandomTensors
+Tensors = SafetensorsFiles | RandomTensors | Fp8Files
 
 
 def load_streamed(
@@ -42,12 +44,12 @@ def load_streamed(
     quantization: QuantizationSection | None,
     deepspeed_config: dict[str, Any] | None,
     shards: LayerShards | None = None,
-    unpack_mxfp4: bool = False,
+    unpack: bool = False,
 ) -> Any:
     """Build the model without memory, then fill, quantise and partition it one module at a time.
 
-    With `deepspeed_config` DeepSpeed partitions each module, with `shards` each layer is cut when it is whole. Experts
-    that are stored in MXFP4 stay so unless `unpack_mxfp4`.
+    With `deepspeed_config` DeepSpeed partitions each module, with `shards` each layer is cut when it is whole. What is
+    stored in MXFP4 or FP8 stays so unless `unpack`; of FP8 `quantization` says that its products take 8-bit inputs.
     """
     from accelerate import init_empty_weights
 
@@ -65,8 +67,10 @@ def load_streamed(
     if is_random(base_model):
         files = RandomTensors(base_model, model, device, in_mxfp4=is_mxfp4(config))
     else:
-        files = SafetensorsFiles(base_model, section)
-        check_weights_fit(f"base_model={base_model}", type(model), config, files)
+        stored = SafetensorsFiles(base_model, section)
+        check_weights_fit(f"base_model={base_model}", type(model), config, stored)
+        form = fp8_form(config)
+        files = stored if form is None else Fp8Files(stored, form)
     layout = stored_layout(model, files, base_model)
     if shards is not None:
         shards.plan(model)
@@ -79,8 +83,9 @@ def load_streamed(
         quantization=quantization,
         deepspeed_config=deepspeed_config,
         shards=shards,
-        unpack_mxfp4=unpack_mxfp4,
+        unpack=unpack,
     )
+    # PEFT asks for it.
     model.is_loaded_in_4bit = quantization is not None and not quantization.eight_bit
     if quantization is not None and not quantization.eight_bit:
         model.config.quantization_config = _quantization_record(quantization, dtype)
@@ -99,14 +104,20 @@ def fill(
     quantization: QuantizationSection | None,
     deepspeed_config: dict[str, Any] | None,
     shards: LayerShards | None = None,
-    unpack_mxfp4: bool = False,
+    unpack: bool = False,
 ) -> None:
     """Give an empty model its weights, one module at a time: read by one rank, quantised, partitioned or cut."""
     output_head = model.get_output_embeddings()
     filled: dict[int, nn.Parameter] = {}  # tied weights are one parameter under several names
+    fp8 = files if isinstance(files, Fp8Files) and not unpack else None
+    to_quantize = quantization if fp8 is None else None
     for path, module in list(model.named_modules()):
-        to_pack = _to_pack(module, path, layout, quantization, dtype, unpack_mxfp4)
+        is_layer = should_quantize(path, module) and module is not output_head
+        kept = fp8.block(layout[_join(path, "weight")], 2) if fp8 is not None and is_layer else None
+        to_pack = _to_pack(module, path, layout, to_quantize, dtype, unpack, fp8)
         for name, parameter in list(module.named_parameters(recurse=False)):
+            if kept is not None and name == "weight":
+                continue
             if id(parameter) not in filled:
                 stored = layout[_join(path, name)]
                 if name in to_pack:
@@ -118,11 +129,15 @@ def fill(
         if to_pack:
             compute_dequantized(module)
         _load_buffers(module, path, layout, files, device)
-        if quantization is not None and should_quantize(path, module) and module is not output_head:
-            if quantization.eight_bit:
-                module = FrozenLinear8bit(module, quantization.quant_type, dtype)
+        if fp8 is not None and kept is not None:
+            parts = _broadcast_fp8(fp8, layout[_join(path, "weight")], module, kept, device)
+            module = FrozenLinear8bit(module, *parts, kept, compute_dtype=dtype, exact=quantization is None)
+            _replace(model, path, module)
+        elif to_quantize is not None and is_layer:
+            if to_quantize.eight_bit:
+                module = FrozenLinear8bit.quantized(module, to_quantize.quant_type, dtype)
             else:
-                module = quantized_linear(module, quantization, compute_dtype=dtype)
+                module = quantized_linear(module, to_quantize, compute_dtype=dtype)
             _replace(model, path, module)
         if deepspeed_config is not None:
             _partition(module, deepspeed_config)
@@ -137,17 +152,37 @@ def _to_pack(
     layout: dict[str, Stored],
     quantization: QuantizationSection | None,
     dtype: torch.dtype,
-    unpack_mxfp4: bool,
+    unpack: bool,
+    fp8: Fp8Files | None,
 ) -> dict[str, ExpertsLayout]:
     """The experts that a module holds and that will not stay in 16 or 32 bits, and how they will be packed."""
     found, transposed = {}, is_transposed(module)
     for name, experts in experts_in(module).items():
         if layout[_join(path, name)].is_mxfp4:
-            if not unpack_mxfp4:
+            if not unpack:
                 found[name] = mxfp4_layout(experts.shape, dtype)
+        elif fp8 is not None:
+            if (cell := _cell(fp8, module, path, layout)) is not None:
+                own = (1, experts.shape[1 if transposed else 2]) if cell[1] == 0 else cell
+                found[name] = eight_bit_layout(experts.shape, "fp8", dtype, transposed=transposed, cell=own)
+        elif quantization is not None and quantization.eight_bit:
+            found[name] = eight_bit_layout(experts.shape, quantization.quant_type, dtype, transposed=transposed)
         elif quantization is not None:
             found[name] = nf4_layout(experts.shape, quantization, dtype, transposed=transposed)
     return found
+
+
+def _cell(fp8: Fp8Files, module: nn.Module, path: str, layout: dict[str, Stored]) -> Block | None:
+    """What shares a scale in all tensors of these experts, (1, 0) for rows; None where one of them is dequantised."""
+    shapes = {name: experts.shape for name, experts in experts_in(module).items()}
+    found = {name: fp8.block(layout[_join(path, name)], 3) for name in shapes}
+    cells = [cell for cell in found.values() if cell is not None]
+    if len(cells) < len(found):
+        return None
+    if all(cell == (1, shapes[name][2]) for name, cell in found.items()):
+        return None if is_transposed(module) else (1, 0)
+    rows, cols = (gcd(*sizes) for sizes in zip(*cells, strict=True))
+    return (rows, cols) if rows == cols or not is_transposed(module) else None
 
 
 def _partition(module: nn.Module, deepspeed_config: dict[str, Any]) -> None:
@@ -184,9 +219,32 @@ def _read(files: StoredTensors, stored: Stored, parameter: nn.Parameter, device:
     return value
 
 
+def _broadcast_fp8(
+    files: Fp8Files, stored: Stored, linear: nn.Module, block: Block, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a linear layer on every rank, as one of them has read them."""
+    assert isinstance(linear, nn.Linear)
+    shape = linear.weight.shape
+    grid = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+    if dist.is_initialized() and dist.get_world_size() > 1 and dist.get_rank() > 0:
+        codes = torch.empty(shape, dtype=torch.uint8, device=device)
+        scales = torch.empty(grid, dtype=torch.float32, device=device)
+    else:
+        codes = files.codes(stored).to(device).contiguous()
+        scales = files.scales(stored, block).to(device).contiguous()
+        assert (codes.shape, tuple(scales.shape)) == (shape, grid), f"{stored.target}: {codes.shape}, {scales.shape}"
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(codes, src=0)
+        dist.broadcast(scales, src=0)
+    return codes, scales
+
+
 def _packed(files: StoredTensors, stored: Stored, layout: ExpertsLayout, device: torch.device) -> PackedExperts:
-    """The experts in 4 bits, one at a time: quantised, or MXFP4 as it is stored."""
+    """The experts in 4 or 8 bits, one at a time: quantised, or MXFP4 or FP8 as it is stored."""
     packed = PackedExperts.empty(layout, device)
+    if isinstance(files, Fp8Files):
+        _put_fp8(files, stored, packed)
+        return packed
     if stored.is_mxfp4:
         sections = packed.sections()
         for index in range(layout.experts):
@@ -198,6 +256,16 @@ def _packed(files: StoredTensors, stored: Stored, layout: ExpertsLayout, device:
         matrix = stored.read(files, index)[0] if whole is None else whole[index]
         packed.quantize(index, matrix.to(device))
     return packed
+
+
+def _put_fp8(files: Fp8Files, stored: Stored, packed: PackedExperts) -> None:
+    layout = packed.packing
+    for index in range(layout.experts) if stored.by_expert else [None]:
+        codes, scales = files.codes(stored, index), files.scales(stored, layout.cell, index)
+        if layout.transposed:
+            codes, scales = codes.mT, scales.mT
+        for offset, parts in enumerate(zip(codes, scales, strict=True)):
+            packed.put_expert((index or 0) + offset, *parts)
 
 
 def _broadcast_packed(

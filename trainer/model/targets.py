@@ -49,19 +49,20 @@ class Targets:
 def targets_of(model: Any, lora: LoraSection) -> Targets | None:
     """What gets an adapter, path by path, where names do not say it: in models with experts, and their relatives."""
     if hasattr(model, "usual_targets"):
-        return None if lora.adapter_path else Targets(tuple(_layers_to_adapt(model, lora)), (), (), lora.r)
+        return None if lora.adapter_path else Targets(tuple(layers_to_adapt(model, lora)), (), (), lora.r)
     ambiguous = taken_for_experts(model, {"gate", *(name for names in USUAL_NAMES.values() for name in names)})
     if lora.adapter_path or not (ambiguous or expert_modules(model) or lora.target_parameters):
         return None
     return Targets(
-        tuple(_layers_to_adapt(model, lora)),
+        tuple(layers_to_adapt(model, lora)),
         tuple(expert_targets(model, lora, _pattern_of(beyond_text(model)))),
         tuple(other_parameters(model, lora)),
         expert_rank(model, lora),
     )
 
 
-def _layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
+def layers_to_adapt(model: Any, lora: LoraSection) -> Iterator[str]:
+    """Paths of the layers, not the experts or single parameters, that `lora` names; the model may be empty."""
     from transformers.pytorch_utils import Conv1D
 
     excluded, head, experts = excluded_modules(model, lora), model.get_output_embeddings(), expert_modules(model)
@@ -131,6 +132,8 @@ def excluded_modules(model: nn.Module, lora: LoraSection) -> str | None:
     if not lora.experts and any("experts" in path.split(".") for path, _ in model.named_modules()):
         patterns.append(_below("experts"))  # where each is a module of its own
     patterns += filter(None, [_pattern_of(beyond_text(model))])
+    never_read: Any = getattr(model, "never_read", list)
+    patterns += [rf"{re.escape(path)}\..*" for path in never_read()]
     if lora.target_modules == ALL_LINEAR:
         patterns += filter(None, [_pattern_of(_no_plain_linear(model))])
     return "|".join(patterns) or None
@@ -226,7 +229,8 @@ def _ends_in(path: str, names: tuple[str, ...]) -> bool:
 def _nothing(name: str, paths: set[str], what: str) -> str:
     """That a name matches nothing, and what was meant or what there is."""
     words = {word for path in paths for word in path.split(".") if not word.isdigit()}
-    nearest = get_close_matches(name.rpartition(".")[2], sorted(words), n=1)
+    last = name.rpartition(".")[2]
+    nearest = [f"{last}_proj"] if f"{last}_proj" in words else get_close_matches(last, sorted(words), n=1)
     hint = f"did you mean {nearest[0]}? There" if nearest else "there"
     return f"matches no {what} of this model; {hint} are: {_names_of(paths)}"
 

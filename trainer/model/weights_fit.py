@@ -16,6 +16,7 @@ from torch import nn
 from trainer.config import UserError
 from trainer.model.model_kind import is_mxfp4
 from trainer.model.mxfp4 import full_precision, unpacked_shapes
+from trainer.model.stored_fp8 import fp8_form, plain_shapes, scales_by_weight
 from trainer.model.stored_layout import BLOCKS, SCALES
 from trainer.model.tensor_files import SafetensorsFiles
 
@@ -28,8 +29,12 @@ def check_weights_fit(setting: str, model_class: Any, model_config: Any, files: 
     Raises UserError, beginning with `setting`, if weights are missing, of another shape or quantised in a way that
     config.json does not tell, or whole layers left over.
     """
-    _check_types(setting, files)
-    stored = unpacked_shapes(setting, files.shapes(), announced=is_mxfp4(model_config))
+    form = fp8_form(model_config)
+    if form is not None:
+        stored = plain_shapes(setting, files, form)
+    else:
+        _check_types(setting, files)
+        stored = unpacked_shapes(setting, files.shapes(), announced=is_mxfp4(model_config))
     model_config = full_precision(model_config)
     tensors = {name: torch.empty(shape, device="meta") for name, shape in stored.items()}
     with _quiet():
@@ -97,6 +102,10 @@ def _whole_layers(model: nn.Module, unexpected: set[str]) -> str:
 
 def _check_types(setting: str, files: SafetensorsFiles) -> None:
     """Raise UserError if there are weights of 8 bits, which would be taken for values without their scales."""
+    if scales := scales_by_weight(files):
+        raise UserError(
+            f"{setting}: {min(scales, key=_natural)} is stored in FP8 and config.json does not say so; {SAME_MODEL}"
+        )
     for name, kind in sorted(files.types().items(), key=lambda each: _natural(each[0])):
         is_packed = name.endswith((BLOCKS, SCALES))
         if kind.startswith("F8") or (kind in ("I8", "U8") and not is_packed and len(files.shapes()[name]) > 1):

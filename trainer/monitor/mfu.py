@@ -8,6 +8,7 @@ that of the weight), K tokens with loss, H weights of the output head, L tokens 
 norms, activations, the scan of state-space layers and the optimizer; of experts those that a token visits.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class StepFlops:
             else:
                 self.per_token += flops
 
-    def of(self, batches: list[MicroBatch]) -> float:
+    def of(self, batches: Sequence[MicroBatch]) -> float:
         """FLOPs of an optimizer step's micro-batches."""
         total = 0.0
         for batch in batches:
@@ -145,7 +146,7 @@ class MfuMeter:
         peak = peak_flops(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
         return cls(StepFlops(model), peak) if peak else None
 
-    def count(self, step: int, batches: list[MicroBatch]) -> None:
+    def count(self, step: int, batches: Sequence[MicroBatch]) -> None:
         """A step begins with these micro-batches."""
         self._under_way[step] = self._flops.of(batches)
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import ops
-from ops.eight_bit import dequantize_rows
 from ops.groups import find_groups
 from ops.lora import MAX_RANK
 from trainer.contract.known_versions import require
@@ -166,7 +165,9 @@ class _Member:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What siblings must have in common."""
-        packing = self.nf4.layout() if self.packed else self.base.weight.dtype
+        packing: Any = self.nf4.layout() if self.packed else self.base.weight.dtype
+        if self.eight_bit:
+            packing = packing, self.base.block, self.base.exact
         return type(self.base), packing, self.compute_dtype, self.down.dtype, getattr(self._dropout_module, "p", 0.0)
 
     @property
@@ -246,6 +247,8 @@ def compute(
     arguments = ([member.base.bias for member in members], downs, ups, scales, dropout)
     if members[0].packed:
         return ops.nf4_group(x, [member.nf4 for member in members], *arguments)
+    if members[0].eight_bit and members[0].base.exact:
+        return ops.scaled_group(x, [member.base.scaled for member in members], *arguments)
     if members[0].eight_bit:
         return ops.eight_bit_group(x, [member.base.packed for member in members], *arguments)
     return ops.lora_group(x, [member.base.weight for member in members], *arguments)
@@ -328,7 +331,7 @@ def _in_plain_torch(members: Sequence[_Member], x: Tensor, downs: list[Tensor], 
         if isinstance(base, FrozenLinear4bit):
             weight = dequantized(weight, base.quant_state, torch.float32)
         elif isinstance(base, FrozenLinear8bit):
-            weight = dequantize_rows(weight, base.row_scale, torch.float32)
+            weight = base.dequantized(torch.float32)
         bias = None if base.bias is None else base.bias.float()
         frozen = nn.functional.linear(x, weight.detach().float(), bias)
         outputs.append(frozen + member.layer.scaling[member.adapter] * (x @ down.t()) @ up.t())

@@ -45,7 +45,7 @@ class Wanted:
     recomputed: str
     """`none`, `activations`, or `norms` as well."""
     adapters: str
-    """Whose forward: `cuda`, `reference`, `peft`, or `none`."""
+    """Whose forward: `cuda`, `reference`, `peft`, `rounded` (training.qat), or `none`."""
     adapters_reason: str
     no_siblings: str | None
     """Why siblings are not computed together; None if they are."""
@@ -154,7 +154,7 @@ def _experts(model: Any, wanted: Wanted) -> list[str]:
 
 
 def _fused_lora(model: Any, wanted: Wanted) -> list[str]:
-    if wanted.adapters == "none":
+    if wanted.adapters in ("none", "rounded"):
         return []
     if wanted.adapters == "peft":
         return [f"adapters: PEFT's own forward ({wanted.adapters_reason})"]
@@ -174,6 +174,15 @@ def _fused_lora(model: Any, wanted: Wanted) -> list[str]:
     except ValueError as error:
         raise UserError(str(error)) from None
     return report.lines()
+
+
+def _rounded(model: Any, wanted: Wanted) -> list[str]:
+    kind = wanted.config.training.qat
+    if wanted.adapters != "rounded" or kind is None:
+        return []
+    from trainer.patches.fake_quantised_lora import compute_rounded  # brings peft
+
+    return compute_rounded(model, kind, wanted.dtype)
 
 
 def _forgotten_inputs(model: Any, wanted: Wanted) -> list[str]:
@@ -226,6 +235,7 @@ INSTALLATIONS = (
     Installation(("how stage 3 gathers a frozen base",), "adapted", _layer_gather, _ungather),
     Installation(("forward of experts without an adapter",), "adapted", _experts, undo),
     Installation(("forward of PEFT's LoRA layers",), "adapted", _fused_lora, undo),
+    Installation(("forward of PEFT's LoRA layers, rounded",), "adapted", _rounded, undo),
     Installation(("forward of adapted layers, once more",), "adapted", _forgotten_inputs, undo),
     Installation(
         ("_gradient_checkpointing_func of decoder layers; forward of their feed-forward parts",),

@@ -32,7 +32,7 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
         model.enable_input_require_grads()
         return "recomputed in the backward pass: every layer (reentrant)"
     run = partial(checkpoint, use_reentrant=False, preserve_rng_state=_draws(model))
-    kept = "kept on the GPU"
+    kept = "kept on the device"
     if training.offload_activations:
         offload = HostCopies()
         run = partial(_with_offload, offload, run)

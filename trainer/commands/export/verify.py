@@ -137,7 +137,7 @@ def _base(run: FinishedRun, tokenizer: Any) -> Any:
         dtype=torch.float32,
         device=torch.device("cpu"),
         attention="eager",
-        unpack_mxfp4=True,
+        unpack=True,
     )
     set_seed(run.config.seed)  # rows for added tokens are drawn
     match_vocabulary(base, tokenizer)

@@ -92,7 +92,9 @@ summary { cursor: pointer; color: var(--soft); }
   .tile { padding: 10px 12px; } .tile b { font-size: 16px; }
   .tile:last-child:nth-child(odd) { grid-column: 1 / -1; }
   .summary th { width: 108px; padding-right: 10px; }
-  .wide-table:not(.numbers) :is(td, th, code) { overflow-wrap: anywhere; }
+  .few :is(td, th, code) { overflow-wrap: anywhere; }
+  .few table { table-layout: fixed; }
+  .few thead th:first-child { width: 42%; }
   .wide .chart { height: 200px; } }
 @media print { body { background: none; } figure, section { break-inside: avoid; } }
 """.strip()
@@ -221,6 +223,10 @@ def _settings(settings: Settings) -> str:
     return table.replace("</section>", f"{whole}</section>")
 
 
+MOST_ON_A_PHONE = 3
+"""Columns that are cut into lines there; more of them are pushed aside by a finger."""
+
+
 def wide_table(
     title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], *, code: bool = False, runs: bool = False
 ) -> str:
@@ -232,8 +238,9 @@ def wide_table(
         f"{''.join(f'<td>{mark[0]}{escape(cell)}{mark[1]}</td>' for cell in rest)}</tr>"
         for at, (first, *rest) in enumerate(rows)
     )
+    kind = " numbers" if runs else " few" if len(heads) <= MOST_ON_A_PHONE else ""
     return (
-        f'<section class="wide-table{" numbers" if runs else ""}"><h2>{escape(title)}</h2>'
+        f'<section class="wide-table{kind}"><h2>{escape(title)}</h2>'
         f"<table><thead><tr>{top}</tr></thead><tbody>{lines}</tbody></table></section>"
     )
 

@@ -84,7 +84,8 @@ def next_commands(run_dir: str, config: Mapping[str, Any]) -> list[tuple[str, st
             commands.append(("measure", f"zerolora eval {folder}"))
         if not (Path(run_dir) / DIFFUSERS).exists():
             commands.append(("try it", f"zerolora generate {folder} --base 'your question'"))
-        commands.append(("merge", f"zerolora merge {folder}"))
+        qat = config["training"].get("qat")
+        commands.append(("merge", f"zerolora merge {folder}" + (f" --quantize {qat}" if qat else "")))
     if "tensorboard" in config["logging"]["report_to"]:
         commands.append(("curves", f"tensorboard --logdir {shlex.quote(f'{run_dir}/tensorboard')}"))
     return commands

@@ -1,0 +1,106 @@
+"""Adapters under kohya's names: a reader of our own and the converters of diffusers find every update again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainer.config import ModelSection, UserError
+from trainer.images.kohya import as_kohya
+from trainer.images.model import ImageModel
+from trainer.images.pipeline import Pipeline, read_pipeline
+
+RANK, ALPHA = 2, 6.0
+SMALL = {
+    "flux-dev": "num_layers=1,num_single_layers=1",
+    "flux2-klein-4b": "num_layers=1,num_single_layers=1",
+    "sd3.5-medium": "num_layers=2",
+}
+# Rows of the checkpoints' own matrices, in order, as the inference code of each model splits them.
+SPLITS: dict[str, list[tuple[str, list[str]]]] = {
+    "sd3.5-medium": [
+        ("joint_blocks_{i}_x_block_attn_qkv", ["attn.to_q", "attn.to_k", "attn.to_v"]),
+        ("joint_blocks_{i}_x_block_attn2_qkv", ["attn2.to_q", "attn2.to_k", "attn2.to_v"]),
+        ("joint_blocks_{i}_context_block_attn_qkv", ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"]),
+        ("joint_blocks_{i}_x_block_attn_proj", ["attn.to_out.0"]),
+        ("joint_blocks_{i}_x_block_attn2_proj", ["attn2.to_out.0"]),
+        ("joint_blocks_{i}_context_block_attn_proj", ["attn.to_add_out"]),
+        ("joint_blocks_{i}_x_block_mlp_fc1", ["ff.net.0.proj"]),
+        ("joint_blocks_{i}_x_block_mlp_fc2", ["ff.net.2"]),
+        ("joint_blocks_{i}_context_block_mlp_fc1", ["ff_context.net.0.proj"]),
+        ("joint_blocks_{i}_context_block_mlp_fc2", ["ff_context.net.2"]),
+    ]
+}
+
+
+def adapter(folder: Path, shape: str, *, only: tuple[str, ...] = ("",)) -> tuple[Pipeline, dict[str, Tensor]]:
+    """An adapter of random factors on every usual layer whose name ends in one of `only`; its updates by layer."""
+    pipeline = read_pipeline(f"random:{shape},{SMALL[shape]}", ModelSection())
+    model = ImageModel(pipeline)
+    draw = torch.Generator().manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    updates: dict[str, Tensor] = {}
+    for path in model.usual_targets():
+        if not path.endswith(only):
+            continue
+        layer: Any = model.get_submodule(path)
+        down = torch.randn(RANK, layer.in_features, generator=draw)
+        up = torch.randn(layer.out_features, RANK, generator=draw)
+        tensors |= {f"base_model.model.{path}.lora_A.weight": down, f"base_model.model.{path}.lora_B.weight": up}
+        rows = torch.arange(0, layer.out_features, 97)
+        updates[path.removeprefix("transformer.")] = ALPHA / RANK * up[rows] @ down
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA}))
+    return pipeline, updates
+
+
+@pytest.mark.parametrize("shape", ["flux-dev", "flux2-klein-4b"])
+@pytest.mark.parametrize("only", [("",), ("to_q", "to_v", "proj_mlp")])
+def test_diffusers_reads_what_is_written(tmp_path: Path, shape: str, only: tuple[str, ...]) -> None:
+    import diffusers
+
+    pipeline, updates = adapter(tmp_path, shape, only=only)
+    reader = getattr(diffusers, pipeline.family.pipeline)
+    read = reader.lora_state_dict(as_kohya(tmp_path, pipeline))
+    read = read[0] if isinstance(read, tuple) else read
+    for path, update in updates.items():
+        down, up = (read[f"transformer.{path}.lora_{side}.weight"] for side in "AB")
+        found = up[torch.arange(0, up.shape[0], 97)] @ down
+        assert (found - update).abs().max() <= 1e-5 * update.abs().max(), path
+    others = [name for name in read if name.endswith("lora_B.weight") and not _named(name, updates)]
+    assert all(float(read[name].abs().max()) == 0 for name in others), "a layer without adapter is changed"
+
+
+def _named(name: str, updates: dict[str, Tensor]) -> bool:
+    return name.removeprefix("transformer.").removesuffix(".lora_B.weight") in updates
+
+
+def test_a_reader_of_the_names_of_sd3_finds_every_update(tmp_path: Path) -> None:
+    pipeline, updates = adapter(tmp_path, "sd3.5-medium")
+    written = as_kohya(tmp_path, pipeline)
+    found = {}
+    for number in range(2):
+        for name, layers in SPLITS["sd3.5-medium"]:
+            key = f"lora_unet_{name.format(i=number)}"
+            if f"{key}.alpha" not in written:
+                continue
+            down, up = (written.pop(f"{key}.lora_{side}.weight") for side in ("down", "up"))
+            scale = float(written.pop(f"{key}.alpha")) / down.shape[0]
+            for layer, rows in zip(layers, up.chunk(len(layers)), strict=True):
+                picked = rows[torch.arange(0, rows.shape[0], 97)]
+                found[f"transformer_blocks.{number}.{layer}"] = scale * picked @ down
+    assert not written and found.keys() == updates.keys()
+    for path, update in updates.items():
+        assert (found[path] - update).abs().max() <= 1e-5 * update.abs().max(), path
+
+
+def test_a_layer_without_such_a_name_is_refused(tmp_path: Path) -> None:
+    pipeline, _ = adapter(tmp_path, "flux-dev")
+    names = {f"base_model.model.transformer.x_embedder.lora_{side}.weight": torch.zeros(2, 2) for side in "AB"}
+    save_file(names, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"^x_embedder: an adapted layer without a name in kohya's format"):
+        as_kohya(tmp_path, pipeline)

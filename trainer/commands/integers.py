@@ -1,0 +1,126 @@
+"""`zerolora merge --quantize`: adapted layers as the whole numbers they were trained with, for servers.
+
+Written in compressed-tensors' `pack-quantized` form, which vLLM, SGLang and transformers load without torchao: for each
+layer `weight_packed` (int32, 4 or 8 values each), `weight_scale` in the model's number format and `weight_shape`. All
+other layers stay as they are and are listed under `ignore`.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ops.fake_quantised import dequantised, quantised_merged
+from trainer.config import UserError
+from trainer.model.integer_weights import (
+    INSTALL,
+    IntegerForm,
+    Integers,
+    adapted_linears,
+    check_torchao,
+    form_of,
+    why_not_rounded,
+)
+
+IN_PEFT = "base_model.model."
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers that servers compute as one, and so in one number format."""
+
+
+class InIntegers:
+    """Rounds the adapted layers of a model before its adapter is merged, and says what is then saved of it."""
+
+    def __init__(self, kind: Integers, dtype: torch.dtype, device: torch.device) -> None:
+        """`dtype` of the model and its scales; `device` on which W + s B A is computed: that of the training run.
+
+        Raises UserError where torchao, or the library of the form, is missing.
+        """
+        check_torchao(f"--quantize={kind}")
+        if importlib.util.find_spec("compressed_tensors") is None:
+            raise UserError(f"--quantize={kind}: compressed-tensors, which writes it, is not installed; {INSTALL}")
+        self.kind, self.dtype, self.device = kind, dtype, device
+        self._form: IntegerForm | None = None
+        self._layers: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def round(self, adapted: Any) -> None:
+        """Put Q(W + s B A) in the place of each adapted W, with nothing left to be merged.
+
+        Raises UserError where no layer can be rounded, or one has a form of its own.
+        """
+        layers = adapted_linears(adapted)
+        if not layers:
+            raise UserError(f"--quantize={self.kind}: no linear layer has an adapter, and only those are rounded")
+        for path, layer in layers.items():
+            if reason := why_not_rounded(layer):
+                raise UserError(f"--quantize={self.kind}: {path.removeprefix(IN_PEFT)}: {reason}; merge without it")
+        widths = {path.removeprefix(IN_PEFT): layer.base_layer.weight.shape[1] for path, layer in layers.items()}
+        self._form = form_of(self.kind, widths, self.dtype, setting="--quantize")
+        for path, layer in layers.items():
+            self._layers[path.removeprefix(IN_PEFT)] = self._rounded(layer, self._form)
+
+    def _rounded(self, layer: Any, form: IntegerForm) -> tuple[Tensor, Tensor]:
+        name = layer.active_adapters[0]
+        factors = layer.lora_A[name].weight, layer.lora_B[name].weight
+        weight: nn.Parameter = layer.base_layer.weight
+        base, down, up = (each.detach().to(self.device) for each in (weight.to(self.dtype), *factors))
+        found = quantised_merged(base, down, up, layer.scaling[name], form.quantise)
+        values, scales = (each.cpu() for each in found)
+        weight.data = dequantised(values, scales, self.dtype)
+        factors[1].data.zero_()
+        return values, scales.to(self.dtype)
+
+    def saved(self, model: Any) -> dict[str, Tensor]:
+        """What is to be saved of the merged model, and config.json's word on it; lines on stderr of what that is."""
+        from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+        assert self._form is not None, "round() comes first"
+        values: dict[str, Tensor] = dict(model.state_dict())
+        for path, (numbers, scales) in self._layers.items():
+            if not torch.isfinite(scales).all():
+                raise RuntimeError(f"{path} is not finite in {self.dtype}; train with a lower rate, or --dtype bf16")
+            values.pop(f"{path}.weight")
+            values[f"{path}.weight_packed"] = pack_to_int32(numbers, self._form.bits)
+            values[f"{path}.weight_scale"] = scales
+            values[f"{path}.weight_shape"] = torch.tensor(numbers.shape)
+        others = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+        others = [path for path in others if path not in self._layers]
+        model.config.quantization_config = _word_of(self._form, others)
+        for line in (f"{len(self._layers)} layers in {self._form}", *apart(self._layers, others)):
+            print(line, file=sys.stderr)  # stdout has the folder alone
+        return values
+
+
+def apart(rounded: Iterable[str], others: Iterable[str]) -> list[str]:
+    """A line where a server would have to compute layers as one of which only some are in whole numbers."""
+    here, there = ({path.rpartition(".")[2] for path in paths} for paths in (rounded, others))
+    return [
+        f"warning: {', '.join(sorted(there & set(names)))} without an adapter stays in 16 bits beside "
+        f"{', '.join(sorted(here & set(names)))}: vLLM and SGLang compute {', '.join(names)} as one layer and refuse "
+        "that; adapt all of them"
+        for names in TOGETHER
+        if here & set(names) and there & set(names)
+    ]
+
+
+def _word_of(form: IntegerForm, others: list[str]) -> dict[str, Any]:
+    """config.json's quantization_config, as compressed-tensors writes it."""
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationScheme,
+        QuantizationStatus,
+    )
+
+    grouping = {"strategy": "group", "group_size": form.group} if form.group else {"strategy": "channel"}
+    weights = QuantizationArgs(num_bits=form.bits, type="int", symmetric=True, **grouping)
+    config = QuantizationConfig(
+        config_groups={"group_0": QuantizationScheme(targets=["Linear"], weights=weights)},
+        format="pack-quantized",
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=others,
+    )
+    found: dict[str, Any] = config.model_dump(mode="json")
+    return found

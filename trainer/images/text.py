@@ -1,0 +1,87 @@
+"""Text encoders that are trained beside the denoiser, called in every step by the pipeline's own code.
+
+Those of CLIP alone: diffusers loads adapters of no others. What frozen ones make of a caption comes from the cache.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.images.families import Conditions, Family
+from trainer.images.pipeline import INDEX, Pipeline
+
+TRAINED = "CLIPTextModel"
+"""How the classes begin that can be trained: with and without a projection."""
+
+
+def trained_encoders(pipeline: Pipeline) -> dict[str, str]:
+    """The text encoders of a pipeline that can be trained, and their classes in transformers."""
+    if pipeline.folder is None:
+        return {}
+    listed = json.loads((pipeline.folder / INDEX).read_text(encoding="utf-8"))
+    classes = {name: str(listed[name][1]) for name in pipeline.family.text_encoders if listed.get(name)}
+    return {name: kind for name, kind in classes.items() if kind.startswith(TRAINED)}
+
+
+def empty_encoders(pipeline: Pipeline) -> dict[str, Any]:
+    """Their modules without memory for their weights."""
+    import transformers
+    from accelerate import init_empty_weights
+
+    made: dict[str, nn.Module] = {}
+    if pipeline.folder is None:
+        return made
+    for name, kind in trained_encoders(pipeline).items():
+        assert pipeline.folder is not None
+        model = getattr(transformers, kind)
+        with init_empty_weights(include_buffers=False):
+            made[name] = model(model.config_class.from_pretrained(pipeline.folder / name, local_files_only=True))
+    return made
+
+
+class EncoderFiles:
+    """The weights of text encoders, named as in the whole model; an encoder is read once a tensor of it is wanted."""
+
+    def __init__(self, pipeline: Pipeline, encoders: dict[str, nn.Module]) -> None:
+        self._pipeline, self._empty = pipeline, encoders
+        self._read: dict[str, dict[str, Tensor]] = {}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of all tensors, as the empty modules say."""
+        return {
+            f"{part}.{name}": tuple(tensor.shape)
+            for part, encoder in self._empty.items()
+            for name, tensor in encoder.state_dict().items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU, as it is stored. transformers reads it: encoders are saved under names of old."""
+        part, _, own = name.partition(".")
+        if part not in self._read:
+            assert self._pipeline.folder is not None
+            kind: Any = type(self._empty[part])
+            model = kind.from_pretrained(self._pipeline.folder / part, dtype="auto", local_files_only=True)
+            self._read[part] = model.state_dict()
+        return self._read[part][own]
+
+
+class Captions:
+    """Captions as the denoiser reads them, where some of the encoders are being trained."""
+
+    def __init__(self, pipeline: Pipeline, denoiser: nn.Module, encoders: dict[str, nn.Module]) -> None:
+        self._family: Family = pipeline.family
+        self._library = pipeline.around(denoiser, encoders)
+        self._zeros = bool(self._library.config.get("force_zeros_for_empty_prompt"))
+
+    def encoded(self, captions: Sequence[str], cached: Conditions) -> Conditions:
+        """`cached` [B, ...] with what the trained encoders now make of the captions in place of what they once made."""
+        some = next(iter(cached.values()))
+        assert self._family.encode_trained is not None, "a pipeline without CLIP was refused"
+        found = self._family.encode_trained(self._library, captions, cached)
+        if self._zeros:  # an empty caption is led away from, and is zeros in this pipeline
+            shown = torch.tensor([bool(caption) for caption in captions], device=some.device)
+            found = {name: value * shown.view(-1, *(1,) * (value.dim() - 1)) for name, value in found.items()}
+        return cached | {name: value.to(some.dtype) for name, value in found.items()}

@@ -1,0 +1,282 @@
+"""Checkpoints whose weights are stored in FP8 (e4m3): what config.json and headers say, codes and scales as they are.
+
+W = scale q in each of the forms, which differ in what shares a scale and in its name beside that of the weight X:
+
+    fp8                 X_scale_inv: blocks of 128 x 128 (DeepSeek-V3, Qwen3-FP8), or one number (Ministral 3)
+    compressed-tensors  X_scale: one number a row, [O, 1], one for the tensor, or blocks
+
+Scales of inputs (`activation_scale`, `input_scale`, where config.json says static) are for serving and are not read:
+inputs stay in 16 bits, or have a scale for each token. What config.json leaves out of FP8 is stored in 16 bits and
+stays so: files decide tensor by tensor.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import gcd
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ops.reference import dequantize_blocks
+from trainer.config import RunConfig, UserError, gathers_by_layer
+from trainer.engine.linear_layers import is_linear
+from trainer.model.stored_layout import Stored
+from trainer.model.tensor_files import SafetensorsFiles
+
+E4M3 = "F8_E4M3"
+SCALES = ("_scale_inv", "_scale")
+BESIDE = ("activation_scale", "input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "weight_zero_point")
+"""Last parts of names of tensors that serve other programs: scales of inputs, of outputs and of the cache."""
+DEFAULT_BLOCK = (128, 128)
+CONVERSIONS = ("MergeModulelist", "Concatenate", "Transpose")
+"""Of transformers', those that do to a grid of scales what they do to the values."""
+SAME_MODEL = "take config.json and weights from the same model"
+Block = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Fp8Form:
+    """What config.json says of a checkpoint in FP8; `block` None: a scale for each row, or tensor."""
+
+    block: Block | None
+    left_out: tuple[str, ...]
+
+    def holds(self, path: str) -> bool:
+        """Whether the linear layer at `path` is not among those that config.json leaves out."""
+        return not any(_matches(each, path) for each in self.left_out)
+
+
+def _matches(pattern: str, path: str) -> bool:
+    """compressed-tensors marks expressions by `re:`; to transformers each entry is one, or the end of a name."""
+    expression, whole = (pattern[3:], "") if pattern.startswith("re:") else (pattern, r"(\.|$)")
+    if path == pattern or path.endswith(f".{pattern}"):
+        return True
+    try:
+        return re.match(f"(?:{expression}){whole}", path) is not None
+    except re.error:
+        return False
+
+
+def fp8_form(model_config: Any) -> Fp8Form | None:
+    """The form of a checkpoint in FP8; None for any other, or a form that is not read."""
+    settings = quantization_settings(model_config) or {}
+    method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
+    if method == "fp8" and settings.get("expert_dtype", "fp8") == "fp8":
+        block = settings.get("weight_block_size", DEFAULT_BLOCK)
+        left_out = settings.get("modules_to_not_convert") or settings.get("ignored_layers") or ()
+        return Fp8Form(_pair(block), tuple(map(str, left_out)))
+    if method == "compressed-tensors":
+        groups = [(group or {}).get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
+        dense = (settings.get("sparsity_config") or {}).get("format", "dense") == "dense"
+        if dense and groups and all(each.get("num_bits") == 8 and each.get("type") == "float" for each in groups):
+            blocks = [_pair(each.get("block_structure")) for each in groups if each.get("strategy") == "block"]
+            return Fp8Form(blocks[0] if blocks else None, tuple(map(str, settings.get("ignore") or ())))
+    return None
+
+
+def quantization_settings(model_config: Any) -> dict[str, Any] | None:
+    """What config.json says of how the weights are quantised; None if nothing."""
+    for part in (model_config, model_config.get_text_config()):
+        section = getattr(part, "quantization_config", None)
+        if section is not None:
+            return section if isinstance(section, dict) else dict(section.to_dict())
+    return None
+
+
+def _pair(block: Any) -> Block | None:
+    if not isinstance(block, (list, tuple)) or len(block) != 2:
+        return None
+    return int(block[0]), int(block[1])
+
+
+def check_settings_fit(config: RunConfig, model_config: Any) -> None:
+    """Raise UserError for settings that want other weights than those of a base in FP8."""
+    if fp8_form(model_config) is None:
+        return
+    base, lora = config.base_model, config.lora
+    kind = config.quantization.quant_type
+    if config.adapter == "qlora" and kind != "fp8":
+        raise UserError(
+            f"quantization.quant_type={kind}: the weights of {base} are stored in FP8 and would be quantised a second "
+            "time; use adapter: lora, or quantization.quant_type: fp8, or name the 16-bit model"
+        )
+    if config.training.qat:
+        raise UserError(
+            f"training.qat={config.training.qat}: rounds the merged 16-bit weights, and {base} is stored in FP8; name "
+            "the 16-bit model"
+        )
+    if config.zero.offload_parameters and not gathers_by_layer(config):
+        raise UserError(
+            f"zero.offload_parameters=true: zero.gather=module cannot offload {base}, which is stored in FP8; use "
+            "zero.gather: layer, or turn it off"
+        )
+    if lora.dora or lora.init not in ("default", "gaussian", "orthogonal"):
+        given = "lora.dora=true" if lora.dora else f"lora.init={lora.init}"
+        raise UserError(
+            f"{given}: reads the base's weights, which {base} stores in FP8; leave it out, or name the 16-bit model"
+        )
+
+
+def check_saved_modules(config: RunConfig, model_config: Any, empty: Any) -> None:
+    """Raise UserError where lora.modules_to_save names a layer whose weight is held in 4 or 8 bits."""
+    form, head = fp8_form(model_config), empty.get_output_embeddings()
+    for path, module in empty.named_modules() if form or config.adapter == "qlora" else ():
+        held = is_linear(module) and module is not head and (form is None or form.holds(path))
+        for name in config.lora.modules_to_save if held else ():
+            if f".{name}." in f".{path}.":
+                how = "is stored in FP8" if form else f"is held in {config.quantization.quant_type}"
+                raise UserError(
+                    f"lora.modules_to_save={name}: trains all of {path}, whose weight {how}; remove it, or name the "
+                    f"16-bit model{'' if form else ' with adapter: lora'}"
+                )
+
+
+class Fp8Files:
+    """The tensors of a checkpoint in FP8: `read` gives what they stand for, `codes` and `scales` what is stored."""
+
+    def __init__(self, files: SafetensorsFiles, form: Fp8Form) -> None:
+        """`files` have passed `plain_shapes`."""
+        self._files, self._block = files, form.block or DEFAULT_BLOCK
+        self._shapes = files.shapes()
+        self._scale_of = scales_by_weight(files)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors but scales."""
+        scales = set(self._scale_of.values())
+        return {name: shape for name, shape in self._shapes.items() if name not in scales and not _is_beside(name)}
+
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """One tensor, of FP8 its values in 32 bits; with `index` that part of its first dimension, of length one."""
+        if name not in self._scale_of:
+            return self._files.read(name, index)
+        block = self._own_block(name)
+        codes, scales = self._codes(name, index), self._scales(block, name, index)
+        return dequantize_blocks(codes, scales, block, torch.float32)
+
+    def block(self, stored: Stored, dimensions: int) -> Block | None:
+        """(rows, columns) that share a scale in the parameter that is made of `stored`; None: it is to be dequantised.
+
+        Where parts are put together whose rows are not whole blocks, blocks are cut until they are.
+        """
+        names = [name for each in stored.names.values() for name in each]
+        if not all(name in self._scale_of for name in names):
+            return None
+        blocks = {self._own_block(name) for name in names}
+        if len(blocks) != 1:
+            return None
+        [(rows, cols)] = blocks
+        if stored.converter is None:
+            return rows, cols
+        kinds = {type(operation).__name__: operation for operation in stored.converter.operations}
+        if not set(kinds) <= set(CONVERSIONS):
+            return None
+        if "Concatenate" in kinds:
+            if kinds["Concatenate"].dim != dimensions - 2:
+                return None
+            for name in names:
+                rows = gcd(self._shapes[name][-2], rows)
+        return (rows, cols) if "Transpose" not in kinds or rows == cols else None
+
+    def codes(self, stored: Stored, index: int | None = None) -> Tensor:
+        """The stored values, uint8, put together as the parameter is."""
+        return stored.read(_View(self.shapes, self._codes), index)
+
+    def scales(self, stored: Stored, block: Block, index: int | None = None) -> Tensor:
+        """A scale for each `block`, float32, put together as the parameter is."""
+        return stored.read(_View(self.shapes, partial(self._scales, block)), index)
+
+    def _codes(self, name: str, index: int | None = None) -> Tensor:
+        return self._files.read(name, index).view(torch.uint8)
+
+    def _own_block(self, name: str) -> Block:
+        """What shares a scale as it is stored; one for a whole tensor is one for each of its rows."""
+        shape = self._shapes[name]
+        by_row = _is_by_row(shape, self._shapes[self._scale_of[name]])
+        return (1, shape[-1]) if by_row else self._block
+
+    def _scales(self, block: Block, name: str, index: int | None = None) -> Tensor:
+        shape, scale = self._shapes[name], self._scale_of[name]
+        matrices = shape[:-2] if index is None else (1,)
+        raw = self._files.read(scale, index if len(shape) > 2 and self._shapes[scale] else None).float()
+        if _is_by_row(shape, self._shapes[scale]):
+            return raw.reshape(*matrices, -1, 1).expand(*matrices, shape[-2], -(-shape[-1] // block[1])).contiguous()
+        for axis, own, wanted in ((-2, self._block[0], block[0]), (-1, self._block[1], block[1])):
+            if own != wanted:
+                of_each = torch.arange(-(-shape[axis] // wanted)) * wanted // own
+                raw = raw.index_select(axis, of_each)
+        return raw
+
+
+@dataclass(frozen=True)
+class _View:
+    """A reader in the form in which `Stored` asks for one."""
+
+    shapes: Callable[[], dict[str, tuple[int, ...]]]
+    read: Callable[..., Tensor]
+
+
+def scales_by_weight(files: SafetensorsFiles) -> dict[str, str]:
+    """The name of the scales of each tensor in FP8 that has some."""
+    types = files.types()
+    names = {name: [name + end for end in SCALES if name + end in types] for name in types if types[name] == E4M3}
+    return {name: found[0] for name, found in names.items() if found}
+
+
+def plain_shapes(setting: str, files: SafetensorsFiles, form: Fp8Form) -> dict[str, tuple[int, ...]]:
+    """Shapes by name as they would be in full precision.
+
+    Raises UserError where a tensor has no scales or others than its shape wants, or no tensor is in FP8.
+    """
+    shapes, types, scales = files.shapes(), files.types(), scales_by_weight(files)
+    if not scales and E4M3 not in types.values():
+        raise UserError(
+            f"{setting}: config.json says FP8 and no stored tensor is; remove quantization_config from config.json"
+        )
+    for name in sorted(name for name, kind in types.items() if kind.startswith("F8") or kind in ("I8", "U8")):
+        if types[name] == "F8_E8M0" and name in scales.values():
+            continue
+        if types[name] != E4M3:
+            raise UserError(
+                f"{setting}: {name} is stored as {types[name]}, and of 8 bits only e4m3 is read; name the 16-bit model"
+            )
+        if name not in scales:
+            raise UserError(
+                f"{setting}: {name} is stored in FP8, and {name}{SCALES[0]} is in none of its files; download it again"
+            )
+        _check_grid(setting, name, shapes[name], scales[name], shapes[scales[name]], form.block or DEFAULT_BLOCK)
+    beside = set(scales.values())
+    return {name: shape for name, shape in shapes.items() if name not in beside and not _is_beside(name)}
+
+
+def _check_grid(
+    setting: str, name: str, shape: tuple[int, ...], scale: str, found: tuple[int, ...], block: Block
+) -> None:
+    if len(shape) < 2:
+        raise UserError(f"{setting}: {name} of shape {shape} is stored in FP8 and is no matrix; name the 16-bit model")
+    if _is_by_row(shape, found):
+        return
+    grid = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
+    if found != grid:
+        raise UserError(
+            f"{setting}: {name} has shape {shape} and {scale} {found}, which are no blocks of {block[0]} x {block[1]} "
+            f"(those would be {grid}); {SAME_MODEL}"
+        )
+
+
+def _is_by_row(shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
+    """Whether there is a scale for each row, or one for each matrix, and not one for each block."""
+    matrices, rows = 1, shape[-2]
+    for each in shape[:-2]:
+        matrices *= each
+    count = 1
+    for each in scales:
+        count *= each
+    ends_in_one = not scales or scales[-1] == 1 or len(scales) < len(shape)
+    return count == matrices or (count == matrices * rows and ends_in_one)
+
+
+def _is_beside(name: str) -> bool:
+    return name.endswith(tuple(f".{each}" for each in BESIDE)) or name.endswith(("_activation_scale", "_input_scale"))

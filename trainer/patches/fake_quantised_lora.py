@@ -1,0 +1,70 @@
+"""Replaces PEFT's own forward by one that computes with the rounded merged weight (training.qat).
+
+ops/fake_quantised.py has the arithmetic, dropout among it. While adapters are disabled or merged PEFT's forward does
+the work, with the base as it is: that is what the SCU's divergence and `eval --base` compare with.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ops.fake_quantised import fake_quantised_linear
+from trainer.config import UserError
+from trainer.contract.known_versions import require
+from trainer.engine.partitioned import whole_shape
+from trainer.model.integer_weights import (
+    IntegerForm,
+    Integers,
+    adapted_linears,
+    check_torchao,
+    form_of,
+    why_not_rounded,
+)
+from trainer.patches.replace import replace
+
+
+def compute_rounded(model: nn.Module, kind: Integers, dtype: torch.dtype) -> list[str]:
+    """Let every adapted layer compute with its merged weight as integers; lines for the console.
+
+    Raises UserError where torchao is missing, or a layer has no such form.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    setting = f"training.qat={kind}"
+    check_torchao(setting)
+    for path, layer in model.named_modules():
+        if isinstance(layer, LoraLayer) and (reason := why_not_rounded(layer)):
+            raise UserError(f"{setting}: {path}: {reason}; leave it out with lora.exclude_modules")
+    layers = adapted_linears(model)
+    form = rounded_form(layers, kind, dtype)
+    for layer in layers.values():
+        replace(layer, "forward", _forward_of(layer, form))
+    return [f"fake-quantised: the merged weights of {len(layers)} adapted layers ({form}); the others stay as they are"]
+
+
+def rounded_form(layers: Mapping[str, Any], kind: Integers, dtype: torch.dtype) -> IntegerForm:
+    """The form that a model with these adapted layers is trained in and written in."""
+    widths = {path: whole_shape(layer.base_layer.weight)[1] for path, layer in layers.items()}
+    return form_of(kind, widths, dtype, setting="training.qat")
+
+
+def _forward_of(layer: Any, form: IntegerForm) -> Callable[..., Tensor]:
+    for name in ("_disable_adapters", "_active_adapter"):
+        require(layer, name, "peft")
+    plain_forward, adapter = layer.forward, layer.active_adapters[0]
+    active = (adapter, [adapter])  # the two ways in which PEFT names one active adapter
+    down_module, up_module, dropout = layer.lora_A[adapter], layer.lora_B[adapter], layer.lora_dropout[adapter]
+    base = layer.base_layer
+
+    def forward(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        usual = not layer._disable_adapters and not layer.merged_adapters and layer._active_adapter in active
+        if args or kwargs or not usual:
+            return plain_forward(x, *args, **kwargs)
+        down, up, scale = down_module.weight, up_module.weight, layer.scaling[adapter]
+        inner = x.to(base.weight.dtype)
+        p = float(getattr(dropout, "p", 0.0)) if dropout.training else 0.0
+        return fake_quantised_linear(inner, base.weight, base.bias, down, up, scale, form.quantise, p).to(x.dtype)
+
+    return forward
