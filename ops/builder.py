@@ -103,8 +103,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
     def load(self, verbose: bool = False) -> ModuleType:
         """The loaded module: built ahead of time, for all or by an earlier process, or compiled now behind a lock.
 
-        Raises:
-            BuildError: it cannot be built here, or the compiler failed.
+        Raises BuildError where it cannot be built, or the compiler failed.
         """
         known: dict[str, ModuleType] = _inside(deepspeed_builder.OpBuilder, "_loaded_ops")
         if self.NAME not in known:

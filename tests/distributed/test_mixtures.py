@@ -108,6 +108,7 @@ def alive(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"alive-{rank}.json").read_text()) for rank in (0, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_gathered_experts_do_not_outlive_their_forward(alive: list[dict[str, Any]], name: str) -> None:
     """By layer, the two that are gathered at a time; by module, none."""

@@ -170,17 +170,16 @@ def test_stages_2_and_3_are_started_again_from_the_newest_checkpoint(runs: Matri
     assert not list((folder / f"again-{stage}" / "logs").glob("out_of_memory*"))
 
 
-@pytest.mark.parametrize(("stage", "until"), [(2, 4), (2, 99), (3, 4)])
-def test_after_such_a_restart_they_grow_again(runs: Matrix, folder: Path, stage: int, until: int) -> None:
-    """The shortage is over by the look at step 5, or a second restart settles it."""
-    name, overrides = f"grows-{stage}-{until}", [f"zero.stage={stage}", "training.on_oom=halve"]
-    code, seen = launch(folder, name, *overrides, rank=1, above=2, after=2, until=until, grow_after=2)
+def test_after_such_a_restart_they_grow_again(runs: Matrix, folder: Path) -> None:
+    """And what runs short once more is made smaller by a second restart."""
+    overrides = ["zero.stage=3", "training.on_oom=halve"]
+    code, seen = launch(folder, "grows", *overrides, rank=1, above=2, after=2, grow_after=2)
     assert code == 0, seen
     assert "out of memory in step 3: going on from checkpoint-2 with batch_size 2, accumulation 4" in seen
     assert "step 5: there is room again; batch_size 4, accumulation 2" in seen
-    lost = "out of memory in step 5: going on from checkpoint-4 with batch_size 2, accumulation 4"
-    assert (lost in seen) == (until == 99)
-    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    assert "out of memory in step 5: going on from checkpoint-4 with batch_size 2, accumulation 4" in seen
+    assert seen.count("there is room again") == 1
+    lines = (folder / "grows" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["train/loss"] for line in lines]
     assert losses == pytest.approx(runs["whole"].losses, abs=1e-5)
 

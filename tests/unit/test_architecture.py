@@ -39,6 +39,7 @@ LATE = {
     "TensorBoard and matplotlib, for rank 0 alone": "trainer/monitor/metric_files.py trainer/monitor/report/write.py "
     "trainer/commands/sweep_table.py",
     "packages of others that may not be installed": "trainer/bench/peers.py trainer/commands/export/verify.py",
+    "a table, which itself needs the builder": "ops/builder.py",
     "another environment, in which not all of zerolora can be imported": "trainer/bench/assignment.py",
     "the settings of signals and the allocator, which come first": "trainer/train.py trainer/scu_train.py",
 }

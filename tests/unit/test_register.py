@@ -43,6 +43,7 @@ VALUES = {
     "trainer/commands/merge.py: all_tied_weights_keys": "a model that is written out",
     "trainer/commands/merge.py: tie_word_embeddings": "a model that is written out",
     "trainer/commands/merge.py: use_cache": "a model that is written out",
+    "trainer/commands/integers.py: quantization_config": "a model that is written out",
     "trainer/commands/requantised.py: quantization_config": "a model that is written out",
     "trainer/engine/optimizer.py: _last_lr": "a schedule, from a checkpoint",
     "trainer/engine/optimizer.py: last_epoch": "a schedule, from a checkpoint",

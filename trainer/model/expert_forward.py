@@ -139,9 +139,7 @@ def check_computed_whole(experts: nn.Module) -> None:
     within = {name for name, part in experts.named_children() if any(True for _ in part.parameters())}
     unknown |= within - ({"post_expert_norm"} if getattr(experts, "has_post_expert_norm", False) else set())
     if unknown:
-        raise changed(
-            "transformers", f"{type(experts).__name__} computes with `{min(unknown)}`, which is not known here"
-        )
+        raise changed("transformers", f"{type(experts).__name__} computes with `{min(unknown)}`, not known here")
 
 
 def activation_of(experts: Any) -> Gate | None:
