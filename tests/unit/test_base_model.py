@@ -149,9 +149,12 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "bnb": (quantised("bitsandbytes", load_in_4bit=True), ("already quantised (bitsandbytes)", "full-precision")),
     "gptq": (quantised("gptq", bits=4), ("already quantised (gptq)",)),
     "awq": (quantised("awq", bits=4), ("already quantised (awq)",)),
-    "fp8": (quantised("fp8"), ("already quantised (fp8)",)),
+    "fp8": (quantised("fp8"), ("config.json says FP8 and no stored tensor is", "remove quantization_config")),
     "mxfp4": (quantised("mxfp4"), ("config.json says mxfp4 and no stored tensor is", "remove quantization_config")),
-    "compressed": (quantised("compressed-tensors", format="float-quantized"), ("quantised (compressed-tensors)",)),
+    "compressed": (
+        quantised("compressed-tensors", format="float-quantized"),
+        ("already quantised (compressed-tensors, float-quantized)", "full-precision"),
+    ),
     # the tokenizer
     "no tokenizer": (
         removed("tokenizer.json", "tokenizer_config.json"),

@@ -60,14 +60,14 @@ def test_names_and_words_are_mended_and_comments_kept(file: Path, capsys: pytest
 
 
 def test_what_is_left_is_told_and_nothing_is_overwritten(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file.write_text(WRONG + "  epochs: -1\n  quality: high\n")
+    file.write_text(WRONG + "  epochs: -1\n  nothing_like_it: high\n")
     assert validate(["c.yaml", "--fix", "-o", "d.yaml"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "error: training.epochs=-1: must be above 0 (d.yaml:15)",
-        "error: training.quality: unknown setting; `zerolora config --schema` lists all of them (d.yaml:16)",
+        "error: training.nothing_like_it: unknown setting; `zerolora config --schema` lists all of them (d.yaml:16)",
     ]
-    assert file.read_text() == WRONG + "  epochs: -1\n  quality: high\n"
-    assert Path("d.yaml").read_text() == RIGHT + "  epochs: -1\n  quality: high\n"
+    assert file.read_text() == WRONG + "  epochs: -1\n  nothing_like_it: high\n"
+    assert Path("d.yaml").read_text() == RIGHT + "  epochs: -1\n  nothing_like_it: high\n"
     assert validate(["c.yaml", "--fix", "-o", "d.yaml"]) == 2
     assert "d.yaml: is there already" in capsys.readouterr().err
     Path("c.yaml.orig").write_text("mine")

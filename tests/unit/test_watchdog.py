@@ -7,8 +7,9 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import psutil
@@ -150,6 +151,12 @@ def test_complete_silence_is_noticed_by_the_launcher(tmp_path: Path) -> None:
 
 
 def test_work_is_told_from_waiting() -> None:
+    """In a process of its own: threads that other tests have left (progress bars, pools) do a little work at times."""
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as fresh:
+        fresh.submit(_tell_work_from_waiting).result()
+
+
+def _tell_work_from_waiting() -> None:
     """As the watchdog looks: from a thread of its own, whose own work does not count."""
     with ThreadPoolExecutor(max_workers=1) as watchdog:
         work = watchdog.submit(Work).result()

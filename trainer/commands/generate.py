@@ -242,8 +242,7 @@ def _run(arguments: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0, or 2 after one line on stderr."""
     quiet_libraries()
-    arguments = _parse(argv)
-    return run_command(lambda: _run(arguments))
+    return run_command(lambda: _run(_parse(argv)))
 
 
 if __name__ == "__main__":
