@@ -118,7 +118,8 @@ class Supervisor:
         finally:
             ended.set()
             for number, handler in before.items():
-                signal.signal(number, handler)
+                # A run that was told to stop has: another signal changes nothing, also while Python itself ends.
+                signal.signal(number, signal.SIG_IGN if self.signals else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # Only remembered here: a handler may interrupt anything.
