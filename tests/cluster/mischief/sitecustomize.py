@@ -88,10 +88,10 @@ class Mischief:
             return
         if kind == "raise":
             raise ValueError("the middle of the model is missing")
-        _never_return(kind)
+        misbehave(kind)
 
 
-def _never_return(kind: str) -> None:
+def misbehave(kind: str) -> None:
     if kind == "spin":
         import torch
 
