@@ -40,7 +40,7 @@ NEVER_IN_THE_LAUNCHER = {"torch", "numpy", "transformers", "deepspeed", "peft", 
 NEVER_IN_A_RANK = {
     *("datasets", "pandas", "torchvision", "torchaudio", "matplotlib", "networkx", "sklearn", "scipy", "wandb"),
     *("torch._inductor.compile_fx", "torch._inductor.lowering", "torch._functorch.aot_autograd"),
-    *("transformers.generation.utils.candidate_generator", "aiohttp", "IPython", "tensorflow", "jax"),
+    *("transformers.generation.utils.candidate_generator", "aiohttp", "IPython", "tensorflow", "jax", "torchao"),
 }
 
 

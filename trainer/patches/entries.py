@@ -75,6 +75,17 @@ UNTIL_THE_MODEL = (
         ),
     ),
     Patch(
+        "is_torchao_available while transformers' and PEFT's modules for torchao are imported",
+        "transformers",
+        "5.23.0",
+        "they import torchao wherever it is installed, and Inductor with it, to ask whether a weight is its own",
+        "ranks, once; it says yes as soon as torchao has been imported",
+        "trainer/ranks/lean_imports.py: import_lean",
+        "at the end of each import; these modules keep the answer",
+        "tests/unit/test_workarounds.py: test_transformers_imports_torchao_unasked",
+        ("trainer/ranks/lean_imports.py: is_torchao_available",),
+    ),
+    Patch(
         "the name of DeepSpeed's shared memory",
         "deepspeed",
         "0.19.8",

@@ -1,27 +1,37 @@
-"""Libraries are imported without torch's compiler, which nothing here calls in them.
+"""Libraries are imported without what nothing here calls in them: torch's compiler, and torchao.
 
 torch.compile imports Inductor at once, which takes longer than torch itself. bitsandbytes (0.50.2), which PEFT imports
 for whatever adapter, compiles two functions of its CPU backend while it is imported, and DeepSpeed (0.19.8) three of an
 optimizer that it looks for by name. Compiled when they are called, they are the same functions.
+
+Where torchao is installed (for `training.qat`), transformers (5.23.0) and PEFT (0.21.2) import it, and Inductor with
+it, to ask whether a weight is one of its own. Such a weight can be there only once torchao has been imported.
 """
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-MODULES = ("bitsandbytes", "deepspeed.runtime.zero.muon.original_muon")
+COMPILE = ("bitsandbytes", "deepspeed.runtime.zero.muon.original_muon")
+ASK_FOR_TORCHAO = {
+    "transformers.quantizers.quantizer_torchao": "transformers.utils",
+    "peft.tuners.lora.torchao": "peft.import_utils",
+    "peft.utils.quantization_utils": "peft.import_utils",
+}
+"""Modules, and where each takes the function from that says whether torchao is installed."""
 
 
 class _Finder(MetaPathFinder):
     """Finds the modules as the other finders do, each once."""
 
     def __init__(self) -> None:
-        self._wanted = {name for name in MODULES if name not in sys.modules}
+        self._wanted = {name for name in (*COMPILE, *ASK_FOR_TORCHAO) if name not in sys.modules}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -43,16 +53,33 @@ class _Loader(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        import torch
-
         if module.__spec__ is not None:
             module.__spec__.loader = module.__loader__ = self._loader
-        eager: Any = torch.compile
-        torch.compile = partial(_when_called, eager)
-        try:
+        asked = ASK_FOR_TORCHAO.get(module.__name__)
+        with _compiled_when_called() if asked is None else _torchao_once_imported(sys.modules[asked]):
             self._loader.exec_module(module)
-        finally:
-            torch.compile = eager
+
+
+@contextmanager
+def _compiled_when_called() -> Iterator[None]:
+    import torch
+
+    eager: Any = torch.compile
+    torch.compile = partial(_when_called, eager)
+    try:
+        yield
+    finally:
+        torch.compile = eager
+
+
+@contextmanager
+def _torchao_once_imported(asked: Any) -> Iterator[None]:
+    installed = asked.is_torchao_available
+    asked.is_torchao_available = lambda: "torchao" in sys.modules and installed()
+    try:
+        yield
+    finally:
+        asked.is_torchao_available = installed
 
 
 def import_lean() -> None:
