@@ -90,7 +90,7 @@ def launch(folder: Path, ranks: int, plan: list[dict[str, Any]], env: dict[str, 
     path.write_text(json.dumps(_resolved(plan, folder)))
     command = deepspeed_command(ranks, "tests.distributed.matrix", str(folder), str(path))
     with (folder / f"launch-{ranks}.log").open("w") as log:
-        subprocess.run(command, env=env, cwd=ROOT, stdout=log, stderr=log, timeout=840, check=False)
+        subprocess.run(command, env=env, cwd=ROOT, stdout=log, stderr=log, timeout=1200, check=False)
 
 
 def _base(folder: Path) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     cases = [case(name, **(settings | way)) for name, way in ways.items()]
     for name, way in {"drawn": {}, "drawn-kept": KEPT}.items():
         # Stage 3 draws them a token and a gather at a time: short ones.
-        saved = TRAINING | {"zero__stage": 3, "training__save_steps": CUT, "dataset__max_length": 12} | way
+        saved = TRAINING | {"zero__stage": 3, "training__save_steps": CUT, "dataset__max_length": 28} | way
         cases.append(case(name, **saved))
         again = {"training__resume_from_checkpoint": f"{name}/checkpoint-{CUT}", "output_dir": f"again-{name}"}
         cases.append(case(f"again-{name}", **saved, **again))

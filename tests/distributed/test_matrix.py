@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from tests.distributed.conftest import Matrix
 from tests.distributed.plan import CHECKPOINTING, RESUMES, STAGES, VARIANTS
 
-pytestmark = pytest.mark.distributed
+# A hundred and seventy runs in one set of ranks, before the first test.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1500)]
 
 LEARNED = 3e-3
 """Nats in four steps: the least of all variants, two targets of seven, is 4.4e-3; NF4's own offset is 1.6e-3."""

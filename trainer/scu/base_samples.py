@@ -89,8 +89,11 @@ def base_samples(engine: Engine, tokenizer: Any, config: RunConfig, *, resumes: 
     """
     path = Path(config.output_dir) / REFERENCE_FILE
     found: list[Any] = [None]
-    if resumes and ranks.is_main and path.exists():
-        found = [json.loads(path.read_text(encoding="utf-8"))]
+    if resumes and ranks.is_main:
+        # A run that goes on in another folder has them where the checkpoint's run has.
+        beside = Path(str(config.training.resume_from_checkpoint)).parent / REFERENCE_FILE
+        written = [each for each in (path, beside) if each.exists()]
+        found = [json.loads(written[0].read_text(encoding="utf-8")) if written else None]
     if ranks.world_size > 1:
         dist.broadcast_object_list(found, src=0, device=engine.device)
     if found[0] is None:
