@@ -40,13 +40,13 @@ def plan(folder: Path) -> list[dict[str, Any]]:
     cases += [case("shown", **SHOWN)]
     cases += [case(f"mixed-{stage}", zero__stage=stage, training__batch_size=2) for stage in (2, 3)]
     cases += [case(f"flux-{kind}", adapter="qlora", quantization__quant_type=kind, **flux) for kind in ("int8", "fp8")]
-    cases += [case("v-prediction", image__prediction="v_prediction")]
+    cases += [case("v-prediction", image__prediction="v_prediction", image__min_snr_gamma=5.0)]
     convolutions = {"lora__target_modules": ["to_q", "to_v", "conv1", "conv2"]}
     cases += [case(f"convolutions-{stage}", zero__stage=stage, **convolutions) for stage in (2, 3)]
     flux2 = {"base_model": str(folder / "flux2")}
     cases += [case("flux2-2", **flux2, **drawn), case("flux2-3", zero__stage=3, **flux2)]
     cases += [
-        case(f"text-sdxl-{stage}", zero__stage=stage, **TEXT, **(drawn if stage == 3 else {})) for stage in STAGES
+        case(f"text-sdxl-{stage}", zero__stage=stage, **TEXT, **(drawn if stage == 3 else {})) for stage in (2, 3)
     ]
     cases += [case("text-sd-2", base_model=str(folder / "sd"), **TEXT, **drawn)]
     cases += [case("text-sd3-3", zero__stage=3, **TEXT, **sd3, **drawn), case("text-flux-2", **TEXT, **flux, **drawn)]
@@ -126,7 +126,7 @@ def test_losses_of_the_others_are_those_of_plain_diffusers(runs: Matrix, family:
 @pytest.mark.parametrize(
     ("family", "names"),
     [
-        ("sdxl", [f"text-sdxl-{stage}" for stage in STAGES]),
+        ("sdxl", ["text-sdxl-2", "text-sdxl-3"]),
         ("sd", ["text-sd-2"]),
         ("sd3", ["text-sd3-3"]),
         ("flux", ["text-flux-2"]),
@@ -156,7 +156,7 @@ def test_an_eight_bit_base_trains_nearly_as_the_whole_one(runs: Matrix) -> None:
 
 
 def test_velocity_and_convolutions_are_trained_as_plain_diffusers_and_peft_do(runs: Matrix) -> None:
-    expected, _ = plain(runs, "image.prediction=v_prediction")
+    expected, _ = plain(runs, "image.prediction=v_prediction", "image.min_snr_gamma=5.0")
     assert runs["v-prediction"].losses == pytest.approx(expected, rel=RELATIVE)
     expected, _ = plain(runs, "lora.target_modules=[to_q, to_v, conv1, conv2]")
     for name in ("convolutions-2", "convolutions-3"):

@@ -171,6 +171,22 @@ def test_data_is_encoded_once_and_again_when_a_picture_changes(root: Path, tmp_p
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
 
 
+def test_inspect_shows_pictures_and_those_of_a_step(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from trainer.commands.inspect import main
+
+    run_config(root)
+    assert main([str(root / "run.yaml"), "--examples", "2"]) == 0
+    first, second, figures = capsys.readouterr().out.splitlines()
+    assert first.endswith("pictures/000.png: 64 x 64 as 32 x 32: 'a yellow square'")
+    assert "001.png: 96 x 64 as 40 x 24, cut by 1 above and below" in second
+    assert figures.startswith("train: 6 pictures, ")
+    prepared = prepare(run_config(root))
+    [batches] = batches_of(prepared, ranks=1, accumulation=4)
+    assert main([str(root / "run.yaml"), "--step", "2", "--ranks", "2", "seed=3"]) == 0
+    shown = [Path(line.partition(":")[0]).name for line in capsys.readouterr().out.splitlines()]
+    assert shown == [Path(prepared.data.train[index].name).name for index in batches.order(0)[4:8].tolist()]
+
+
 def batches_of(prepared: Any, *, ranks: int, accumulation: int, **changes: Any) -> list[ImageBatches]:
     image = ImageSection(**changes)
     objective = Objective(prepared.model_config, image)

@@ -54,13 +54,15 @@ class ImageStats:
         sizes = ", ".join(f"{count} of {size}" for size, count in common)
         held_out = f", {self.held_out} held out" if self.held_out else ""
         priors = f", {self.priors} of the class" if self.priors else ""
-        return [*self.notes, f"data: {self.records:,} pictures{held_out}{priors}, {self.captions:,} captions; {sizes}"]
+        return [*self.notes, f"train: {self.records:,} pictures{held_out}{priors}, {self.captions:,} captions; {sizes}"]
 
 
 @dataclass(frozen=True)
 class Entry:
     """One picture in the cache."""
 
+    name: str
+    """Where it came from, for people."""
     number: int
     caption: int
     width: int
@@ -216,7 +218,7 @@ def _entry(number: int, plan: _Plan) -> Entry:
     picture, fitted = plan.pictures[number], plan.fits[number]
     caption = plan.captions.index(picture.caption)
     original = picture.width, picture.height
-    return Entry(number, caption, fitted.width, fitted.height, original, fitted.crop)
+    return Entry(picture.name, number, caption, fitted.width, fitted.height, original, fitted.crop)
 
 
 def _digest(value: Any) -> str:

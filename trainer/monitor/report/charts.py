@@ -57,13 +57,12 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
     if len(held_out):
         loss += (Curve(held_out, "dashed", "orange"), Curve(held_out, "dots", "orange", held_out_words(held_out)))
     counted = counted_in(records)
-    unit = "nats per token" if counted == "tokens" else "mean squared error"
-    memory, rate = series(records, "memory/peak_gib"), series(records, f"perf/{counted}_per_second_per_gpu")
+    memory, rate = series(records, "memory/peak_gib"), series(records, counted.rate)
     found = [
-        Chart("Loss", f"{unit}, by optimizer step", loss, wide=True),
+        Chart("Loss", f"{counted.loss}, by optimizer step", loss, wide=True),
         Chart("Learning rate", "", (Curve(series(records, "train/learning_rate"), "line", "blue"),), low=0.0),
         Chart("Gradient norm", "L2", with_mean(series(records, "train/grad_norm"), "blue", "before clipping"), low=0.0),
-        Chart("Throughput", f"{counted}/s per rank", with_mean(rate, "green", "per rank"), low=0.0),
+        Chart("Throughput", f"{counted.name}/s per rank", with_mean(rate, "green", "per rank"), low=0.0),
         Chart("Peak memory", "GiB of rank 0", (Curve(memory, "line", "green"),), low=0.0),
         *_scu_charts(records, deadband),
     ]

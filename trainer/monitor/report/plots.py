@@ -55,7 +55,7 @@ def draw_plots(records: list[Record], folder: Path, *, deadband: float | None = 
         ("Loss", "loss", ("train/loss", "eval/loss"), _draw_loss),
         ("Learning rate", "learning_rate", ("train/learning_rate",), _draw_learning_rate),
         ("Gradient norm", "gradient_norm", ("train/grad_norm",), _draw_gradient_norm),
-        ("Throughput", "throughput", (f"perf/{counted_in(records)}_per_second_per_gpu",), _draw_throughput),
+        ("Throughput", "throughput", (counted_in(records).rate,), _draw_throughput),
         ("Peak memory", "memory", ("memory/peak_gib",), _draw_memory),
         ("SCU: S", "scu_s", ("scu/s_ratio",), lambda axes, rows: _draw_s(axes, rows, deadband)),
         ("SCU: K, adapter from base", "scu_kl", ("scu/kl_bits",), _draw_k),
@@ -92,7 +92,7 @@ def _draw_loss(axes: Any, records: list[Record]) -> None:
         axes.plot(held_out.steps, held_out.values, ":", color=ORANGE, linewidth=1.0, alpha=0.6)
         label = held_out_words(held_out)
         axes.plot(held_out.steps, held_out.values, "o", color=ORANGE, markersize=7, label=label, zorder=5)
-    axes.set_ylabel("loss (nats/token)" if counted_in(records) == "tokens" else "mean squared error")
+    axes.set_ylabel(f"loss ({counted_in(records).loss})")
     _legend(axes)
 
 
@@ -114,11 +114,11 @@ def _draw_gradient_norm(axes: Any, records: list[Record]) -> None:
 
 def _draw_throughput(axes: Any, records: list[Record]) -> None:
     counted = counted_in(records)
-    rate = series(records, f"perf/{counted}_per_second_per_gpu")
+    rate = series(records, counted.rate)
     _draw_with_mean(axes, rate, GREEN, "per rank")
-    axes.set_ylabel(f"{counted}/s per rank")
+    axes.set_ylabel(f"{counted.name}/s per rank")
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.{counted.digits}f}"))
     _legend(axes)
 
 
