@@ -48,6 +48,7 @@ def plan(folder: Path) -> list[dict[str, Any]]:
     cases += [
         case(f"text-sdxl-{stage}", zero__stage=stage, **TEXT, **(drawn if stage == 3 else {})) for stage in (2, 3)
     ]
+    cases += [case("text-nf4-3", adapter="qlora", zero__stage=3, **TEXT)]
     cases += [case("text-sd-2", base_model=str(folder / "sd"), **TEXT, **drawn)]
     cases += [case("text-sd3-3", zero__stage=3, **TEXT, **sd3, **drawn), case("text-flux-2", **TEXT, **flux, **drawn)]
     again = {"training__resume_from_checkpoint": "shown/checkpoint-2", "output_dir": "again", **SHOWN}
@@ -168,6 +169,14 @@ def test_a_four_bit_base_trains_alike_on_stages_2_and_3_and_nearly_as_the_whole_
     assert runs["flux-nf4-3"].losses == pytest.approx(runs["flux-nf4-2"].losses, rel=RELATIVE)
     assert runs["flux-nf4-2"].losses != runs["flux-2"].losses
     assert runs["flux-nf4-2"].losses == pytest.approx(runs["flux-2"].losses, rel=0.05)
+
+
+def test_text_encoders_are_trained_on_a_four_bit_base_too(runs: Matrix) -> None:
+    trained, whole = (runs[name].losses for name in ("text-nf4-3", "text-sdxl-3"))
+    assert trained != whole and trained == pytest.approx(whole, rel=0.02)
+    adapter = runs["text-nf4-3"].adapter()
+    learnt = [each for name, each in adapter.items() if ".text_encoder" in name and "lora_B" in name]
+    assert learnt and all(float(each.abs().max()) > 0 for each in learnt)
 
 
 def test_prior_preservation_adds_its_weighted_loss(runs: Matrix) -> None:

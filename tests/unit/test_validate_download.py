@@ -74,7 +74,7 @@ def test_it_works_beside_a_run_and_says_what_training_would_need(
     ("override", "line"),
     [
         ("training.max_steps=7", "accumulation 2 x 1 rank; larger batches on more"),
-        ("training.batch_size=auto", "steps: 2 epochs of 18 sequences; batch_size is chosen at the start"),
+        ("training.batch_size=auto", "steps: 2 epochs of 18 samples; batch_size is chosen at the start"),
         ("training.global_batch_size=12", "steps: 4 (2 an epoch), 12 samples in each: batch_size 3 x accumulation 4"),
         ("adapter=none", "adapter: none, all weights are trained"),
         ("lora.r=40", "adapter: r=40 is more than the width of k_proj (64 -> 32), v_proj (64 -> 32), where"),

@@ -7,7 +7,7 @@ from trainer.config import RunConfig, UserError
 from trainer.config.errors import shown
 from trainer.data.prepared import Prepared
 from trainer.images.data import prepare_images
-from trainer.images.model import ImageModel
+from trainer.images.model import ImageModel, check_weights
 from trainer.images.pipeline import Pipeline, read_pipeline
 from trainer.images.sizes import check_sizes
 from trainer.model.targets import check_targets, targets_of
@@ -22,7 +22,10 @@ def prepare_pictures(config: RunConfig, tell: Callable[[str], None]) -> Prepared
     for mistake in _of_family(config, pipeline):
         raise UserError(mistake)
     check_sizes(config.image, pipeline.side)
-    model = ImageModel(pipeline)
+    pipeline.training_scheduler(config.image)
+    with pipeline.said_of(f"{pipeline.family.denoiser}/config.json"):
+        model = ImageModel(pipeline)
+    check_weights(model, pipeline, config.model)
     check_targets(model, config.lora)
     _check_encoders(model, config)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
