@@ -27,7 +27,7 @@ from trainer.data.reference_text import reference_samples
 from trainer.data.step_count import step_warnings, with_global_batch
 from trainer.engine.deepspeed_engine import check_extra_keys, resolve_precision
 from trainer.images.pipeline import is_pipeline
-from trainer.images.prepare import prepare_pictures
+from trainer.images.prepare import prepare_pictures, refuse_image_settings
 from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
 from trainer.model.eight_bit import check_card
 from trainer.model.expert_targets import check_router_loss
@@ -71,6 +71,7 @@ def prepare(
     if is_pipeline(config):
         prepared = prepare_pictures(config, tell)
     else:
+        refuse_image_settings(config)
         prepared = _prepare_text(config, tell, looked)
     # More ranks take fewer steps: a warm-up that is too long on one rank is too long on any number.
     step_warnings(with_global_batch(config, samples_of(prepared), 1), samples_of(prepared), 1)

@@ -145,6 +145,13 @@ def test_a_reader_of_the_names_of_sd3_finds_every_update(tmp_path: Path) -> None
         assert (found[path] - update).abs().max() <= 1e-5 * update.abs().max(), path
 
 
+def test_magnitudes_of_dora_are_refused(tmp_path: Path) -> None:
+    pipeline, _ = adapter(tmp_path, "flux-dev", only=("to_q",))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA, "use_dora": True}))
+    with pytest.raises(UserError, match=r"^lora\.dora=true: .*--format peft"):
+        as_kohya(tmp_path, pipeline)
+
+
 def test_a_layer_without_such_a_name_is_refused(tmp_path: Path) -> None:
     pipeline, _ = adapter(tmp_path, "flux-dev")
     names = {f"base_model.model.transformer.x_embedder.lora_{side}.weight": torch.zeros(2, 2) for side in "AB"}

@@ -100,6 +100,7 @@ class Pipeline:
         import transformers
 
         assert self.folder is not None, "a random pipeline encodes nothing"
+        _quiet()
         listed = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
         with self.said_of(f"its {name}"):
             model, found = getattr(transformers, listed[name][1]).from_pretrained(
@@ -121,13 +122,9 @@ class Pipeline:
 
     def _library(self, parts: dict[str, Any], dtype: Any = None) -> Any:
         import diffusers
-        from transformers.utils import logging
 
         assert self.folder is not None, "a random pipeline encodes nothing"
-        logging.set_verbosity_error()
-        diffusers.utils.logging.disable_progress_bar()
-        diffusers.utils.logging.set_verbosity_error()
-        logging.disable_progress_bar()
+        _quiet()
         listed = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
         parts |= {name: None for name in ("safety_checker", "feature_extractor", "image_encoder") if name in listed}
         extra = {"requires_safety_checker": False} if self.family.name == "sd" else {}
@@ -158,6 +155,16 @@ class Pipeline:
                 with file.open("rb") as stream:
                     digest.update(stream.read(SAMPLED_BYTES))
         return digest.hexdigest()
+
+
+def _quiet() -> None:
+    """Leave the console to the run's own lines."""
+    import diffusers
+    import transformers
+
+    for library in (diffusers, transformers):
+        library.utils.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
 
 
 def read_pipeline(base_model: str, section: ModelSection, *, trains_text: bool = False) -> Pipeline:
