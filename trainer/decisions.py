@@ -80,6 +80,8 @@ class Decisions:
     """training.gradient_checkpointing."""
     fused_head: Decided[bool | None]
     """Whether head and loss are computed together, in chunks; None: the first micro-batch shows it."""
+    reference: Decided[str]
+    """How the reference text of scu.measure: kl is computed: `packed` with the training text, `apart`, or `none`."""
     gather: Decided[str]
     """How stage 3 gathers the base: per `layer`, per `module`, or `none`."""
     flat: Decided[bool]
@@ -104,6 +106,8 @@ class Decisions:
             "adapter in one buffer": self.flat,
             "clipping on the device": self.clips_on_device,
         }
+        if self.reference.value != "none":
+            shown |= {"reference text": self.reference}
         return "decided: " + ", ".join(f"{name}: {found}" for name, found in shown.items())
 
 
@@ -124,6 +128,7 @@ def decide(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Dec
         recomputed_results=_recomputed_results(config, machine),
         recomputes=Decided(config.training.gradient_checkpointing),
         fused_head=_fused_head(config, machine, model),
+        reference=_reference(config),
         gather=_gather(config),
         flat=Decided(not_flat is None, not_flat or ""),
         clips_on_device=Decided(guards_on_device(config.training, zero, machine.precision, machine.on_gpu)),
@@ -229,6 +234,19 @@ def _fused_head(config: RunConfig, machine: Machine, model: ModelFacts | None) -
     if engine_stage(config) == 3:
         return Decided(False, "DeepSpeed's stage 3 partitions the head")
     return Decided(True if model is not None and model.head is not None else None)
+
+
+def _reference(config: RunConfig) -> Decided[str]:
+    scu = config.scu
+    if not scu.enabled or scu.measure != "kl":
+        return Decided("none")
+    if not config.dataset.packing:
+        return Decided("apart", "dataset.packing: false")
+    if scu.controller == "none":
+        return Decided("apart", "scu.controller: none wants no gradient of it")
+    if config.training.router_aux_loss:
+        return Decided("apart", "training.router_aux_loss balances experts over the training text alone")
+    return Decided("packed")
 
 
 def _gather(config: RunConfig) -> Decided[str]:

@@ -63,6 +63,13 @@ class Work:
     """Our operator computes experts without an adapter too (trainer/patches/fused_experts.py)."""
     scan_by_kernel: bool = False
     """mamba-ssm and causal-conv1d compute recurrent layers, and not plain torch."""
+    rows_apart: int = 0
+    """Rows that have a pass of their own, whose results are kept beside those of the others until both go back."""
+
+    @property
+    def of_larger_pass(self) -> "Work":
+        """What goes back at one time."""
+        return replace(self, rows=max(self.rows - self.rows_apart, self.rows_apart), rows_apart=0)
 
     @property
     def tokens(self) -> int:
