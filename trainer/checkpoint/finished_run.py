@@ -201,8 +201,7 @@ def run_command(command: Callable[[], None], *expected: type[Exception]) -> int:
 
 def quiet_libraries() -> None:
     """Leave the console to the command's own lines: no load bars, no notices of missing accelerations."""
-    of_torchao = "diffusers.quantizers.torchao.torchao_quantizer"
-    for name in ("bitsandbytes", "datasets", "peft", "torchao", "torch.utils._pytree", of_torchao):
+    for name in ("bitsandbytes", "datasets", "peft", "torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)  # torchao tells of kernels for cards that are not here
 
     import transformers
