@@ -71,7 +71,6 @@ def prepare(
     if is_pipeline(config):
         prepared = prepare_pictures(config, tell)
     else:
-        refuse_image_settings(config)
         prepared = _prepare_text(config, tell, looked)
     # More ranks take fewer steps: a warm-up that is too long on one rank is too long on any number.
     step_warnings(with_global_batch(config, samples_of(prepared), 1), samples_of(prepared), 1)
@@ -82,6 +81,7 @@ def _prepare_text(config: RunConfig, tell: Callable[[str], None], looked: Looked
     if looked is None:
         tell(f"checking the model {config.base_model}")
         looked = look_at_model(config)
+    refuse_image_settings(config)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
     tell(f"tokenising {', '.join(map(str, paths))}, or finding that done")
     data = prepare_data(

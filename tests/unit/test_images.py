@@ -71,7 +71,7 @@ def test_captions_come_from_text_files_metadata_and_a_default(tmp_path: Path) ->
     (folder / "metadata.jsonl").write_text(json.dumps({"file_name": "000.png", "text": "from metadata"}) + "\n")
     assert read_pictures(SourceSection(path=str(folder)), "dataset", None)[0].caption == "from metadata"
     (folder / "metadata.jsonl").write_text('{"file_name": "000.png"}\n')
-    with pytest.raises(UserError, match=r"metadata\.jsonl, line 1: must be JSON with file_name"):
+    with pytest.raises(UserError, match=r"metadata\.jsonl, record 1: must have file_name and, as text,"):
         read_pictures(SourceSection(path=str(folder)), "dataset", None)
 
 
@@ -111,7 +111,7 @@ def test_a_broken_picture_is_named(root: Path, tmp_path: Path) -> None:
         ("image.time_shift=3", "image.time_shift=3: only flow matching is shifted"),
         ("training.gradient_checkpointing=selective", "training.gradient_checkpointing=selective: image models are"),
         ("lora.target_modules=to_x", "lora.target_modules=to_x: matches no layer of this model; did you mean to_"),
-        ("dataset.path=/nowhere/pictures", "dataset.path=/nowhere/pictures: is not there"),
+        ("dataset.path=/nowhere/pictures", "dataset.path=/nowhere/pictures: no such file or folder"),
         ("task=language", "no config.json"),
     ],
 )

@@ -105,7 +105,7 @@ def copied(whole: Path, tmp_path: Path) -> Path:
 def test_what_is_seldom_meant_of_pictures_is_said(whole: Path, tmp_path: Path) -> None:
     folder = write_pictures(tmp_path / "a", 4)
     (folder / "000.txt").write_text(" \n")
-    Image.new("RGB", (20, 64)).save(folder / "001.png")
+    Image.new("RGB", (20, 20)).save(folder / "001.png")
     data = f"dataset={{path: {folder}, cache_dir: {tmp_path / 'cache'}, val_split: 0.001}}"
     found = prepare(run_config(whole.parent, data)).data
     assert len(found.evaluation) == 1 and len(found.train) == 3, "a part that rounds to nothing holds one out"
