@@ -67,6 +67,8 @@ def _mistakes(config: RunConfig) -> Iterator[str]:
             f"training.gradient_checkpointing={training.gradient_checkpointing}: image models are recomputed block by "
             "block; use non_reentrant"
         )
+    if layers := training.gradient_checkpointing_layers:
+        yield f"training.gradient_checkpointing_layers={layers}: image models recompute every block; remove it"
     if config.lora.init in ("loftq", "pissa", "pissa_niter_16", "olora"):
         yield f"lora.init={config.lora.init}: not for image models; use default, gaussian or orthogonal"
     if image.prior is not None and not image.prior.path:

@@ -217,7 +217,7 @@ def offloaded(shapes: Shapes, work: Work, placement: Placement) -> int:
     if placement.offload_parameters:
         total += share(sum(bytes_of(w, placement) for w in fetched_weights(shapes, placement)), placement, 3)
     if work.offload_activations and work.recompute != "none":
-        total += sum(work.tokens * layer.hidden * work.element for layer in shapes.layers)
+        total += sum(work.tokens * layer.hidden * work.element for layer in shapes.layers[: work.recomputed_layers])
     return total
 
 

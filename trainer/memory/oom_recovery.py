@@ -266,6 +266,8 @@ class Recovery:
             ways.append("training.on_oom=halve")
         if training.gradient_checkpointing == "none":
             ways.append("training.gradient_checkpointing=true")
+        elif training.gradient_checkpointing_layers:
+            ways.append("training.gradient_checkpointing_layers=null")
         if is_pipeline(self._config):
             ways.append(f"image.resolution={self._config.image.resolution // 2}")
         else:

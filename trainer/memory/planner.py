@@ -23,8 +23,7 @@ STAGES = (0, 1, 2, 3)
 # Where there is no GPU, memory is not what decides: the default.
 CPU_STAGE = 2
 RECOMPUTATION = "training.gradient_checkpointing"
-RECOMPUTATIONS = ("none", "selective", "non_reentrant")
-"""By the time that they take, the least first."""
+LAYERS = "training.gradient_checkpointing_layers"
 Changes = dict[str, Any]
 
 
@@ -125,7 +124,7 @@ class Planner:
         return fits
 
     def resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
-        """`auto` replaced: the cheapest recomputation that fits, for it the lowest stage, then the largest batch.
+        """`auto` replaced: recomputation of as few layers as fit, for it the lowest stage, then the largest batch.
 
         Stages are tried with micro-batch 1 if that is `auto`. Where nothing fits the last stage and micro-batch 1 are
         taken, for the check before training to refuse. Without a GPU (`memory` None): no recomputation, stage 2, or
@@ -133,12 +132,23 @@ class Planner:
         """
         if config.training.gradient_checkpointing != "auto":
             return self._resolved(config, memory)
-        ways = ["none"] if memory is None else [way for way in RECOMPUTATIONS if _is_allowed(config, way)]
-        for way in ways:
-            resolved = self._resolved(with_changes(config, {RECOMPUTATION: way}), memory)
-            if memory is None or self.of(resolved).needed <= memory:
-                break
-        return resolved
+        without = self._resolved(with_changes(config, {RECOMPUTATION: "none"}), memory)
+        if memory is None or self.of(without).needed <= memory:
+            return without
+        every = self._resolved(with_changes(config, {RECOMPUTATION: "non_reentrant"}), memory)
+        return every if self.of(every).needed > memory else self._fewest_layers(every, memory)
+
+    def _fewest_layers(self, config: RunConfig, memory: int) -> RunConfig:
+        """The least number of recomputed layers within `memory`, if not all are needed."""
+        best, too_few, enough = config, 0, len(self.shapes.layers)
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            tried = with_changes(config, {LAYERS: middle})
+            if self.of(tried).needed <= memory:
+                best, enough = tried, middle
+            else:
+                too_few = middle
+        return best
 
     def _resolved(self, config: RunConfig, memory: int | None) -> RunConfig:
         samples, ranks = self.lengths.samples, self.machine.world_size
@@ -193,6 +203,7 @@ class Planner:
             forgets=decided.recomputed_results.value,
             fused_loss=fused,
             recompute=decided.recomputes.value,
+            recomputed_layers=training.gradient_checkpointing_layers,
             offload_activations=training.offload_activations,
             masked=masked,
             copied_heads=masked or eager or without_flash,
@@ -240,14 +251,6 @@ OFFLOADS: dict[str, Changes] = {
     "optimizer": {"zero.offload_optimizer": True, "zero.offload_parameters": False},
     "optimizer, parameters": {"zero.offload_optimizer": True, "zero.offload_parameters": True},
 }
-
-
-def _is_allowed(config: RunConfig, recomputation: str) -> bool:
-    try:
-        check_combinations(with_changes(config, {RECOMPUTATION: recomputation}))
-    except UserError:
-        return recomputation == RECOMPUTATIONS[0]  # what is wrong with all of them is told of the first
-    return True
 
 
 def _offloads_of(stage: int) -> list[str]:
