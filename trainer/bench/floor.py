@@ -1,8 +1,8 @@
 """The floor of a step: what this card needs for the single operations that no LoRA trainer can do without.
 
 `python -m trainer.bench.floor BASE_MODEL --batch-size B --length L --rank R [--recompute SHARE]` prints one JSON
-line of milliseconds by category. Products and attention are timed one by one on this card; norms, activations, rotary embedding
-and the adapter are the bytes that they must move over the bandwidth of a copy:
+line of milliseconds by category. Products and attention are timed one by one on this card; norms, activations, rotary
+embedding and the adapter are the bytes that they must move over the bandwidth of a copy:
 
 norms        2 a layer: read and write forward; read x, dY and write dX backward
 activation   SwiGLU: read 2, write 1 forward; read 3, write 2 backward; rotary: read and write q, k both ways
