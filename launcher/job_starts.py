@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from launcher.supervision.stop_signals import EXIT_PREEMPTED
 from trainer.config import RunConfig, UserError
+from trainer.contract.exit_codes import EXIT_PREEMPTED
 from trainer.contract.whole_files import write_json
 
 STARTS_FILE = "slurm-starts.json"

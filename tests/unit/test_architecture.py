@@ -6,6 +6,9 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 
+from trainer.config import UserError
+from trainer.contract.exit_codes import EXIT_USAGE
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
 
@@ -84,6 +87,12 @@ def test_no_file_name_means_two_things() -> None:
     files = [path for room in ("launcher", "trainer", "ops") for path in (ROOT / room).rglob("*.py")]
     names = Counter(path.name for path in files if not path.name.startswith("__"))
     assert {name for name, rooms in names.items() if rooms > 1} == set(SAME_THING)
+
+
+def test_exit_codes_are_written_once() -> None:
+    files = [path for room in ("launcher", "trainer") for path in (ROOT / room).rglob("*.py")]
+    assert [path.name for path in files if re.search(r"^EXIT_\w+.* = \d", path.read_text(), re.M)] == ["exit_codes.py"]
+    assert UserError.exit_code == EXIT_USAGE
 
 
 def test_no_file_is_too_long_to_read() -> None:
