@@ -20,7 +20,7 @@ PAGE = "runs.html"
 MOST = 8
 """As many as there are colours that can be told apart."""
 CHARTS = (
-    ("Loss", "nats per token, by optimizer step", "train/loss", None),
+    ("Loss", "nats per token", "train/loss", None),
     ("Held-out loss", "nats per token", "eval/loss", None),
     ("Learning rate", "", "train/learning_rate", 0.0),
     ("Gradient norm", "L2", "train/grad_norm", 0.0),
