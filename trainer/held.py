@@ -1,7 +1,7 @@
 """A rank that was started before the checks are done (trainer/contract/held_start.py): what it does until its release.
 
 It imports what training needs. The first rank of the run checks it and prepares the data, on the user's terminal; what
-it finds is not looked for again. The others look at the model meanwhile. Nothing is written to the run's folder.
+it finds is not model_files for again. The others look at the model meanwhile. Nothing is written to the run's folder.
 """
 
 import logging
@@ -21,7 +21,7 @@ from trainer.contract.held_start import CHECKED, OPTION, Release, take_channel
 from trainer.data.prepared import Prepared
 from trainer.images.pipeline import is_pipeline
 from trainer.monitor.console import append_output_to
-from trainer.preflight import Looked, begin_to_build, look_at_model, prepare_to_resume
+from trainer.preflight import ModelFiles, begin_to_build, prepare_to_resume, read_model_files
 from trainer.rank import main as train
 from trainer.ranks.progress import phase
 
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     """Import, check on the first rank, wait, train; the exit code of a rank, or of the checks."""
     channel = take_channel()
     config, overrides = argv[0], [word for word in argv[1:] if word != OPTION]
-    found: Prepared | Looked | None
+    found: Prepared | ModelFiles | None
     if os.environ["RANK"] == "0":
         code, found = _check(config, overrides, int(os.environ["WORLD_SIZE"]))
         if code:
@@ -67,12 +67,12 @@ def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepa
     return 0, prepared
 
 
-def _look_ahead(path: str, overrides: list[str]) -> Looked | None:
+def _look_ahead(path: str, overrides: list[str]) -> ModelFiles | None:
     """Read the model's files early; mistakes are reported by the first rank, or by this one once it trains."""
     try:
         with phase("checks"):
             config = load_config(path, overrides).config
-            return None if is_pipeline(config) else look_at_model(config)
+            return None if is_pipeline(config) else read_model_files(config)
     except (UserError, OSError):
         return None
 

@@ -274,7 +274,7 @@ def _targets(sample: Sample) -> NDArray[np.int64]:
     ids = np.asarray(sample.input_ids, dtype=np.int64)
     targets = np.full(len(ids), IGNORED, dtype=np.int64)
     targets[:-1] = np.where(np.asarray(sample.trained[1:], dtype=bool), ids[1:], IGNORED)
-    # The first token of a document is nobody's to predict, least of all the document's before it.
+    # The first token of a document is no target: in a pack the one before it belongs to another document.
     targets[np.cumsum(sample.document_lengths) - 1] = IGNORED
     return targets
 

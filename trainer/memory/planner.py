@@ -244,7 +244,7 @@ def _is_allowed(config: RunConfig, recomputation: str) -> bool:
     try:
         check_combinations(with_changes(config, {RECOMPUTATION: recomputation}))
     except UserError:
-        return recomputation == RECOMPUTATIONS[0]  # what is wrong with all of them is told of the first
+        return recomputation == RECOMPUTATIONS[0]  # what is wrong with all of them is reported for the first
     return True
 
 
