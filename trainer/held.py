@@ -1,7 +1,7 @@
 """A rank that was started before the checks are done (trainer/contract/held_start.py): what it does until its release.
 
 It imports what training needs. The first rank of the run checks it and prepares the data, on the user's terminal; what
-it finds is not model_files for again. The others look at the model meanwhile. Nothing is written to the run's folder.
+it finds is not looked for again. The others look at the model meanwhile. Nothing is written to the run's folder.
 """
 
 import logging

@@ -111,7 +111,7 @@ class Task(Protocol):
     def files_beside(self) -> Callable[[Path], None]:
         """What writes into a folder of saved weights what they need in order to be used; rank 0.
 
-        It may be called by a thread while training goes on, this itself may not.
+        A thread may call what it returns while training goes on, but not this method.
         """
         ...
 
