@@ -1,6 +1,6 @@
 """How commands begin and end, whatever they do: a signal is one line and 128 + its number, never a traceback.
 
-launcher/cli.py and launcher/module.py run commands by it. Nothing heavy is imported here, so that this holds soon.
+launcher/cli.py and launcher/module.py run commands by it. Nothing heavy is imported here: signals are handled early.
 """
 
 import io

@@ -141,7 +141,7 @@ def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: P
 
 
 def _has_ended_well(folder: Path) -> bool:
-    """Whether all ranks of the newest start say so: of an array's jobs nobody notes the exit codes."""
+    """Whether all ranks of the newest start say so: the exit codes of an array's jobs are not recorded."""
     return {beat.exit_code for beat in read_heartbeats(folder / "logs").values()} == {0}
 
 

@@ -60,7 +60,7 @@ def prepare(
     to_train: bool = True,
     model_files: ModelFiles | None = None,
 ) -> Prepared:
-    """Check what can be checked without weights and tokenise the data; `tell` hears of each phase. Raises UserError.
+    """Check what can be checked without weights and tokenise the data; `tell` gets each phase. Raises UserError.
 
     `to_train` false: for a look at a configuration whose output folder may hold a run already. `model_files` is what
     `read_model_files` has found in this process.
@@ -173,7 +173,7 @@ def prepare_to_resume(
     *,
     to_train: bool = True,
 ) -> tuple[Prepared, Resumption]:
-    """`prepare`, and what comes before and after it where a checkpoint is gone on from; each byte of it is read."""
+    """`prepare`, and what comes before and after it where a checkpoint is resumed; each byte of it is read."""
     check_place(config)
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
     prepared = prepare(config, tell, to_train=to_train)
