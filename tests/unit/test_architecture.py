@@ -116,3 +116,10 @@ def test_what_is_imported_late_has_a_reason() -> None:
 def test_no_word_is_explained_twice() -> None:
     words = re.findall(r"^\| ([^|]+) \|", TEXT.split("## Our own words")[1], re.MULTILINE)[1:]
     assert words == sorted(words, key=str.lower) and len(words) == len(set(words)) and len(words) >= 20
+
+
+def test_every_decision_says_what_it_costs_and_what_would_change_it() -> None:
+    records = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    parts = ("Question", "Chosen", "Cost", "Would change it")
+    assert len(records) >= 10
+    assert [path.name for path in records if not all(f"**{part}.**" in path.read_text() for part in parts)] == []
