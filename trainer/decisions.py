@@ -1,7 +1,7 @@
 """What a run decides before a weight is loaded, once: which kernels compute what, what is kept, how it is laid out.
 
 Made from the configuration, the machine and the empty model. The builder executes the record, the memory estimate reads
-it, the console and run.json show it. Where the model on the device does otherwise (a self-test, a probe), whoever
+it, the console and run.json show it. Where the model on the device shows something else (a self-test, a probe), whoever
 executes says so, for the estimate is then off.
 """
 

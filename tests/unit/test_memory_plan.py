@@ -15,7 +15,8 @@ from launcher.supervision.restarts import Ending, Restarts
 from tests.tiny import write_chats
 from trainer.commands.estimate import main, parse_memory
 from trainer.config import AUTO, LoraSection, ModelSection, RunConfig, UserError, load_config
-from trainer.contract.restart_note import EXIT_RESTART, RestartNote
+from trainer.contract.exit_codes import EXIT_RESTART
+from trainer.contract.restart_note import RestartNote
 from trainer.data.prepared import Prepared
 from trainer.decisions import Machine
 from trainer.memory.advice import Advice, _together, does_not_fit, smaller_batch, three_changes

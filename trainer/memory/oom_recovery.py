@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import RunConfig, UserError
+from trainer.contract.exit_codes import EXIT_RESTART
 from trainer.contract.known_versions import require
-from trainer.contract.restart_note import EXIT_RESTART, MOST_HALVINGS, RestartNote
+from trainer.contract.restart_note import MOST_HALVINGS, RestartNote
 from trainer.contract.restart_record import last_note
 from trainer.engine.protocol import Engine
 from trainer.images.pipeline import is_pipeline
