@@ -27,7 +27,7 @@ from trainer.data.reference_text import reference_samples
 from trainer.data.step_count import step_warnings, with_global_batch
 from trainer.engine.deepspeed_engine import check_extra_keys, resolve_precision
 from trainer.images.pipeline import is_pipeline
-from trainer.images.prepare import prepare_pictures
+from trainer.images.prepare import prepare_pictures, refuse_image_settings
 from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
 from trainer.model.eight_bit import check_card
 from trainer.model.expert_targets import check_router_loss
@@ -81,6 +81,7 @@ def _prepare_text(config: RunConfig, tell: Callable[[str], None], model_files: M
     if model_files is None:
         tell(f"checking the model {config.base_model}")
         model_files = read_model_files(config)
+    refuse_image_settings(config)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
     tell(f"tokenising {', '.join(map(str, paths))}, or finding that done")
     data = prepare_data(

@@ -112,7 +112,7 @@ def test_shared_heads_are_copied_without_flash_attention(planner: Planner, confi
 def test_no_more_rows_than_there_are(shapes: Shapes, config: RunConfig) -> None:
     few = Planner(shapes, Lengths(16, 16, samples=24), BF16_GPU)
     assert few.largest_batch(config, 80 * GIB) == 3  # 24 samples, 4 GPUs, 2 micro-steps
-    assert few.most_rows(config) == (3, "an epoch of 24 sequences has no more for one step")
+    assert few.most_rows(config) == (3, "an epoch of 24 samples has no more for one step")
     together = with_changes(config, {"training.global_batch_size": 32, "training.gradient_accumulation_steps": 1})
     assert few.most_rows(together) == (8, "global_batch_size is 32")
     assert few.resolve(with_changes(together, {"training.batch_size": AUTO}), 80 * GIB).training.batch_size == 8

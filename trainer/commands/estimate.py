@@ -100,6 +100,7 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "stage": resolved.zero.stage,
         "batch_size": resolved.training.batch_size,
         "length": planner.lengths.longest,
+        "sample": planner.sample_text(resolved),
         "steps": None if count_steps(*counted) is None else steps_line(*counted),
         "estimate": as_json(found),
         "fits": found.needed <= memory,
@@ -160,7 +161,7 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
     console.print(
         f"on {'1 GPU' if found['gpus'] == 1 else 'each of {} GPUs'.format(found['gpus'])} of "
         f"{gib(found['gpu_memory_bytes'])}{' (assumed: --gpu-memory names yours)' * found['gpu_is_assumed']}: "
-        f"ZeRO stage {found['stage']}, micro-batch {found['batch_size']} x {found['length']:,} tokens",
+        f"ZeRO stage {found['stage']}, micro-batch {found['batch_size']} x {found['sample']}",
         highlight=False,
     )
     if found["steps"] is not None:

@@ -139,7 +139,12 @@ def _path(run: Result) -> Values:
 
 
 def _words(settings: list[Setting]) -> str:
-    what = {"pi": "PI at targets", "fixed": "fixed λ", "linear": "λ rising linearly to", "cosine": "λ rising by cosine to"}
+    what = {
+        "pi": "PI at targets",
+        "fixed": "fixed λ",
+        "linear": "λ rising linearly to",
+        "cosine": "λ rising by cosine to",
+    }
     return f"{settings[0].measure}, {what[settings[0].controller]}"
 
 

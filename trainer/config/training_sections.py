@@ -121,7 +121,7 @@ class TrainingSection(Section):
     """`latest`, the folder of a checkpoint, or `auto`: latest if there is one, else from the start."""
     resume_changes: ResumeChanges = ()
     """What may differ from what the checkpoint was trained with, such as [seed, data]: base_model, adapter (alpha,
-    dropout, rslora, quantization, training.qat), data (and all of `dataset`), seed, batch (sequences a step),
+    dropout, rslora, quantization, training.qat), data (and all of `dataset`), seed, batch (samples a step),
     precision, optimizer, scu."""
     early_stopping: PositiveInt | None = None
     """Stop after this many evaluations in a row without a lower held-out loss."""

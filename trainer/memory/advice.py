@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 
 from trainer.config import RunConfig
+from trainer.images.pipeline import is_pipeline
 from trainer.memory.bytes import Estimate
 from trainer.memory.planner import Changes, Planner, gib
 
 HOW_MANY = 3
+SHORTEST = 256
+"""Tokens; below that less is not of use."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,18 @@ def _candidates(planner: Planner, config: RunConfig, memory: int) -> list[Change
         candidates.append({"training.optimizer": "adamw_8bit"})
     if not config.zero.offload_parameters:
         candidates.append({"zero.stage": 3, "zero.offload_optimizer": True, "zero.offload_parameters": True})
-    if config.dataset.max_length > 256:
-        candidates.append({"dataset.max_length": config.dataset.max_length // 2})
+    if smaller := smaller_samples(config):
+        candidates.append(smaller)
     return candidates
+
+
+def smaller_samples(config: RunConfig) -> Changes:
+    """The setting that halves what a micro-batch holds of each sample; nothing where that would be too little."""
+    if is_pipeline(config):
+        side, step = config.image.resolution, config.image.bucket_step
+        return {"image.resolution": side // 2 // step * step} if side >= 2 * step else {}
+    length = config.dataset.max_length
+    return {"dataset.max_length": length // 2} if length > SHORTEST else {}
 
 
 def _together(planner: Planner, config: RunConfig, memory: int, singles: list[Advice]) -> list[Advice]:

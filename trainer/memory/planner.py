@@ -107,8 +107,12 @@ class Planner:
         if self.lengths.samples:
             rows = max(1, self.lengths.samples // (ranks * config.training.gradient_accumulation_steps))
         if rows < LARGEST_BATCH:
-            return rows, f"an epoch of {self.lengths.samples:,} sequences has no more for one step"
+            return rows, f"an epoch of {self.lengths.samples:,} samples has no more for one step"
         return LARGEST_BATCH, "larger ones are no faster"
+
+    def sample_text(self, config: RunConfig) -> str:
+        """How large a sample of a micro-batch is."""
+        return f"{self.lengths.longest:,} tokens"
 
     def largest_batch(self, config: RunConfig, memory: int) -> int:
         """The largest micro-batch within `memory` bytes, with some to spare if it is not one row; 0 if none is."""

@@ -18,7 +18,7 @@ from trainer.data.step_count import with_global_batch, with_looks_in_steps
 from trainer.decisions import Decisions, Machine, decide, decide_for_pictures
 from trainer.engine.deepspeed_engine import DTYPES
 from trainer.images.pipeline import Pipeline
-from trainer.memory.advice import does_not_fit
+from trainer.memory.advice import does_not_fit, smaller_samples
 from trainer.memory.bytes import CONTEXT, Estimate, as_json
 from trainer.memory.image_models import picture_planner
 from trainer.memory.model_widths import read_shapes
@@ -167,7 +167,7 @@ def with_host_check(plan: MemoryPlan, processes: int) -> MemoryPlan:
     who = "the only rank takes" if processes == 1 else f"{processes} ranks of this host take"
     problem = (
         f"memory: {who} {gib(needed)} and the host has {gib(free)} free of {gib(total)}; "
-        "lower training.batch_size or dataset.max_length, or use fewer ranks"
+        f"lower {' or '.join(['training.batch_size', *smaller_samples(plan.config)])}, or use fewer ranks"
     )
     if needed > total and not plan.config.training.ignore_memory_check:
         raise UserError(f"{problem}; or training.ignore_memory_check=true")

@@ -75,7 +75,7 @@ UNTIL_THE_MODEL = (
         ),
     ),
     Patch(
-        "is_torchao_available while transformers' and PEFT's modules for torchao are imported",
+        "is_torchao_available while the modules for torchao of transformers, PEFT and diffusers are imported",
         "transformers",
         "5.23.0",
         "they import torchao wherever it is installed, and Inductor with it, to ask whether a weight is its own",

@@ -70,7 +70,9 @@ def divergence_of(
         states = BaseStates.compute(engine, token_loss, reference)
         kept = f"kept on the host, {size / 2**20:,.0f} MiB a rank: it makes no forward pass in a step"
         say(f"scu: the base's hidden states are {kept if states else 'not kept: this head needs whole logits'}")
-    return Divergence(engine, token_loss, reference, drawn=prepared.reference is None, base_states=states, packed=packed)
+    return Divergence(
+        engine, token_loss, reference, drawn=prepared.reference is None, base_states=states, packed=packed
+    )
 
 
 def _pays(wanted: Literal["auto"] | bool, size: int, visits: int, texts: int) -> bool:
