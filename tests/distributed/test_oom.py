@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.distributed.conftest import ROOT, Matrix, deepspeed_command, environment
+from tests.distributed.conftest import ROOT, Matrix, environment, run_ranks
 from tests.distributed.plan import case
 from tests.tiny import make_model, write_chats
 
@@ -69,11 +69,9 @@ def shortage(folder: Path, **values: int) -> str:
 def run_plan(folder: Path, cases: list[dict[str, Any]], **values: int) -> Matrix:
     plan = folder / f"{cases[0]['name']}-plan.json"
     plan.write_text(json.dumps({"folder": str(folder), "cases": cases}))
-    command = deepspeed_command(2, "tests.distributed.oom_rank", shortage(folder, **values), str(plan))
-    log = folder / f"{cases[0]['name']}.log"
-    with log.open("w") as file:
-        done = subprocess.run(command, env=environment(), cwd=ROOT, stdout=file, stderr=file, check=False)
-    assert done.returncode == 0, log.read_text()[-3000:]
+    log, arguments = folder / f"{cases[0]['name']}.log", (shortage(folder, **values), str(plan))
+    code = run_ranks(2, "tests.distributed.oom_rank", *arguments, env=environment(), log=log, timeout_s=600)
+    assert code == 0, log.read_text()[-3000:]
     return Matrix(folder, cases)
 
 

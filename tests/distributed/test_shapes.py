@@ -1,13 +1,12 @@
 """A checkpoint that does not fit its config.json is refused by every rank before any weight is loaded."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.distributed.conftest import ROOT, deepspeed_command, environment
+from tests.distributed.conftest import environment, run_ranks
 from tests.tiny import make_model
 from trainer.config import ModelSection, UserError
 from trainer.model.tensor_files import SafetensorsFiles
@@ -17,9 +16,8 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 
 
 def told(folder: Path) -> list[str]:
-    command = deepspeed_command(2, "tests.distributed.shapes_case", str(folder))
-    ran = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    module, log = "tests.distributed.shapes_case", folder / "log"
+    assert run_ranks(2, module, str(folder), env=environment(), log=log, timeout_s=500) == 0, log.read_text()[-3000:]
     return [(folder / f"rank{rank}.txt").read_text() for rank in (0, 1)]
 
 
