@@ -1,13 +1,18 @@
 """Whole training runs of one rank in the process of the test: a second each once the libraries are loaded."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import yaml
 from rich.console import Console
 
+import trainer.loop
+import trainer.monitor.report.plots
 from tests.engine import one_rank
 from tests.tiny import make_model, write_chats
 from trainer.config import load_config
@@ -35,12 +40,21 @@ def make_ground(folder: Path) -> Path:
     return folder
 
 
-def train(ground: Path, **overrides: Any) -> str:
-    """One run with `training__max_steps=6` and the like; what the console showed."""
+@contextmanager
+def as_one_of_many() -> Iterator[None]:
+    """Runs draw no plots and do not look at every object that libraries made: two thirds of a tiny run's time."""
+    plots, garbage = (trainer.monitor.report.plots, "draw_plots"), (trainer.loop, "garbage_of_steps_only")
+    with patch.object(*plots, lambda *_, **__: {}), patch.object(*garbage, nullcontext):
+        yield
+
+
+def train(ground: Path, *, alone: bool = False, **overrides: Any) -> str:
+    """One run with `training__max_steps=6` and the like, `as_one_of_many` unless `alone`; what the console showed."""
     settings = [f"{name.replace('__', '.')}={json.dumps(value)}" for name, value in overrides.items()]
     loaded = load_config(ground / "base.yaml", settings)
     shown = ground / "console.txt"
-    with shown.open("w") as file, TemporaryDirectory() as store, one_rank(Path(store)):
+    way = nullcontext() if alone else as_one_of_many()
+    with shown.open("w") as file, TemporaryDirectory() as store, one_rank(Path(store)), way:
         run = Run(loaded, prepare(loaded.config), Ranks(0, 1, 0), Console(file=file, width=200), StopRequest())
         try:
             run.train()

@@ -13,20 +13,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-import trainer.loop
-import trainer.monitor.report.plots
+from tests.runs_in_process import as_one_of_many
 from trainer.config import load_config
 from trainer.contract.folder_lock import FolderLock
 from trainer.preflight import prepare
 from trainer.ranks.group import Ranks, end_process, leave_process_group
 from trainer.ranks.signals import StopRequest
 from trainer.run import Run
-
-
-def leave_out_what_one_run_does_once() -> None:
-    """Plots as PNGs, and a look at every object that libraries made: two thirds of the time of a tiny run."""
-    trainer.monitor.report.plots.draw_plots = lambda *_, **__: {}
-    trainer.loop.garbage_of_steps_only = nullcontext
 
 
 def run_case(folder: Path, case: dict[str, object], ranks: Ranks, stop: StopRequest) -> None:
@@ -37,10 +30,10 @@ def run_case(folder: Path, case: dict[str, object], ranks: Ranks, stop: StopRequ
     log = folder / f"{case['name']}-console-{ranks.rank}.txt"
     folder_of_case = Path(loaded.config.output_dir)
     held = FolderLock.take(folder_of_case, resumes=False, say=print) if ranks.is_main else nullcontext()
-    with log.open("w") as file, held as lock:
+    with log.open("w") as file, held as lock, as_one_of_many():
         Run(loaded, prepare(loaded.config), ranks, Console(file=file, width=140), stop, lock).train()
     (folder / f"{case['name']}-done-{ranks.rank}").touch()
-    # The next case's look for garbage, and Python's own, pass over what is here to stay.
+    # Looking for garbage, as DeepSpeed does too, takes as long as there are objects: not those that stay.
     gc.collect()
     gc.freeze()
 
@@ -51,7 +44,6 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("plan", type=Path)
     arguments = parser.parse_args()
-    leave_out_what_one_run_does_once()
     ranks, stop = Ranks.from_environment(), StopRequest()
     diverged = False
     for case in json.loads(arguments.plan.read_text()):

@@ -41,7 +41,7 @@ MOST_LINES = 6
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps with checkpoints at 2 and 4, and a copy of all of it to mend what is damaged from."""
     folder = make_ground(tmp_path_factory.mktemp("damage") / "ground")
-    train(folder, dataset__evaluation={"path": str(folder / "held_out.jsonl")})
+    train(folder, alone=True, dataset__evaluation={"path": str(folder / "held_out.jsonl")})
     shutil.copytree(folder, folder.parent / "whole", symlinks=True)
     return folder
 

@@ -78,9 +78,8 @@ def check_left_alone(ground: Path, folder: str, overwrite: object, resume: str |
         before = {name: (ground / name).read_bytes() for name in others}
         settings = {"output_dir": str(ground / folder), "output__overwrite": overwrite, "training__max_steps": 1}
         held_out = {"path": str(ground / "held_out.jsonl")}
-        or_refused(
-            lambda: train(ground, training__resume_from_checkpoint=resume, dataset__evaluation=held_out, **settings)
-        )
+        settings |= {"training__resume_from_checkpoint": resume, "dataset__evaluation": held_out}
+        or_refused(lambda: train(ground, alone=True, **settings))
         for name, content in before.items():
             places = [ground / name, ground / name.replace("run/", "run.1/", 1)]  # an earlier run is moved aside whole
             assert content in [place.read_bytes() for place in places if place.is_file()], name
