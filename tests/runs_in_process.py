@@ -48,13 +48,18 @@ def as_one_of_many() -> Iterator[None]:
         yield
 
 
-def train(ground: Path, *, alone: bool = False, **overrides: Any) -> str:
-    """One run with `training__max_steps=6` and the like, `as_one_of_many` unless `alone`; what the console showed."""
+def train(ground: Path, **overrides: Any) -> str:
+    """One run with `training__max_steps=6` and the like, as one of many; what the console showed."""
+    with as_one_of_many():
+        return train_alone(ground, **overrides)
+
+
+def train_alone(ground: Path, **overrides: Any) -> str:
+    """The same, with everything that a run does."""
     settings = [f"{name.replace('__', '.')}={json.dumps(value)}" for name, value in overrides.items()]
     loaded = load_config(ground / "base.yaml", settings)
     shown = ground / "console.txt"
-    way = nullcontext() if alone else as_one_of_many()
-    with shown.open("w") as file, TemporaryDirectory() as store, one_rank(Path(store)), way:
+    with shown.open("w") as file, TemporaryDirectory() as store, one_rank(Path(store)):
         run = Run(loaded, prepare(loaded.config), Ranks(0, 1, 0), Console(file=file, width=200), StopRequest())
         try:
             run.train()

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 HALVE = {"training__on_oom": "halve"}
 SMALL = {"training__batch_size": 2, "training__gradient_accumulation_steps": 4}
 STEPS, AFTER = 6, 3
-IN_PROCESS = {
+IN_PROCESS: dict[str, dict[str, Any]] = {
     "whole": {"zero__stage": 2, **SMALL},
     "whole-bf16": {"zero__stage": 1, "training__precision": "bf16", **SMALL},
     **{f"stage-{stage}": {"zero__stage": stage, **HALVE} for stage in (0, 1)},
@@ -29,7 +29,7 @@ IN_PROCESS = {
     "odd-whole": {"zero__stage": 0, "training__batch_size": 1, "training__gradient_accumulation_steps": 3},
     "twice": {"zero__stage": 1, "training__batch_size": 8, "training__gradient_accumulation_steps": 1, **HALVE},
 }
-TOO_LITTLE = {
+TOO_LITTLE: dict[str, dict[str, Any]] = {
     "one-row": {"zero__stage": 1, "training__batch_size": 1, **HALVE},
     "four-times": {
         "zero__stage": 0, "training__batch_size": 16, "training__gradient_accumulation_steps": 1, **HALVE
