@@ -214,7 +214,8 @@ class Run:
         assert isinstance(self.task, LanguageTask) and isinstance(self.loss, TokenLoss)
         steering, notes = begin_steering(
             self.config, self.prepared, self.ranks, engine, self.loss,
-            flat=self.task.flat_packs, total_steps=total_steps, step=position.step,
+            flat=self.task.flat_packs, packed_reference=self.decided.reference.value == "packed",
+            total_steps=total_steps, step=position.step,
             restored=self.restored_scu, run_dir=self.folder.path, say=self.say,
         )  # fmt: skip
         batches, _ = self.batches.step(position.epoch, position.offset)

@@ -123,7 +123,9 @@ def train_step(
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
         with stragglers.own_time() if stragglers is not None else nullcontext():
-            loss_local = loss(engine, batch, device)
+            loss_local = steering.loss(step, batch) if is_last and steering is not None else None
+            if loss_local is None:
+                loss_local = loss(engine, batch, device)
         sums[0] += loss_local.detach()
         total = (loss_local + loss.balancing) * to_engine
         if is_last and steering is not None:

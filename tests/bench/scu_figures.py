@@ -2,6 +2,7 @@
 
     python -m tests.bench.scu_figures publish RUNS FILE.json.gz    every run below the folder RUNS, in one file
     python -m tests.bench.scu_figures show FILE.json.gz            tables and statements, as `zerolora compare` has them
+    python -m tests.bench.scu_figures draw FILE.json.gz FOLDER     its plots, in FOLDER/EXPERIMENT
 
 A file holds, for each run: its settings, the loss sum (nats, to a thousandth) of each held-out document at each
 evaluation and at each scale of the finished adapter, loss and KL sums of the texts, and the controller's records to
@@ -18,12 +19,14 @@ from typing import Any
 import numpy as np
 
 from trainer.compare.measured_run import DOCUMENTS_FILE
+from trainer.compare.plots import draw_comparison
 from trainer.compare.report import write_results
-from trainer.compare.results import Comparison, Result
+from trainer.compare.results import TRAINING_MEAN_OVER, Comparison, Result
 from trainer.compare.trials import Setting, Trial
-from trainer.config import RunConfig
+from trainer.config import RunConfig, ScuSection
 
 CURVE = ("step", "data_bpt", "param_bpt", "s_smoothed", "kl_bits", "kl_smoothed", "lambda", "error", "reg_loss")
+SIGMA = float(ScuSection().sigma)
 ORDER = ("none", "fixed", "linear", "cosine", "pi")
 
 
@@ -77,6 +80,7 @@ def _result(run: dict[str, Any], *, several: bool) -> Result:
     target = scu.target if scu.controller == "pi" and scu.target != "auto" else None
     setting = Setting(scu.measure, scu.controller, ends.get(scu.controller), target, several and target is not None)
     trial = Trial(setting, config.seed, Path(), (), config)
+    curve = [record | {"step": int(record["step"])} for record in run["curve"]]
     sums = [
         np.array([entry["loss_sums"] for entry in run[name]], dtype=np.float64) for name in ("evaluations", "scaled")
     ]
@@ -86,7 +90,7 @@ def _result(run: dict[str, Any], *, several: bool) -> Result:
         texts = {"tokens": float(sum(run["text_tokens"])), "kl": kl, "losses": losses}
     steps = [entry["step"] for entry in run["evaluations"]]
     tokens_D = np.array(run["target_tokens"], dtype=np.float64)
-    return Result(trial, steps, sums[0], tokens_D, run["curve"], sums[1] if len(sums[1]) else None, texts)
+    return Result(trial, steps, sums[0], tokens_D, curve, sums[1] if len(sums[1]) else None, texts)
 
 
 def show(file: Path) -> None:
@@ -97,10 +101,39 @@ def show(file: Path) -> None:
         )
         with tempfile.TemporaryDirectory() as folder:
             print(write_results(comparison, Path(folder))[0].read_text(encoding="utf-8"))
+        print(_by_sigma(comparison))
+
+
+def _by_sigma(comparison: Comparison) -> str:
+    """What S and lambda of the same runs would be called with the sigma that is the default now."""
+    lines = [
+        f"Means of the last {TRAINING_MEAN_OVER} steps; lambda / sigma^2, which is what acts, is the same:",
+        "",
+        f"| setting | seed | highest Ŝ | at step | σ | λ | S | λ S | σ now | λ | S | λ S |\n| --- |{' ---: |' * 11}",
+    ]
+    for run in comparison.results:
+        last, was = run.records[-TRAINING_MEAN_OVER:], float(run.trial.config.scu.sigma)
+        data, held = (float(np.mean([record[name] for record in last])) for name in ("data_bpt", "param_bpt"))
+        highest = max(run.records, key=lambda record: float(record["s_smoothed"]))
+        cells = [run.trial.setting.label, str(run.trial.seed), f"{highest['s_smoothed']:.4f}", str(highest["step"])]
+        for sigma in (was, SIGMA):
+            lambda_, bits = last[-1]["lambda"] * (sigma / was) ** 2, held * (was / sigma) ** 2
+            ratio = bits / (bits + data)
+            cells += [f"{sigma:g}", f"{lambda_:.3g}", f"{ratio:.4f}", f"{lambda_ * ratio:.3f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(file: Path, folder: Path) -> None:
+    for name, comparison in read(file).items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        print("\n".join(map(str, draw_comparison(comparison, folder / name))))
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "publish":
         publish(Path(sys.argv[2]), Path(sys.argv[3]))
+    elif sys.argv[1] == "draw":
+        draw(Path(sys.argv[2]), Path(sys.argv[3]))
     else:
         show(Path(sys.argv[2]))

@@ -154,5 +154,5 @@ def _resolved(plan: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
                 overrides[key] = str(folder / overrides[key])
         if "/" in str(overrides.get("training.resume_from_checkpoint", "")):
             overrides["training.resume_from_checkpoint"] = str(folder / overrides["training.resume_from_checkpoint"])
-        resolved.append({"name": case["name"], "overrides": overrides})
+        resolved.append({**case, "overrides": overrides})
     return resolved

@@ -28,24 +28,28 @@ TRAINING = {
     "scu__reference_cache": False,
 }
 KEPT = {"scu__reference_cache": True}
+LAYER: dict[str, Any] = {"zero__stage": 3, "zero__gather": "layer"}
+MODULE: dict[str, Any] = {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0}
+RECOMPUTED = {"training__gradient_checkpointing": "non_reentrant"}
+PACKED = {"dataset__packing": True}
+# What the others are compared with; reference text of packed ones has a pass of its own here alone.
+STANDARDS: dict[str, dict[str, Any]] = {
+    "plain": {"zero__stage": 2},
+    "packed-apart": {"zero__stage": 2, **PACKED},
+    "qlora-apart": {"zero__stage": 3, "adapter": "qlora", **PACKED},
+}
 WAYS: dict[str, dict[str, Any]] = {
-    "stage-0": {"zero__stage": 0},
-    "layer": {"zero__stage": 3, "zero__gather": "layer"},
-    "module": {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0},
-    "layer-recomputed": {"zero__stage": 3, "training__gradient_checkpointing": "non_reentrant"},
-    "operators": {"zero__stage": 2, "ops__backend": "reference"},
-    "kept-layer": {"zero__stage": 3, "zero__gather": "layer", **KEPT},
-    "kept-module": {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0, **KEPT},
+    "plain-0": {"zero__stage": 0},
+    "plain-layer": LAYER,
+    "plain-module": MODULE,
+    "plain-layer-kept": LAYER | KEPT,
+    "plain-module-kept": MODULE | KEPT,
+    "packed-0": {"zero__stage": 0, "ops__backend": "reference", **PACKED, **KEPT},
+    "packed-2": {"zero__stage": 2, **PACKED},
+    "packed-layer": LAYER | PACKED | RECOMPUTED | KEPT,
+    "packed-module": MODULE | PACKED | KEPT,
+    "qlora-1": {"zero__stage": 1, "adapter": "qlora", **PACKED, **KEPT},
 }
-OTHERS: dict[str, dict[str, Any]] = {
-    "qlora-layer": {"adapter": "qlora", "zero__stage": 3},
-    "qlora-kept": {"adapter": "qlora", "zero__stage": 3, **KEPT},
-    "packed": {"dataset__packing": True, "zero__stage": 2},
-    "packed-kept": {"dataset__packing": True, "zero__stage": 3, **KEPT},
-}
-PAIRS = [
-    ("qlora-kept", "qlora-layer"), ("packed", "packed-kept"), *((way, "stage-2") for way in WAYS)
-]  # fmt: skip
 RELATIVE = 1e-4  # of a K of some thousandths of a bit, the difference of two sums in 32 bits
 
 
@@ -54,9 +58,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     folder = tmp_path_factory.mktemp("kl")
     write_chats(folder / "reference.jsonl", 9, seed=4)
     settings = {**TRAINING, "scu__reference": str(folder / "reference.jsonl")}
-    ways = {**WAYS, **OTHERS, "stage-2": {"zero__stage": 2}}
-    cases = [case(name, **(settings | way)) for name, way in ways.items()]
-    for name, way in {"drawn": {}, "drawn-kept": KEPT}.items():
+    cases = [case(name, **(settings | way)) for name, way in (STANDARDS | WAYS).items()]
+    for each in cases:
+        each["apart"] = each["name"].endswith("-apart")
+    for name, way in {"drawn": {}, "drawn-packed": KEPT | PACKED | {"lora__dropout": 0.1}}.items():
         # Stage 3 draws them a token and a gather at a time: short ones.
         saved = TRAINING | {"zero__stage": 3, "training__save_steps": CUT, "dataset__max_length": 28} | way
         cases.append(case(name, **saved))
@@ -71,8 +76,9 @@ def course(run: Case) -> list[dict[str, float]]:
     return records
 
 
-@pytest.mark.parametrize(("way", "other"), PAIRS)
-def test_every_way_holds_the_same_k_by_the_same_lambda(runs: Matrix, way: str, other: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_holds_the_same_k_by_the_same_lambda(runs: Matrix, way: str) -> None:
+    other = next(name for name in STANDARDS if name.split("-")[0] == way.split("-")[0])
     ours, theirs = course(runs[way]), course(runs[other])
     for name in ("kl_bits", "lambda", "ce_loss"):
         wanted = [record[name] for record in theirs]
@@ -84,7 +90,14 @@ def test_every_way_holds_the_same_k_by_the_same_lambda(runs: Matrix, way: str, o
         torch.testing.assert_close(runs[way].adapter()[name], value, atol=2e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["drawn", "drawn-kept"])
+@pytest.mark.parametrize("name", [*STANDARDS, *WAYS, "drawn-packed"])
+def test_the_record_says_how_reference_text_was_computed(runs: Matrix, name: str) -> None:
+    decided = json.loads((runs[name].folder / "run.json").read_text())["decisions"]["reference"]
+    wanted = "packed" if name.startswith(("packed", "qlora", "drawn")) and not name.endswith("apart") else "apart"
+    assert decided["value"] == wanted and bool(decided["reason"]) == (wanted == "apart")
+
+
+@pytest.mark.parametrize("name", ["drawn", "drawn-packed"])
 def test_a_resumed_run_holds_k_to_the_bit(runs: Matrix, name: str) -> None:
     """On the base's own samples, which lie in the run's folder."""
     whole, again = course(runs[name]), course(runs[f"again-{name}"])

@@ -15,7 +15,7 @@ import ops.head
 from ops.head import divergence_sum
 from tests.tiny import make_tokenizer
 from trainer.config import DatasetSection, ScuSection, UserError
-from trainer.data.batches import collate
+from trainer.data.batches import MicroBatch, collate, with_documents
 from trainer.data.reference_text import reference_samples
 from trainer.data.samples import Sample
 from trainer.engine.flat_adapter import flatten_adapter
@@ -24,6 +24,7 @@ from trainer.scu.controller import ScuFault, Steering
 from trainer.scu.divergence import BaseStates, Divergence, Reference
 
 VOCABULARY = 64
+CPU = torch.device("cpu")
 TINY = LlamaConfig(
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, pad_token_id=0,
@@ -121,7 +122,8 @@ def test_the_head_gives_the_divergence_of_a_batch(fused: bool | None, save_head:
     samples = documents(4)
     batch = collate(samples, 0, packed=False, flat=False)
     loss = TokenLoss(model, fused=fused)
-    got = loss.divergence(model, batch, torch.device("cpu"), with_gradient=True)
+    base = loss.of_base(model, batch, CPU)
+    got = loss.divergence(model, batch, CPU, base_states=base, with_gradient=True)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     ours = torch.autograd.grad(got, list(trained.values()), allow_unused=True)
     want = by_hand(model, samples)
@@ -131,7 +133,7 @@ def test_the_head_gives_the_divergence_of_a_batch(fused: bool | None, save_head:
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
-    assert not loss.divergence(model, batch, torch.device("cpu"), with_gradient=False).requires_grad
+    assert not loss.divergence(model, batch, CPU, base_states=base, with_gradient=False).requires_grad
 
 
 def test_the_adapter_is_off_without_a_gradient_flag_being_touched() -> None:
@@ -163,7 +165,8 @@ def test_a_pass_over_reference_text_leaves_recomputation_as_it_was(with_gradient
         total = loss(model, batch, torch.device("cpu"))
         if between:
             other = collate(documents(5), 0, packed=False, flat=False)
-            divergence = loss.divergence(model, other, torch.device("cpu"), with_gradient=with_gradient)
+            base = loss.of_base(model, other, CPU)
+            divergence = loss.divergence(model, other, CPU, base_states=base, with_gradient=with_gradient)
             total = total + 0.0 * divergence
         total.backward()
         return torch.cat([buffer.grad.flatten() for buffer in flat.buffers if buffer.grad is not None])
@@ -229,6 +232,79 @@ def test_kept_states_of_the_base_give_the_same_divergence_by_one_pass_less(packe
 def test_a_head_that_needs_whole_logits_keeps_no_states() -> None:
     model = adapted(modules_to_save=["lm_head"])
     assert BaseStates.compute(engine_of(model), TokenLoss(model), reference(3)) is None
+
+
+def pack(*, flat: bool) -> MicroBatch:
+    """Two packs of two documents each, of which the first tokens are prompts."""
+    texts = documents()
+    packs = [
+        Sample(
+            [*one.input_ids, *other.input_ids],
+            [index > 2 for document in (one, other) for index in range(len(document.input_ids))],
+            [len(one.input_ids), len(other.input_ids)],
+        )
+        for one, other in ((texts[0], texts[4]), (texts[2], texts[3]))
+    ]
+    return collate(packs, 0, packed=True, flat=flat)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("save_head", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
+def test_reference_text_in_the_pack_gives_what_a_pass_of_its_own_does(
+    flat: bool, save_head: bool, recomputed: bool
+) -> None:
+    """With a head in chunks and with whole logits; the loss, K, and the gradient of both, by one pass of the model."""
+    model, passes = adapted(modules_to_save=["lm_head"] if save_head else None).double().train(), list[Any]()
+    if recomputed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+    texts = Reference(
+        documents(), rows=3, rank=0, world_size=1, seed=5, pad_token_id=0, packed=True, flat=flat
+    )  # fmt: skip
+    loss, batch = TokenLoss(model), pack(flat=flat)
+    divergence = Divergence(engine_of(model), loss, texts, packed=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    apart = loss(model, batch, CPU), divergence.term(2, 0.5)
+    wanted = torch.autograd.grad(apart[0] + 3 * apart[1], trained, allow_unused=True)
+    k = divergence.local()
+    model.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    together = divergence.loss(2, batch), divergence.term(2, 0.5)
+    found = torch.autograd.grad(together[0] + 3 * together[1], trained, allow_unused=True)
+    assert passes == [False, True], "the base's pass, and one of the adapted model"
+    for ours, theirs in zip((*together, divergence.local()), (*apart, k), strict=True):
+        assert ours is not None and theirs is not None and ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+    assert max(float(grad.abs().max()) for grad in wanted if grad is not None) > 0.1
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    # What was computed with one pack is not taken for another step's.
+    assert divergence.term(3, 0.5).item() != pytest.approx(together[1].item(), rel=1e-3)
+
+
+def test_documents_behind_a_pack_are_laid_out_as_if_they_had_been_in_it() -> None:
+    texts = documents()
+    flat = with_documents(pack(flat=True), texts[:3], 0)
+    packs = pack(flat=True)
+    alone = collate(texts[:3], 0, packed=True, flat=True)
+    assert flat.cu_seqlens is not None and flat.position_ids is not None and alone.position_ids is not None
+    assert flat.cu_seqlens.tolist() == [0, 4, 12, 18, 25, 29, 34, 40] and flat.cu_seqlens.dtype == torch.int32
+    assert flat.max_seqlen == 8 and flat.tokens == packs.tokens + alone.tokens == 40
+    assert torch.equal(flat.position_ids[:, 25:], alone.position_ids)
+    assert torch.equal(flat.targets, torch.cat([packs.targets, alone.targets], 1))
+    # Rows of 13: 4 + 5 tokens to the first, 6 + 7 to the next, and 8.
+    below = with_documents(pack(flat=False), texts[:5], 0)
+    assert below.input_ids.shape == (5, 13) and below.position_ids is not None
+    assert (below.position_ids == 0).sum(1).tolist() == [3, 2, 3, 2, 2]  # documents, padding among them
+    assert below.input_ids[2].tolist() == [*texts[0].input_ids, *texts[1].input_ids, 0, 0, 0, 0]
+    # A document that is longer than the packs makes them wider.
+    short = collate([texts[0]], 0, packed=True, flat=False)
+    wider = with_documents(short, [texts[6]], 0)
+    assert wider.input_ids.shape == (2, 10) and wider.position_ids is not None
+    assert wider.position_ids[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
+    assert wider.target_count == 3 + 9
 
 
 class Loop:

@@ -1,4 +1,4 @@
-"""The plots of a comparison: BPT with intervals by setting, and held-out BPT, S and lambda over time."""
+"""The plots of a comparison: BPT with intervals by setting, BPT, S and lambda over time, and the task against forgetting."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from trainer.compare.results import Comparison
+from trainer.compare.results import Comparison, Result, Values
 from trainer.compare.trials import Setting
 from trainer.monitor.report.plots import BLUE, DOTS_PER_INCH, GREEN, GREY, INK, ORANGE, STYLE
 from trainer.scu.law import deadband_of
@@ -21,13 +21,18 @@ MEASURED = {"delta": "S", "factors": "S", "kl": "K, bits a token"}
 
 
 def draw_comparison(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write compare_bpt.png, compare_curves.png and compare_scu.png into `folder`; returns them."""
+    """Write compare_bpt.png, compare_curves.png, compare_scu.png and, where texts were measured, compare_forgetting.png.
+
+    Into `folder`; returns them.
+    """
     height = 1.4 + 0.32 * len(comparison.by_setting)
     plots: dict[str, tuple[tuple[float, float], Callable[[Figure, Comparison], None]]] = {
         "compare_bpt": ((9.0, height), _draw_bpt),
         "compare_curves": ((9.0, 5.0), _draw_curves),
         "compare_scu": ((9.0, 7.0), _draw_scu),
     }
+    if all(run.texts is not None for run in comparison.results):
+        plots["compare_forgetting"] = (9.0, 5.0), _draw_forgetting
     paths = []
     for name, (size, draw) in plots.items():
         with matplotlib.rc_context(STYLE):
@@ -100,6 +105,42 @@ def _draw_scu(figure: Figure, comparison: Comparison) -> None:
     if comparison.find("pi") or comparison.find("fixed"):
         lambda_axes.set_yscale("log")
     lambda_axes.set_xlabel("optimizer step")
+
+
+def _draw_forgetting(figure: Figure, comparison: Comparison) -> None:
+    """Where runs end, a line a controller through its settings; none as a path over the run. Means over the seeds."""
+    axes = figure.add_subplot()
+    axes.set_title("The task against forgetting: low and to the left is good")
+    for setting in comparison.find("none"):
+        path = np.mean([_path(run) for run in comparison.by_setting[setting]], axis=0)[1:]  # without the untrained
+        axes.plot(*path.T, ".-", color=INK, linewidth=1.0, label="none, over the run")
+        stop = path[int(np.argmin(path[:, 1]))]
+        axes.plot(*stop, "*", color=INK, markersize=15, label="none, stopped at its best")
+    for controller, color in {**COLORS, "fixed": BLUE}.items():
+        for measure in LINES if controller != "none" else ():
+            settings = comparison.find(controller, measure)
+            ends = [np.mean([_path(run)[-1] for run in comparison.by_setting[each]], axis=0) for each in settings]
+            if not ends:
+                continue
+            axes.plot(*np.array(ends).T, "o", linestyle=LINES[measure], color=color, label=_words(settings))
+            for end, setting in zip(ends, settings, strict=True):
+                number = setting.target if controller == "pi" else setting.lambda_
+                beside = (6, -11) if controller == "pi" else (5, 5)
+                text = "" if number is None else f"{number:g}"
+                axes.annotate(text, end, beside, color=color, textcoords="offset points", fontsize=8)
+    axes.set_xlabel("bits a token by which other texts have become dearer")
+    axes.set_ylabel("bits per held-out target token")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
+
+
+def _path(run: Result) -> Values:
+    """(rise on the texts, held-out BPT) at each evaluation."""
+    return np.array([(run.forgetting(index)[1], bits) for index, bits in enumerate(run.curve)], dtype=np.float64)
+
+
+def _words(settings: list[Setting]) -> str:
+    what = {"pi": "PI at targets", "fixed": "fixed λ", "linear": "λ rising linearly to", "cosine": "λ rising by cosine to"}
+    return f"{settings[0].measure}, {what[settings[0].controller]}"
 
 
 def measured_name(record: dict[str, Any]) -> str:

@@ -154,6 +154,8 @@ def _questions(comparison: Comparison) -> Iterator[tuple[Setting, Setting, str, 
 
 
 def _verdict(difference: Interval, one: Setting) -> str:
+    if difference.over_seeds is None:
+        return "one seed, which says nothing of others"
     return {-1: f"{one.label} is lower", 1: f"{one.label} is higher", 0: "no difference shown"}[difference.sign]
 
 

@@ -261,6 +261,61 @@ def collate(samples: Sequence[Sample], pad_token_id: int, *, packed: bool, flat:
     return replace(batch, position_ids=places) if packed else replace(batch, attention_mask=places)
 
 
+def with_documents(batch: MicroBatch, documents: Sequence[Sample], pad_token_id: int) -> MicroBatch:
+    """A packed batch with more documents behind its own: in the same row if it is flat, else in rows below, in order.
+
+    Rows below are as wide as those there are, or as the longest of the documents.
+    """
+    assert batch.position_ids is not None, "only packs keep documents apart"
+    width = batch.input_ids.shape[1]
+    rows = documents if batch.cu_seqlens is not None else _in_rows(documents, width)
+    more = collate(rows, pad_token_id, packed=True, flat=batch.cu_seqlens is not None)
+    assert more.position_ids is not None
+    if batch.cu_seqlens is None or more.cu_seqlens is None:
+        width = max(width, more.input_ids.shape[1])
+        parts, along = [_widened(part, width, pad_token_id) for part in (batch, more)], 0
+        bounds = None
+    else:
+        parts, along = [batch, more], 1
+        bounds = torch.cat([batch.cu_seqlens, more.cu_seqlens[1:] + batch.cu_seqlens[-1]])
+    return MicroBatch(
+        torch.cat([part.input_ids for part in parts], along),
+        torch.cat([part.targets for part in parts], along),
+        batch.tokens + more.tokens,
+        position_ids=torch.cat([part.position_ids for part in parts if part.position_ids is not None], along),
+        cu_seqlens=bounds,
+        max_seqlen=max(batch.max_seqlen, more.max_seqlen),
+    )
+
+
+def _in_rows(documents: Sequence[Sample], width: int) -> list[Sample]:
+    """End to end, in order, as many to a row as its width takes and at least one."""
+    rows: list[Sample] = []
+    for document in documents:
+        if not rows or len(rows[-1].input_ids) + len(document.input_ids) > width:
+            rows.append(Sample([], [], []))
+        last = rows[-1]
+        rows[-1] = Sample(
+            [*last.input_ids, *document.input_ids],
+            [*last.trained, *document.trained],
+            [*last.document_lengths, *document.document_lengths],
+        )
+    return rows
+
+
+def _widened(batch: MicroBatch, width: int, pad_token_id: int) -> MicroBatch:
+    """What is added on the right is a document of its own."""
+    assert batch.position_ids is not None
+    rows, before = batch.input_ids.shape
+    added = torch.arange(width - before).expand(rows, -1)
+    return replace(
+        batch,
+        input_ids=torch.cat([batch.input_ids, torch.full_like(added, pad_token_id)], 1),
+        targets=torch.cat([batch.targets, torch.full_like(added, IGNORED)], 1),
+        position_ids=torch.cat([batch.position_ids, added], 1),
+    )
+
+
 def parts_of(batches: Any) -> list[slice]:
     """Where in a global batch this rank's samples of each micro-step stand."""
     stride = batches.batch_size * batches.world_size

@@ -102,7 +102,8 @@ def estimate(
     }
     if seen is None:
         kept, head = kept_by_layers(shapes, work), loss_head(shapes, work)
-        block, of_layer = recomputed_layer(shapes, work), backward_of_layer(shapes, work)
+        going_back = work.of_larger_pass
+        block, of_layer = recomputed_layer(shapes, going_back), backward_of_layer(shapes, going_back)
     else:
         kept, head, block, of_layer = seen.kept, 0, seen.block, seen.backward
     layers, outside = gathered(shapes, placement)

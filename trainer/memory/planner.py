@@ -179,8 +179,10 @@ class Planner:
         masked |= attention == "sdpa" and self.shapes.facts.masked
         without_flash = self.machine.on_gpu and not self.machine.flash and attention == "sdpa"
         fused = bool(decided.fused_head.value)  # where only the device shows it, all logits count
+        reference = _reference_rows(config)
         return Work(
-            rows=training.batch_size + _reference_rows(config),
+            rows=training.batch_size + reference,
+            rows_apart=reference if decided.reference.value == "apart" else 0,
             length=length,
             # Without the fused loss a position has logits in every row if it has a target in one.
             targets=min(length, self.lengths.targets) if training.batch_size == 1 or fused else length,
@@ -253,7 +255,7 @@ def _offloads_of(stage: int) -> list[str]:
 
 
 def _reference_rows(config: RunConfig) -> int:
-    """What `scu.measure: kl` adds to the last micro-step: a fraction of the step's sequences, in one pass with it."""
+    """What `scu.measure: kl` adds to the last micro-step: a fraction of the step's sequences."""
     scu, training = config.scu, config.training
     if not scu.enabled or scu.measure != "kl":
         return 0

@@ -25,7 +25,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 def process_peak(shapes: Shapes, work: Work, resident: int) -> int:
     """Peak resident memory of a process whose weights, optimizer and buffers take `resident` bytes."""
-    kept = kept_by_layers(shapes, work) + recomputed_layer(shapes, work)
+    kept = kept_by_layers(shapes, work) + recomputed_layer(shapes, work.of_larger_pass)
     in_gaps = int(LEFT_IN_HEAP * sum(kept_by_layer(layer, work) for layer in shapes.layers))
     return PROCESS + resident + kept + in_gaps + _loss(shapes, work)
 

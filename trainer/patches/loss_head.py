@@ -91,22 +91,43 @@ class TokenLoss:
         self.balancing = self._balance * result.aux_loss * batch.target_count
         return result
 
+    def with_reference(
+        self, model: Any, batch: MicroBatch, device: torch.device, *, own: int, base_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of one pass: sum of -log p of the first `own` targets, sum of KL(adapted || base) at the places of the others.
+
+        Nats, fp32. `base_states` are what `of_base` gives for the others.
+        """
+        self._observe(batch, device)
+        inputs, targets = self._inputs(batch, device)
+        flat = targets.flatten()
+        found = (flat != IGNORED).nonzero().squeeze(1)
+        places, chosen = to_device(found, device), to_device(flat[found[:own]], device)
+        counts, head, factor = [own, len(found) - own], self._head, self._factor or 1.0
+
+        def both(hidden: torch.Tensor) -> torch.Tensor:
+            weight = head.weight
+            ours, others = hidden.flatten(0, 1).index_select(0, places).to(weight.dtype).split(counts)
+            loss = token_loss_sum(ours, weight, chosen, factor=factor)
+            divergence = divergence_sum(others, base_states.to(weight.dtype), weight, factor=factor)
+            return torch.stack([loss, divergence]).view(1, 1, 2)
+
+        with _head_replaced(head, both):
+            logits: torch.Tensor = model(**inputs, use_cache=False).logits
+        if head is not None:
+            loss, divergence = (logits.flatten() / factor).unbind()
+            return loss, divergence
+        ours, others = logits.flatten(0, 1)[places].float().split(counts)
+        return F.cross_entropy(ours, chosen, reduction="sum"), _divergence(others, base_states)
+
     def divergence(
-        self,
-        model: Any,
-        batch: MicroBatch,
-        device: torch.device,
-        *,
-        with_gradient: bool,
-        base_states: torch.Tensor | None = None,
+        self, model: Any, batch: MicroBatch, device: torch.device, *, base_states: torch.Tensor, with_gradient: bool
     ) -> torch.Tensor:
         """sum_t KL(adapted_t || base_t) over the targets' places, nats, fp32; logits in chunks where the loss's are.
 
-        `base_states` [K, H] are those of `base_states` for this batch. Without them the base makes a forward pass.
+        `base_states` are what `of_base` gives for this batch.
         """
         with self._no_step(batch, device):
-            if base_states is None:
-                base_states = self._of_base(model, batch, device)
             inputs, places = self._inputs_and_places(batch, device)
             head = self._head
 
@@ -120,26 +141,26 @@ class TokenLoss:
             if head is not None:
                 # As of the loss: what the model multiplies its logits with is undone.
                 return logits.view(()) / (self._factor or 1.0)
-            adapted = logits.flatten(0, 1)[places].float().log_softmax(-1)
-            return (adapted.exp() * (adapted - base_states)).sum()
+            return _divergence(logits.flatten(0, 1)[places].float(), base_states)
 
-    def base_states(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor | None:
-        """What the head takes from the base at the targets' places [K, H]; None where logits are not made in chunks."""
+    def in_chunks(self, batch: MicroBatch, device: torch.device) -> bool:
+        """Whether logits are made from hidden states, in chunks; every rank must call it."""
         with self._no_step(batch, device):
-            return None if self._head is None else self._of_base(model, batch, device)
+            return self._head is not None
 
-    def _of_base(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
-        """States [K, H] of the base; its log p [K, V] where there is no head to compute them with."""
-        inputs, places = self._inputs_and_places(batch, device)
-        seen: list[torch.Tensor] = []
+    def of_base(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
+        """What the head takes from the base at the targets' places [K, H]; its log p [K, V] if not `in_chunks`."""
+        with self._no_step(batch, device):
+            inputs, places = self._inputs_and_places(batch, device)
+            seen: list[torch.Tensor] = []
 
-        def keep(hidden: torch.Tensor) -> torch.Tensor:
-            seen.append(hidden.flatten(0, 1).index_select(0, places))
-            return hidden.new_zeros(1, 1, 1)
+            def keep(hidden: torch.Tensor) -> torch.Tensor:
+                seen.append(hidden.flatten(0, 1).index_select(0, places))
+                return hidden.new_zeros(1, 1, 1)
 
-        with torch.no_grad(), adapter_off(self._module), _head_replaced(self._head, keep):
-            logits: torch.Tensor = model(**inputs, use_cache=False).logits
-        return seen[0] if seen else logits.flatten(0, 1)[places].float().log_softmax(-1)
+            with torch.no_grad(), adapter_off(self._module), _head_replaced(self._head, keep):
+                logits: torch.Tensor = model(**inputs, use_cache=False).logits
+            return seen[0] if seen else logits.flatten(0, 1)[places].float().log_softmax(-1)
 
     @contextmanager
     def _no_step(self, batch: MicroBatch, device: torch.device) -> Iterator[None]:
@@ -207,6 +228,12 @@ class TokenLoss:
             return
         what = "from all logits, not in chunks with the head" if self._decided else "in chunks with the head"
         self._say(f"[yellow]warning:[/yellow] the loss is computed {what}: the memory estimate is off by the logits")
+
+
+def _divergence(logits_KV: torch.Tensor, base_log_q_KV: torch.Tensor) -> torch.Tensor:
+    """The plain form, where there is no head to make logits with in chunks."""
+    log_p_KV = logits_KV.log_softmax(-1)
+    return (log_p_KV.exp() * (log_p_KV - base_log_q_KV)).sum()
 
 
 @torch.no_grad()

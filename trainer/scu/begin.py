@@ -22,6 +22,7 @@ def begin_steering(
     token_loss: TokenLoss,
     *,
     flat: bool,
+    packed_reference: bool,
     total_steps: int,
     step: int,
     restored: dict[str, Any] | None,
@@ -37,7 +38,7 @@ def begin_steering(
     if config.scu.measure == "kl":
         divergence = divergence_of(
             config, prepared, ranks, engine, token_loss,
-            flat=flat, steps=total_steps, resumes=step > 0, say=say,
+            flat=flat, packed=packed_reference, steps=total_steps, resumes=step > 0, say=say,
         )  # fmt: skip
     steering = Steering(
         config.scu,

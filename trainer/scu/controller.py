@@ -2,7 +2,7 @@
 
 An optimizer step t of the loop, seen from here:
 
-    last micro-step:  forward; term(t) takes in S (or K) of step t-1, which moves lambda; backward of loss + term
+    last micro-step:  forward, by loss(t) if it has reference text in its pack; term(t) takes in S (or K) of step t-1, which moves lambda; backward of loss + term
     reduction:        the loop sums (loss, tokens, measured_local()) over the ranks, as it had to for the loss anyway
     observe(t, ...):  starts a copy of the three sums to the host and returns at once; step t steers step t+1
 
@@ -132,6 +132,17 @@ class Steering:
                 f"scu.target={target:g}: S starts at {now:.3g}, mostly the random start of A; delta would start at 0"
             )
         return warnings
+
+    def loss(self, step: int, batch: Any) -> Tensor | None:
+        """The loss sum of the step's last micro-batch where reference text rides in its pack; None where it does not.
+
+        Call it on every rank, in place of the forward pass before `term`. Only where lambda works: without it no
+        gradient is wanted, and a pass of its own keeps nothing. What it goes by is lambda without the newest
+        measurement, for which a GPU would have to be waited for here.
+        """
+        if self.divergence is None or not self.divergence.packed or self.lambda_ == 0:
+            return None
+        return self.divergence.loss(step, batch)
 
     def term(self, step: int) -> Tensor:
         """lambda ln 2 ParamBPT, or lambda K: nats per token, differentiable, for the loss of step `step` (from 1).

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trainer.contract.whole_files import write_json
-from trainer.data.batches import MicroBatch, collate
+from trainer.data.batches import MicroBatch, collate, with_documents
 from trainer.data.samples import Sample
 from trainer.engine.protocol import Engine
 from trainer.patches.loss_head import TokenLoss, to_device
@@ -43,6 +43,10 @@ class Reference:
     def batch(self, documents: Sequence[int]) -> MicroBatch:
         """These documents together, by their places."""
         return collate([self.documents[index] for index in documents], self._pad, **self._shape)
+
+    def behind(self, batch: MicroBatch, documents: Sequence[int]) -> MicroBatch:
+        """A packed batch of training text with these documents in its pack."""
+        return with_documents(batch, [self.documents[index] for index in documents], self._pad)
 
     def tokens(self, step: int) -> int:
         """Places at which all ranks compare adapter and base in that step."""
@@ -75,9 +79,10 @@ class BaseStates:
         model.eval()
         for begin in range(0, len(reference.documents), reference.rows):
             chosen = range(begin, min(begin + reference.rows, len(reference.documents)))
-            found = token_loss.base_states(engine, reference.batch(chosen), engine.device)
-            if found is None:
+            batch = reference.batch(chosen)
+            if not token_loss.in_chunks(batch, engine.device):
                 break
+            found = token_loss.of_base(engine, batch, engine.device)
             lengths = [len(reference.documents[index].input_ids) - 1 for index in chosen]
             states += (part.clone() for part in found.cpu().split(lengths))
         model.train(was_training)
@@ -99,32 +104,50 @@ class Divergence:
         *,
         drawn: bool = False,
         base_states: BaseStates | None = None,
+        packed: bool = False,
     ) -> None:
         """`drawn`: the documents are the base's own samples, which a run that goes on needs again.
 
-        With `base_states` the base makes no pass in a step.
+        With `base_states` the base makes no pass in a step. `packed`: `loss` may compute them with the training text.
         """
-        self.drawn, self._base_states = drawn, base_states
+        self.drawn, self._base_states, self.packed = drawn, base_states, packed
         self._engine, self._token_loss, self.reference = engine, token_loss, reference
         self._sum: Tensor | None = None
+        self._of_pack: Tensor | None = None
+
+    def loss(self, step: int, batch: MicroBatch) -> Tensor:
+        """The loss sum of a packed batch, nats, by a pass that computes K of step `step` too, for `term` to take."""
+        mine = self.reference.mine(step)
+        base_states, together = self._of_base(mine), self.reference.behind(batch, mine)
+        loss, self._of_pack = self._token_loss.with_reference(
+            self._engine, together, self._engine.device, own=batch.target_count, base_states=base_states
+        )
+        return loss
 
     def term(self, step: int, lambda_: float) -> Tensor:
         """lambda K in nats a token; its mean over the ranks is the term. Every rank must call it.
 
         While lambda is 0 K is measured without a gradient.
         """
-        mine, device = self.reference.mine(step), self._engine.device
-        sum_local = self._token_loss.divergence(
-            self._engine,
-            self.reference.batch(mine),
-            device,
-            with_gradient=lambda_ > 0,
-            base_states=None if self._base_states is None else self._base_states.of(mine, device),
-        )
+        sum_local, self._of_pack = self._of_pack, None
+        if sum_local is None:
+            mine = self.reference.mine(step)
+            sum_local = self._token_loss.divergence(
+                self._engine,
+                self.reference.batch(mine),
+                self._engine.device,
+                base_states=self._of_base(mine),
+                with_gradient=lambda_ > 0,
+            )
         self._sum = sum_local.detach()
         if lambda_ == 0:
             return torch.zeros_like(self._sum)
         return sum_local * (lambda_ * self.reference.world_size / self.reference.tokens(step))
+
+    def _of_base(self, mine: Sequence[int]) -> Tensor:
+        if self._base_states is not None:
+            return self._base_states.of(mine, self._engine.device)
+        return self._token_loss.of_base(self._engine, self.reference.batch(mine), self._engine.device)
 
     def local(self) -> Tensor | None:
         """This rank's sum of divergences of the step, nats, fp64; None before `term`."""

@@ -1,0 +1,30 @@
+"""docs/lab/scu.md says nothing of the experiment with lambda in range but what its published losses give."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.bench import scu_figures
+from trainer.compare.plots import draw_comparison
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "docs" / "lab" / "data" / "scu-hold.json.gz"
+
+
+def test_every_figure_of_the_page_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "lab" / "scu.md").read_text(encoding="utf-8")
+    section = page[page.index("<!-- hold -->") : page.index("<!-- end of hold -->")]
+    scu_figures.show(DATA)
+    printed = capsys.readouterr().out
+    figures = set(re.findall(r"\d\.\d{4}", section))
+    assert len(figures) > 150
+    assert figures - set(re.findall(r"\d\.\d{4}", printed)) == set()
+    rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| PI, S = 0.005")]
+    assert [row[1] for row in rows] == re.findall(r"\| delta-pi-0.005 \| (\d\S+ \[.*?\])", printed)
+
+
+def test_the_task_is_drawn_against_forgetting_where_that_was_measured(tmp_path: Path) -> None:
+    comparison = scu_figures.read(DATA)["torch"]
+    drawn = [path.name for path in draw_comparison(comparison, tmp_path)]
+    assert drawn[-1] == "compare_forgetting.png" and (tmp_path / drawn[-1]).stat().st_size > 10_000
