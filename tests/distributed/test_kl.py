@@ -21,7 +21,7 @@ TRAINING = {
     "training__learning_rate": 1e-2,
     "scu__enabled": True,
     "scu__measure": "kl",
-    "scu__target": 0.002,
+    "scu__target": 0.0005,
     "scu__deadband": 0.0,
     "scu__check_every": 2,
     "scu__reference_share": 0.5,

@@ -88,6 +88,36 @@ def test_what_is_decided_on_a_cpu_and_why() -> None:
     assert found.as_json()["adapters"] == {"value": "peft", "reason": "ops.backend: auto on a CPU"}
 
 
+@pytest.mark.parametrize(
+    ("changes", "value", "why"),
+    [
+        ({}, "packed", ""),
+        ({"dataset.packing": False}, "apart", "dataset.packing: false"),
+        ({"scu.controller": "none"}, "apart", "wants no gradient"),
+        ({"training.router_aux_loss": 0.01}, "apart", "balances experts"),
+        ({"scu.measure": "delta"}, "none", ""),
+        ({"scu.enabled": False}, "none", ""),
+    ],
+)
+def test_reference_text_goes_with_the_pack_where_it_can(changes: dict[str, Any], value: str, why: str) -> None:
+    found = decided("llama", **({"scu.enabled": True, "scu.measure": "kl"} | changes))
+    assert found.reference.value == value and why in found.reference.reason
+    assert ("reference text: " in found.line()) == (value != "none")
+
+
+def test_a_pass_of_its_own_goes_back_by_itself() -> None:
+    """Kept are both; of a layer that is computed again only that of the larger pass is there at a time."""
+    kl = {"scu.enabled": True, "scu.measure": "kl", "training.gradient_checkpointing": "non_reentrant"}
+    llama = planner("llama", vocab_size=512)
+    packed, apart = (config_of(**kl, **{"dataset.packing": packing}) for packing in (True, False))
+    together, alone = (llama.work(config, llama.decisions(config)) for config in (packed, apart))
+    assert together.rows == alone.rows == packed.training.batch_size + 1
+    assert together.of_larger_pass.rows == together.rows and alone.of_larger_pass.rows == packed.training.batch_size
+    term = "backward of a layer"
+    ratio = llama.of(apart).terms[term] / llama.of(packed).terms[term]
+    assert ratio == pytest.approx(packed.training.batch_size / together.rows)
+
+
 def test_a_model_that_cannot_be_built_empty_is_decided_in_the_first_step() -> None:
     assert decide(config_of(), GPU, None).fused_head.value is None
 
