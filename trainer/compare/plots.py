@@ -1,4 +1,4 @@
-"""The plots of a comparison: BPT with intervals by setting; BPT, S and lambda over time; the task against forgetting."""
+"""The plots of a comparison: BPT with intervals by setting, BPT, S and lambda over time, the task over forgetting."""
 
 from collections.abc import Callable
 from pathlib import Path
