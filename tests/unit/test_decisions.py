@@ -100,14 +100,16 @@ def test_what_is_decided_on_a_cpu_and_why() -> None:
     ],
 )
 def test_reference_text_goes_with_the_pack_where_it_can(changes: dict[str, Any], value: str, why: str) -> None:
-    found = decided("llama", **({"scu.enabled": True, "scu.measure": "kl"} | changes))
+    settings: dict[str, Any] = {"scu.enabled": True, "scu.measure": "kl"}
+    found = decided("llama", **settings | changes)
     assert found.reference.value == value and why in found.reference.reason
     assert ("reference text: " in found.line()) == (value != "none")
 
 
 def test_a_pass_of_its_own_goes_back_by_itself() -> None:
     """Kept are both; of a layer that is computed again only that of the larger pass is there at a time."""
-    kl = {"scu.enabled": True, "scu.measure": "kl", "training.gradient_checkpointing": "non_reentrant"}
+    kl: dict[str, Any] = {"scu.enabled": True, "scu.measure": "kl"}
+    kl |= {"training.gradient_checkpointing": "non_reentrant"}
     llama = planner("llama", vocab_size=512)
     packed, apart = (config_of(**kl, **{"dataset.packing": packing}) for packing in (True, False))
     together, alone = (llama.work(config, llama.decisions(config)) for config in (packed, apart))
