@@ -25,7 +25,6 @@ IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 # No package can mend these: what the machine has or has not, what its user may do, cases that the product refuses.
 SKIPS_IN_CI = (
     "needs an NVIDIA GPU",
-    "liger-kernel needs a GPU's triton",
     r"with an? (NVIDIA driver|GPU)",
     "there is a GPU here",
     "tests/gpu/.* looks at the real card",

@@ -13,8 +13,8 @@ from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
 from trainer.model.eight_bit import exact_lines
 from trainer.model.targets import unadapted_layers
 from trainer.patches.installation import Wanted, install
-from trainer.patches.liger import PARTS
 from trainer.patches.mamba import unadapted_lines, unquantized_lines
+from trainer.patches.norm_mlp_rope import PARTS
 from trainer.ranks.group import Ranks, set_seed
 from trainer.task import Task
 
@@ -102,8 +102,7 @@ def patches_wanted(
         varlen=decided.attention.value == VARLEN,
         own_elementwise=decided.own_elementwise.value,
         ours=frozenset(part for part, choice in parts.items() if choice.value == "ours"),
-        liger=decided.liger.value,
-        liger_refusal=decided.liger.reason,
+        elementwise_reason=decided.own_elementwise.reason,
         recomputed=decided.recomputed_results.value,
         adapters=decided.adapters.value,
         adapters_reason=decided.adapters.reason,

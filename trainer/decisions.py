@@ -12,11 +12,11 @@ from typing import Generic, Literal, TypeVar
 from trainer.config import RunConfig, engine_stage, engine_zero, gathers_by_layer, why_not_by_layer
 from trainer.engine.deepspeed_engine import guards_on_device
 from trainer.engine.flat_adapter import why_not_flat
-from trainer.patches.liger import KNOWN, PARTS, why_not_liger
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.model_facts import ModelFacts
+from trainer.patches.norm_mlp_rope import PARTS
 
-Kernels = Literal["ours", "liger", "model"]
+Kernels = Literal["ours", "model"]
 VARLEN = "varlen"
 T = TypeVar("T")
 
@@ -28,8 +28,6 @@ class Machine:
     world_size: int
     on_gpu: bool
     precision: str
-    liger: frozenset[str]
-    """The model types that the installed liger-kernel knows; empty without it."""
     own_kernels: bool
     """Whether the CUDA operators are built, or will be."""
     flash: bool
@@ -41,12 +39,12 @@ class Machine:
     def assumed(cls, world_size: int, precision: str) -> "Machine":
         """GPUs that are not here, with everything installed but the kernels for Mamba layers, if they are not here."""
         flash = precision != "fp32"
-        return cls(world_size, True, precision, KNOWN, own_kernels=True, flash=flash, scan_kernels=has_scan_kernels())
+        return cls(world_size, True, precision, own_kernels=True, flash=flash, scan_kernels=has_scan_kernels())
 
     @classmethod
     def cpu(cls, world_size: int, precision: str) -> "Machine":
         """Ranks on CPUs."""
-        return cls(world_size, False, precision, frozenset(), own_kernels=False, flash=False)
+        return cls(world_size, False, precision, own_kernels=False, flash=False)
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,6 @@ class Decisions:
     norms: Decided[Kernels]
     swiglu: Decided[Kernels]
     rotary: Decided[Kernels]
-    liger: Decided[bool]
-    """Whether Liger's kernels compute what is not ours."""
     adapters: Decided[str]
     """Whose forward: `cuda`, `reference`, `peft`, `rounded` (training.qat), or `none`."""
     siblings: Decided[bool]
@@ -117,9 +113,8 @@ class Decisions:
 
 def decide(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Decisions:
     """The record of a configuration without `auto` for zero.stage; `model` None: it could not be built empty."""
-    liger = _liger(config, machine, model)
     ours = _own_elementwise(config, machine)
-    norms, swiglu, rotary = (_kernels(part, model, ours, liger) for part in PARTS)
+    norms, swiglu, rotary = (_kernels(part, model, ours) for part in PARTS)
     zero = engine_zero(config)
     not_flat = why_not_flat(config)
     return Decisions(
@@ -128,7 +123,6 @@ def decide(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Dec
         norms=norms,
         swiglu=swiglu,
         rotary=rotary,
-        liger=liger,
         adapters=_adapters(config, machine),
         siblings=_siblings(config, machine),
         recomputed_results=_recomputed_results(config, machine),
@@ -151,7 +145,6 @@ def decide_for_pictures(config: RunConfig, machine: Machine) -> Decisions:
         norms=theirs,
         swiglu=theirs,
         rotary=theirs,
-        liger=Decided(False, "an image model"),
         recomputed_results=Decided("none", "an image model"),
         fused_head=Decided(False, "an image model has no head"),
     )
@@ -175,19 +168,9 @@ def _attention(config: RunConfig, machine: Machine, model: ModelFacts | None) ->
     return Decided(VARLEN)
 
 
-def _liger(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Decided[bool]:
+def _own_elementwise(config: RunConfig, machine: Machine) -> Decided[bool]:
     if config.ops.elementwise == "off":
         return Decided(False, "ops.elementwise: off")
-    compiled = config.training.torch_compile
-    model_type = model.model_type if model is not None else "this model"
-    refusal = why_not_liger(model_type, machine.liger, on_gpu=machine.on_gpu, compiled=compiled)
-    return Decided(not refusal, refusal)
-
-
-def _own_elementwise(config: RunConfig, machine: Machine) -> Decided[bool]:
-    setting = config.ops.elementwise
-    if setting != "auto":
-        return Decided(False, f"ops.elementwise: {setting}")
     if not machine.on_gpu:
         return Decided(False, "there is no GPU")
     if config.training.torch_compile:
@@ -197,14 +180,10 @@ def _own_elementwise(config: RunConfig, machine: Machine) -> Decided[bool]:
     return Decided(machine.own_kernels, "" if machine.own_kernels else "no CUDA kernels here")
 
 
-def _kernels(part: str, model: ModelFacts | None, ours: Decided[bool], liger: Decided[bool]) -> Decided[Kernels]:
-    """Ours where they give what the model's code gives, Liger's where they do not and it knows the model."""
+def _kernels(part: str, model: ModelFacts | None, ours: Decided[bool]) -> Decided[Kernels]:
+    """Ours where they give what the model's code gives."""
     refusal = ours.reason if not ours.value or model is None else model.elementwise[part]
-    if ours.value and not refusal:
-        return Decided("ours")
-    if liger.value and not (part == "swiglu" and model is not None and model.experts):
-        return Decided("liger", refusal)
-    return Decided("model", refusal or liger.reason)
+    return Decided("model", refusal) if refusal or not ours.value else Decided("ours")
 
 
 def _adapters(config: RunConfig, machine: Machine) -> Decided[str]:

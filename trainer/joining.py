@@ -20,6 +20,7 @@ from trainer.memory.preflight import MemoryPlan, plan_memory
 from trainer.ranks.agreement import meet
 from trainer.ranks.group import Ranks, form_process_group
 from trainer.ranks.progress import phase
+from trainer.ranks.torch_settings import set_up_torch
 from trainer.task import Task
 
 Say = Callable[[str], None]
@@ -53,7 +54,7 @@ def join(
     precision = resolve_precision(config.training.precision, device)
     for note in notes:
         say(f"note: {escape(note)}")
-    _set_up_torch(config, device)
+    set_up_torch(config.training, device)
     memory = plan_memory(config, prepared, ranks, device, precision)
     resolved = memory.config
     kind: type[LanguageTask | ImageTask] = LanguageTask if prepared.tokenizer is not None else ImageTask
@@ -75,15 +76,6 @@ def _meet(config: RunConfig, prepared: Prepared, ranks: Ranks, lock: FolderLock 
     if (warning := known_versions.warning()) is not None:
         say(f"[yellow]warning:[/yellow] {escape(warning)}")
     return prepared
-
-
-def _set_up_torch(config: RunConfig, device: torch.device) -> None:
-    training = config.training
-    torch.use_deterministic_algorithms(training.deterministic, warn_only=True)
-    if device.type == "cuda":
-        torch.backends.cudnn.benchmark = training.cudnn_benchmark
-        if training.memory_fraction:
-            torch.cuda.set_per_process_memory_fraction(training.memory_fraction, device)
 
 
 def _say_steps(given: RunConfig, resolved: RunConfig, samples: int | None, ranks: int, say: Say) -> None:

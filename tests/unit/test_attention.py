@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -29,6 +30,7 @@ from trainer.patches.packed_attention import (
     sdpa_with_own_heads,
     varlen_attention,
 )
+from trainer.ranks.torch_settings import leave_out_cudnn
 
 WINDOW = 6
 
@@ -98,6 +100,35 @@ def test_documents_of_equal_lengths_drop_what_the_model_asks_for() -> None:
     some, _ = varlen_attention(module, query, query, value, None, cu_seqlens=bounds, max_seqlen=8, dropout=0.5)
     share = (some / kept).nan_to_num()  # [1, T, heads, head_dim]: 1 / kept share, or 0
     assert set(share.flatten().round(decimals=4).tolist()) == {0.0, 2.0}
+
+
+class AtAttention(TorchFunctionMode):
+    """Whether cuDNN may compute each attention of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed: list[bool] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            self.allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return function(*args, **(kwargs or {}))
+
+
+def test_cudnn_is_left_to_whole_tiles(folder: Path) -> None:
+    """Not with a mask, and not where a document ends within 128 tokens: pytorch#196678."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        leave_out_cudnn()
+        with AtAttention() as seen:
+            for length in (128, 192):
+                query = torch.zeros(1, 1, 2 * length, 8)
+                bounds = torch.tensor([0, length, 2 * length], dtype=torch.int32)
+                varlen_attention(torch.nn.Module(), query, query, query, None, cu_seqlens=bounds, max_seqlen=length)
+            load(folder, None, "sdpa")(input_ids=torch.ones(1, 128, dtype=torch.long))
+        assert seen.allowed == [True, False, False, False]  # the model has two layers
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 @pytest.fixture

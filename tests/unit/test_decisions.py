@@ -14,7 +14,6 @@ from trainer.decisions import Decisions, Machine, decide
 from trainer.memory.bytes import GIB
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner, with_changes
-from trainer.patches.liger import KNOWN
 from trainer.patches.loss_head import TokenLoss
 
 TRAINER = Path(__file__).parents[2] / "trainer"
@@ -60,7 +59,6 @@ def test_the_batch_that_is_found_has_room_for_capped_logits() -> None:
     [
         ("llama", {}, {"attention": "varlen", "norms": "ours", "swiglu": "ours", "fused_head": True, "flat": True}),
         ("llama", {"dataset.packing": False}, {"attention": "sdpa"}),
-        ("llama", {"ops.elementwise": "liger"}, {"norms": "liger", "swiglu": "liger", "recomputed_results": "none"}),
         ("llama", {"ops.elementwise": "off"}, {"norms": "model", "rotary": "model", "recomputed_results": "none"}),
         ("llama", {"training.torch_compile": True}, {"norms": "model", "flat": False, "siblings": False}),
         (
@@ -140,7 +138,7 @@ def test_a_head_that_turns_out_otherwise_is_said() -> None:
 
 def test_nobody_else_decides() -> None:
     """The rules are called where the record is made, and where settings are checked against one another."""
-    rules = {"why_not_flat", "why_not_liger", "gathers_by_layer", "why_not_by_layer", "guards_on_device"}
+    rules = {"why_not_flat", "gathers_by_layer", "why_not_by_layer", "guards_on_device"}
     may = {"decisions.py", "gather.py", "checks.py", "deepspeed_engine.py", "stored_fp8.py"}
     callers = {
         path.name
@@ -149,8 +147,3 @@ def test_nobody_else_decides() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in rules
     }
     assert callers <= may
-
-
-def test_what_liger_knows_is_what_the_package_knows() -> None:
-    liger = pytest.importorskip("liger_kernel.transformers.monkey_patch", reason="liger-kernel needs a GPU's triton")
-    assert set(liger.MODEL_TYPE_TO_APPLY_LIGER_FN) >= KNOWN

@@ -48,7 +48,7 @@ def wanted(folder: Path, **changes: Any) -> Wanted:
     }
     nothing = Wanted(
         RunConfig.model_validate(settings), CPU, torch.float32, True, True, frozenset({"rms_norm", "swiglu", "rope"}),
-        False, "not asked for", "norms", "reference", "", None, True, small_pass,
+        "", "norms", "reference", "", None, True, small_pass,
     )  # fmt: skip
     return replace(nothing, **changes)
 

@@ -258,7 +258,7 @@ def test_a_tied_head_is_counted_once_and_all_weights_are_trained_without_an_adap
 @pytest.mark.parametrize("recompute", ["non_reentrant", "selective"])
 def test_recomputation_trades_what_is_kept_for_one_layer(recompute: str) -> None:
     shapes = shapes_of("random:llama3.1-8b")
-    whole, less = work(elementwise="liger", element=2), work(elementwise="liger", element=2, recompute=recompute)
+    whole, less = work(elementwise="ours", element=2), work(elementwise="ours", element=2, recompute=recompute)
     kept = kept_by_layers(shapes, less)
     assert kept + len(shapes.layers) * recomputed_layer(shapes, less) == kept_by_layers(shapes, whole)
     if recompute == "non_reentrant":
@@ -271,13 +271,13 @@ def test_a_layer_of_llama_3_1_as_one_computes_it_by_hand() -> None:
     """Per token and layer of 2-byte elements: 4 H for residuals and norms, q, k, v, o, 3 I, ranks; 32 logarithms."""
     layer = shapes_of("random:llama3.1-8b").layers[0]
     per_token = 2 * (4 * 4096 + 6144 + 4096 + 3 * 14336 + 7 * 8) + 4 * (32 + 2)
-    assert kept_by_layer(layer, work(rows=4, length=2048, element=2, elementwise="liger")) == 8192 * per_token
+    assert kept_by_layer(layer, work(rows=4, length=2048, element=2, elementwise="ours")) == 8192 * per_token
 
 
 def test_logits_cost_what_the_fused_loss_saves() -> None:
     shapes = shapes_of("random:llama3.1-8b")
-    whole = loss_head(shapes, work(rows=4, length=2048, targets=2048, element=2, elementwise="liger", fused_loss=False))
-    fused = loss_head(shapes, work(rows=4, length=2048, targets=2048, element=2, elementwise="liger"))
+    whole = loss_head(shapes, work(rows=4, length=2048, targets=2048, element=2, elementwise="ours", fused_loss=False))
+    fused = loss_head(shapes, work(rows=4, length=2048, targets=2048, element=2, elementwise="ours"))
     assert whole > 12 * 8192 * 128_256 > 20 * fused
 
 
@@ -293,7 +293,7 @@ def test_stages_partition_what_they_are_for(stage: int) -> None:
 
 def test_the_terms_add_up_and_nothing_is_negative() -> None:
     shapes = shapes_of("random:llama3.1-8b")
-    found = estimate(shapes, work(element=2, elementwise="liger", rows=4, length=2048), placement(), checkpoints=3)
+    found = estimate(shapes, work(element=2, elementwise="ours", rows=4, length=2048), placement(), checkpoints=3)
     assert found.peak == sum(found.terms.values()) and min(found.terms.values()) > 0
     assert found.needed > found.peak > 48 * GIB
 

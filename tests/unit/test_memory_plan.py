@@ -25,11 +25,10 @@ from trainer.memory.planner import SPARE, Changes, Lengths, Planner, gib, with_c
 from trainer.memory.preflight import plan_on
 from trainer.memory.widths import Shapes
 from trainer.model.base import load_model_config
-from trainer.patches.liger import KNOWN
 from trainer.preflight import prepare
 
 ROOT = Path(__file__).parent.parent.parent
-BF16_GPU = Machine(4, on_gpu=True, precision="bf16", liger=KNOWN, own_kernels=False, flash=True)
+BF16_GPU = Machine(4, on_gpu=True, precision="bf16", own_kernels=True, flash=True)
 
 
 @pytest.fixture(scope="module")

@@ -62,7 +62,7 @@ VALUES = {
     "trainer/patches/replace.py: setattr": "by which the others replace",
     "trainer/ranks/group.py: environ": "Python's: rank variables",
     "trainer/images/model.py: vars()[]": "diffusers' own mark of a model in 4 bits",
-    "trainer/joining.py: benchmark": "public",
+    "trainer/ranks/torch_settings.py: benchmark": "public",
 }  # fmt: skip
 OTHERS = (
     "trainer/bench/",  # builds models of others, to measure them

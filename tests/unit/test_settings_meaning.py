@@ -389,7 +389,7 @@ def test_every_name_of_another_trainer_is_understood_or_advised_on(file: Path) -
     ("old", "new", "value"),
     [
         ("ops.liger=auto", "elementwise", "auto"),
-        ("ops.liger=on", "elementwise", "liger"),
+        ("ops.liger=on", "elementwise", "auto"),
         ("ops.liger=off", "elementwise", "off"),
         ("ops.forget=norms", "recompute", "norms"),
         ("ops.forget=none", "recompute", "none"),
@@ -408,7 +408,7 @@ def test_settings_of_the_operators_are_known_by_their_former_names(file: Path, o
     assert "the same setting; keep one" in refusal(both)
 
 
-@pytest.mark.parametrize(("liger", "elementwise"), [("auto", "auto"), ("on", "liger"), ("off", "off")])
+@pytest.mark.parametrize(("liger", "elementwise"), [("auto", "auto"), ("on", "auto"), ("off", "off")])
 def test_what_a_run_of_an_earlier_version_recorded_is_still_read(file: Path, liger: str, elementwise: str) -> None:
     record = load_config(file).config.model_dump(mode="json")
     record["ops"] = {"backend": "peft", "flat": False, "forget": "norms", "liger": liger}

@@ -135,7 +135,7 @@ ELSEWHERE = {
     "tokenizer_type": "remove it; the kind of tokenizer is read from its files",
     "kernel_config": "remove it; `ops` has the settings of the kernels",
     "dataset_dir": "write the path in `dataset.path`",
-    "ops.liger": "write `ops.elementwise`: auto, liger or off",
+    "ops.liger": "write `ops.elementwise`: auto or off",
     "dataset_prepared_path": "remove it; tokenised data is kept in `dataset.cache_dir`",
 }
 

@@ -37,7 +37,7 @@ MEANINGS: dict[str, dict[Any, dict[str, Any]]] = {
     # As it was called here before.
     "ops.liger": {
         "auto": {"ops.elementwise": "auto"},
-        "on": {"ops.elementwise": "liger"},
+        "on": {"ops.elementwise": "auto"},
         "off": {"ops.elementwise": "off"},
     },
 }

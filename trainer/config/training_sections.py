@@ -201,20 +201,20 @@ class OpsSection(Section):
     recompute: Literal["activations", "norms", "none"] = "activations"
     """Cheap results that the backward pass computes again instead of keeping, where there is no gradient checkpointing:
     the activation of SwiGLU (7 of 50 GiB for 1 % of time at 8B and 8,192 tokens), with `norms` those of norms too."""
-    elementwise: Literal["auto", "liger", "off"] = "auto"
+    elementwise: Literal["auto", "off"] = "auto"
     """Who computes norms, SwiGLU and rotary embedding on a GPU. `auto`: our kernels where they give what the model's
-    own code gives, Liger's where they do not and it knows the architecture. `liger`: Liger's. `off`: the model's own
-    code."""
+    own code gives. `off`: the model's own code."""
 
     @model_validator(mode="before")
     @classmethod
     def _read_records_of_earlier_versions(cls, settings: Any) -> Any:
-        """Runs recorded `forget` and `liger`; in files of users trainer/config/load.py has renamed them by now."""
-        if isinstance(settings, dict) and settings.keys() & {"forget", "liger"}:
+        """Runs recorded `forget`, `liger` and Liger's kernels; in files of users config/load.py renames them."""
+        if isinstance(settings, dict) and settings.keys() & {"forget", "liger", "elementwise"}:
             settings = dict(settings)
             if "forget" in settings:
                 settings.setdefault("recompute", settings.pop("forget"))
             if "liger" in settings:
-                former = settings.pop("liger")
-                settings.setdefault("elementwise", "liger" if former == "on" else former)
+                settings.setdefault("elementwise", settings.pop("liger"))
+            if settings.get("elementwise") in ("liger", "on"):
+                settings["elementwise"] = "auto"
         return settings

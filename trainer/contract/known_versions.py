@@ -32,7 +32,6 @@ KNOWN = {
     "datasets": Reliance(("5.2.0",), "fingerprints of data from the hub"),
     "torchao": Reliance(("0.18.0",), "rounding of weights (training.qat)"),
     "compressed-tensors": Reliance(("0.20.0",), "packing of rounded weights for servers"),
-    "liger-kernel": Reliance(("0.8.5",), "which architectures it knows"),
 }
 
 

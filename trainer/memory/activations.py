@@ -2,9 +2,9 @@
 
 Legend: T tokens of a micro-batch, H hidden width, e bytes of an activation, V vocabulary, K positions with a target.
 Every formula says what the product saves: the fused operators x and h = x A^T; attention q, k, v, its output and one
-32-bit logarithm per head and token; RMSNorm by our operator or Liger's its input and a 32-bit scale, their SwiGLU gate
-and up. The model's own norm keeps a 32-bit copy of its input, its own SwiGLU the activated gate as well. Where results
-of these two are forgotten (trainer/patches/norm_mlp_rope.py), the adapted layers behind them keep none of their input.
+32-bit logarithm per head and token; our RMSNorm its input and a 32-bit scale, our SwiGLU gate and up. The model's own
+norm keeps a 32-bit copy of its input, its own SwiGLU the activated gate as well. Where results of these two are
+forgotten (trainer/patches/norm_mlp_rope.py), the adapted layers behind them keep none of their input.
 """
 
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ class Work:
     element: int
     """e."""
     norms: str
-    """Whose code computes them: `ours`, `liger` or `model`."""
+    """Whose code computes them: `ours` or `model`."""
     swiglu: str
     """The same for what gated feed-forward parts do between their projections."""
     rotary: str
@@ -230,10 +230,7 @@ def recomputed_layer(shapes: Shapes, work: Work) -> int:
 
 
 def backward_of_mixer(layer: Layer, mixer: Mixer, work: Work) -> int:
-    """Gradients that are alive at once: of the residual stream and its branch, of the inner width, of the projections.
-
-    Liger's SwiGLU and rotary embedding write gradients over values; ours beside them.
-    """
+    """Gradients alive at once: of the residual stream and its branch, of the inner width, of the projections."""
     if mixer.kind == "experts":
         rows = work.tokens * mixer.choices * (2 * mixer.width_in + mixer.width_projected + 2 * mixer.width_inner)
         again = 0
@@ -243,7 +240,7 @@ def backward_of_mixer(layer: Layer, mixer: Mixer, work: Work) -> int:
     per_token = 2 * layer.hidden + mixer.width_inner
     if mixer.kind == "attention":
         per_token += max(mixer.width_projected, 3 * mixer.width_inner) if work.copied_heads else mixer.width_projected
-        per_token += 0 if work.rotary == "liger" else mixer.width_projected
+        per_token += mixer.width_projected
     elif work.swiglu == "ours":
         per_token += mixer.width_projected
     elif work.swiglu == "model":

@@ -85,7 +85,7 @@ def picture_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
         norm=NO_NORMS,
         weights=tuple(weights_of(model, blocks, None, in_mxfp4=False)),
         layers=tuple(Layer(1, NO_NORMS, ()) for _ in blocks),
-        facts=ModelFacts(pipeline.family.name, True, False, False, False, False, "an image model", False, {}),
+        facts=ModelFacts(True, False, False, False, "an image model", False, {}),
         softcap=False,
     )
 

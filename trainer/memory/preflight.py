@@ -26,7 +26,6 @@ from trainer.memory.oom_recovery import Halving
 from trainer.memory.peak import peak_memory_gib
 from trainer.memory.planner import RECOMPUTATION, RECOMPUTATIONS, Lengths, Planner, gib, with_changes
 from trainer.memory.process import host_memory_left
-from trainer.patches.liger import known_models
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.packed_attention import has_flash
 from trainer.ranks.group import Ranks
@@ -56,10 +55,9 @@ def plan_memory(
     if ranks.is_main:
         on_gpu = device.type == "cuda"
         flash = has_flash(device, DTYPES[precision])
-        liger = known_models(on_gpu=on_gpu)
         try:
             own = _has_own_kernels(config, device)
-            machine = Machine(ranks.world_size, on_gpu, precision, liger, own, flash, has_scan_kernels())
+            machine = Machine(ranks.world_size, on_gpu, precision, own, flash, has_scan_kernels())
             plan = plan_on(machine, config, prepared, memory)
             answer[0] = plan if on_gpu else with_host_check(plan, neighbours)
         except UserError as error:

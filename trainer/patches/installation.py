@@ -16,9 +16,8 @@ from trainer.engine.layer_gather.shards import LayerShards
 from trainer.engine.protocol import Engine
 from trainer.model.expert_layers import expert_modules
 from trainer.patches.deepspeed_workarounds import answer_faults
-from trainer.patches.liger import PARTS, apply_liger, line_of
 from trainer.patches.mamba import call_projections_of_mamba
-from trainer.patches.norm_mlp_rope import forget_inputs, replace_elementwise
+from trainer.patches.norm_mlp_rope import PARTS, forget_inputs, replace_elementwise
 from trainer.patches.packed_attention import copy_heads_without_flash, leave_varlen, share_heads_again, use_varlen
 from trainer.patches.recompute import disable_recomputation, enable_recomputation
 from trainer.patches.replace import undo, undo_on
@@ -39,9 +38,9 @@ class Wanted:
     """Packs are computed by the variable-length attention."""
     own_elementwise: bool
     ours: frozenset[str]
-    """Parts (of liger.PARTS) that are expected to be ours; a difference is said, for memory was estimated by it."""
-    liger: bool
-    liger_refusal: str
+    """Parts (of norm_mlp_rope.PARTS) expected to be ours; a difference is said, for memory was estimated by it."""
+    elementwise_reason: str
+    """Why none is; empty if some are."""
     recomputed: str
     """`none`, `activations`, or `norms` as well."""
     adapters: str
@@ -95,26 +94,21 @@ def _varlen(model: Any, wanted: Wanted) -> list[str]:
 
 
 def _elementwise(model: Any, wanted: Wanted) -> list[str]:
-    """Our norms, SwiGLU and rotary embedding, Liger's for what is left."""
-    lines: list[str] = []
-    done: set[str] = set()
-    if wanted.own_elementwise:
-        _load_operators(wanted.config)
-        replaced = replace_elementwise(
-            model,
-            frozen_norms=wanted.config.adapter != "none",
-            recompute=wanted.recomputed != "none",
-            recompute_norms=wanted.recomputed == "norms",
-        )
-        lines, done = replaced.lines(), replaced.whole()
-        for part in sorted(done ^ wanted.ours):
-            now = "ours" if part in done else "not ours"
-            lines.append(f"[yellow]warning:[/yellow] {PARTS[part]}: {now} on this device; the memory estimate is off")
-    if wanted.liger and len(done) < len(PARTS):
-        apply_liger(model, done)
-    elif wanted.config.ops.elementwise == "liger":
-        raise UserError(f"ops.elementwise=liger: {wanted.liger_refusal}; use ops.elementwise: auto")
-    return [*lines, line_of(done, wanted.liger_refusal)]
+    """Our norms, SwiGLU and rotary embedding, where they give what the model's own code gives."""
+    if not wanted.own_elementwise:
+        return [f"{', '.join(PARTS.values())}: the model's own ({wanted.elementwise_reason})"]
+    _load_operators(wanted.config)
+    replaced = replace_elementwise(
+        model,
+        frozen_norms=wanted.config.adapter != "none",
+        recompute=wanted.recomputed != "none",
+        recompute_norms=wanted.recomputed == "norms",
+    )
+    lines, done = replaced.lines(), replaced.whole()
+    for part in sorted(done ^ wanted.ours):
+        now = "ours" if part in done else "not ours"
+        lines.append(f"[yellow]warning:[/yellow] {PARTS[part]}: {now} on this device; the memory estimate is off")
+    return lines
 
 
 def _load_operators(config: RunConfig) -> None:
@@ -223,13 +217,10 @@ INSTALLATIONS = (
         ("the attention of packed documents", "attention sinks of packed documents"), "base", _varlen, leave_varlen
     ),
     Installation(
-        (
-            "forward of RMSNorm and gated MLPs; apply_rotary_pos_emb of modeling files",
-            "norms, SwiGLU and rotary embedding, by Liger's own patching",
-        ),
+        ("forward of RMSNorm and gated MLPs; apply_rotary_pos_emb of modeling files",),
         "base",
         _elementwise,
-        undo,  # not of Liger's, which replaces functions of transformers for the process
+        undo,
     ),
     Installation(("mamba2_split_conv1d_scan_combined of modeling files",), "adapted", _mamba, undo),
     Installation(("how stage 3 gathers a frozen base",), "adapted", _layer_gather, _ungather),

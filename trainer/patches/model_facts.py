@@ -11,7 +11,6 @@ from torch.overrides import TorchFunctionMode
 from trainer.contract.known_versions import require
 from trainer.model.model_kind import takes_sdpa
 from trainer.patches.attention_sinks import has_sinks
-from trainer.patches.liger import has_experts
 from trainer.patches.loss_head import observed_factor, why_not_plain
 from trainer.patches.norm_mlp_rope import examine_elementwise
 
@@ -23,14 +22,12 @@ _UNKNOWN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeEr
 class ModelFacts:
     """What decisions depend on; a reason is empty where nothing is in the way."""
 
-    model_type: str
     sdpa: bool
     """Whether the model takes torch's attention; it is eager else."""
     registry: bool
     """Whether it takes its attention from transformers' registry, where ours can be put."""
     masked: bool
     """Whether its attention is given a mask for a text alone, which is causal without one."""
-    experts: bool
     sinks: bool
     """Whether its attention has sinks, which transformers knows for packs in kernels of the hub alone."""
     head: str | None
@@ -45,11 +42,9 @@ def facts_of_base(model: Any, *, frozen_norms: bool) -> ModelFacts:
     """Of an empty base model, before adapters are added and change what its head is: all but `head`."""
     model.float()  # a published configuration names a type, the run computes in its own
     return ModelFacts(
-        model_type=str(model.config.model_type),
         sdpa=takes_sdpa(model),
         registry=bool(require(model, "_supports_attention_backend", "transformers")),
         masked=_is_given_a_mask(model),
-        experts=has_experts(model),
         sinks=has_sinks(model),
         head=None,
         caps=False,

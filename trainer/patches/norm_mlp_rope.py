@@ -25,6 +25,7 @@ from ops.elementwise import forgetting, gelu_mul, rms_norm, rope, silu_mul
 from trainer.engine.partitioned import whole_shape
 from trainer.patches.replace import replace
 
+PARTS = {"rms_norm": "norms", "swiglu": "activation", "rope": "rotary embedding"}
 ROTARY = "apply_rotary_pos_emb"
 WORTH_FORGETTING = 2**23
 """Bytes of a result below which the hooks cost more host time than its memory is worth: 1,024 x 4,096 in 16 bits."""
@@ -53,7 +54,7 @@ class Replaced:
         ]
 
     def why_not(self) -> dict[str, str]:
-        """Why a part (Liger's names: rms_norm, swiglu, rope) is not ours in the whole model; empty where it is."""
+        """Why a part (of PARTS) is not ours in the whole model; empty where it is."""
         parts = {"rms_norm": self.norms, "swiglu": self.mlps, "rope": self.rotary}
         reasons = {part: "" if count else "the model has none of a known form" for part, count in parts.items()}
         for name, reason in self.refused:
@@ -61,7 +62,7 @@ class Replaced:
         return reasons
 
     def whole(self) -> set[str]:
-        """Liger's names of the parts of which nothing is left to replace."""
+        """The parts (of PARTS) of which nothing is left to replace."""
         return {part for part, reason in self.why_not().items() if not reason}
 
 

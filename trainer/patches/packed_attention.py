@@ -9,6 +9,7 @@ heads that are shared are copied for every query head; torch would fall back to 
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.config import ModelSection, UserError
 from trainer.contract.known_versions import require
@@ -17,6 +18,8 @@ from trainer.patches.attention_sinks import flash_with_sinks, has_sinks, one_by_
 
 VARLEN = "zerolora_varlen"
 FLAT_ATTENTION = (VARLEN, "flash_attention_2", "flash_attention_3")
+CUDNN_TILE = 128
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _ALONE = torch.nn.Module()  # passed instead of an attention module: it has no shared heads
 
 SUPPORT_FLAGS = {
@@ -176,9 +179,11 @@ def _of_equal_lengths(
     """
     # squeeze, not [0]: the derivative of an index is a copy into zeros
     q, k, v = (tensor.squeeze(0).unflatten(1, (documents, -1)).transpose(0, 1) for tensor in (query, key, value))
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-    )
+    whole_tiles = q.shape[2] % CUDNN_TILE == 0
+    with sdpa_kernel([*WITHOUT_CUDNN, SDPBackend.CUDNN_ATTENTION] if whole_tiles else WITHOUT_CUDNN):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
     return out.transpose(1, 2).flatten(0, 1)
 
 

@@ -1,0 +1,24 @@
+"""How torch is set up in the process of a rank, whatever it trains."""
+
+import torch
+
+from trainer.config import TrainingSection
+
+
+def set_up_torch(training: TrainingSection, device: torch.device) -> None:
+    """What a run asks of torch, and what we never ask of it."""
+    torch.use_deterministic_algorithms(training.deterministic, warn_only=True)
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = training.cudnn_benchmark
+        leave_out_cudnn()
+        if training.memory_fraction:
+            torch.cuda.set_per_process_memory_fraction(training.memory_fraction, device)
+
+
+def leave_out_cudnn() -> None:
+    """From now on torch takes cuDNN's attention in this process only where it is asked for (packed_attention.py).
+
+    Its derivative is not a number with a mask where 64 tokens of the last tile of 128 are left (torch 2.11 to 2.13,
+    pytorch#196678), and reads memory that is not its own at FLUX's shapes (torch 2.11, cuDNN 9.19, an H200).
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
