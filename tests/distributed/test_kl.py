@@ -43,7 +43,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "plain-layer": LAYER,
     "plain-module": MODULE,
     "plain-layer-kept": LAYER | KEPT,
-    "plain-module-kept": MODULE | KEPT,
     "packed-0": {"zero__stage": 0, "ops__backend": "reference", **PACKED, **KEPT},
     "packed-2": {"zero__stage": 2, **PACKED},
     "packed-layer": LAYER | PACKED | RECOMPUTED | KEPT,
