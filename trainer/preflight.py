@@ -92,7 +92,7 @@ def _prepare_text(config: RunConfig, tell: Callable[[str], None], looked: Looked
     )
     if data.stats.records:
         tell(f"{data.stats.records:,} records, {data.stats.documents:,} documents to train on")
-    return Prepared(looked.tokenizer, looked.model_config, data, looked.notes, _reference(config, looked))
+    return Prepared(looked.tokenizer, looked.model_config, data, looked.notes, reference_of(config, looked.tokenizer))
 
 
 def check_settings(config: RunConfig) -> None:
@@ -151,17 +151,15 @@ def look_at_model(config: RunConfig) -> Looked:
     return Looked(tokenizer, model_config, longest, tuple(notes))
 
 
-def _reference(config: RunConfig, looked: Looked) -> Samples | None:
-    """The texts of scu.reference."""
+def reference_of(config: RunConfig, tokenizer: Any) -> Samples | None:
+    """The texts of scu.reference. Raises UserError, also for a law of the SCU that means nothing."""
     if not config.scu.enabled:
         return None
     # A size below 2B stands in for the model's, which is counted when its weights are there.
     law_of(config.scu, total_steps=1, base_parameters=1)
     if config.scu.reference is None:
         return None
-    return reference_samples(
-        config.dataset, looked.tokenizer, config.scu.reference, setting="scu.reference", seed=config.seed
-    )
+    return reference_samples(config.dataset, tokenizer, config.scu.reference, setting="scu.reference", seed=config.seed)
 
 
 def prepare_to_resume(

@@ -1,6 +1,7 @@
 """One record of decisions: made from configuration, machine and empty model; executed, estimated by and printed."""
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,26 @@ def test_a_pass_of_its_own_goes_back_by_itself() -> None:
     term = "backward of a layer"
     ratio = llama.of(apart).terms[term] / llama.of(packed).terms[term]
     assert ratio == pytest.approx(packed.training.batch_size / together.rows)
+
+
+def test_what_the_base_says_of_reference_text_lies_on_the_host() -> None:
+    """512 samples of 127 places, 256 wide, in 16 bits; as many as a file has where it was looked at; 1 GiB at most."""
+    kl: dict[str, Any] = {"scu.enabled": True, "scu.measure": "kl", "training.batch_size": 1}
+    llama = planner("llama", vocab_size=512)
+
+    def kept(lengths: Lengths = llama.lengths, **changes: Any) -> int:
+        config, looked = config_of(**kl | changes), replace(llama, lengths=lengths)
+        size = looked._placement(config, looked.decisions(config)).base_states
+        assert looked.of(config).host >= size
+        return size
+
+    assert kept() == kept(**{"scu.reference_cache": True}) == 512 * 127 * 256 * 2
+    assert kept(**{"scu.reference_cache": False}) == kept(**{"scu.measure": "delta"}) == 0
+    assert kept(**{"scu.reference": "x.jsonl"}) == 0
+    assert kept(replace(llama.lengths, reference=1000), **{"scu.reference": "x.jsonl"}) == 1000 * 512
+    large = replace(llama.lengths, reference=2**22)
+    assert kept(large, **{"scu.reference": "x.jsonl"}) == 0
+    assert kept(large, **{"scu.reference": "x.jsonl", "scu.reference_cache": True}) == 2**31
 
 
 def test_a_model_that_cannot_be_built_empty_is_decided_in_the_first_step() -> None:
