@@ -124,19 +124,18 @@ def test_what_the_base_says_of_reference_text_lies_on_the_host() -> None:
     kl: dict[str, Any] = {"scu.enabled": True, "scu.measure": "kl", "training.batch_size": 1}
     llama = planner("llama", vocab_size=512)
 
-    def kept(lengths: Lengths = llama.lengths, **changes: Any) -> int:
-        config, looked = config_of(**kl | changes), replace(llama, lengths=lengths)
+    def kept(changes: dict[str, Any], reference: int | None = None) -> int:
+        looked = replace(llama, lengths=replace(llama.lengths, reference=reference))
+        config = config_of(**kl | changes)
         size = looked._placement(config, looked.decisions(config)).base_states
         assert looked.of(config).host >= size
         return size
 
-    assert kept() == kept(**{"scu.reference_cache": True}) == 512 * 127 * 256 * 2
-    assert kept(**{"scu.reference_cache": False}) == kept(**{"scu.measure": "delta"}) == 0
-    assert kept(**{"scu.reference": "x.jsonl"}) == 0
-    assert kept(replace(llama.lengths, reference=1000), **{"scu.reference": "x.jsonl"}) == 1000 * 512
-    large = replace(llama.lengths, reference=2**22)
-    assert kept(large, **{"scu.reference": "x.jsonl"}) == 0
-    assert kept(large, **{"scu.reference": "x.jsonl", "scu.reference_cache": True}) == 2**31
+    file, always = {"scu.reference": "x.jsonl"}, {"scu.reference_cache": True}
+    assert kept({}) == kept(always) == 512 * 127 * 256 * 2
+    assert kept({"scu.reference_cache": False}) == kept({"scu.measure": "delta"}) == 0
+    assert kept(file) == 0 and kept(file, 1000) == 1000 * 256 * 2
+    assert kept(file, 2**22) == 0 and kept(file | always, 2**22) == 2**31
 
 
 def test_a_model_that_cannot_be_built_empty_is_decided_in_the_first_step() -> None:
