@@ -94,7 +94,11 @@ def _prepare_text(config: RunConfig, tell: Callable[[str], None], model_files: M
     if data.stats.records:
         tell(f"{data.stats.records:,} records, {data.stats.documents:,} documents to train on")
     return Prepared(
-        model_files.tokenizer, model_files.model_config, data, model_files.notes, _reference(config, model_files)
+        model_files.tokenizer,
+        model_files.model_config,
+        data,
+        model_files.notes,
+        reference_of(config, model_files.tokenizer),
     )
 
 
@@ -154,17 +158,15 @@ def read_model_files(config: RunConfig) -> ModelFiles:
     return ModelFiles(tokenizer, model_config, longest, tuple(notes))
 
 
-def _reference(config: RunConfig, model_files: ModelFiles) -> Samples | None:
-    """The texts of scu.reference."""
+def reference_of(config: RunConfig, tokenizer: Any) -> Samples | None:
+    """The texts of scu.reference. Raises UserError, also for a law of the SCU that means nothing."""
     if not config.scu.enabled:
         return None
     # A size below 2B stands in for the model's, which is counted when its weights are there.
     law_of(config.scu, total_steps=1, base_parameters=1)
     if config.scu.reference is None:
         return None
-    return reference_samples(
-        config.dataset, model_files.tokenizer, config.scu.reference, setting="scu.reference", seed=config.seed
-    )
+    return reference_samples(config.dataset, tokenizer, config.scu.reference, setting="scu.reference", seed=config.seed)
 
 
 def prepare_to_resume(

@@ -146,6 +146,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "logging.report_to=mlflow": ("logging.report_to=[mlflow]: choose from tensorboard",),
     "scu.enabled=true ; scu.target=0.01 ; training.weight_decay=0.1": ("training.weight_decay=0.1", "0 while scu"),
     "scu.enabled=true ; scu.target=0.01 ; adapter=none": ("scu.enabled=true: adapter is none", "use lora or qlora"),
+    "scu.enabled=true ; scu.lambda_min=5 ; scu.lambda_max=1": ("scu.lambda_min=5.0: must be below scu.lambda_max=1.0",),
     "scu.enabled=true ; scu.target=0.01 ; scu.lambda_start=99999": ("scu.lambda_start=99999", "scu.lambda_max=10000"),
     "scu.enabled=true ; scu.measure=kl ; scu.target=0": ("scu.target=0: must be above 0",),
     "scu.enabled=true ; scu.measure=kl ; training.offload_activations=true ; training.gradient_checkpointing=true": (

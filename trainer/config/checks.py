@@ -236,7 +236,7 @@ def _of_scu(config: RunConfig) -> Iterator[str]:
         yield "training.gradient_checkpointing=reentrant: not with scu.enabled; use non_reentrant"
     if scu.lambda_min >= scu.lambda_max:
         yield f"scu.lambda_min={scu.lambda_min}: must be below scu.lambda_max={scu.lambda_max}"
-    if not scu.lambda_min <= float(scu.lambda_start) <= scu.lambda_max:
+    elif not scu.lambda_min <= float(scu.lambda_start) <= scu.lambda_max:
         yield (
             f"scu.lambda_start={scu.lambda_start}: must lie between scu.lambda_min={scu.lambda_min} "
             f"and scu.lambda_max={scu.lambda_max}"

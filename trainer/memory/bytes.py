@@ -210,7 +210,7 @@ def host_memory(shapes: Shapes, work: Work, placement: Placement) -> int:
 
 def offloaded(shapes: Shapes, work: Work, placement: Placement) -> int:
     """What lies on the host and not on the card."""
-    total = 0
+    total = placement.base_states
     if placement.offload_optimizer:
         # Master, two moments, their gradient, and the updated weights on their way back.
         total += share(shapes.trained * (4 * FP32 + 2 * placement.element), placement, 1)

@@ -8,12 +8,14 @@ from typing import Any
 
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.checks import check_combinations
+from trainer.data.samples import Samples
 from trainer.data.step_count import with_global_batch
 from trainer.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.activations import Work
 from trainer.memory.bytes import GIB, Estimate, estimate
 from trainer.memory.stored_weights import Placement
 from trainer.memory.widths import Shapes
+from trainer.scu.base_samples import LENGTH, MOST_STATES, SAMPLES
 
 LARGEST_BATCH = 256
 """Micro-batches beyond this are no faster on any card."""
@@ -34,6 +36,8 @@ class Lengths:
     longest: int
     targets: int
     samples: int | None = None
+    reference: int | None = None
+    """Places of all texts of scu.reference at which adapter and base are compared; None: not looked at."""
 
     @classmethod
     def assumed(cls, config: RunConfig) -> "Lengths":
@@ -42,12 +46,13 @@ class Lengths:
         return cls(longest, targets=longest)
 
     @classmethod
-    def of(cls, config: RunConfig, samples: Any) -> "Lengths":
-        """Lengths of prepared samples; those of a stream are not known."""
+    def of(cls, config: RunConfig, samples: Any, reference: Samples | None = None) -> "Lengths":
+        """Lengths of prepared samples, those of a stream are not known, and of the texts of scu.reference."""
         if not hasattr(samples, "lengths"):
             return cls.assumed(config)
         tokens, targets = samples.lengths()
-        return cls(int(tokens.max()), int(targets.max()), len(tokens))
+        places = None if reference is None else int(reference.lengths()[0].sum()) - len(reference)
+        return cls(int(tokens.max()), int(targets.max()), len(tokens), places)
 
 
 @dataclass(frozen=True)
@@ -243,7 +248,19 @@ class Planner:
             prefetch=zero.prefetch_bucket_size,
             live=zero.max_live_parameters,
             rounded=bool(training.qat),
+            base_states=self._base_states(config, decided),
         )
+
+    def _base_states(self, config: RunConfig, decided: Decisions) -> int:
+        """Bytes that scu.reference_cache keeps, if the run is long enough; of a file not looked at nothing is known."""
+        scu = config.scu
+        if decided.reference.value == "none" or not scu.reference_cache or decided.fused_head.value is False:
+            return 0
+        places = self.lengths.reference or 0
+        if scu.reference is None:
+            places = SAMPLES * (min(LENGTH, config.dataset.max_length) - 1)
+        size = places * self.shapes.hidden * self._element
+        return size if scu.reference_cache is True or size <= MOST_STATES else 0
 
     @cached_property
     def _element(self) -> int:

@@ -120,7 +120,7 @@ def _planner(machine: Machine, config: RunConfig, prepared: Prepared) -> Planner
         None if config.adapter == "none" else config.lora,
         vocabulary_at_least=len(prepared.tokenizer),
     )
-    return Planner(shapes, Lengths.of(config, prepared.data.train), machine)
+    return Planner(shapes, Lengths.of(config, prepared.data.train, prepared.reference), machine)
 
 
 def recomputation_line(planner: Planner, resolved: RunConfig, memory: int) -> str:
