@@ -66,8 +66,8 @@ def _candidates(planner: Planner, config: RunConfig, memory: int) -> list[Change
     training = config.training
     candidates: list[Changes] = []
     if training.batch_size > 1:
-        smaller = planner.largest_batch(config, memory) or 1
-        changes = smaller_batch(training.batch_size, training.gradient_accumulation_steps, smaller)
+        most = planner.largest_batch(config, memory) or 1
+        changes = smaller_batch(training.batch_size, training.gradient_accumulation_steps, most)
         if training.global_batch_size is not None:
             changes.pop("training.gradient_accumulation_steps")
         candidates.append(changes)
