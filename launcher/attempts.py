@@ -12,13 +12,14 @@ from launcher.supervision.child import run_child
 from launcher.supervision.held_ranks import HeldRanks
 from launcher.supervision.remote import Reach, ThroughSrun, ThroughSsh
 from launcher.supervision.restarts import Ending, Restarts
-from launcher.supervision.stop_signals import EXIT_PREEMPTED, STOPPED
-from launcher.supervision.supervisor import EXIT_OK, EXIT_USAGE, Supervisor
+from launcher.supervision.stop_signals import STOPPED
+from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import ConsoleFile, ConsolePipe, say, show
 from launcher.targets.environment import write_environment
 from launcher.targets.local import Command
 from launcher.targets.slurm import is_requeued, lost_nodes
 from trainer.config import LoadedConfig, UserError
+from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE
 
 ENVIRONMENT_FILE = "environment"
 OF_CPU_RANKS = {"OMP_NUM_THREADS": "1"}

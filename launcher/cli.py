@@ -15,7 +15,7 @@ def _command() -> int:
 
 def main() -> None:
     """Run the command line."""
-    # Until launcher/entry.py is there a Ctrl-C ends the process without a word, not in a traceback of these imports.
+    # Until launcher/entry.py is there a Ctrl-C ends the process silently, not in a traceback of these imports.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     from launcher.entry import Stopped, run
 

@@ -19,13 +19,13 @@ from launcher.scu_train import run as run_scu_train
 from launcher.start import Request, own_version, start
 from launcher.status import status
 from launcher.submit import submit
-from launcher.supervision.supervisor import EXIT_FAILED, EXIT_USAGE
 from launcher.supervision.terminal import say
 from launcher.sweep import sweep
 from trainer.config import UserError, dump_yaml, load_config
 from trainer.config.errors import mistake_in_path, one_line
 from trainer.config.messages import as_override
 from trainer.config.settings_reference import json_schema, reference_text
+from trainer.contract.exit_codes import EXIT_FAILED, EXIT_USAGE
 
 # Subcommand -> module with its arguments and help. `zerolora X --help` shows the module's own.
 MODULES = {

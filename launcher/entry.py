@@ -1,6 +1,6 @@
 """How commands begin and end, whatever they do: a signal is one line and 128 + its number, never a traceback.
 
-launcher/cli.py and launcher/module.py run commands by it. Nothing heavy is imported here, so that this holds soon.
+launcher/cli.py and launcher/module.py run commands by it. Nothing heavy is imported here: signals are handled early.
 """
 
 import io
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-EXIT_FAILED = 1
-EXIT_PREEMPTED = 75
+from trainer.contract.exit_codes import EXIT_FAILED, EXIT_PREEMPTED, exit_code_after
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -33,20 +33,15 @@ class Ending:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.number or os.getpid() != self._process:
-            os._exit(self.code(number))  # asked again; or a worker that a library has forked
+            os._exit(exit_code_after(number))  # asked again; or a worker that a library has forked
         self.number = number
         raise self._exception
-
-    @staticmethod
-    def code(number: int) -> int:
-        """75 after SIGUSR1, which schedulers send before they take the machine away, else 128 + signal."""
-        return EXIT_PREEMPTED if number == signal.SIGUSR1 else 128 + number
 
     def tell(self) -> int:
         """One line; the exit code."""
         name = signal.Signals(self.number).name
         _say("stopped" if self.number == signal.SIGINT else f"stopped by {name}")
-        return self.code(self.number)
+        return exit_code_after(self.number)
 
 
 class _Output(io.FileIO):

@@ -2,7 +2,7 @@
 
 OUTPUT_DIR/logs/slurm-starts.json has an entry for every start of the newest job that got as far as its ranks. The
 settings of the user hold until they have been carried out: an earlier run stays in the folder until the new one writes
-its record, and a checkpoint that was named is gone on from until there is a newer one.
+its record, and a checkpoint that was named is resumed until there is a newer one.
 """
 
 import json
@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from launcher.supervision.stop_signals import EXIT_PREEMPTED
 from trainer.config import RunConfig, UserError
+from trainer.contract.exit_codes import EXIT_PREEMPTED
 from trainer.contract.whole_files import write_json
 
 STARTS_FILE = "slurm-starts.json"
@@ -40,7 +40,7 @@ def job_of(env: Mapping[str, str]) -> str:
 def settings_to_go_on(config: RunConfig, env: Mapping[str, str]) -> list[str]:
     """The overrides by which a start of a job goes on where the one before it ended.
 
-    Where the user says nothing of it a first start goes on, too, with what the folder holds.
+    Where the user says nothing of it a first start also goes on with what the folder holds.
     """
     run_dir = Path(config.output_dir)
     first, now = next(iter(_earlier(run_dir, env)), None), _state(run_dir, env)

@@ -4,14 +4,13 @@ import _signal  # type: ignore[import-not-found]
 import os
 import sys
 
-EXIT_USAGE = 2
-
 
 def _command() -> int:
     import runpy
 
     from launcher.entry import quiet_libraries
     from trainer.config.errors import mistake_in_path
+    from trainer.contract.exit_codes import EXIT_USAGE
     from trainer.contract.launcher_process import LauncherWatch
 
     LauncherWatch(os.environ, is_rank=False).start()

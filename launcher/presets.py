@@ -38,7 +38,7 @@ PRESETS = {
     "flux-dev": "flux-dev",
     "flux2-klein": "flux2-klein",
 }
-# How the names of models begin that are called otherwise than their preset.
+# Beginnings of model names that differ from the name of their preset.
 CALLED = {
     "stable-diffusion-xl": "sdxl",
     "stable-diffusion-3.5": "sd3.5-medium",

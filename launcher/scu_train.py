@@ -19,10 +19,10 @@ from typing import IO
 
 from launcher.doctor.requirements import check_requirements
 from launcher.supervision.stop_signals import PASSED_ON
-from launcher.supervision.supervisor import EXIT_OK
 from trainer.config import UserError, load_config
 from trainer.config.scu_flags import CONFIG_FILE, LOG_FILE, open_log, parse, settings
 from trainer.config.yaml_core import dump
+from trainer.contract.exit_codes import EXIT_OK
 from trainer.contract.launcher_process import tie_children_to_this_process
 
 # The demonstration's data, made from the standard library on first use; the launcher itself imports no trainer.

@@ -22,7 +22,7 @@ from trainer.contract.lock_file import LOCK_FILE
 from trainer.contract.whole_files import write_whole
 
 JOB_FILE = "slurm-job"
-# Any of these tells the folder of a run, or of a job that has not begun.
+# Any of these marks the folder of a run, or of a job that has not begun.
 OF_A_RUN = ("training_config.json", "metrics.jsonl", f"logs/{JOB_FILE}", "logs/job.sbatch", "logs/lock.json")
 COMMENT = "zerolora "
 # Heartbeats come every second or two; a network file system may show them late.
@@ -124,7 +124,7 @@ def job_lines(job: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def run_lines(run: Path, *, over: str | None = None) -> list[tuple[str, str]]:
-    """What the run has written; `over` is the state of its job if that runs no more."""
+    """What the run has written; `over` is the state of its job if that is no longer running."""
     lines = [("run", str(run))]
     beats = read_heartbeats(run / "logs")
     is_over = over is not None or _was_killed(run)
@@ -170,7 +170,7 @@ def _state_of(run: Path, beats: list[Heartbeat], over: str | None) -> str:
 
 
 def _was_killed(run: Path) -> bool:
-    """Whether a run has left its lock, and nobody lives who holds it, as far as can be seen on this machine."""
+    """Whether a run has left its lock, and no living process holds it, as far as can be seen on this machine."""
     return (run / "logs" / LOCK_FILE).is_file() and living_holder(run) is None
 
 

@@ -37,7 +37,7 @@ _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 @dataclass
 class Run:
-    """One combination: its settings, its folder, and what came of it."""
+    """One combination: its settings, its folder, and its result."""
 
     settings: list[str]
     folder: Path
@@ -66,7 +66,7 @@ def sweep(
     slurm: Annotated[
         bool, typer.Option("--slurm", help="An array of jobs; what follows goes to `zerolora submit`.")
     ] = False,
-    table: Annotated[bool, typer.Option("--table", help="Only show what came of the runs so far.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Only show the results so far.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands and stop.")] = False,
 ) -> None:
     """Train every combination of some settings' values; one table and one plot, best first."""
@@ -141,7 +141,7 @@ def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: P
 
 
 def _has_ended_well(folder: Path) -> bool:
-    """Whether all ranks of the newest start say so: of an array's jobs nobody notes the exit codes."""
+    """Whether all ranks of the newest start say so: the exit codes of an array's jobs are not recorded."""
     return {beat.exit_code for beat in read_heartbeats(folder / "logs").values()} == {0}
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops import lora, reference
+from ops import derivative, lora, reference
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 STORAGE = {"fp8": torch.uint8, "int8": torch.int8}
@@ -235,36 +235,6 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]
     return lora.fake_backward(of.x, of.downs, of.ups, of.need_x, of.need_down, of.need_up)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
-    of = ForwardArguments(*inputs)
-    lora.refuse_given(of.h)
-    ctx.scales, ctx.p, ctx.siblings, ctx.biases = of.scales, of.p, len(of.weights), len(of.biases)
-    ctx.save_for_backward(of.x, output[1], of.seed, *of.weights, *of.downs, *of.ups, *of.row_scales)
-
-
-def _backward(ctx: Any, grads: list[Tensor], _: Tensor | None) -> tuple[Any, ...]:
-    n = ctx.siblings
-    x, h, seed, *rest = ctx.saved_tensors
-    weights, downs, ups, row_scales = (rest[i * n : (i + 1) * n] for i in range(4))
-    need: Any = ForwardArguments(*ctx.needs_input_grad)
-    ctx.need_x = need.x
-    backward = BackwardArguments(
-        grads, x, weights, row_scales, downs, ups, h, ctx.scales, ctx.p, seed,
-        need_x=need.x, need_down=any(need.downs), need_up=any(need.ups),
-    )  # fmt: skip
-    grad_x, grad_downs, grad_ups = lora.grads_of_adapters(ctx, torch.ops.zerolora.eight_bit_backward(*backward), n)
-    none: dict[str, Any] = dict.fromkeys(ForwardArguments._fields)
-    found = none | {
-        "x": grad_x,
-        "weights": [None] * n,
-        "row_scales": [None] * n,
-        "biases": lora.grads_of_biases(grads, need.biases) if ctx.biases else [],
-        "downs": grad_downs,
-        "ups": grad_ups,
-    }
-    return tuple(found.values())
-
-
 def _linear_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, weight, row_scale, _ = inputs
     ctx.save_for_backward(weight, row_scale)
@@ -286,9 +256,8 @@ torch.library.register_fake("zerolora::eight_bit_linear_backward")(_fake_linear_
 torch.library.register_fake("zerolora::eight_bit_forward")(_fake_forward)
 torch.library.register_fake("zerolora::eight_bit_backward")(_fake_backward)
 torch.library.register_autograd("zerolora::eight_bit_linear", _linear_backward, setup_context=_linear_context)
-torch.library.register_autograd("zerolora::eight_bit_linear_backward", lora.refuse_second_derivative)
-torch.library.register_autograd("zerolora::eight_bit_forward", _backward, setup_context=_setup_context)
-torch.library.register_autograd("zerolora::eight_bit_backward", lora.refuse_second_derivative)
+torch.library.register_autograd("zerolora::eight_bit_linear_backward", derivative.refuse_second_derivative)
+derivative.register("eight_bit", ForwardArguments, BackwardArguments)
 _FORWARD = torch.ops.zerolora.eight_bit_forward.default
 _LINEAR = torch.ops.zerolora.eight_bit_linear.default
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ops.lora import refuse_second_derivative
+from ops.derivative import refuse_second_derivative
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 for _schema in (

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ops import experts_plain, lora
+from ops import derivative, experts_plain, lora
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped"]
 Storage = Literal["plain", "transposed", "nf4", "mxfp4", "eight_bit"]
@@ -337,7 +337,7 @@ torch.library.impl("zerolora::experts_backward", "cpu")(experts_plain.backward)
 torch.library.register_fake("zerolora::experts_forward")(_fake_forward)
 torch.library.register_fake("zerolora::experts_backward")(_fake_backward)
 torch.library.register_autograd("zerolora::experts_forward", _backward, setup_context=_setup_context)
-torch.library.register_autograd("zerolora::experts_backward", lora.refuse_second_derivative)
+torch.library.register_autograd("zerolora::experts_backward", derivative.refuse_second_derivative)
 _FORWARD = torch.ops.zerolora.experts_forward.default
 REFERENCE: dict[str, Callable[..., Any]] = {
     "experts_forward": _reference_forward,

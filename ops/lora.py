@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ops import reference
+from ops.derivative import grads_of_adapters, grads_of_biases, refuse_given, refuse_second_derivative
 
 MAX_RANK = 256
 MAX_SIBLINGS = 16
@@ -219,26 +220,6 @@ def fake_backward(
     grad_downs = [down.new_empty(down.shape) for down in downs] if need_down else []
     grad_ups = [up.new_empty(up.shape) for up in ups] if need_up else []
     return x.new_empty(x.shape if need_x else 0), grad_downs, grad_ups
-
-
-def grads_of_adapters(ctx: Any, result: tuple[Tensor, list[Tensor], list[Tensor]], downs: int) -> tuple[Any, Any, Any]:
-    """The three gradients with None where autograd wants none; lists keep the structure of the inputs."""
-    grad_x, grad_downs, grad_ups = result
-    return grad_x if ctx.need_x else None, grad_downs or [None] * downs, grad_ups or [None] * downs
-
-
-def grads_of_biases(grads: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
-    return [g.reshape(-1, g.shape[-1]).sum(0) if need else None for g, need in zip(grads, needed, strict=True)]
-
-
-def refuse_given(h: Tensor | None) -> None:
-    """ValueError where a derivative is wanted of a forward that was given h."""
-    if h is not None:
-        raise ValueError("h was given: the derivative is known for the whole forward alone")
-
-
-def refuse_second_derivative(ctx: Any, *grads: Any) -> Any:
-    raise RuntimeError("derivative of the fused backward: there is none; take ops.backend: peft for second derivatives")
 
 
 def refuse_alone(ctx: Any, *grads: Any) -> Any:

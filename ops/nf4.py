@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops import lora, reference
+from ops import derivative, lora, reference
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
@@ -160,45 +160,13 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]
     return lora.fake_backward(of.x, of.downs, of.ups, of.need_x, of.need_down, of.need_up)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
-    of = ForwardArguments(*inputs)
-    lora.refuse_given(of.h)
-    ctx.rows, ctx.block, ctx.nested_block, ctx.scales, ctx.p = of.rows, of.block, of.nested_block, of.scales, of.p
-    ctx.siblings, ctx.states, ctx.biases = len(of.packed), len(of.states), len(of.biases)
-    ctx.save_for_backward(of.x, output[1], of.seed, *of.packed, *of.downs, *of.ups, *of.states)
-
-
-def _backward(ctx: Any, grads: list[Tensor], _: Tensor | None) -> tuple[Any, ...]:
-    n = ctx.siblings
-    x, h, seed, *rest = ctx.saved_tensors
-    packed, downs, ups, states = rest[:n], rest[n : 2 * n], rest[2 * n : 3 * n], rest[3 * n :]
-    need: Any = ForwardArguments(*ctx.needs_input_grad)
-    ctx.need_x = need.x
-    backward = BackwardArguments(
-        grads, x, packed, states, ctx.rows, ctx.block, ctx.nested_block, downs, ups, h, ctx.scales, ctx.p, seed,
-        need_x=need.x, need_down=any(need.downs), need_up=any(need.ups),
-    )  # fmt: skip
-    grad_x, grad_downs, grad_ups = lora.grads_of_adapters(ctx, torch.ops.zerolora.nf4_backward(*backward), n)
-    none: dict[str, Any] = dict.fromkeys(ForwardArguments._fields)
-    found = none | {
-        "x": grad_x,
-        "packed": [None] * n,
-        "states": [None] * ctx.states,
-        "biases": lora.grads_of_biases(grads, need.biases) if ctx.biases else [],
-        "downs": grad_downs,
-        "ups": grad_ups,
-    }
-    return tuple(found.values())
-
-
 torch.library.impl("zerolora::dequantize_nf4", "cpu")(reference_dequantize)
 torch.library.impl("zerolora::nf4_forward", "cpu")(reference_forward)
 torch.library.impl("zerolora::nf4_backward", "cpu")(reference_backward)
 torch.library.register_fake("zerolora::dequantize_nf4")(_fake_dequantize)
 torch.library.register_fake("zerolora::nf4_forward")(_fake_forward)
 torch.library.register_fake("zerolora::nf4_backward")(_fake_backward)
-torch.library.register_autograd("zerolora::nf4_forward", _backward, setup_context=_setup_context)
-torch.library.register_autograd("zerolora::nf4_backward", lora.refuse_second_derivative)
+derivative.register("nf4", ForwardArguments, BackwardArguments)
 _FORWARD = torch.ops.zerolora.nf4_forward.default
 
 

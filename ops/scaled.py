@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops import lora, reference
+from ops import derivative, lora, reference
 
 DENSE_AT_ONCE = 64 * 2**20
 """Bytes of siblings' dequantised weights that share one product."""
@@ -167,41 +167,11 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]
     return lora.fake_backward(of.x, of.downs, of.ups, of.need_x, of.need_down, of.need_up)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
-    of = ForwardArguments(*inputs)
-    ctx.factors, ctx.p, ctx.block, ctx.siblings, ctx.biases = of.factors, of.p, of.block, len(of.values), len(of.biases)
-    ctx.save_for_backward(of.x, output[1], of.seed, *of.values, *of.downs, *of.ups, *of.scales)
-
-
-def _backward(ctx: Any, grads: list[Tensor], _: Tensor | None) -> tuple[Any, ...]:
-    n = ctx.siblings
-    x, h, seed, *rest = ctx.saved_tensors
-    values, downs, ups, scales = (rest[i * n : (i + 1) * n] for i in range(4))
-    need: Any = ForwardArguments(*ctx.needs_input_grad)
-    ctx.need_x = need.x
-    backward = BackwardArguments(
-        grads, x, values, scales, ctx.block, downs, ups, h, ctx.factors, ctx.p, seed,
-        need_x=need.x, need_down=any(need.downs), need_up=any(need.ups),
-    )  # fmt: skip
-    grad_x, grad_downs, grad_ups = lora.grads_of_adapters(ctx, torch.ops.zerolora.scaled_backward(*backward), n)
-    none: dict[str, Any] = dict.fromkeys(ForwardArguments._fields)
-    found = none | {
-        "x": grad_x,
-        "values": [None] * n,
-        "scales": [None] * n,
-        "biases": lora.grads_of_biases(grads, need.biases) if ctx.biases else [],
-        "downs": grad_downs,
-        "ups": grad_ups,
-    }
-    return tuple(found.values())
-
-
 torch.library.impl("zerolora::scaled_forward", _DEVICES)(forward)
 torch.library.impl("zerolora::scaled_backward", _DEVICES)(backward)
 torch.library.register_fake("zerolora::scaled_forward")(_fake_forward)
 torch.library.register_fake("zerolora::scaled_backward")(_fake_backward)
-torch.library.register_autograd("zerolora::scaled_forward", _backward, setup_context=_setup_context)
-torch.library.register_autograd("zerolora::scaled_backward", lora.refuse_second_derivative)
+derivative.register("scaled", ForwardArguments, BackwardArguments)
 _FORWARD = torch.ops.zerolora.scaled_forward.default
 
 

@@ -1,4 +1,4 @@
-"""The course of a run through its checkpoints: where it begins, how it saves, and what an earlier course left there."""
+"""The course of a run through its checkpoints: where it begins, how it saves, and what becomes of an earlier course."""
 
 import math
 import shutil
@@ -110,7 +110,7 @@ class Course:
         self._later = []
         if aside:
             names = ", ".join(path.name for path in aside)
-            self._say(f"checkpoints later than step {self._begun_at} are of the course left there: kept as {names}")
+            self._say(f"checkpoints later than step {self._begun_at} belong to the earlier course: kept as {names}")
 
     def _is_under_way(self, aside: list[Path]) -> None:
         """This course now has a checkpoint of its own: however the run ends, its records are the valid ones."""

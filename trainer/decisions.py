@@ -1,7 +1,7 @@
 """What a run decides before a weight is loaded, once: which kernels compute what, what is kept, how it is laid out.
 
 Made from the configuration, the machine and the empty model. The builder executes the record, the memory estimate reads
-it, the console and run.json show it. Where the model on the device does otherwise (a self-test, a probe), whoever
+it, the console and run.json show it. Where the model on the device shows something else (a self-test, a probe), whoever
 executes says so, for the estimate is then off.
 """
 
@@ -217,7 +217,8 @@ def _recomputed_results(config: RunConfig, machine: Machine) -> Decided[str]:
     """Gradient checkpointing keeps none of it; DeepSpeed's own stage 3 has taken the norm's weight away by then."""
     if config.ops.recompute == "none" or config.adapter == "none":
         return Decided("none", "ops.recompute: none" if config.adapter != "none" else "all weights are trained")
-    if config.training.gradient_checkpointing != "none":
+    training = config.training
+    if training.gradient_checkpointing != "none" and training.gradient_checkpointing_layers is None:
         return Decided("none", "training.gradient_checkpointing")
     if engine_stage(config) == 3:
         return Decided("none", "zero.gather: module")

@@ -13,7 +13,7 @@ from trainer.task import StepLoss, Task
 
 @dataclass(frozen=True)
 class Measurement:
-    """Of a run that is made for its held-out losses: what it does otherwise.
+    """What differs in a run that is made for its held-out losses.
 
     It writes no checkpoints and no report: an interrupted one starts again.
     """

@@ -16,23 +16,21 @@ from types import FrameType
 
 from trainer.config import UserError, load_config
 from trainer.config.errors import mistake_in_path
+from trainer.contract.exit_codes import EXIT_FAILED, exit_code_after
 from trainer.contract.held_start import CHECKED, OPTION, Release, take_channel
 from trainer.data.prepared import Prepared
 from trainer.images.pipeline import is_pipeline
 from trainer.monitor.console import append_output_to
-from trainer.preflight import Looked, begin_to_build, look_at_model, prepare_to_resume
+from trainer.preflight import ModelFiles, begin_to_build, prepare_to_resume, read_model_files
 from trainer.rank import main as train
 from trainer.ranks.progress import phase
-from trainer.ranks.training_process import exit_code_of
-
-EXIT_ORPHANED = 1
 
 
 def main(argv: list[str]) -> int:
     """Import, check on the first rank, wait, train; the exit code of a rank, or of the checks."""
     channel = take_channel()
     config, overrides = argv[0], [word for word in argv[1:] if word != OPTION]
-    found: Prepared | Looked | None
+    found: Prepared | ModelFiles | None
     if os.environ["RANK"] == "0":
         code, found = _check(config, overrides, int(os.environ["WORLD_SIZE"]))
         if code:
@@ -43,7 +41,7 @@ def main(argv: list[str]) -> int:
     with phase("wait for release"):
         release = Release.wait(channel)
     if release is None:
-        return EXIT_ORPHANED
+        return EXIT_FAILED
     append_output_to(Path(release.log))  # which all ranks share until each opens its own
     sys.argv[1:] = release.arguments  # as of a rank that was started with them; the run's record tells what was typed
     return train(release.arguments, found)
@@ -69,12 +67,12 @@ def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepa
     return 0, prepared
 
 
-def _look_ahead(path: str, overrides: list[str]) -> Looked | None:
+def _look_ahead(path: str, overrides: list[str]) -> ModelFiles | None:
     """Read the model's files early; mistakes are reported by the first rank, or by this one once it trains."""
     try:
         with phase("checks"):
             config = load_config(path, overrides).config
-            return None if is_pipeline(config) else look_at_model(config)
+            return None if is_pipeline(config) else read_model_files(config)
     except (UserError, OSError):
         return None
 
@@ -84,7 +82,7 @@ def _ended_in_order() -> Iterator[None]:
     """Signals end the block by an exception, so that half-built data is removed."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(exit_code_of(number))
+        raise SystemExit(exit_code_after(number))
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:

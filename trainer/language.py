@@ -136,7 +136,7 @@ class LanguageTask:
             self._say(f"[bold]{when} training[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}")
             folder.save_answer(prompt, when, answer.strip())
 
-    def beside(self) -> Callable[[Path], None]:
+    def files_beside(self) -> Callable[[Path], None]:
         """The tokenizer's files, made once here: the thread that writes them may not use the tokenizer."""
         if self._tokenizer_files is None:
             self._tokenizer_files = files_of(self._prepared.tokenizer)

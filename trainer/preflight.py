@@ -43,8 +43,8 @@ from trainer.scu.law_settings import law_of
 
 
 @dataclass(frozen=True)
-class Looked:
-    """What a look at the model's files has found."""
+class ModelFiles:
+    """What the files of a model say, apart from its weights."""
 
     tokenizer: Any
     model_config: Any
@@ -58,12 +58,12 @@ def prepare(
     tell: Callable[[str], None] = lambda phase: None,
     *,
     to_train: bool = True,
-    looked: Looked | None = None,
+    model_files: ModelFiles | None = None,
 ) -> Prepared:
-    """Check what can be checked without weights and tokenise the data; `tell` hears of each phase. Raises UserError.
+    """Check what can be checked without weights and tokenise the data; `tell` gets each phase. Raises UserError.
 
-    `to_train` false: for a look at a configuration whose output folder may hold a run already. `looked` is what
-    `look_at_model` has found in this process.
+    `to_train` false: for a look at a configuration whose output folder may hold a run already. `model_files` is what
+    `read_model_files` has found in this process.
     """
     check_settings(config)
     check_folder(config, to_train=to_train)
@@ -71,29 +71,35 @@ def prepare(
     if is_pipeline(config):
         prepared = prepare_pictures(config, tell)
     else:
-        prepared = _prepare_text(config, tell, looked)
+        prepared = _prepare_text(config, tell, model_files)
     # More ranks take fewer steps: a warm-up that is too long on one rank is too long on any number.
     step_warnings(with_global_batch(config, samples_of(prepared), 1), samples_of(prepared), 1)
     return prepared
 
 
-def _prepare_text(config: RunConfig, tell: Callable[[str], None], looked: Looked | None) -> Prepared:
-    if looked is None:
+def _prepare_text(config: RunConfig, tell: Callable[[str], None], model_files: ModelFiles | None) -> Prepared:
+    if model_files is None:
         tell(f"checking the model {config.base_model}")
-        looked = look_at_model(config)
+        model_files = read_model_files(config)
     refuse_image_settings(config)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
     tell(f"tokenising {', '.join(map(str, paths))}, or finding that done")
     data = prepare_data(
         config.dataset,
-        looked.tokenizer,
+        model_files.tokenizer,
         seed=config.seed,
         cache_dir=Path(config.dataset.cache_dir).expanduser(),
-        max_length_of_model=looked.longest,
+        max_length_of_model=model_files.longest,
     )
     if data.stats.records:
         tell(f"{data.stats.records:,} records, {data.stats.documents:,} documents to train on")
-    return Prepared(looked.tokenizer, looked.model_config, data, looked.notes, _reference(config, looked))
+    return Prepared(
+        model_files.tokenizer,
+        model_files.model_config,
+        data,
+        model_files.notes,
+        reference_of(config, model_files.tokenizer),
+    )
 
 
 def check_settings(config: RunConfig) -> None:
@@ -121,7 +127,7 @@ def check_folder(config: RunConfig, *, to_train: bool = True) -> None:
         check_free(config)
 
 
-def look_at_model(config: RunConfig) -> Looked:
+def read_model_files(config: RunConfig) -> ModelFiles:
     """The model's configuration and tokenizer, and whether its weights and layers will do. Raises UserError."""
     model_config = load_model_config(config.base_model, config.model)
     check_kind(config.base_model, model_config, all_trained=config.adapter == "none")
@@ -149,20 +155,18 @@ def look_at_model(config: RunConfig) -> Looked:
         check_packable(empty)
     if config.dataset.packing:
         check_packing(model_config)
-    return Looked(tokenizer, model_config, longest, tuple(notes))
+    return ModelFiles(tokenizer, model_config, longest, tuple(notes))
 
 
-def _reference(config: RunConfig, looked: Looked) -> Samples | None:
-    """The texts of scu.reference."""
+def reference_of(config: RunConfig, tokenizer: Any) -> Samples | None:
+    """The texts of scu.reference. Raises UserError, also for a law of the SCU that means nothing."""
     if not config.scu.enabled:
         return None
     # A size below 2B stands in for the model's, which is counted when its weights are there.
     law_of(config.scu, total_steps=1, base_parameters=1)
     if config.scu.reference is None:
         return None
-    return reference_samples(
-        config.dataset, looked.tokenizer, config.scu.reference, setting="scu.reference", seed=config.seed
-    )
+    return reference_samples(config.dataset, tokenizer, config.scu.reference, setting="scu.reference", seed=config.seed)
 
 
 def prepare_to_resume(
@@ -172,7 +176,7 @@ def prepare_to_resume(
     *,
     to_train: bool = True,
 ) -> tuple[Prepared, Resumption]:
-    """`prepare`, and what comes before and after it where a checkpoint is gone on from; each byte of it is read."""
+    """`prepare`, and what comes before and after it where a checkpoint is resumed; each byte of it is read."""
     check_place(config)
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
     prepared = prepare(config, tell, to_train=to_train)

@@ -14,7 +14,7 @@ from trainer.contract.folder_lock import FolderLock, refuse_if_held
 from trainer.contract.rank_variables import host_name
 from trainer.data.prepared import Prepared
 from trainer.monitor.console import open_console, tell_torchrun
-from trainer.preflight import Looked, begin_to_build, check_folder, prepare
+from trainer.preflight import ModelFiles, begin_to_build, check_folder, prepare
 from trainer.ranks.agreement import first_rank_decides
 from trainer.ranks.group import Ranks, leave_process_group
 from trainer.ranks.progress import phase
@@ -27,10 +27,10 @@ from trainer.run import Run
 TO_SPEAK_S = 3.0
 
 
-def main(argv: list[str] | None = None, found: Prepared | Looked | None = None) -> int:
+def main(argv: list[str] | None = None, found: Prepared | ModelFiles | None = None) -> int:
     """Train; exit code 0 done, 1 failed or hung, 2 usage, 75 preempted and saved, 128+signal after a save.
 
-    `found` is what this process has prepared, or looked at, already.
+    `found` is what this process has prepared or read already.
     """
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     stop = StopRequest()
@@ -69,12 +69,12 @@ def main(argv: list[str] | None = None, found: Prepared | Looked | None = None) 
     return code
 
 
-def _prepared(config: RunConfig, found: Prepared | Looked | None) -> Prepared:
+def _prepared(config: RunConfig, found: Prepared | ModelFiles | None) -> Prepared:
     """What `prepare` gives, without what was done before the launcher held the folder."""
     if isinstance(found, Prepared):
         check_folder(config)
         return found
-    return prepare(config, looked=found)
+    return prepare(config, model_files=found)
 
 
 def _hold(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLock | None:
@@ -115,7 +115,7 @@ def _train(
         if arguments.console is None:
             console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
         else:
-            print(f"error: {error}")  # into this rank's log, whence the launcher shows it
+            print(f"error: {error}")  # into this rank's log, from which the launcher shows it
         return error.exit_code
     except Exception as error:  # not swallowed: traceback in the log, one line shown, exit code 1
         traceback.print_exc()  # into this rank's log
@@ -123,7 +123,7 @@ def _train(
         run.close()
         if ranks.is_main:
             console.print(f"[red]failed:[/red] {escape(f'{type(error).__name__}: {error}')}", soft_wrap=True)
-        # No farewell to the group: its other ranks may be waiting in a collective that will never come.
+        # The group is not left in order: its other ranks may wait in a collective that this rank never joins.
         return 1
     leave_process_group(together=bool(stop))
     return stop.exit_code if stop else 0

@@ -106,7 +106,7 @@ class RunFolder:
 
     @contextmanager
     def while_there_is_room(self, what: str) -> Iterator[None]:
-        """What is written beside the result: a full disk is told of, and the run goes on without."""
+        """For files beside the result: where the disk is full the user is told, and the run goes on without them."""
         failures: list[str] = []
         with disk_errors_into(failures, self.path):
             yield
@@ -172,13 +172,13 @@ class RunFolder:
             initial = self.path / INITIAL_ADAPTER if changes_base_weights(self._config.lora) else None
             save_adapter(model, folder, is_main=is_main, must_have_moved=must_have_moved, initial=initial)
         if is_main:
-            self._task.beside()(folder)
+            self._task.files_beside()(folder)
 
     def _snapshot(self, engine: Engine, copies: HostCopies, must_have_moved: bool) -> WriteWeights:
         """The weights of now, copied; what writes them, with what they need beside them."""
         model, whole = engine.module, self._config.adapter == "none"
         weights = gathered(model, only_trained=not whole, copy=copies.copy)
-        save_beside = self._task.beside() if self._ranks.is_main else None
+        save_beside = self._task.files_beside() if self._ranks.is_main else None
         initial = self.path / INITIAL_ADAPTER if changes_base_weights(self._config.lora) else None
 
         def write(folder: Path) -> None:

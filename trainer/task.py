@@ -108,10 +108,10 @@ class Task(Protocol):
         """
         ...
 
-    def beside(self) -> Callable[[Path], None]:
+    def files_beside(self) -> Callable[[Path], None]:
         """What writes into a folder of saved weights what they need in order to be used; rank 0.
 
-        It may be called by a thread while training goes on, `beside` itself may not.
+        A thread may call what it returns while training goes on, but not this method.
         """
         ...
 

@@ -51,7 +51,7 @@ def take_data(translation: Translation) -> None:
         name = theirs.has("curriculum_sampling", "sample_packing_sequentially") or ""
         translation.set("dataset.shuffle", False, name)
     if theirs.has("dataset_exact_deduplication"):
-        translation.leave_out("dataset_exact_deduplication", "copies are counted and told of, not removed")
+        translation.leave_out("dataset_exact_deduplication", "copies are counted and reported, not removed")
     translation.copy("dataset.system_prompt", "default_system_message")
     _chat_template(translation)
     _roles(translation)

@@ -8,8 +8,9 @@ from types import FrameType
 
 from launcher.supervision.failure_report import describe_status
 from launcher.supervision.processes import end_sessions
-from launcher.supervision.stop_signals import EXIT_PREEMPTED, PASSED_ON, exit_code_of
+from launcher.supervision.stop_signals import PASSED_ON, exit_code_of
 from launcher.supervision.terminal import say
+from trainer.contract.exit_codes import exit_code_after
 from trainer.contract.rank_variables import host_name
 
 POLL_S = 0.05
@@ -42,8 +43,7 @@ def run_child(argv: Sequence[str], failed: str = "") -> int:
         for passed_on, handler in before.items():
             signal.signal(passed_on, handler)
     if came:
-        first = came[0][0]
-        return EXIT_PREEMPTED if first == signal.SIGUSR1 else 128 + first
+        return exit_code_after(came[0][0])
     if code < 0 and failed:
         say(f"{failed}: process {child.pid} on {host_name()} {describe_status(code)}")
     return exit_code_of(code)

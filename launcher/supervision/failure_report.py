@@ -154,7 +154,7 @@ class Failure:
 
 
 def _was_killed(death: Death) -> bool:
-    """By a signal from elsewhere. By SIGTERM launchers end what is left; on its way out no rank handles it any more."""
+    """By a signal from elsewhere; not by SIGTERM, by which launchers end the ranks that are left."""
     return (death.status or 0) < 0 and death.status != -signal.SIGTERM and not death.tidied_up
 
 

@@ -19,18 +19,18 @@ import psutil
 
 from launcher.supervision.failure_report import describe_status
 from launcher.supervision.processes import end_sessions, is_stopped
-from launcher.supervision.stop_signals import EXIT_PREEMPTED, PASSED_ON, exit_code_of
+from launcher.supervision.stop_signals import PASSED_ON, exit_code_of
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
+from trainer.contract.exit_codes import EXIT_FAILED, exit_code_after
 from trainer.contract.held_start import CHECKED, OPTION, Release
 from trainer.contract.rank_variables import host_name
 
 POLL_S = 0.05
 HALTED_POLL_S = 1.0
 PATIENCE_S = 10.0
-EXIT_FAILED = 1
 FAILED = "the run failed before its checks were done"
-_SIGNAL_OF = {EXIT_PREEMPTED if number == signal.SIGUSR1 else 128 + number: number for number in PASSED_ON}
+_SIGNAL_OF = {exit_code_after(number): number for number in PASSED_ON}
 
 
 class Halted:
@@ -173,4 +173,4 @@ class HeldRanks:
 def _told(number: int) -> int:
     """Print one line, as every command does that a signal ends; the exit code."""
     say("stopped" if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}")
-    return EXIT_PREEMPTED if number == signal.SIGUSR1 else 128 + number
+    return exit_code_after(number)

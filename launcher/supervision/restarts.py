@@ -14,11 +14,11 @@ from pathlib import Path
 from launcher.supervision.failure_report import Fault
 from launcher.supervision.stop_signals import STOPPED
 from launcher.supervision.terminal import say
+from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_RESTART, EXIT_USAGE
 from trainer.contract.heartbeat import read_heartbeats
-from trainer.contract.restart_note import EXIT_RESTART, MOST_HALVINGS, RestartNote
+from trainer.contract.restart_note import MOST_HALVINGS, RestartNote
 from trainer.contract.restart_record import Restart, forget_restarts, note_restart
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 _RESUME, _OVERWRITE = "training.resume_from_checkpoint", "output.overwrite"
 
 

@@ -2,8 +2,9 @@
 
 import signal
 
+from trainer.contract.exit_codes import EXIT_PREEMPTED
+
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-EXIT_PREEMPTED = 75
 # What ranks say that were told to stop, and have saved or had nothing to save yet.
 STOPPED = {128 + signal.SIGINT, 128 + signal.SIGTERM, EXIT_PREEMPTED}
 # One that was ended before it set up its handler, as its parent learns it, or as DeepSpeed and shells say it.

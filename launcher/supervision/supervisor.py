@@ -28,14 +28,14 @@ from launcher.supervision.launcher_log import LauncherLog
 from launcher.supervision.processes import end_sessions, find_noted_ranks, is_alive, is_stopped, send, with_children
 from launcher.supervision.remote import Reach
 from launcher.supervision.silence import SILENCE_S, Silence, SilentHosts, clear_beats, read_hang
-from launcher.supervision.stop_signals import EXIT_PREEMPTED, PASSED_ON, STOPPED, exit_code_of, is_stopped_by_us
+from launcher.supervision.stop_signals import PASSED_ON, STOPPED, exit_code_of, is_stopped_by_us
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
-from trainer.config import UserError
+from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_PREEMPTED, EXIT_RESTART, EXIT_USAGE
 from trainer.contract.heartbeat import read_heartbeats
 from trainer.contract.launcher_process import keep_alive_file
 from trainer.contract.rank_variables import host_name
-from trainer.contract.restart_note import EXIT_RESTART, RestartNote
+from trainer.contract.restart_note import RestartNote
 
 POLL_S = 0.1
 FAILURE_PATIENCE_S = 8.0
@@ -44,7 +44,6 @@ LOCKS_EVERY_S = 10.0
 # `timeout` and some schedulers signal both the process and its group: what comes so close together was meant once.
 ONE_SIGNAL_S = 0.5
 Start = Callable[[IO[bytes]], list[subprocess.Popen[bytes]]]
-EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, UserError.exit_code
 
 
 class Supervisor:

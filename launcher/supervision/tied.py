@@ -11,7 +11,8 @@ import time
 from types import FrameType
 
 from launcher.supervision.stop_signals import PASSED_ON, exit_code_of
-from trainer.contract.launcher_process import EXIT_ORPHANED, LauncherWatch, end_with_children
+from trainer.contract.exit_codes import EXIT_FAILED
+from trainer.contract.launcher_process import LauncherWatch, end_with_children
 
 POLL_S = 0.2
 PATIENCE_S = 8.0
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
         try:
             child.wait(PATIENCE_S)
         finally:
-            end_with_children(EXIT_ORPHANED)
+            end_with_children(EXIT_FAILED)
     return exit_code_of(child.returncode)
 
 

@@ -20,7 +20,7 @@ from trainer.config import UserError
 
 Output = int | IO[bytes] | None
 CPU_RANKS = 2
-# Where DeepSpeed looks for a hostfile of its own accord: some images have one, and "this machine" would become many.
+# Where DeepSpeed looks for a hostfile without being asked: some images have one, and "this machine" would become many.
 IMPLICIT_HOSTFILE = Path("/job/hostfile")
 # Left over from an outer job, these would make every process below us look like a rank.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")

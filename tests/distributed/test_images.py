@@ -1,7 +1,6 @@
 """Image models of every family on two ranks: losses of plain diffusers and PEFT, an adapter that diffusers loads."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from tests.distributed.conftest import ROOT, Matrix, deepspeed_command, environment
+from tests.distributed.conftest import Matrix, environment, run_ranks
 from tests.distributed.plan import case
 from tests.pipelines import make_pipeline, write_pictures
 from tests.plain_diffusers import plain_losses
@@ -70,9 +69,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
             overrides["output_dir"] = str(folder / overrides["output_dir"])
             overrides["training.resume_from_checkpoint"] = str(folder / "shown/checkpoint-2")
     (folder / "plan.json").write_text(json.dumps(cases))
-    command = deepspeed_command(RANKS, "tests.distributed.matrix", str(folder), str(folder / "plan.json"))
-    with (folder / "launch-2.log").open("w") as log:
-        subprocess.run(command, env=environment(), cwd=ROOT, stdout=log, stderr=log, timeout=840, check=False)
+    arguments, log = (str(folder), str(folder / "plan.json")), folder / "launch-2.log"
+    run_ranks(RANKS, "tests.distributed.matrix", *arguments, env=environment(), log=log, timeout_s=840)
     return Matrix(folder, cases)
 
 

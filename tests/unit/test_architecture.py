@@ -6,6 +6,9 @@ import tomllib
 from collections import Counter
 from pathlib import Path
 
+from trainer.config import UserError
+from trainer.contract.exit_codes import EXIT_USAGE
+
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
 
@@ -86,6 +89,12 @@ def test_no_file_name_means_two_things() -> None:
     assert {name for name, rooms in names.items() if rooms > 1} == set(SAME_THING)
 
 
+def test_exit_codes_are_written_once() -> None:
+    files = [path for room in ("launcher", "trainer") for path in (ROOT / room).rglob("*.py")]
+    assert [path.name for path in files if re.search(r"^EXIT_\w+.* = \d", path.read_text(), re.M)] == ["exit_codes.py"]
+    assert UserError.exit_code == EXIT_USAGE
+
+
 def test_no_file_is_too_long_to_read() -> None:
     sources = [path for room in ("launcher", "trainer", "ops") for path in (ROOT / room).rglob("*.py")]
     assert [path.name for path in sources if path.read_text().count("\n") > LONGEST_FILE] == []
@@ -107,3 +116,10 @@ def test_what_is_imported_late_has_a_reason() -> None:
 def test_no_word_is_explained_twice() -> None:
     words = re.findall(r"^\| ([^|]+) \|", TEXT.split("## Our own words")[1], re.MULTILINE)[1:]
     assert words == sorted(words, key=str.lower) and len(words) == len(set(words)) and len(words) >= 20
+
+
+def test_every_decision_says_what_it_costs_and_what_would_change_it() -> None:
+    records = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    parts = ("Question", "Chosen", "Cost", "Would change it")
+    assert len(records) >= 10
+    assert [path.name for path in records if not all(f"**{part}.**" in path.read_text() for part in parts)] == []

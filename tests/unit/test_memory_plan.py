@@ -15,13 +15,14 @@ from launcher.supervision.restarts import Ending, Restarts
 from tests.tiny import write_chats
 from trainer.commands.estimate import main, parse_memory
 from trainer.config import AUTO, LoraSection, ModelSection, RunConfig, UserError, load_config
-from trainer.contract.restart_note import EXIT_RESTART, RestartNote
+from trainer.contract.exit_codes import EXIT_RESTART
+from trainer.contract.restart_note import RestartNote
 from trainer.data.prepared import Prepared
 from trainer.decisions import Machine
 from trainer.memory.advice import Advice, _together, does_not_fit, smaller_batch, three_changes
 from trainer.memory.bytes import GIB
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.planner import SPARE, Changes, Lengths, Planner, gib, with_changes
+from trainer.memory.planner import LAYERS, RECOMPUTATION, SPARE, Changes, Lengths, Planner, gib, with_changes
 from trainer.memory.preflight import plan_on
 from trainer.memory.widths import Shapes
 from trainer.model.base import load_model_config
@@ -127,16 +128,31 @@ def test_auto_fills_the_card_at_the_lowest_stage(planner: Planner, config: RunCo
 
 
 def test_auto_recomputes_no_more_than_it_must(planner: Planner, config: RunConfig) -> None:
-    ways = ("none", "selective", "non_reentrant")
     is_open = with_changes(config, {"training.gradient_checkpointing": "auto", "training.batch_size": 8})
-    needs = [planner.of(with_changes(is_open, {"training.gradient_checkpointing": way})).needed for way in ways]
-    assert needs == sorted(needs, reverse=True)
-    for way, need in zip(ways, needs, strict=True):
-        assert planner.resolve(is_open, need).training.gradient_checkpointing == way
-    assert planner.resolve(is_open, needs[-1] - 1).training.gradient_checkpointing == "non_reentrant"
-    assert planner.resolve(is_open, None).training.gradient_checkpointing == "none"
-    whole = with_changes(is_open, {"adapter": "none"})  # selective needs an adapter
-    assert planner.resolve(whole, GIB).training.gradient_checkpointing == "non_reentrant"
+    without, every = (
+        planner.of(with_changes(is_open, {"training.gradient_checkpointing": way})).needed
+        for way in ("none", "non_reentrant")
+    )
+
+    def resolved(memory: int | None) -> tuple[str, int | None]:
+        training = planner.resolve(is_open, memory).training
+        return training.gradient_checkpointing, training.gradient_checkpointing_layers
+
+    assert resolved(without) == resolved(None) == ("none", None)
+    # The layer that comes back may as well have stayed: all but one need no more than all.
+    assert resolved(every) == ("non_reentrant", 31) and resolved(every - 1) == ("non_reentrant", None)
+    seen = []
+    for part in range(1, 8):
+        memory = every + (without - every) * part // 8
+        way, layers = resolved(memory)
+        assert way == "non_reentrant" and layers is not None
+        there, one_less = (
+            planner.of(with_changes(is_open, {RECOMPUTATION: way, LAYERS: count})).needed
+            for count in (layers, layers - 1 or None)
+        )
+        assert there <= memory < one_less or (layers == 1 and there <= memory)
+        seen.append(layers)
+    assert seen == sorted(seen, reverse=True) and len(set(seen)) == len(seen)
 
 
 def test_auto_skips_a_stage_that_other_settings_forbid(planner: Planner, config: RunConfig) -> None:

@@ -19,7 +19,7 @@ from trainer.monitor.metrics import Metrics, read_metrics
 from trainer.monitor.report.__main__ import main
 from trainer.monitor.report.charts import charts, draw
 from trainer.monitor.report.curves import running_mean, series
-from trainer.monitor.report.plots import _draw_loss, _draw_s
+from trainer.monitor.report.plots import draw_chart
 from trainer.monitor.report.recorded import keep_times, read_times
 from trainer.monitor.report.write import keep_answer, training_seconds, write_report
 
@@ -239,25 +239,28 @@ def test_scu_plots_come_with_scu_metrics(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text()
     names = {path.stem for path in (tmp_path / "plots").iterdir() if path.stem.startswith("scu")}
     assert names == {"scu_s", "scu_lambda", "scu_data_bpt", "scu_param_bpt"}
+    assert page.count("<svg") == len(list((tmp_path / "plots").iterdir()))
     assert rows_of(page)["SCU S"] == "first 2.987%, last 2.000%, target 2.000%"
 
 
 def test_s_is_drawn_against_target_and_deadband(tmp_path: Path) -> None:
     make_run(tmp_path, scu=True)
     axes = Figure().add_subplot()
-    _draw_s(axes, read_metrics(tmp_path), 0.003)
+    (s,) = [chart for chart in charts(read_metrics(tmp_path), deadband=0.003) if chart.name == "scu_s"]
+    draw_chart(axes, s)
     lines = {line.get_label(): np.asarray(line.get_ydata()) for line in axes.get_lines()}
     np.testing.assert_allclose(lines["target"], 2.0)
     np.testing.assert_allclose(lines["S smoothed"], 3.0 - np.arange(1, STEPS + 1) / STEPS)
-    (band,) = axes.collections
-    heights = np.asarray(band.get_paths()[0].vertices)[:, 1]
-    assert heights.min() == pytest.approx(1.7) and heights.max() == pytest.approx(2.3)
+    (band,) = axes.patches
+    heights = axes.transData.inverted().transform(band.get_window_extent().get_points())[:, 1]
+    np.testing.assert_allclose(heights, [1.7, 2.3])
 
 
 def test_evaluations_are_marked_on_the_loss(tmp_path: Path) -> None:
     make_run(tmp_path)
     axes = Figure().add_subplot()
-    _draw_loss(axes, read_metrics(tmp_path))
+    (loss,) = [chart for chart in charts(read_metrics(tmp_path)) if chart.name == "loss"]
+    draw_chart(axes, loss)
     (held_out,) = [line for line in axes.get_lines() if line.get_label() == "held out, 4.000 → 2.000"]
     assert held_out.get_linestyle() == "None" and held_out.get_marker() == "o"
     steps, losses = np.asarray(held_out.get_xdata()), np.asarray(held_out.get_ydata())

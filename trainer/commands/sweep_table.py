@@ -1,4 +1,4 @@
-"""`zerolora sweep CONFIG --table`: what came of the runs of a sweep, best first, as a table and a plot.
+"""`zerolora sweep CONFIG --table`: the results of a sweep, best first, as a table and a plot.
 
 A run is judged by its lowest held-out loss, or, where nothing is held out, by the mean training loss of its last tenth.
 Exit code 0, 1 if a run has no result, 2 after one line on stderr.
@@ -120,7 +120,7 @@ def draw(runs: list[Outcome], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code 0; 1 if a run has no result; 2 after one line on stderr."""
-    parser = CommandParser(prog="zerolora sweep --table", description="What came of the runs of a sweep, best first.")
+    parser = CommandParser(prog="zerolora sweep --table", description="The results of a sweep, best first.")
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args(argv)
     quiet_libraries()

@@ -37,7 +37,7 @@ INSIDE_TURNS = ("role", "content")
 
 
 def source_settings(entry: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A source under our names, and a note for each that was another; unknown names stay, to be told of later.
+    """A source under our names, and a note for each that was another; unknown names stay, to be reported later.
 
     Raises UserError for a value of theirs that says something that cannot be said here.
     """

@@ -92,8 +92,11 @@ class TrainingSection(Section):
         WithJsonSchema(_CHECKPOINTING_SCHEMA),
     ] = "none"
     """Recompute activations in the backward pass instead of keeping them; `true` means non_reentrant.
-    `selective` keeps the attention and the frozen products' cheap neighbours and recomputes the rest. `auto`: the first
-    of none, selective and non_reentrant that fits by the memory estimate, so that no more time is spent than needed."""
+    `selective` keeps the attention and the frozen products' cheap neighbours and recomputes the rest. `auto`: of as few
+    layers as fit by the memory estimate, none if that fits, so that no more time is spent than needed."""
+    gradient_checkpointing_layers: PositiveInt | None = None
+    """Only of so many decoder layers, the first ones: memory and time lie between those of none and of all. Without it
+    all layers are recomputed."""
     offload_activations: bool = False
     """Keep what gradient checkpointing saves, one tensor a layer, in host memory."""
     on_oom: Literal["stop", "halve"] = "stop"

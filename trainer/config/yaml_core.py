@@ -41,7 +41,7 @@ class YamlFile:
 
 
 class _CoreLoader(yaml.SafeLoader):
-    """Notes keys that are written twice, of which plain YAML keeps the last without a word; this keeps the first."""
+    """Notes keys that are written twice, of which plain YAML silently keeps the last; this keeps the first."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)

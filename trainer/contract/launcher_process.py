@@ -24,11 +24,12 @@ from pathlib import Path
 
 import psutil
 
+from trainer.contract.exit_codes import EXIT_FAILED
+
 VARIABLE = "ZEROLORA_LAUNCHER"
 ALIVE_FILE = "launcher-alive"
 ALIVE_EVERY_S = 5.0
 LOOK_EVERY_S = 1.0
-EXIT_ORPHANED = 1
 # What srun and mpirun start on each host, and what starts the ranks there.
 DAEMONS = ("slurmstepd", "orted", "orterun", "prted", "prterun", "mpirun", "mpiexec", "hydra_pmi_proxy", "pmi_proxy")
 DAEMON_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -144,7 +145,7 @@ class LauncherWatch:
         while (gone := self.what_is_gone()) is None:
             time.sleep(LOOK_EVERY_S)
         os.write(2, f"process {os.getpid()}: {gone}; ending without a checkpoint\n".encode())
-        end_with_children(EXIT_ORPHANED)
+        end_with_children(EXIT_FAILED)
 
 
 def end_with_children(exit_code: int) -> None:

@@ -11,8 +11,6 @@ from typing import Any
 
 from trainer.contract.whole_files import write_json
 
-EXIT_RESTART = 77
-"""Exit code of a rank that has left a note."""
 MOST_HALVINGS = 3
 _FILE = "out_of_memory.json"
 

@@ -48,12 +48,33 @@ class MicroBatch:
         return int((self.targets != IGNORED).sum())
 
 
-class Batches:
-    """This rank's part of every global batch of G = batch_size * accumulation * world_size samples.
+class GlobalBatches:
+    """How global batches of G = batch_size * accumulation * world_size samples are cut over ranks and micro-steps.
 
-    The order of an epoch depends on seed and epoch alone. Sample j of a global batch belongs to micro-step
-    j // (batch_size * world_size) of rank (j // batch_size) % world_size, so that (1 rank, 4 micro-steps) and (2 ranks,
-    2 micro-steps) train on the same samples in the same step. `by_tokens`: see trainer/data/by_tokens.py.
+    Sample j of a global batch belongs to micro-step j // (batch_size * world_size) of rank (j // batch_size) %
+    world_size, so that (1 rank, 4 micro-steps) and (2 ranks, 2 micro-steps) train on the same samples in the same step.
+    """
+
+    def __init__(self, *, batch_size: int, accumulation: int, rank: int, world_size: int) -> None:
+        self.batch_size, self.accumulation = batch_size, accumulation
+        self.rank, self.world_size = rank, world_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """G, in samples."""
+        return self.batch_size * self.accumulation * self.world_size
+
+    def parts(self) -> list[slice]:
+        """Where in a global batch this rank's samples of each micro-step stand."""
+        stride = self.batch_size * self.world_size
+        firsts = [step * stride + self.rank * self.batch_size for step in range(self.accumulation)]
+        return [slice(first, first + self.batch_size) for first in firsts]
+
+
+class Batches(GlobalBatches):
+    """This rank's part of every global batch; the order of an epoch depends on seed and epoch alone.
+
+    `by_tokens`: see trainer/data/by_tokens.py.
     """
 
     def __init__(
@@ -70,18 +91,12 @@ class Batches:
         flat: bool,
         by_tokens: bool = False,
     ) -> None:
+        super().__init__(batch_size=batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
         self.samples = samples
         self._lengths = samples.lengths()[0] if by_tokens else None
-        self.batch_size, self.accumulation = batch_size, accumulation
-        self.rank, self.world_size = rank, world_size
         self.seed, self.shuffle = seed, shuffle
         self.pad_token_id, self.flat = pad_token_id, flat
         self._order: tuple[int, NDArray[np.int64]] | None = None
-
-    @property
-    def global_batch_size(self) -> int:
-        """G, in samples."""
-        return self.batch_size * self.accumulation * self.world_size
 
     @property
     def samples_per_epoch(self) -> int:
@@ -101,7 +116,7 @@ class Batches:
         """
         taken = self.order(epoch)[offset : offset + self.global_batch_size]
         if self._lengths is None:
-            parts = [taken[part] for part in parts_of(self)]
+            parts = [taken[part] for part in self.parts()]
         else:
             cut = like_tokens(self._lengths[taken], self.accumulation * self.world_size)
             parts = [taken[part] for part in cut[self.rank :: self.world_size]]
@@ -122,7 +137,7 @@ class Batches:
         return self._order[1]
 
 
-class StreamBatches:
+class StreamBatches(GlobalBatches):
     """As `Batches`, from a stream, of which every rank goes through all samples and keeps its own rows.
 
     A stream that ends is read again from its beginning as the next epoch. Steps that follow one another continue the
@@ -140,9 +155,8 @@ class StreamBatches:
         pad_token_id: int,
         flat: bool,
     ) -> None:
+        super().__init__(batch_size=batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
         self.stream = stream
-        self.batch_size, self.accumulation = batch_size, accumulation
-        self.rank, self.world_size = rank, world_size
         self.pad_token_id, self.flat = pad_token_id, flat
         self._position = -1
         self._epoch = 0
@@ -154,11 +168,6 @@ class StreamBatches:
     def samples_per_epoch(self) -> None:
         """A stream is one epoch without end."""
 
-    @property
-    def global_batch_size(self) -> int:
-        """G, in samples."""
-        return self.batch_size * self.accumulation * self.world_size
-
     def step(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
         """This rank's micro-batches after `offset` samples of the stream; `epoch` is not looked at.
 
@@ -168,7 +177,7 @@ class StreamBatches:
             self._go_to(offset)
         self._states = [self.state_dict()]
         taken = self._take(self.global_batch_size)
-        parts = [taken[part] for part in parts_of(self)]
+        parts = [taken[part] for part in self.parts()]
         return [collate(part, self.pad_token_id, packed=self.stream.packed, flat=self.flat) for part in parts], len(
             taken
         )
@@ -316,18 +325,11 @@ def _widened(batch: MicroBatch, width: int, pad_token_id: int) -> MicroBatch:
     )
 
 
-def parts_of(batches: Any) -> list[slice]:
-    """Where in a global batch this rank's samples of each micro-step stand."""
-    stride = batches.batch_size * batches.world_size
-    firsts = [step * stride + batches.rank * batches.batch_size for step in range(batches.accumulation)]
-    return [slice(first, first + batches.batch_size) for first in firsts]
-
-
 def _targets(sample: Sample) -> NDArray[np.int64]:
     ids = np.asarray(sample.input_ids, dtype=np.int64)
     targets = np.full(len(ids), IGNORED, dtype=np.int64)
     targets[:-1] = np.where(np.asarray(sample.trained[1:], dtype=bool), ids[1:], IGNORED)
-    # The first token of a document is nobody's to predict, least of all the document's before it.
+    # The first token of a document is no target: in a pack the one before it belongs to another document.
     targets[np.cumsum(sample.document_lengths) - 1] = IGNORED
     return targets
 

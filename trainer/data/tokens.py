@@ -83,7 +83,7 @@ def _refuse_surrogates(text: str, where: str) -> None:
 
 
 def _leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The beginning-of-text token, if this tokenizer puts one before plain text of its own accord."""
+    """The beginning-of-text token, if this tokenizer puts one before plain text by itself."""
     first: list[int] = tokenizer("a", verbose=False)["input_ids"][:1]
     bos = tokenizer.bos_token_id
     return bos if isinstance(bos, int) and first == [bos] else None

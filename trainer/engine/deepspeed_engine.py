@@ -63,7 +63,7 @@ def deepspeed_config(
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.batch_size,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
-        # Left out, DeepSpeed 0.19.8 would clip at 1.0 of its own accord.
+        # Left out, DeepSpeed 0.19.8 would clip at 1.0 by default.
         "gradient_clipping": 0.0 if clips else training.max_grad_norm,
         "zero_optimization": partition,
         "zero_allow_untested_optimizer": True,

@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.batches import parts_of
-from trainer.data.step_count import steps_per_epoch
+from trainer.data.batches import GlobalBatches
 from trainer.images.data import Entry, ImageSamples
 from trainer.images.families import Conditions
 
@@ -73,8 +72,8 @@ class _Row:
     samples: ImageSamples
 
 
-class ImageBatches:
-    """This rank's part of every global batch; see trainer/data/batches.py for which part that is.
+class ImageBatches(GlobalBatches):
+    """This rank's part of every global batch of pictures.
 
     A global batch is of one size as far as the epoch's pictures allow it; what is left over of each size comes
     together in mixed ones.
@@ -93,32 +92,21 @@ class ImageBatches:
         seed: int,
         shuffle: bool,
     ) -> None:
+        super().__init__(batch_size=batch_size, accumulation=accumulation, rank=rank, world_size=world_size)
         self.samples, self.prior = samples, prior
-        self.batch_size, self.accumulation = batch_size, accumulation
-        self.rank, self.world_size = rank, world_size
         self._drawing, self._seed, self._shuffle = drawing, seed, shuffle
         self._order: tuple[int, int, NDArray[np.int64]] | None = None
-
-    @property
-    def global_batch_size(self) -> int:
-        """G, in pictures."""
-        return self.batch_size * self.accumulation * self.world_size
 
     @property
     def samples_per_epoch(self) -> int:
         """Pictures, over all ranks."""
         return len(self.samples)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps of one pass; the last may be incomplete."""
-        return steps_per_epoch(len(self.samples), self.global_batch_size)
-
     def step(self, epoch: int, offset: int) -> tuple[list[ImageBatch], int]:
         """This rank's micro-batches of the step `offset` pictures into the epoch, and how many all ranks take."""
         taken = self.order(epoch)[offset : offset + self.global_batch_size]
         places = np.arange(offset, offset + len(taken))
-        parts = parts_of(self)
+        parts = self.parts()
         passes = [self._passes(taken, places, part.start - self.rank * self.batch_size) for part in parts]
         made = [self._batch(epoch, taken[part], places[part], most) for part, most in zip(parts, passes, strict=True)]
         return made, len(taken)

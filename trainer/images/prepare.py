@@ -91,6 +91,8 @@ def _mistakes(config: RunConfig) -> Iterator[str]:
             f"training.gradient_checkpointing={training.gradient_checkpointing}: image models are recomputed block by "
             "block; use non_reentrant"
         )
+    if layers := training.gradient_checkpointing_layers:
+        yield f"training.gradient_checkpointing_layers={layers}: image models recompute every block; remove it"
     if config.lora.modules_to_save:
         saved = shown(config.lora.modules_to_save)
         yield f"lora.modules_to_save={saved}: diffusers loads LoRA alone; name them in lora.target_modules"

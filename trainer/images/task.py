@@ -128,7 +128,7 @@ class ImageTask:
             folder.save_picture(prompt, when, step, picture)
         self._say(f"sample images, step {step}: {len(pictures)} in samples/")
 
-    def beside(self) -> Callable[[Path], None]:
+    def files_beside(self) -> Callable[[Path], None]:
         """The adapter in diffusers' own format."""
         return partial(write_for_diffusers, pipeline=self._pipeline)
 

@@ -66,12 +66,14 @@ def _candidates(planner: Planner, config: RunConfig, memory: int) -> list[Change
     training = config.training
     candidates: list[Changes] = []
     if training.batch_size > 1:
-        smaller = planner.largest_batch(config, memory) or 1
-        changes = smaller_batch(training.batch_size, training.gradient_accumulation_steps, smaller)
+        most = planner.largest_batch(config, memory) or 1
+        changes = smaller_batch(training.batch_size, training.gradient_accumulation_steps, most)
         if training.global_batch_size is not None:
             changes.pop("training.gradient_accumulation_steps")
         candidates.append(changes)
-    if training.gradient_checkpointing != "non_reentrant":
+    if training.gradient_checkpointing_layers is not None:
+        candidates.append({"training.gradient_checkpointing_layers": None})
+    elif training.gradient_checkpointing != "non_reentrant":
         candidates.append({"training.gradient_checkpointing": "non_reentrant"})
     elif not training.offload_activations:
         candidates.append({"training.offload_activations": True})
@@ -121,4 +123,6 @@ def smaller_batch(batch_size: int, accumulation: int, most: int) -> Changes:
 
 
 def _as_typed(value: object) -> str:
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

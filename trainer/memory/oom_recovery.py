@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import RunConfig, UserError
+from trainer.contract.exit_codes import EXIT_RESTART
 from trainer.contract.known_versions import require
-from trainer.contract.restart_note import EXIT_RESTART, MOST_HALVINGS, RestartNote
+from trainer.contract.restart_note import MOST_HALVINGS, RestartNote
 from trainer.contract.restart_record import last_note
 from trainer.engine.protocol import Engine
 from trainer.memory.advice import smaller_batch, smaller_samples
@@ -265,6 +266,8 @@ class Recovery:
             ways.append("training.on_oom=halve")
         if training.gradient_checkpointing == "none":
             ways.append("training.gradient_checkpointing=true")
+        elif training.gradient_checkpointing_layers:
+            ways.append("training.gradient_checkpointing_layers=null")
         ways += [f"{name}={value}" for name, value in smaller_samples(self._config).items()]
         if self._config.adapter == "lora":
             ways.append("adapter=qlora")

@@ -98,7 +98,7 @@ def caps_scores(model_config: Any) -> bool:
 def takes_sdpa(model: Any) -> bool:
     """Whether torch's attention gives what the model's own code gives.
 
-    It caps no scores. transformers 5.17 says that Gemma 2 takes it, and leaves the cap away without a word.
+    It caps no scores. transformers 5.17 says that Gemma 2 takes it, and silently leaves the cap out.
     """
     return bool(require(model, "_supports_sdpa", "transformers")) and not caps_scores(model.config)
 

@@ -2,7 +2,7 @@
 
 DeepSpeed's checks wait for the device three times a step, and are switched off where this is in force. torch's fused
 AdamW takes two tensors by name, `grad_scale` and `found_inf`; the norm is measured instead of by a method of
-DeepSpeed's. Were one of these names changed, steps would be taken unclipped and with NaN, without a word. So: before
+DeepSpeed's. Were one of these names changed, steps would silently be taken unclipped and with NaN. So: before
 training the update is tried on a scratch tensor, and no group is updated before its norm was measured here.
 """
 

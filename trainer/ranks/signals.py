@@ -4,7 +4,7 @@ import os
 import signal
 from types import FrameType
 
-from trainer.ranks.training_process import exit_code_of
+from trainer.contract.exit_codes import exit_code_after
 
 # The last one wins where ranks were told different things: schedulers send SIGTERM some time after SIGUSR1.
 URGENCY = (0, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -31,7 +31,7 @@ class StopRequest:
     @property
     def exit_code(self) -> int:
         """75 after SIGUSR1, else 128 + signal, as a shell reports it."""
-        return exit_code_of(self.signal_number)
+        return exit_code_after(self.signal_number)
 
     def agree(self) -> None:
         """Take on what any rank was told; every rank must call it, after the loop and its last checkpoint.

@@ -1,4 +1,4 @@
-"""How every process that trains begins, before torch is imported: its allocator, its signals, and whom it ends with."""
+"""How every process that trains begins, before torch is imported: its allocator, its signals, its parent."""
 
 import logging
 import os
@@ -6,22 +6,15 @@ import signal
 from types import FrameType
 
 import trainer.ranks.allocator  # noqa: F401
+from trainer.contract.exit_codes import exit_code_after
 from trainer.contract.launcher_process import LauncherWatch
 from trainer.ranks.device_ahead import make_context_ahead
 from trainer.ranks.lean_imports import import_lean
 
-EXIT_PREEMPTED = 75
-"""EX_TEMPFAIL of sysexits.h: the run is saved and asks to be started again."""
-
-
-def exit_code_of(number: int) -> int:
-    """75 after SIGUSR1, else 128 + signal, as a shell reports it."""
-    return EXIT_PREEMPTED if number == signal.SIGUSR1 else 128 + number
-
 
 def _end_at_once(number: int, frame: FrameType | None) -> None:
     # Nothing is there to save yet, and an exception in the middle of an import would be told as that module's fault.
-    os._exit(exit_code_of(number))
+    os._exit(exit_code_after(number))
 
 
 LAUNCHER_WATCH = LauncherWatch(os.environ, is_rank=True)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed
 
 from trainer.config import FIRST_STEP_FACTOR
+from trainer.contract.exit_codes import EXIT_FAILED
 from trainer.contract.heartbeat import BUILD_LOCK, Folder, Heartbeat
 from trainer.contract.rank_variables import host_name
 from trainer.ranks.group import Ranks
@@ -40,7 +41,6 @@ from trainer.ranks.vital_signs import (
 # Another process builds meanwhile, and what a killed one has left is removed by the launcher.
 BUILD_PATIENCE_S = 600.0
 STACK_MARK = "Python stack of rank"
-EXIT_HUNG = 1
 
 
 class Watchdog:
@@ -154,8 +154,8 @@ class Watchdog:
             os.write(self._screen, f"error: {json.loads(verdict)['text']}\n".encode())
             # A launcher ends all ranks when the first has ended: the others need a moment to write their stacks.
             time.sleep(2 * self._interval_s + 1.0)
-        self._folder.publish(replace(self._look_inward(), exit_code=EXIT_HUNG))
-        os._exit(EXIT_HUNG)
+        self._folder.publish(replace(self._look_inward(), exit_code=EXIT_FAILED))
+        os._exit(EXIT_FAILED)
 
 
 def ranks_behind(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> list[int]:

@@ -42,7 +42,8 @@ def divergence_of(
 ) -> Divergence:
     """What measures K in this run, on texts of the user's or on the base's own samples; every rank must call it.
 
-    `packed`: what is trained on takes them into its pack. `steps`: optimizer steps of the whole run, so that one that goes on decides as it did at first.
+    `packed`: the training text takes them into its pack. `steps`: optimizer steps of the whole run, so that one that
+    goes on decides as it did at first.
     """
     training, scu = config.training, config.scu
     documents: Samples | list[Sample] | None = prepared.reference

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from trainer.config import CommandParser, TierSection, UserError, load_config
+from trainer.contract.exit_codes import exit_code_after
 from trainer.contract.home import HOME
 from trainer.contract.launcher_process import tie_children_to_this_process
 from trainer.monitor.metric_files import METRICS_FILE
@@ -45,7 +46,7 @@ from trainer.tiers.machine import (
 
 ROOT = Path(__file__).parents[2]
 POLL_S = 0.3
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = exit_code_after(signal.SIGINT)
 EXAMPLES = """examples:
   zerolora tier quick                        one tier, in a minute
   zerolora tier all --without full           without the 7B model

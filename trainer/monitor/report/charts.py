@@ -1,4 +1,4 @@
-"""The charts of the report page, as SVG and text that a browser lays out: sharp and readable at every width.
+"""The charts of a run: what each shows, and each as SVG and text that a browser lays out, sharp at every width.
 
 Lines are drawn in a square of 1000 x 1000 that is stretched to the chart, in strokes that are not; labels are text of
 the page beside it. Colours are the page's, light or dark.
@@ -39,7 +39,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over the steps; `low` and `high` are bounds that the axis must take in."""
+    """Curves over the steps; `low` and `high` are bounds that the axis must take in.
+
+    `name` is that of its file as an image; `low=0` also allows powers of ten, where values spread far.
+    """
 
     title: str
     unit: str
@@ -48,6 +51,13 @@ class Chart:
     high: float | None = None
     band: tuple[float, float] | None = None
     wide: bool = False
+    name: str = ""
+
+    @property
+    def logarithmic(self) -> bool:
+        """Whether values above zero spread over more than a factor of 50."""
+        values = np.concatenate([curve.line.finite().values for curve in self.curves])
+        return self.low == 0.0 and values.min() > 0 and values.max() / values.min() > SPREAD_FOR_LOG_SCALE
 
 
 def charts(records: list[Record], *, deadband: float | None = None) -> list[Chart]:
@@ -58,12 +68,15 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
         loss += (Curve(held_out, "dashed", "orange"), Curve(held_out, "dots", "orange", held_out_words(held_out)))
     counted = counted_in(records)
     memory, rate = series(records, "memory/peak_gib"), series(records, counted.rate)
+    norm = series(records, "train/grad_norm")
     found = [
-        Chart("Loss", f"{counted.loss}, by optimizer step", loss, wide=True),
-        Chart("Learning rate", "", (Curve(series(records, "train/learning_rate"), "line", "blue"),), low=0.0),
-        Chart("Gradient norm", "L2", with_mean(series(records, "train/grad_norm"), "blue", "before clipping"), low=0.0),
-        Chart("Throughput", f"{counted.name}/s per rank", with_mean(rate, "green", "per rank"), low=0.0),
-        Chart("Peak memory", "GiB of rank 0", (Curve(memory, "line", "green"),), low=0.0),
+        Chart("Loss", counted.loss, loss, wide=True, name="loss"),
+        Chart("Learning rate", "", _line(records, "train/learning_rate"), low=0.0, name="learning_rate"),
+        Chart("Gradient norm", "L2", with_mean(norm, "blue", "before clipping"), low=0.0, name="gradient_norm"),
+        Chart(
+            "Throughput", f"{counted.name}/s per rank", with_mean(rate, "green", "per rank"), low=0.0, name="throughput"
+        ),
+        Chart("Peak memory", "GiB of rank 0", (Curve(memory, "line", "green"),), low=0.0, name="memory"),
         *_scu_charts(records, deadband),
     ]
     kept = [replace(chart, curves=tuple(curve for curve in chart.curves if len(curve.line))) for chart in found]
@@ -71,34 +84,37 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
 
 
 def _scu_charts(records: list[Record], deadband: float | None) -> list[Chart]:
-    s_ratio, target, smoothed = (series(records, f"scu/{name}") for name in ("s_ratio", "target", "s_smoothed"))
-    if not len(s_ratio):
-        return _divergence_charts(records)
-    curves = [Curve(_times(s_ratio, 100), "pale", "blue", "S of the step")]
-    if len(smoothed):
-        curves.append(Curve(_times(smoothed, 100), "line", "blue", "S smoothed"))
-    curves.append(Curve(_times(target, 100), "dashed", "orange", "target"))
+    s_ratio, s_smoothed, target = (series(records, f"scu/{name}") for name in ("s_ratio", "s_smoothed", "target"))
+    bits, bits_smoothed = series(records, "scu/kl_bits"), series(records, "scu/kl_smoothed")
     goal = 100 * target.values[-1] if len(target) else None
     band = (goal - 100 * deadband, goal + 100 * deadband) if goal is not None and deadband else None
+    of_s = _steered(_times(s_ratio, 100), _times(s_smoothed, 100), _times(target, 100), "S") if len(s_ratio) else ()
+    of_k = _steered(bits, bits_smoothed, target, "K") if len(bits) else ()
+    data = with_mean(series(records, "scu/data_bpt"), "blue", "per step")
     return [
-        Chart("SCU: S", "%", tuple(curves), low=0.0, band=band),
-        Chart("SCU: λ", "", (Curve(series(records, "scu/lambda"), "line", "blue"),), low=0.0),
-        Chart("SCU: DataBPT", "bits per token", with_mean(series(records, "scu/data_bpt"), "blue", "per step")),
-        Chart("SCU: ParamBPT", "bits per token", (Curve(series(records, "scu/param_bpt"), "line", "blue"),), low=0.0),
-    ]
+        Chart("SCU: S", "%", of_s, low=0.0, band=band, name="scu_s"),
+        Chart("SCU: K, adapter from base", "bits per token of reference text", of_k, low=0.0, name="scu_kl"),
+        Chart("SCU: λ", "", _line(records, "scu/lambda"), low=0.0, name="scu_lambda"),
+        Chart("SCU: DataBPT, information in the data", "bits per token", data, name="scu_data_bpt"),
+        # Apart from DataBPT: at an S of 1 or 2 % it would be a line along the bottom of a common axis.
+        Chart(
+            "SCU: ParamBPT, information in the adapter", "bits per token", _line(records, "scu/param_bpt"), low=0.0,
+            name="scu_param_bpt",
+        ),
+    ]  # fmt: skip
 
 
-def _divergence_charts(records: list[Record]) -> list[Chart]:
-    bits, smoothed, target = (series(records, f"scu/{name}") for name in ("kl_bits", "kl_smoothed", "target"))
-    curves = (
-        Curve(bits, "pale", "blue", "K of the step"),
-        Curve(smoothed, "line", "blue", "K smoothed"),
+def _steered(measured: Series, smoothed: Series, target: Series, name: str) -> tuple[Curve, ...]:
+    """What the SCU steers, beside its target."""
+    return (
+        Curve(measured, "pale", "blue", f"{name} of the step"),
+        Curve(smoothed, "line", "blue", f"{name} smoothed"),
         Curve(target, "dashed", "orange", "target"),
     )
-    return [
-        Chart("SCU: K, adapter from base", "bits per token of reference text", curves, low=0.0),
-        Chart("SCU: λ", "", (Curve(series(records, "scu/lambda"), "line", "blue"),), low=0.0),
-    ]
+
+
+def _line(records: list[Record], name: str) -> tuple[Curve, ...]:
+    return (Curve(series(records, name), "line", "blue"),)
 
 
 def with_mean(line: Series, colour: str, label: str) -> tuple[Curve, ...]:
@@ -116,7 +132,7 @@ def draw(chart: Chart) -> str:
     steps = np.concatenate([curve.line.steps for curve in chart.curves])
     values = np.concatenate([curve.line.finite().values for curve in chart.curves])
     low, high = float(values.min()), float(values.max())
-    logarithmic = chart.low == 0.0 and low > 0 and high / low > SPREAD_FOR_LOG_SCALE
+    logarithmic = chart.logarithmic
     if not logarithmic:
         bounds = (chart.low, chart.high, *(chart.band or ()))
         low, high = min(low, *_known(bounds, low)), max(high, *_known(bounds, high))
@@ -148,7 +164,8 @@ def draw(chart: Chart) -> str:
     labels += [f'<span class="x" style="left:{100 * across(mark):.2f}%">{mark:,.0f}</span>' for mark in step_marks]
     told = [curve for curve in chart.curves if curve.label]
     legend = "".join(f'<span class="{curve.colour} {curve.kind}">{escape(curve.label)}</span>' for curve in told)
-    unit = f" <small>{escape(chart.unit)}</small>" if chart.unit else ""
+    words = f"{chart.unit}, by optimizer step" if chart.wide else chart.unit
+    unit = f" <small>{escape(words)}</small>" if words else ""
     return (
         f"<figure{' class=wide' if chart.wide else ''}><figcaption><h2>{escape(chart.title)}{unit}</h2>"
         f'<p class="legend">{legend}</p></figcaption><div class="chart">'

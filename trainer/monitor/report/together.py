@@ -1,4 +1,4 @@
-"""Several runs on one page: their curves over each other, what came of each, and in which settings they differ."""
+"""Several runs on one page: their curves over each other, their results, and the settings in which they differ."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ PAGE = "runs.html"
 MOST = 8
 """As many as there are colours that can be told apart."""
 CHARTS = (
-    ("Loss", "nats per token, by optimizer step", "train/loss", None),
+    ("Loss", "nats per token", "train/loss", None),
     ("Held-out loss", "nats per token", "eval/loss", None),
     ("Learning rate", "", "train/learning_rate", 0.0),
     ("Gradient norm", "L2", "train/grad_norm", 0.0),
@@ -116,7 +116,7 @@ def _curves(run: Recorded, metric: str, colour: str) -> list[Curve]:
 
 def _outcomes(runs: Sequence[Recorded]) -> str:
     heads = ("run", "steps", "held-out loss", "lowest", "training loss", "speed of a rank", "peak memory", "time")
-    return wide_table("What came of them", heads, [_outcome(run) for run in runs], runs=True)
+    return wide_table("Results", heads, [_outcome(run) for run in runs], runs=True)
 
 
 def _outcome(run: Recorded) -> list[str]:

@@ -55,7 +55,8 @@ def write_report(run_dir: Path) -> Path:
     deadband = (
         scu.get("deadband") if scu.get("controller") == "pi" and scu.get("law", "published") == "published" else None
     )
-    draw_plots(records, run_dir / "plots", deadband=deadband)
+    shown = charts(records, deadband=deadband)
+    draw_plots(shown, run_dir / "plots")
     name = config.get("logging", {}).get("run_name") or run_dir.resolve().name
     page = run_dir / PAGE
     text = render_page(
@@ -63,7 +64,7 @@ def write_report(run_dir: Path) -> Path:
         _subtitle(config, run),
         tiles(records, run),
         summary_rows(records, config, run) + _restart_rows(run_dir),
-        [draw(chart) for chart in charts(records, deadband=deadband)],
+        [draw(chart) for chart in shown],
         answers=answers,
         pictures=shown_in_page(run_dir),
         commands=next_commands(str(run_dir), config) if config else (),
