@@ -118,7 +118,7 @@ class Attempts:
         build, reach = self._replan(self._left_out, ranks)
         say(
             f"going on with {ranks} of {self._full} ranks"
-            + (f"; {available - ranks} more would not divide the {total} sequences of a step" * (available > ranks))
+            + (f"; {available - ranks} more would not divide the {total} samples of a step" * (available > ranks))
             + f"; to come back to all {self._full}, stop the run and start it with resume_from_checkpoint=auto"
         )
         # The micro-batch stays the most that a rank takes at a time.
@@ -133,17 +133,17 @@ class Attempts:
         return f"the place of rank {rank}"
 
     def _global_batch(self) -> int:
-        """Sequences of a step of the run, from the settings as it resolved them."""
+        """Samples of a step of the run, from the settings as it resolved them."""
         record = json.loads((self._logs.parent / "training_config.json").read_text(encoding="utf-8"))["training"]
         run = json.loads((self._logs.parent / "run.json").read_text(encoding="utf-8"))
         size: int = record["batch_size"] * record["gradient_accumulation_steps"] * run["world_size"]
         return size
 
     def _tell_batch(self, step: int) -> None:
-        """The documents of a step, as `zerolora inspect` shows them, from the settings as the run resolved them."""
+        """The samples of a step, as `zerolora inspect` shows them, from the settings as the run resolved them."""
         resolved = self._logs.parent / "training_config.json"
         if step and resolved.is_file():
-            say(f"the documents of step {step}:")
+            say(f"the samples of step {step}:")
             words = [str(resolved), "--step", str(step), "--ranks", str(self._ranks)]
             run_child([sys.executable, "-m", "launcher.module", "trainer.commands.inspect", *words])
 

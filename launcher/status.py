@@ -28,6 +28,7 @@ COMMENT = "zerolora "
 # Heartbeats come every second or two; a network file system may show them late.
 RECENT_S = 60.0
 SPEED_STEPS = 20
+SPEEDS = {"perf/tokens_per_second": "{:,.0f} tok/s", "perf/images_per_second": "{:,.2f} images/s"}
 PAUSE_S = 600.0
 ACTIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
 NO_TASK = str(2**32 - 2)
@@ -138,10 +139,10 @@ def run_lines(run: Path, *, over: str | None = None) -> list[tuple[str, str]]:
     lines.append(("step", f"{last['step']:,} of {total:,}" if total else f"{last['step']:,}"))
     lines.append(("loss", f"{last['train/loss']:.4f}" if last["train/loss"] is not None else "not finite"))
     lines += _held_out_line(everything)
-    speeds = [record["perf/tokens_per_second"] for record in records if record.get("perf/tokens_per_second")]
-    if speeds:
-        # The first step builds and warms up.
-        lines.append(("speed", f"{mean((speeds[1:] or speeds)[-SPEED_STEPS:]):,.0f} tok/s"))
+    for name, text in SPEEDS.items():
+        if speeds := [record[name] for record in records if record.get(name)]:
+            # The first step builds and warms up.
+            lines.append(("speed", text.format(mean((speeds[1:] or speeds)[-SPEED_STEPS:]))))
     lines.append(("elapsed", f"{timedelta(seconds=int(_seconds(everything)))} of training"))
     times = [record["perf/step_ms"] for record in records[-SPEED_STEPS:] if record.get("perf/step_ms") is not None]
     if total and not is_over and times and None in {beat.exit_code for beat in beats.values()}:

@@ -1,18 +1,22 @@
 """Write docs/reference/settings.md and docs/reference/commands.md from the code; tests hold them to it.
 
-python -m scripts.reference_pages      every command is asked for its --help: a minute, as each loads its libraries
+python -m scripts.reference_pages
 """
 
+import io
 import os
 import re
-import subprocess
+import runpy
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import warnings
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from unittest.mock import patch
 
 from typer.main import get_command
 
-from launcher.commands import app
+import launcher.commands
+from launcher.commands import MODULES, app
 from trainer.config.settings_reference import reference_text
 
 PAGES = Path(__file__).parents[1] / "docs" / "reference"
@@ -63,18 +67,23 @@ def commands_page(helps: dict[str, str]) -> str:
     return "\n".join([*lines, ""])
 
 
-def help_of(name: str) -> str:
-    """The text of `zerolora NAME --help`, 100 columns wide."""
-    environment = {**os.environ, "COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1", "DS_ACCELERATOR": "cpu"}
-    words = [sys.executable, "-m", "launcher.cli", name, "--help"]
-    return subprocess.run(words, env=environment, check=True, capture_output=True, text=True).stdout
-
-
 def helps() -> dict[str, str]:
-    """The text of every command, two asked at a time."""
-    names = command_names()
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(names, pool.map(help_of, names), strict=True))
+    """What `zerolora NAME --help` prints for every command, 100 columns wide; all in this process."""
+    plain = {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1", "DS_ACCELERATOR": "cpu"}
+    with patch.dict(os.environ, plain), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)  # by an earlier command
+        return {name: _help_of(name) for name in command_names()}
+
+
+def _help_of(name: str) -> str:
+    text = io.StringIO()
+    arguments = [MODULES[name][0]] if name in MODULES else ["zerolora", name]
+    with patch.object(sys, "argv", [*arguments, "--help"]), redirect_stdout(text), suppress(SystemExit):
+        if name in MODULES:
+            runpy.run_module(MODULES[name][0], run_name="__main__", alter_sys=True)
+        else:
+            launcher.commands.main()
+    return text.getvalue()
 
 
 def main() -> None:

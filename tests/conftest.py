@@ -3,6 +3,7 @@
 In CI (CI=true) a test that is skipped for a reason outside SKIPS_IN_CI fails: what is missing there is to be installed.
 """
 
+import gc
 import os
 import re
 import shutil
@@ -69,6 +70,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _garbage_of_this_file_only() -> None:
+    """Looking for garbage, as every run does, takes tenths of a second among all objects of the libraries."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

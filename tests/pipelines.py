@@ -93,7 +93,8 @@ def _t5_tokenizer(longest: int) -> Any:
     )
 
 
-def _vae(channels: int, **changes: Any) -> Any:
+def vae(channels: int, **changes: Any) -> Any:
+    """A VAE that halves a side once."""
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
@@ -137,7 +138,7 @@ def _sd(changes: dict[str, Any]) -> Any:
     from diffusers import StableDiffusionPipeline
 
     return StableDiffusionPipeline(
-        vae=_vae(4),
+        vae=vae(4),
         text_encoder=_clip(projected=False),
         tokenizer=_tokenizer(77),
         unet=_unet({"cross_attention_dim": 32, **changes}),
@@ -160,7 +161,7 @@ def _sdxl(changes: dict[str, Any]) -> Any:
     }
     tokenizer = _tokenizer(77)
     return StableDiffusionXLPipeline(
-        vae=_vae(4, scaling_factor=0.13025),
+        vae=vae(4, scaling_factor=0.13025),
         text_encoder=_clip(projected=False),
         text_encoder_2=_clip(projected=True),
         tokenizer=tokenizer,
@@ -191,7 +192,7 @@ def _sd3(changes: dict[str, Any]) -> Any:
     tokenizer = _tokenizer(77)
     return StableDiffusion3Pipeline(
         transformer=SD3Transformer2DModel(**{**settings, **changes}),
-        vae=_vae(4, shift_factor=0.0609, scaling_factor=1.5305),
+        vae=vae(4, shift_factor=0.0609, scaling_factor=1.5305),
         text_encoder=_clip(projected=True),
         text_encoder_2=_clip(projected=True),
         text_encoder_3=_t5(64),
@@ -219,7 +220,7 @@ def _flux(changes: dict[str, Any]) -> Any:
     }
     return FluxPipeline(
         transformer=FluxTransformer2DModel(**{**settings, **changes}),
-        vae=_vae(4, shift_factor=0.1159, scaling_factor=0.3611),
+        vae=vae(4, shift_factor=0.1159, scaling_factor=0.3611),
         text_encoder=_clip(projected=False),
         text_encoder_2=_t5(32),
         tokenizer=_tokenizer(77),

@@ -153,7 +153,8 @@ def _loss(config: RunConfig, family: str, scheduler: Any, denoiser: Any, group: 
         errors = F.mse_loss(predicted, target, reduction="none").mean(dim=(1, 2, 3))
         if (gamma := config.image.min_snr_gamma) is not None:
             ratio = compute_snr(scheduler, index)
-            errors = errors * torch.stack([ratio, gamma * torch.ones_like(ratio)], dim=1).min(dim=1)[0] / ratio
+            below = ratio + 1 if scheduler.config.prediction_type == "v_prediction" else ratio
+            errors = errors * torch.stack([ratio, gamma * torch.ones_like(ratio)], dim=1).min(dim=1)[0] / below
         return (errors * group.weights).sum()
     timesteps = scheduler.timesteps[steps - 1 - index]
     sigmas = scheduler.sigmas[[(scheduler.timesteps == each).nonzero().item() for each in timesteps]]

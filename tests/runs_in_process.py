@@ -1,13 +1,18 @@
 """Whole training runs of one rank in the process of the test: a second each once the libraries are loaded."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import yaml
 from rich.console import Console
 
+import trainer.loop
+import trainer.monitor.report.plots
 from tests.engine import one_rank
 from tests.tiny import make_model, write_chats
 from trainer.config import load_config
@@ -35,8 +40,22 @@ def make_ground(folder: Path) -> Path:
     return folder
 
 
+@contextmanager
+def as_one_of_many() -> Iterator[None]:
+    """Runs draw no plots and do not look at every object that libraries made: two thirds of a tiny run's time."""
+    plots, garbage = (trainer.monitor.report.plots, "draw_plots"), (trainer.loop, "garbage_of_steps_only")
+    with patch.object(*plots, lambda *_, **__: {}), patch.object(*garbage, nullcontext):
+        yield
+
+
 def train(ground: Path, **overrides: Any) -> str:
-    """One run with `training__max_steps=6` and the like; what the console showed."""
+    """One run with `training__max_steps=6` and the like, as one of many; what the console showed."""
+    with as_one_of_many():
+        return train_alone(ground, **overrides)
+
+
+def train_alone(ground: Path, **overrides: Any) -> str:
+    """The same, with everything that a run does."""
     settings = [f"{name.replace('__', '.')}={json.dumps(value)}" for name, value in overrides.items()]
     loaded = load_config(ground / "base.yaml", settings)
     shown = ground / "console.txt"

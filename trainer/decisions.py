@@ -217,7 +217,8 @@ def _recomputed_results(config: RunConfig, machine: Machine) -> Decided[str]:
     """Gradient checkpointing keeps none of it; DeepSpeed's own stage 3 has taken the norm's weight away by then."""
     if config.ops.recompute == "none" or config.adapter == "none":
         return Decided("none", "ops.recompute: none" if config.adapter != "none" else "all weights are trained")
-    if config.training.gradient_checkpointing != "none":
+    training = config.training
+    if training.gradient_checkpointing != "none" and training.gradient_checkpointing_layers is None:
         return Decided("none", "training.gradient_checkpointing")
     if engine_stage(config) == 3:
         return Decided("none", "zero.gather: module")

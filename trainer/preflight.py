@@ -27,7 +27,7 @@ from trainer.data.reference_text import reference_samples
 from trainer.data.step_count import step_warnings, with_global_batch
 from trainer.engine.deepspeed_engine import check_extra_keys, resolve_precision
 from trainer.images.pipeline import is_pipeline
-from trainer.images.prepare import prepare_pictures
+from trainer.images.prepare import prepare_pictures, refuse_image_settings
 from trainer.model.base import check_weights, context_length, empty_model, load_model_config, load_tokenizer
 from trainer.model.eight_bit import check_card
 from trainer.model.expert_targets import check_router_loss
@@ -81,6 +81,7 @@ def _prepare_text(config: RunConfig, tell: Callable[[str], None], model_files: M
     if model_files is None:
         tell(f"checking the model {config.base_model}")
         model_files = read_model_files(config)
+    refuse_image_settings(config)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
     tell(f"tokenising {', '.join(map(str, paths))}, or finding that done")
     data = prepare_data(
@@ -93,7 +94,11 @@ def _prepare_text(config: RunConfig, tell: Callable[[str], None], model_files: M
     if data.stats.records:
         tell(f"{data.stats.records:,} records, {data.stats.documents:,} documents to train on")
     return Prepared(
-        model_files.tokenizer, model_files.model_config, data, model_files.notes, _reference(config, model_files)
+        model_files.tokenizer,
+        model_files.model_config,
+        data,
+        model_files.notes,
+        reference_of(config, model_files.tokenizer),
     )
 
 
@@ -153,17 +158,15 @@ def read_model_files(config: RunConfig) -> ModelFiles:
     return ModelFiles(tokenizer, model_config, longest, tuple(notes))
 
 
-def _reference(config: RunConfig, model_files: ModelFiles) -> Samples | None:
-    """The texts of scu.reference."""
+def reference_of(config: RunConfig, tokenizer: Any) -> Samples | None:
+    """The texts of scu.reference. Raises UserError, also for a law of the SCU that means nothing."""
     if not config.scu.enabled:
         return None
     # A size below 2B stands in for the model's, which is counted when its weights are there.
     law_of(config.scu, total_steps=1, base_parameters=1)
     if config.scu.reference is None:
         return None
-    return reference_samples(
-        config.dataset, model_files.tokenizer, config.scu.reference, setting="scu.reference", seed=config.seed
-    )
+    return reference_samples(config.dataset, tokenizer, config.scu.reference, setting="scu.reference", seed=config.seed)
 
 
 def prepare_to_resume(

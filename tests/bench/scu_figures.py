@@ -109,7 +109,8 @@ def _by_sigma(comparison: Comparison) -> str:
     lines = [
         f"Means of the last {TRAINING_MEAN_OVER} steps; lambda / sigma^2, which is what acts, is the same:",
         "",
-        f"| setting | seed | highest Ŝ | at step | σ | λ | S | λ S | σ now | λ | S | λ S |\n| --- |{' ---: |' * 11}",
+        "| setting | seed | highest Ŝ | at step | sigma | λ | S | λ S | sigma now | λ | S | λ S |",
+        f"| --- |{' ---: |' * 11}",
     ]
     for run in comparison.results:
         last, was = run.records[-TRAINING_MEAN_OVER:], float(run.trial.config.scu.sigma)

@@ -3,7 +3,7 @@
 import json
 import os
 import subprocess
-import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from launcher.targets.local import local_command, visible_gpus
 from tests.distributed.plan import ONE_RANK, TWO_RANKS
 from tests.tiny import make_model, write_chats
 from trainer.contract.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
+GRACE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,36 @@ class Matrix:
         return Case(self._folder / folder, (self._folder / f"{name}-console-0.txt").read_text())
 
 
-def deepspeed_command(ranks: int, *arguments: str) -> list[str]:
-    """The real launcher, for CPU ranks or GPUs."""
-    runner = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", str(ranks)]
-    return [*runner, "--master_port", str(free_port()), "--module", *arguments]
+def run_ranks(count: int, module: str, *arguments: str, env: dict[str, str], log: Path, timeout_s: float) -> int:
+    """Run `module` on so many ranks of this machine, CPU ranks or GPUs, and return the first exit code that is not 0.
+
+    They are started as `zerolora train` starts them; tests/cluster does it by DeepSpeed's launcher as well. What is
+    left of them is killed `GRACE_S` after one failed. Raises subprocess.TimeoutExpired.
+    """
+    gpus = [] if env.get("DS_ACCELERATOR") == "cpu" else visible_gpus()
+    command = local_command(arguments, gpus=gpus, num_gpus=count, port=free_port(), module=module)
+    shared = {**env, **command.set_variables}
+    deadline, failed_at = time.monotonic() + timeout_s, None
+    with log.open("w") as file:
+        ranks = [
+            subprocess.Popen(command.argv, cwd=ROOT, env={**shared, **variables}, stdout=file, stderr=file)
+            for variables in command.of_each_rank
+        ]
+        try:
+            while any(rank.poll() is None for rank in ranks):
+                now = time.monotonic()
+                if now > deadline:
+                    raise subprocess.TimeoutExpired(command.argv, timeout_s)
+                if failed_at is None and any(rank.poll() for rank in ranks):
+                    failed_at = now
+                if failed_at is not None and now > failed_at + GRACE_S:
+                    break
+                time.sleep(0.05)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    return next((rank.returncode for rank in ranks if rank.returncode), 0)
 
 
 def environment() -> dict[str, str]:
@@ -88,9 +116,9 @@ def launch(folder: Path, ranks: int, plan: list[dict[str, Any]], env: dict[str, 
         (folder / "base.yaml").write_text(yaml.safe_dump(_base(folder)))
     path = folder / f"plan-{ranks}.json"
     path.write_text(json.dumps(_resolved(plan, folder)))
-    command = deepspeed_command(ranks, "tests.distributed.matrix", str(folder), str(path))
-    with (folder / f"launch-{ranks}.log").open("w") as log:
-        subprocess.run(command, env=env, cwd=ROOT, stdout=log, stderr=log, timeout=1200, check=False)
+    arguments = (str(folder), str(path))
+    log = folder / f"launch-{ranks}.log"
+    run_ranks(ranks, "tests.distributed.matrix", *arguments, env=env, log=log, timeout_s=1200)
 
 
 def _base(folder: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ its case alone, and makes the exit code 1; anything else ends all. `apart` gives
 """
 
 import argparse
+import gc
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ from unittest.mock import patch
 
 from rich.console import Console
 
+from tests.runs_in_process import as_one_of_many
 from trainer.config import load_config
 from trainer.contract.folder_lock import FolderLock
 from trainer.decisions import Decided
@@ -33,9 +35,12 @@ def run_case(folder: Path, case: dict[str, object], ranks: Ranks, stop: StopRequ
     folder_of_case = Path(loaded.config.output_dir)
     held = FolderLock.take(folder_of_case, resumes=False, say=print) if ranks.is_main else nullcontext()
     apart = patch("trainer.decisions._reference", lambda config: APART) if case.get("apart") else nullcontext()
-    with log.open("w") as file, held as lock, apart:
+    with log.open("w") as file, held as lock, as_one_of_many(), apart:
         Run(loaded, prepare(loaded.config), ranks, Console(file=file, width=140), stop, lock).train()
     (folder / f"{case['name']}-done-{ranks.rank}").touch()
+    # Looking for garbage, as DeepSpeed does too, takes as long as there are objects: not those that stay.
+    gc.collect()
+    gc.freeze()
 
 
 def main() -> int:

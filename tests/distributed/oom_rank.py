@@ -1,17 +1,20 @@
 """Ranks of which one runs out of memory in the middle of backward passes; see test_oom.py.
 
-deepspeed --module tests.distributed.oom_rank SHORTAGE.json CONFIG [key=value ...]     a whole run, as trainer.train
-deepspeed --module tests.distributed.oom_rank SHORTAGE.json PLAN.json                  several, one after the other
+python -m tests.distributed.oom_rank SHORTAGE.json CONFIG [key=value ...]     a whole run, as trainer.train
+python -m tests.distributed.oom_rank PLAN.json                                several, one after the other
 SHORTAGE.json: {"rank", "above": largest micro-batch that it can hold, "after": optimizer steps that go well before}
                and, where it is over again: {"until": optimizer steps by then, "grow_after": steps between two looks}
-PLAN.json: {"folder", "cases": [{"name", "overrides"}, ...]}, as matrix.py takes them
+PLAN.json: {"folder", "cases": [{"name", "overrides", "shortage"}, ...]}, as matrix.py takes them
 """
 
 import json
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -25,7 +28,8 @@ from trainer.ranks.group import Ranks, leave_process_group
 from trainer.ranks.signals import StopRequest
 
 
-def inject(shortage: dict[str, int]) -> None:
+@contextmanager
+def short_of(shortage: dict[str, int]) -> Iterator[None]:
     """Every TokenLoss of a run raises torch's own error in the backward pass of the first layer, with too many rows."""
 
     class Short(TokenLoss):
@@ -45,10 +49,13 @@ def inject(shortage: dict[str, int]) -> None:
             handle.remove()  # the hook stays in the graph that was built under it
             return loss
 
-    trainer.language.TokenLoss = Short  # type: ignore[attr-defined]
-    if "grow_after" in shortage:  # a CPU does not say how much room there is
-        trainer.memory.oom_recovery.GROW_AFTER = shortage["grow_after"]
-        trainer.memory.oom_recovery.has_room_for_twice = lambda: True
+    recovery = trainer.memory.oom_recovery
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(trainer.language, "TokenLoss", Short))
+        if "grow_after" in shortage:  # a CPU does not say how much room there is
+            patches.enter_context(patch.object(recovery, "GROW_AFTER", shortage["grow_after"]))
+            patches.enter_context(patch.object(recovery, "has_room_for_twice", lambda: True))
+        yield
 
 
 def run_plan(path: Path) -> int:
@@ -56,7 +63,8 @@ def run_plan(path: Path) -> int:
     folder, ranks, stop = Path(plan["folder"]), Ranks.from_environment(), StopRequest()
     for case in plan["cases"]:
         try:
-            run_case(folder, case, ranks, stop)
+            with short_of(case["shortage"]):
+                run_case(folder, case, ranks, stop)
         except trainer.memory.oom_recovery.OutOfMemory as error:  # on every rank, so that the next case can follow
             (folder / f"{case['name']}-failed-{ranks.rank}.txt").write_text(str(error))
     leave_process_group()
@@ -64,8 +72,7 @@ def run_plan(path: Path) -> int:
 
 
 if __name__ == "__main__":
-    arguments = [argument for argument in sys.argv[1:] if not argument.startswith("--local_rank")]
-    inject(json.loads(Path(arguments[0]).read_text()))
-    if arguments[1].endswith(".json"):
-        sys.exit(run_plan(Path(arguments[1])))
-    sys.exit(trainer.train.main(arguments[1:]))
+    if len(sys.argv) == 2:
+        sys.exit(run_plan(Path(sys.argv[1])))
+    with short_of(json.loads(Path(sys.argv[1]).read_text())):
+        sys.exit(trainer.train.main(sys.argv[2:]))

@@ -1,6 +1,6 @@
 """Every rank's part of test_information.py: the controller on real DeepSpeed engines, next to one process without any.
 
-Started by torchrun with a path; rank 0 writes there, as JSON, what the test compares.
+Started with a path; rank 0 writes there, as JSON, what the test compares.
 """
 
 import json

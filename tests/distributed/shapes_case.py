@@ -1,7 +1,7 @@
-"""One rank that loads FOLDER/model module by module and writes what it was told to FOLDER/rank<N>.txt.
+"""One rank that loads every model in FOLDER module by module and writes what it was told to FOLDER/rank<N>.json."""
 
-deepspeed --module tests.distributed.shapes_case FOLDER
-"""
+import json
+from pathlib import Path
 
 import torch
 
@@ -11,21 +11,26 @@ from trainer.model.base import load_base_model
 from trainer.ranks.group import end_process, leave_process_group
 
 
-def main() -> None:
-    folder, ranks = join(timeout_minutes=2)
+def loaded(model: Path) -> str:
+    """What loading it said."""
     try:
         load_base_model(
-            str(folder / "model"),
+            str(model),
             ModelSection(),
             dtype=torch.float32,
             device=torch.device("cpu"),
             attention="eager",
             quantization=QuantizationSection(),
         )
-        told = "loaded"
     except UserError as error:
-        told = str(error)
-    (folder / f"rank{ranks.rank}.txt").write_text(told)
+        return str(error)
+    return "loaded"
+
+
+def main() -> None:
+    folder, ranks = join(timeout_minutes=2)
+    told = {path.name: loaded(path) for path in sorted(folder.iterdir()) if path.is_dir()}
+    (folder / f"rank{ranks.rank}.json").write_text(json.dumps(told))
     leave_process_group()
 
 

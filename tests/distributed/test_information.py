@@ -2,15 +2,12 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.distributed.conftest import environment, run_ranks
+
 CASES = [
     *(f"{measure}-stage{stage}" for measure in ("delta", "factors") for stage in (0, 1, 2, 3)),
     *(f"{measure}-stage3-resident" for measure in ("delta", "factors")),
@@ -25,13 +22,9 @@ pytestmark = pytest.mark.distributed
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One launch of two ranks runs every case."""
     out = tmp_path_factory.mktemp("scu") / "results.json"
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    ran = subprocess.run(
-        [*launch, "--module", "tests.distributed.scu_case", str(out)],
-        cwd=ROOT, env=environment | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-4000:]
+    log = out.with_suffix(".log")
+    code = run_ranks(2, "tests.distributed.scu_case", str(out), env=environment(), log=log, timeout_s=300)
+    assert code == 0, log.read_text()[-4000:]
     return dict(json.loads(out.read_text(encoding="utf-8")))
 
 

@@ -1,13 +1,12 @@
 """ZeRO-3 per layer: what stage 2 trains, to the last bit that sums in another order leave, with less on each rank."""
 
 import json
-import subprocess
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.conftest import ROOT, Matrix, deepspeed_command, environment, launch
+from tests.distributed.conftest import Matrix, environment, launch, run_ranks
 from tests.distributed.plan import case
 from tests.tiny import make_model
 
@@ -162,12 +161,10 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, 
     folder = tmp_path_factory.mktemp("layer-memory")
     make_model(folder / "small", layers=2, hidden=512, vocab_size=1024)
     make_model(folder / "model", layers=48, hidden=512, vocab_size=1024)
-    command = deepspeed_command(2, "tests.distributed.layer_memory_case", str(folder))
     # Freed tensors go back to the system at once, so that resident memory is what is held.
     env = environment() | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    with (folder / "log").open("w") as log:
-        done = subprocess.run(command, env=env, cwd=ROOT, stdout=log, stderr=log, timeout=500, check=False)
-    assert done.returncode == 0, (folder / "log").read_text()[-3000:]
+    module, log = "tests.distributed.layer_memory_case", folder / "log"
+    assert run_ranks(2, module, str(folder), env=env, log=log, timeout_s=500) == 0, log.read_text()[-3000:]
     return [json.loads((folder / f"peaks-{rank}.json").read_text()) for rank in (0, 1)]
 
 

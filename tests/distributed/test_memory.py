@@ -1,12 +1,11 @@
 """Under ZeRO-3 no rank ever holds the whole model, quantised or not."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.conftest import ROOT, deepspeed_command, environment
+from tests.distributed.conftest import environment, run_ranks
 from tests.mixtures import make_mixture
 from tests.tiny import make_model
 
@@ -22,12 +21,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_mixture(folder / "small-experts", "mixtral")
     shape = {"hidden_size": 512, "intermediate_size": 256, "num_local_experts": 16, "num_hidden_layers": 10}
     make_mixture(folder / "model-experts", "mixtral", **shape)
-    log = (folder / "log").open("w")
-    command = deepspeed_command(2, "tests.distributed.memory_case", str(folder))
     # Freed tensors go back to the system at once, so that resident memory is what is held.
     env = environment() | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    done = subprocess.run(command, env=env, cwd=ROOT, stdout=log, stderr=log, timeout=300, check=False)
-    assert done.returncode == 0, (folder / "log").read_text()[-3000:]
+    module, log = "tests.distributed.memory_case", folder / "log"
+    assert run_ranks(2, module, str(folder), env=env, log=log, timeout_s=300) == 0, log.read_text()[-3000:]
     return folder
 
 

@@ -1,7 +1,6 @@
 """Mixtures of experts under ZeRO: with experts in full precision, NF4 and MXFP4 they train as at stage 0."""
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 from torch.multiprocessing.spawn import spawn
 
 from tests.distributed.alive_experts_case import CASES
-from tests.distributed.conftest import ROOT, Matrix, deepspeed_command, environment, launch
+from tests.distributed.conftest import Matrix, environment, launch, run_ranks
 from tests.distributed.plan import case
 from tests.distributed.uneven_routing_case import run
 from tests.mixtures import make_mixture, store_in_mxfp4
@@ -101,10 +100,8 @@ def alive(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """By rank and case of alive_experts_case.py: bytes of gathered experts that the first forward pass left behind."""
     folder = tmp_path_factory.mktemp("alive")
     make_models(folder)
-    command = deepspeed_command(2, "tests.distributed.alive_experts_case", str(folder))
-    with (folder / "log").open("w") as log:
-        done = subprocess.run(command, env=environment(), cwd=ROOT, stdout=log, stderr=log, timeout=500, check=False)
-    assert done.returncode == 0, (folder / "log").read_text()[-3000:]
+    module, log = "tests.distributed.alive_experts_case", folder / "log"
+    assert run_ranks(2, module, str(folder), env=environment(), log=log, timeout_s=500) == 0, log.read_text()[-3000:]
     return [json.loads((folder / f"alive-{rank}.json").read_text()) for rank in (0, 1)]
 
 

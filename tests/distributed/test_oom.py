@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.distributed.conftest import ROOT, Matrix, deepspeed_command, environment
+from tests.distributed.conftest import ROOT, Matrix, environment, run_ranks
 from tests.distributed.plan import case
 from tests.tiny import make_model, write_chats
 
@@ -18,21 +18,35 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 HALVE = {"training__on_oom": "halve"}
 SMALL = {"training__batch_size": 2, "training__gradient_accumulation_steps": 4}
 STEPS, AFTER = 6, 3
-IN_PROCESS = [
-    case("whole", zero__stage=2, **SMALL),
-    case("whole-bf16", zero__stage=1, training__precision="bf16", **SMALL),
-    *(case(f"stage-{stage}", zero__stage=stage, **HALVE) for stage in (0, 1)),
-    *(case(f"stage-{stage}-bf16", zero__stage=stage, training__precision="bf16", **HALVE) for stage in (0, 1)),
-    case("auto", zero__stage="auto", training__batch_size="auto", training__gradient_accumulation_steps=8),
-    case("recomputed", zero__stage=1, training__gradient_checkpointing=True, **HALVE),
-    case("odd", zero__stage=0, training__batch_size=3, training__gradient_accumulation_steps=1, **HALVE),
-    case("odd-whole", zero__stage=0, training__batch_size=1, training__gradient_accumulation_steps=3),
-    case("twice", zero__stage=1, training__batch_size=8, training__gradient_accumulation_steps=1, **HALVE),
-]  # fmt: skip
-TOO_LITTLE = [
-    case("one-row", zero__stage=1, training__batch_size=1, **HALVE),
-    case("four-times", zero__stage=0, training__batch_size=16, training__gradient_accumulation_steps=1, **HALVE),
-]
+IN_PROCESS: dict[str, dict[str, Any]] = {
+    "whole": {"zero__stage": 2, **SMALL},
+    "whole-bf16": {"zero__stage": 1, "training__precision": "bf16", **SMALL},
+    **{f"stage-{stage}": {"zero__stage": stage, **HALVE} for stage in (0, 1)},
+    **{f"stage-{stage}-bf16": {"zero__stage": stage, "training__precision": "bf16", **HALVE} for stage in (0, 1)},
+    "auto": {"zero__stage": "auto", "training__batch_size": "auto", "training__gradient_accumulation_steps": 8},
+    "recomputed": {"zero__stage": 1, "training__gradient_checkpointing": True, **HALVE},
+    "odd": {"zero__stage": 0, "training__batch_size": 3, "training__gradient_accumulation_steps": 1, **HALVE},
+    "odd-whole": {"zero__stage": 0, "training__batch_size": 1, "training__gradient_accumulation_steps": 3},
+    "twice": {"zero__stage": 1, "training__batch_size": 8, "training__gradient_accumulation_steps": 1, **HALVE},
+}
+TOO_LITTLE: dict[str, dict[str, Any]] = {
+    "one-row": {"zero__stage": 1, "training__batch_size": 1, **HALVE},
+    "four-times": {
+        "zero__stage": 0, "training__batch_size": 16, "training__gradient_accumulation_steps": 1, **HALVE
+    },
+}  # fmt: skip
+OVER_BY = (4, 99)  # the shortage is over by the second look, or never
+
+
+def _plan() -> list[dict[str, Any]]:
+    """Rank 1 holds two rows at most, and notices after three steps, but for what is said of a case."""
+    short = {"rank": 1, "above": 2, "after": AFTER}
+    cases = [case(name, **settings) | {"shortage": short} for name, settings in IN_PROCESS.items()]
+    for until in OVER_BY:
+        grows = {**short, "after": 2, "until": until, "grow_after": 2}
+        cases.append(case(f"grown-{until}", zero__stage=1, **HALVE) | {"shortage": grows})
+    nothing = {"rank": 0, "above": 0, "after": 1}
+    return cases + [case(name, **settings) | {"shortage": nothing} for name, settings in TOO_LITTLE.items()]
 
 
 @pytest.fixture(scope="module")
@@ -66,17 +80,6 @@ def shortage(folder: Path, **values: int) -> str:
     return str(path)
 
 
-def run_plan(folder: Path, cases: list[dict[str, Any]], **values: int) -> Matrix:
-    plan = folder / f"{cases[0]['name']}-plan.json"
-    plan.write_text(json.dumps({"folder": str(folder), "cases": cases}))
-    command = deepspeed_command(2, "tests.distributed.oom_rank", shortage(folder, **values), str(plan))
-    log = folder / f"{cases[0]['name']}.log"
-    with log.open("w") as file:
-        done = subprocess.run(command, env=environment(), cwd=ROOT, stdout=file, stderr=file, check=False)
-    assert done.returncode == 0, log.read_text()[-3000:]
-    return Matrix(folder, cases)
-
-
 def launch(folder: Path, name: str, *overrides: str, **values: int) -> tuple[int, str]:
     """Exit code and what the user saw."""
     arguments = [shortage(folder, **values), str(folder / name), str(folder / "base.yaml"), *overrides]
@@ -87,8 +90,12 @@ def launch(folder: Path, name: str, *overrides: str, **values: int) -> tuple[int
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> Matrix:
-    """Rank 1 holds two rows at most, and notices after three steps."""
-    return run_plan(folder, IN_PROCESS, rank=1, above=2, after=AFTER)
+    """Every case whose ranks need not start again."""
+    plan, log = folder / "plan.json", folder / "log"
+    plan.write_text(json.dumps({"folder": str(folder), "cases": _plan()}))
+    code = run_ranks(2, "tests.distributed.oom_rank", str(plan), env=environment(), log=log, timeout_s=600)
+    assert code == 0, log.read_text()[-3000:]
+    return Matrix(folder, _plan())
 
 
 def halvings(folder: Path) -> list[dict[str, int]]:
@@ -123,13 +130,12 @@ def test_auto_is_resolved_alike_on_all_ranks(runs: Matrix) -> None:
     assert (resolved["zero"]["stage"], resolved["training"]["batch_size"]) == (2, 1)
 
 
-def test_the_micro_batch_grows_again_where_there_is_room(folder: Path, runs: Matrix) -> None:
-    cases = [case(f"grown-{until}", zero__stage=1, **HALVE) for until in (4, 99)]
-    for index, until in enumerate((4, 99)):  # the shortage is over by the second look, or never
-        grown = run_plan(folder, [cases[index]], rank=1, above=2, after=2, until=until, grow_after=2)[f"grown-{until}"]
-        assert grown.losses == pytest.approx(runs["whole"].losses, abs=1e-5)
-        sizes = [(halving["step"], halving["batch_size"]) for halving in halvings(grown.folder)]
-        assert sizes == ([(3, 2), (5, 4), (5, 2)] if until == 99 else [(3, 2), (5, 4)])
+@pytest.mark.parametrize("until", OVER_BY)
+def test_the_micro_batch_grows_again_where_there_is_room(runs: Matrix, until: int) -> None:
+    grown = runs[f"grown-{until}"]
+    assert grown.losses == pytest.approx(runs["whole"].losses, abs=1e-5)
+    sizes = [(halving["step"], halving["batch_size"]) for halving in halvings(grown.folder)]
+    assert sizes == ([(3, 2), (5, 4), (5, 2)] if until == 99 else [(3, 2), (5, 4)])
 
 
 def test_with_recomputation(runs: Matrix) -> None:
@@ -148,9 +154,8 @@ def test_it_is_halved_until_it_fits(runs: Matrix) -> None:
     assert case.losses == pytest.approx(runs["whole"].losses, abs=1e-5)
 
 
-def test_what_cannot_be_halved_ends_with_the_fixes(folder: Path) -> None:
+def test_what_cannot_be_halved_ends_with_the_fixes(folder: Path, runs: Matrix) -> None:
     """A micro-batch of one row, and one that four halvings would be needed for; on both ranks."""
-    run_plan(folder, TOO_LITTLE, rank=0, above=0, after=1)
     for rank in (0, 1):
         one = (folder / f"one-row-failed-{rank}.txt").read_text()
         assert one.startswith("step 2: out of memory with batch_size 1; use training.gradient_checkpointing=true")
@@ -158,20 +163,19 @@ def test_what_cannot_be_halved_ends_with_the_fixes(folder: Path) -> None:
         assert "batch_size 2, which was halved 3 times" in four and "zero.stage=3" in four
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_stages_2_and_3_are_started_again_from_the_newest_checkpoint(runs: Matrix, folder: Path, stage: int) -> None:
-    overrides = [f"zero.stage={stage}", "training.on_oom=halve"]
-    code, seen = launch(folder, f"again-{stage}", *overrides, rank=1, above=2, after=AFTER)
+def test_stages_2_and_3_are_started_again_from_the_newest_checkpoint(runs: Matrix, folder: Path) -> None:
+    """Stage 2; stage 3 is below."""
+    code, seen = launch(folder, "again", "zero.stage=2", "training.on_oom=halve", rank=1, above=2, after=AFTER)
     assert code == 0, seen
     assert f"out of memory in step {AFTER + 1}: going on from checkpoint-2 with batch_size 2, accumulation 4" in seen
-    lines = (folder / f"again-{stage}" / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / "again" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["train/loss"] for line in lines]
     assert losses == pytest.approx(runs["whole"].losses, abs=1e-5)
-    assert not list((folder / f"again-{stage}" / "logs").glob("out_of_memory*"))
+    assert not list((folder / "again" / "logs").glob("out_of_memory*"))
 
 
 def test_after_such_a_restart_they_grow_again(runs: Matrix, folder: Path) -> None:
-    """And what runs short once more is made smaller by a second restart."""
+    """At stage 3; and what runs short once more is made smaller by a second restart."""
     overrides = ["zero.stage=3", "training.on_oom=halve"]
     code, seen = launch(folder, "grows", *overrides, rank=1, above=2, after=2, grow_after=2)
     assert code == 0, seen
@@ -179,6 +183,7 @@ def test_after_such_a_restart_they_grow_again(runs: Matrix, folder: Path) -> Non
     assert "step 5: there is room again; batch_size 4, accumulation 2" in seen
     assert "out of memory in step 5: going on from checkpoint-4 with batch_size 2, accumulation 4" in seen
     assert seen.count("there is room again") == 1
+    assert not list((folder / "grows" / "logs").glob("out_of_memory*"))
     lines = (folder / "grows" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["train/loss"] for line in lines]
     assert losses == pytest.approx(runs["whole"].losses, abs=1e-5)

@@ -25,9 +25,10 @@ def plan() -> list[dict[str, Any]]:
     # Weight decay: DeepSpeed's stage 0 begins with an update by gradients of zero, which would decay and count.
     bf16 = {"training__precision": "bf16", "training__weight_decay": DECAY, **common}
     cases += [case(f"bf16-{stage}", zero__stage=stage, **bf16) for stage in STAGES]
-    # Stage 3 per layer is DeepSpeed's stage 2 underneath; per module it is DeepSpeed's own.
+    # Stage 3 per layer is DeepSpeed's stage 2 underneath; per module it is DeepSpeed's own, in fp32 in
+    # test_same_training.py.
     module = {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0}
-    return [*cases, case("fp32-module", **module, **common), case("bf16-module", **module, **bf16)]
+    return [*cases, case("bf16-module", **module, **bf16)]
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +49,8 @@ def plain_fp32(runs: Matrix) -> list[float]:
     return plain(runs["fp32-0"].folder.parent)
 
 
-@pytest.mark.parametrize("stage", [*STAGES, "module"])
-def test_fp32_losses_are_those_of_plain_peft(runs: Matrix, plain_fp32: list[float], stage: int | str) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp32_losses_are_those_of_plain_peft(runs: Matrix, plain_fp32: list[float], stage: int) -> None:
     assert len(plain_fp32) == STEPS
     assert plain_fp32[-1] < plain_fp32[0] - 0.1, "nothing was learned that could differ"
     assert runs[f"fp32-{stage}"].losses == pytest.approx(plain_fp32, rel=RELATIVE)

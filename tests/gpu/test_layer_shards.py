@@ -5,14 +5,13 @@ On one GPU the shares lie in host memory, which is the only way in which anythin
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.conftest import ROOT, Matrix, deepspeed_command, launch
+from tests.distributed.conftest import ROOT, Matrix, launch, run_ranks
 from tests.distributed.plan import case
 from tests.tiny import make_model
 
@@ -105,10 +104,11 @@ def test_one_rank_has_the_losses_of_many(runs: Matrix, variant: str, stage: int)
 def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What every rank measured of eight layers of Llama-3.1-8B."""
     folder = tmp_path_factory.mktemp("layers-8b")
-    command = deepspeed_command(GPUS, "tests.gpu.layer_rank", str(folder / "measured.json"))
-    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
-    print("\n".join(line for line in done.stdout.splitlines() if "ms a step" in line))
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    module, log = "tests.gpu.layer_rank", folder / "log"
+    code = run_ranks(GPUS, module, str(folder / "measured.json"), env=environment(), log=log, timeout_s=600)
+    told = log.read_text()
+    print("\n".join(line for line in told.splitlines() if "ms a step" in line))
+    assert code == 0, told[-3000:]
     return [json.loads((folder / f"measured-{rank}.json").read_text()) for rank in range(GPUS)]
 
 

@@ -91,14 +91,17 @@ def train(base: str, stage: int, kind: str) -> list[float]:
 
 
 def main() -> None:
-    base, out = sys.argv[1:]
     deepspeed.init_distributed(dist_backend="gloo")
-    found = {}
-    for stage in (0, 1, 2, 3):
-        for kind in ("none", "reentrant", "non-reentrant"):
-            found[f"{stage} {kind}"] = train(base, stage, kind)
+    found = {
+        base: {
+            f"{stage} {kind}": train(base, stage, kind)
+            for stage in (0, 1, 2, 3)
+            for kind in ("none", "reentrant", "non-reentrant")
+        }
+        for base in ("bf16", "nf4")
+    }
     if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(found))
+        Path(sys.argv[1]).write_text(json.dumps(found))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads abort at the interpreter's end now and then

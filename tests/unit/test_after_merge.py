@@ -1,5 +1,6 @@
 """The merged model gives the adapter's logits, whatever the adapter is on; and its files are read back."""
 
+from argparse import ArgumentTypeError
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import FinishedRun, find_run, load_trained, saved_tokenizer
 from trainer.commands.merge import check_saved, main, merge
+from trainer.commands.scale import scale_of
 from trainer.commands.whole_output import check_output
 from trainer.config import UserError
 
@@ -106,3 +108,10 @@ def test_an_output_without_a_name_is_one_line(output: str, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"a new folder is written, which needs a name"):
         check_output(Path(output))
+
+
+@pytest.mark.parametrize("text", ["x", "", "0", "11", "nan"])
+def test_a_scale_is_auto_or_a_factor(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="auto, or a factor above 0"):
+        scale_of(text)
+    assert scale_of("auto") == "auto" and scale_of("0.35") == 0.35

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from launcher.commands import main as zerolora
 from tests.any_input import HARM, assert_a_line, damage, or_refused, tries
-from tests.runs_in_process import make_ground, train
+from tests.runs_in_process import make_ground, train_alone
 from trainer.checkpoint.checkpoint_files import choose_checkpoint
 from trainer.commands.estimate import main as estimate
 from trainer.commands.export.__main__ import main as export
@@ -41,7 +41,7 @@ MOST_LINES = 6
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps with checkpoints at 2 and 4, and a copy of all of it to mend what is damaged from."""
     folder = make_ground(tmp_path_factory.mktemp("damage") / "ground")
-    train(folder, dataset__evaluation={"path": str(folder / "held_out.jsonl")})
+    train_alone(folder, dataset__evaluation={"path": str(folder / "held_out.jsonl")})
     shutil.copytree(folder, folder.parent / "whole", symlinks=True)
     return folder
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.any_input import or_refused, tries
-from tests.runs_in_process import train
+from tests.runs_in_process import train, train_alone
 from tests.unit import test_any_damage as on_disk
 from tests.unit.test_any_damage import as_typed, damaged, ends, files_of, harm_to, model_files, run_files
 from trainer.commands.estimate import main as estimate
@@ -78,9 +78,8 @@ def check_left_alone(ground: Path, folder: str, overwrite: object, resume: str |
         before = {name: (ground / name).read_bytes() for name in others}
         settings = {"output_dir": str(ground / folder), "output__overwrite": overwrite, "training__max_steps": 1}
         held_out = {"path": str(ground / "held_out.jsonl")}
-        or_refused(
-            lambda: train(ground, training__resume_from_checkpoint=resume, dataset__evaluation=held_out, **settings)
-        )
+        settings |= {"training__resume_from_checkpoint": resume, "dataset__evaluation": held_out}
+        or_refused(lambda: train_alone(ground, **settings))
         for name, content in before.items():
             places = [ground / name, ground / name.replace("run/", "run.1/", 1)]  # an earlier run is moved aside whole
             assert content in [place.read_bytes() for place in places if place.is_file()], name

@@ -101,6 +101,11 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "training.max_steps=0": ("training.max_steps=0: must be 1 or more",),
     "training.memory_fraction=1.5": ("training.memory_fraction=1.5: must be 1 or less",),
     "training.gradient_checkpointing=[1]": ("training.gradient_checkpointing=[1]: must be 'none'",),
+    "training.gradient_checkpointing_layers=2": ("gradient_checkpointing=none; use non_reentrant",),
+    "training.gradient_checkpointing_layers=0 ; training.gradient_checkpointing=true": (
+        "training.gradient_checkpointing_layers=0: must be 1 or more",
+    ),
+    "training.gradient_checkpointing_layers=2 ; training.gradient_checkpointing=selective": ("use non_reentrant",),
     "training.warmup_steps=20 ; training.max_steps=10": ("training.warmup_steps=20: more than training.max_steps=10",),
     "training.early_stopping=3": ("training.early_stopping=3: nothing is held out", "dataset.val_split"),
     "training.best_checkpoint=true ; dataset.val_split=0.1": ("training.eval_steps=0", "set it"),
@@ -141,6 +146,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "logging.report_to=mlflow": ("logging.report_to=[mlflow]: choose from tensorboard",),
     "scu.enabled=true ; scu.target=0.01 ; training.weight_decay=0.1": ("training.weight_decay=0.1", "0 while scu"),
     "scu.enabled=true ; scu.target=0.01 ; adapter=none": ("scu.enabled=true: adapter is none", "use lora or qlora"),
+    "scu.enabled=true ; scu.lambda_min=5 ; scu.lambda_max=1": ("scu.lambda_min=5.0: must be below scu.lambda_max=1.0",),
     "scu.enabled=true ; scu.target=0.01 ; scu.lambda_start=99999": ("scu.lambda_start=99999", "scu.lambda_max=10000"),
     "scu.enabled=true ; scu.measure=kl ; scu.target=0": ("scu.target=0: must be above 0",),
     "scu.enabled=true ; scu.measure=kl ; training.offload_activations=true ; training.gradient_checkpointing=true": (

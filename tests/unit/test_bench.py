@@ -246,7 +246,7 @@ def test_the_profile_shows_the_gap_to_the_floor() -> None:
 
 
 def test_the_floor_is_measured_on_this_machine() -> None:
-    floor = measure_floor("random:tiny", batch_size=2, length=64, rank=4, recompute=False, device=torch.device("cpu"))
+    floor = measure_floor("random:tiny", batch_size=2, length=64, rank=4, recompute=0.0, device=torch.device("cpu"))
     assert set(floor) < set(CATEGORIES)
     assert all(value > 0 for value in floor.values())
 
@@ -255,7 +255,7 @@ def test_the_floor_counts_every_operation(monkeypatch: pytest.MonkeyPatch) -> No
     """With a millisecond for each: q, k, v together, o, gate and up together, down, in two layers, both ways."""
     monkeypatch.setattr("trainer.bench.floor._median", lambda *_: 1.0)
     settings: dict[str, Any] = {"batch_size": 2, "length": 64, "rank": 4, "device": torch.device("cpu")}
-    plain, again = (measure_floor("random:tiny", recompute=value, **settings) for value in (False, True))
+    plain, again = (measure_floor("random:tiny", recompute=share, **settings) for share in (0.0, 1.0))
     assert (plain[FROZEN], again[FROZEN]) == (2 * 4 * 2, 2 * 4 * 3)
     assert (plain[ATTENTION], again[ATTENTION]) == (2 * 1.0, 2 * 2.0)
     assert plain[HEAD] == again[HEAD] > 2.0

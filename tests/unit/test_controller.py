@@ -331,6 +331,8 @@ def test_auto_target_by_size_and_measure() -> None:
         ({"controller": "linear"}, 0.1),
         ({"measure": "factors"}, 0.1),
         ({"measure": "kl"}, 0.1),
+        ({"measure": "kl", "lambda_min": 0.5}, 0.5),
+        ({"law": "published", "lambda_max": 0.05}, 0.05),
         ({"law": "published"}, 1.0),
         ({"lambda_start": 0.5}, 0.5),
     ],

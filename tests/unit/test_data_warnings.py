@@ -83,9 +83,9 @@ def test_what_is_cut_and_dropped(tokenizer: PreTrainedTokenizerBase) -> None:
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (1e-9, r"dataset.mix.0.weight=1e-09: takes none of its 3 documents; use 0.3 or more, or remove the source"),
-        (0.1, r"dataset.mix.0.weight=0.1: takes none of its 3 documents; use 0.3 or more"),
-        (1e6, r"dataset.mix.0.weight=1e\+06: would take each of its 3 documents 1e\+06 times; use 1000 or less"),
+        (1e-9, r"dataset.mix.0.weight=1e-09: takes none of its 3 records; use 0.3 or more, or remove the source"),
+        (0.1, r"dataset.mix.0.weight=0.1: takes none of its 3 records; use 0.3 or more"),
+        (1e6, r"dataset.mix.0.weight=1e\+06: would take each of its 3 records 1e\+06 times; use 1000 or less"),
     ],
 )
 def test_weights_without_measure(tokenizer: PreTrainedTokenizerBase, weight: float, message: str) -> None:

@@ -1,6 +1,7 @@
 """One record of decisions: made from configuration, machine and empty model; executed, estimated by and printed."""
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,57 @@ def test_what_is_decided_on_a_cpu_and_why() -> None:
     assert (found.adapters.value, found.clips_on_device.value) == ("peft", False)
     assert found.line().startswith("decided: attention: sdpa (packs under a mask: no flash attention here), ")
     assert found.as_json()["adapters"] == {"value": "peft", "reason": "ops.backend: auto on a CPU"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "value", "why"),
+    [
+        ({}, "packed", ""),
+        ({"dataset.packing": False}, "apart", "dataset.packing: false"),
+        ({"scu.controller": "none"}, "apart", "wants no gradient"),
+        ({"training.router_aux_loss": 0.01}, "apart", "balances experts"),
+        ({"scu.measure": "delta"}, "none", ""),
+        ({"scu.enabled": False}, "none", ""),
+    ],
+)
+def test_reference_text_goes_with_the_pack_where_it_can(changes: dict[str, Any], value: str, why: str) -> None:
+    settings: dict[str, Any] = {"scu.enabled": True, "scu.measure": "kl"}
+    found = decided("llama", **settings | changes)
+    assert found.reference.value == value and why in found.reference.reason
+    assert ("reference text: " in found.line()) == (value != "none")
+
+
+def test_a_pass_of_its_own_goes_back_by_itself() -> None:
+    """Kept are both; of a layer that is computed again only that of the larger pass is there at a time."""
+    kl: dict[str, Any] = {"scu.enabled": True, "scu.measure": "kl"}
+    kl |= {"training.gradient_checkpointing": "non_reentrant"}
+    llama = planner("llama", vocab_size=512)
+    packed, apart = (config_of(**kl, **{"dataset.packing": packing}) for packing in (True, False))
+    together, alone = (llama.work(config, llama.decisions(config)) for config in (packed, apart))
+    assert together.rows == alone.rows == packed.training.batch_size + 1
+    assert together.of_larger_pass.rows == together.rows and alone.of_larger_pass.rows == packed.training.batch_size
+    term = "backward of a layer"
+    ratio = llama.of(apart).terms[term] / llama.of(packed).terms[term]
+    assert ratio == pytest.approx(packed.training.batch_size / together.rows)
+
+
+def test_what_the_base_says_of_reference_text_lies_on_the_host() -> None:
+    """512 samples of 127 places, 256 wide, in 16 bits; as many as a file has where it was looked at; 1 GiB at most."""
+    kl: dict[str, Any] = {"scu.enabled": True, "scu.measure": "kl", "training.batch_size": 1}
+    llama = planner("llama", vocab_size=512)
+
+    def kept(changes: dict[str, Any], reference: int | None = None) -> int:
+        looked = replace(llama, lengths=replace(llama.lengths, reference=reference))
+        config = config_of(**kl | changes)
+        size = looked._placement(config, looked.decisions(config)).base_states
+        assert looked.of(config).host >= size
+        return size
+
+    file, always = {"scu.reference": "x.jsonl"}, {"scu.reference_cache": True}
+    assert kept({}) == kept(always) == 512 * 127 * 256 * 2
+    assert kept({"scu.reference_cache": False}) == kept({"scu.measure": "delta"}) == 0
+    assert kept(file) == 0 and kept(file, 1000) == 1000 * 256 * 2
+    assert kept(file, 2**22) == 0 and kept(file | always, 2**22) == 2**31
 
 
 def test_a_model_that_cannot_be_built_empty_is_decided_in_the_first_step() -> None:

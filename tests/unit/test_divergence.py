@@ -351,6 +351,48 @@ def test_the_term_is_off_until_the_target_is_passed_and_then_holds_k_down() -> N
     assert held == pytest.approx(0.005, rel=0.3) and free.steering.records[-1]["kl_bits"] > 3 * held
 
 
+class PackedLoop(Loop):
+    """The same on packs, with reference text in them where the controller lets it."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.token_loss = TokenLoss(self.model)
+        texts = reference(packed=True)
+        self.steering.divergence = Divergence(engine_of(self.model), self.token_loss, texts, packed=True)
+        self.rode: list[int] = []
+
+    def run(self, first: int, last: int) -> None:
+        batch = pack(flat=False)
+        for step in range(first, last + 1):
+            loss_sum = self.steering.loss(step, batch)
+            if loss_sum is None:
+                loss_sum = self.token_loss(self.model, batch, CPU)
+            else:
+                self.rode.append(step)
+            loss = loss_sum / batch.target_count + self.steering.term(step)
+            self.lambdas.append(self.steering.lambda_)
+            loss.backward()
+            self.steering.observe(step, loss_sum, batch.target_count, self.steering.measured_local())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def test_reference_text_rides_from_the_step_after_the_one_in_which_lambda_began() -> None:
+    """Until then nobody wants its gradient; and the step that begins knows of it only after its forward pass."""
+    packed, apart, measured = PackedLoop(target=0.005), PackedLoop(target=0.005), PackedLoop(controller="none")
+    assert apart.steering.divergence is not None
+    apart.steering.divergence.packed = False
+    for loop in (packed, apart, measured):
+        loop.run(1, 24)
+        loop.steering.settle()
+    begun = next(step for step, value in enumerate(packed.lambdas, start=1) if value > 0)
+    assert 2 < begun < 20 and packed.rode == [*range(begun + 1, 25)]
+    assert apart.rode == [] and measured.rode == []
+    for name in ("lambda", "kl_bits", "ce_loss"):
+        ours, theirs = ([record[name] for record in loop.steering.records] for loop in (packed, apart))
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+
+
 def test_resumed_run_continues_to_the_bit_and_keeps_its_reference(tmp_path: Path) -> None:
     whole = Loop(target=0.005)
     whole.run(1, 25)

@@ -173,6 +173,8 @@ def test_a_data_file_that_is_not_there_fails(tmp_path: Path) -> None:
     assert [check.state for check in check_data(config(tmp_path))] == ["FAIL"]
     (tmp_path / "data.jsonl").write_text("{}\n")
     assert [check.state for check in check_data(config(tmp_path))] == ["OK"]
+    steered = config(tmp_path, scu={"enabled": True, "measure": "kl", "reference": str(tmp_path / "prose.jsonl")})
+    assert [check.state for check in check_data(steered)] == ["OK", "FAIL"]
 
 
 def test_a_package_outside_its_range_is_named(tmp_path: Path) -> None:

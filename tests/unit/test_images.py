@@ -71,7 +71,7 @@ def test_captions_come_from_text_files_metadata_and_a_default(tmp_path: Path) ->
     (folder / "metadata.jsonl").write_text(json.dumps({"file_name": "000.png", "text": "from metadata"}) + "\n")
     assert read_pictures(SourceSection(path=str(folder)), "dataset", None)[0].caption == "from metadata"
     (folder / "metadata.jsonl").write_text('{"file_name": "000.png"}\n')
-    with pytest.raises(UserError, match=r"metadata\.jsonl, line 1: must be JSON with file_name"):
+    with pytest.raises(UserError, match=r"metadata\.jsonl, record 1: must have file_name and, as text,"):
         read_pictures(SourceSection(path=str(folder)), "dataset", None)
 
 
@@ -104,12 +104,14 @@ def test_a_broken_picture_is_named(root: Path, tmp_path: Path) -> None:
         ("image.bucket_step=9", "image.bucket_step=9: this model takes sides"),
         ("scu.enabled=true", "scu.enabled=true: steers by bits a token, and a loss on noise has none"),
         ("adapter=none", "adapter=none: of image models only adapters are trained"),
-        ("training.qat=int8", "training.qat=int8: rounds for servers of language models; remove it"),
-        ("dataset.packing=true", "dataset.packing=true: pictures are neither packed nor streamed"),
+        ("training.qat=int8", "training.qat=int8: is for language models; remove it"),
+        ("dataset.packing=true", "dataset.packing=true: is for language models; remove it"),
+        ("dataset.max_length=4096", "dataset.max_length=4096: is for language models; remove it"),
+        ("lora.modules_to_save=conv_in", "lora.modules_to_save=[conv_in]: diffusers loads LoRA alone; name them"),
         ("image.time_shift=3", "image.time_shift=3: only flow matching is shifted"),
         ("training.gradient_checkpointing=selective", "training.gradient_checkpointing=selective: image models are"),
         ("lora.target_modules=to_x", "lora.target_modules=to_x: matches no layer of this model; did you mean to_"),
-        ("dataset.path=/nowhere/pictures", "dataset.path=/nowhere/pictures: is not there"),
+        ("dataset.path=/nowhere/pictures", "dataset.path=/nowhere/pictures: no such file or folder"),
         ("task=language", "no config.json"),
     ],
 )
@@ -169,6 +171,22 @@ def test_data_is_encoded_once_and_again_when_a_picture_changes(root: Path, tmp_p
     Image.new("RGB", (64, 64)).save(folder / "000.png")
     prepare(config)
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
+
+
+def test_inspect_shows_pictures_and_those_of_a_step(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from trainer.commands.inspect import main
+
+    run_config(root)
+    assert main([str(root / "run.yaml"), "--examples", "2"]) == 0
+    first, second, figures = capsys.readouterr().out.splitlines()
+    assert first.endswith("pictures/000.png: 64 x 64 as 32 x 32: 'a yellow square'")
+    assert "001.png: 96 x 64 as 40 x 24, cut by 1 above and below" in second
+    assert figures.startswith("train: 6 pictures, ")
+    prepared = prepare(run_config(root))
+    [batches] = batches_of(prepared, ranks=1, accumulation=4)
+    assert main([str(root / "run.yaml"), "--step", "2", "--ranks", "2", "seed=3"]) == 0
+    shown = [Path(line.partition(":")[0]).name for line in capsys.readouterr().out.splitlines()]
+    assert shown == [Path(prepared.data.train[index].name).name for index in batches.order(0)[4:8].tolist()]
 
 
 def batches_of(prepared: Any, *, ranks: int, accumulation: int, **changes: Any) -> list[ImageBatches]:

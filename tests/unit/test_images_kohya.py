@@ -4,12 +4,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.pipelines import vae
 from trainer.config import ModelSection, UserError
+from trainer.images.files import DIFFUSERS, write_for_diffusers
 from trainer.images.kohya import as_kohya
 from trainer.images.model import ImageModel
 from trainer.images.pipeline import Pipeline, read_pipeline
@@ -79,6 +82,50 @@ def _named(name: str, updates: dict[str, Tensor]) -> bool:
     return name.removeprefix("transformer.").removesuffix(".lora_B.weight") in updates
 
 
+@pytest.mark.slow
+def test_flux_draws_the_same_picture_with_either_file(tmp_path: Path) -> None:
+    """At its published width, which diffusers' reader of kohya's names takes for granted; a block of each kind."""
+    from PIL import ImageChops
+
+    pipeline, _ = adapter(tmp_path, "flux-dev")
+    write_for_diffusers(tmp_path, pipeline)
+    save_file(as_kohya(tmp_path, pipeline), tmp_path / "kohya.safetensors")
+    flux, pictures = _flux(pipeline), {}
+    for name in (None, DIFFUSERS, "kohya.safetensors"):
+        if name is not None:
+            flux.load_lora_weights(tmp_path, weight_name=name)
+        draw = torch.Generator().manual_seed(1)
+        text, pooled = torch.randn(1, 8, 4096, generator=draw), torch.randn(1, 768, generator=draw)
+        sizes = {"height": 32, "width": 32, "num_inference_steps": 2}
+        pictures[name] = flux(prompt_embeds=text, pooled_prompt_embeds=pooled, generator=draw, **sizes).images[0]
+        flux.unload_lora_weights()
+    far = {
+        name: np.abs(np.asarray(ImageChops.difference(picture, pictures[DIFFUSERS]))).max()
+        for name, picture in pictures.items()
+    }
+    assert far["kohya.safetensors"] <= 1 and far[None] > 20, far
+
+
+def _flux(pipeline: Pipeline) -> Any:
+    """diffusers' pipeline around a transformer of these shapes, without text encoders."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+
+    transformer = pipeline.empty_denoiser()
+    values = np.random.default_rng(0).uniform(-0.02, 0.02, 2**20 + 7).astype(np.float32)
+    own = {
+        name: torch.from_numpy(np.resize(values, tuple(each.shape))) for name, each in transformer.named_parameters()
+    }
+    transformer.load_state_dict(own, assign=True)
+    flux = FluxPipeline(
+        transformer=transformer,
+        vae=vae(16, shift_factor=0.1159, scaling_factor=0.3611),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
+        **dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")),
+    )
+    flux.set_progress_bar_config(disable=True)
+    return flux
+
+
 def test_a_reader_of_the_names_of_sd3_finds_every_update(tmp_path: Path) -> None:
     pipeline, updates = adapter(tmp_path, "sd3.5-medium")
     written = as_kohya(tmp_path, pipeline)
@@ -96,6 +143,13 @@ def test_a_reader_of_the_names_of_sd3_finds_every_update(tmp_path: Path) -> None
     assert not written and found.keys() == updates.keys()
     for path, update in updates.items():
         assert (found[path] - update).abs().max() <= 1e-5 * update.abs().max(), path
+
+
+def test_magnitudes_of_dora_are_refused(tmp_path: Path) -> None:
+    pipeline, _ = adapter(tmp_path, "flux-dev", only=("to_q",))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA, "use_dora": True}))
+    with pytest.raises(UserError, match=r"^lora\.dora=true: .*--format peft"):
+        as_kohya(tmp_path, pipeline)
 
 
 def test_a_layer_without_such_a_name_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid
 
-from trainer.config import LoraSection, ModelSection, QuantizationSection
+from trainer.config import LoraSection, ModelSection, QuantizationSection, TrainingSection
 from trainer.data import MicroBatch
 from trainer.memory.activations import (
     Work,
@@ -38,6 +38,7 @@ from trainer.model.four_bit import quantized_linear
 from trainer.patches.fused_lora import fuse
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.norm_mlp_rope import forget_inputs, replace_elementwise
+from trainer.patches.recompute import enable_recomputation
 
 ROWS, LENGTH = 2, 512
 SMALL = "num_hidden_layers=3,hidden_size=256,intermediate_size=704,num_attention_heads=8,vocab_size=384"
@@ -173,6 +174,31 @@ def test_what_our_operators_forget_is_not_kept(monkeypatch: pytest.MonkeyPatch) 
     layers = kept_by_layers(shapes_of(MODELS["llama"]), work(elementwise="ours", forgets="norms"))
     out_of_sight = (2 * 3 * 8 + 3 * 3 * 8) * ROWS * LENGTH * 4
     assert layers + rest(256, 4) + ROWS * LENGTH * 256 * 4 - out_of_sight == pytest.approx(saved, rel=0.002)
+
+
+def test_layers_behind_the_recomputed_ones_are_kept_whole() -> None:
+    """Of three layers none, one, two and all; the head's part stays."""
+    kept = {}
+    for count in (None, 1, 2, 3):
+        model = adapted(MODELS["llama"], torch.float32, fused=True)
+        settings = {} if count is None else {"gradient_checkpointing": True, "gradient_checkpointing_layers": count}
+        enable_recomputation(model, TrainingSection.model_validate(settings))
+        recompute = "none" if count is None else "non_reentrant"
+        found = kept_by_layers(shapes_of(MODELS["llama"]), work(recompute=recompute, recomputed_layers=count))
+        saved = bytes_saved(model)
+        # The last norm keeps its input; where the first layer is not recomputed, its first norm keeps none. A layer
+        # that is recomputed is given sine and cosine, which autograd does not see.
+        outside = 0 if count is None else ROWS * LENGTH * 256 * 4 - (2 * LENGTH * 32 * 4 if count == 3 else 0)
+        assert found + rest(256, 4) + outside == pytest.approx(saved, rel=0.002), count
+        kept[count] = found
+    whole = kept[None] / 3
+    assert kept[None] - kept[1] == kept[1] - kept[2] == kept[2] - kept[3] == whole - ROWS * LENGTH * 256 * 4
+
+
+def test_a_layer_that_comes_back_takes_the_place_of_those_kept_whole() -> None:
+    shapes = shapes_of("random:llama3.1-8b")
+    most = recomputed_layer(shapes, work(recompute="non_reentrant"))
+    assert most > 0 == recomputed_layer(shapes, work(recompute="non_reentrant", recomputed_layers=31))
 
 
 def test_a_mask_costs_keys_and_values_of_every_head() -> None:

@@ -22,7 +22,7 @@ from trainer.decisions import Machine
 from trainer.memory.advice import Advice, _together, does_not_fit, smaller_batch, three_changes
 from trainer.memory.bytes import GIB
 from trainer.memory.model_widths import read_shapes
-from trainer.memory.planner import SPARE, Changes, Lengths, Planner, gib, with_changes
+from trainer.memory.planner import LAYERS, RECOMPUTATION, SPARE, Changes, Lengths, Planner, gib, with_changes
 from trainer.memory.preflight import plan_on
 from trainer.memory.widths import Shapes
 from trainer.model.base import load_model_config
@@ -112,7 +112,7 @@ def test_shared_heads_are_copied_without_flash_attention(planner: Planner, confi
 def test_no_more_rows_than_there_are(shapes: Shapes, config: RunConfig) -> None:
     few = Planner(shapes, Lengths(16, 16, samples=24), BF16_GPU)
     assert few.largest_batch(config, 80 * GIB) == 3  # 24 samples, 4 GPUs, 2 micro-steps
-    assert few.most_rows(config) == (3, "an epoch of 24 sequences has no more for one step")
+    assert few.most_rows(config) == (3, "an epoch of 24 samples has no more for one step")
     together = with_changes(config, {"training.global_batch_size": 32, "training.gradient_accumulation_steps": 1})
     assert few.most_rows(together) == (8, "global_batch_size is 32")
     assert few.resolve(with_changes(together, {"training.batch_size": AUTO}), 80 * GIB).training.batch_size == 8
@@ -128,16 +128,31 @@ def test_auto_fills_the_card_at_the_lowest_stage(planner: Planner, config: RunCo
 
 
 def test_auto_recomputes_no_more_than_it_must(planner: Planner, config: RunConfig) -> None:
-    ways = ("none", "selective", "non_reentrant")
     is_open = with_changes(config, {"training.gradient_checkpointing": "auto", "training.batch_size": 8})
-    needs = [planner.of(with_changes(is_open, {"training.gradient_checkpointing": way})).needed for way in ways]
-    assert needs == sorted(needs, reverse=True)
-    for way, need in zip(ways, needs, strict=True):
-        assert planner.resolve(is_open, need).training.gradient_checkpointing == way
-    assert planner.resolve(is_open, needs[-1] - 1).training.gradient_checkpointing == "non_reentrant"
-    assert planner.resolve(is_open, None).training.gradient_checkpointing == "none"
-    whole = with_changes(is_open, {"adapter": "none"})  # selective needs an adapter
-    assert planner.resolve(whole, GIB).training.gradient_checkpointing == "non_reentrant"
+    without, every = (
+        planner.of(with_changes(is_open, {"training.gradient_checkpointing": way})).needed
+        for way in ("none", "non_reentrant")
+    )
+
+    def resolved(memory: int | None) -> tuple[str, int | None]:
+        training = planner.resolve(is_open, memory).training
+        return training.gradient_checkpointing, training.gradient_checkpointing_layers
+
+    assert resolved(without) == resolved(None) == ("none", None)
+    # The layer that comes back may as well have stayed: all but one need no more than all.
+    assert resolved(every) == ("non_reentrant", 31) and resolved(every - 1) == ("non_reentrant", None)
+    seen = []
+    for part in range(1, 8):
+        memory = every + (without - every) * part // 8
+        way, layers = resolved(memory)
+        assert way == "non_reentrant" and layers is not None
+        there, one_less = (
+            planner.of(with_changes(is_open, {RECOMPUTATION: way, LAYERS: count})).needed
+            for count in (layers, layers - 1 or None)
+        )
+        assert there <= memory < one_less or (layers == 1 and there <= memory)
+        seen.append(layers)
+    assert seen == sorted(seen, reverse=True) and len(set(seen)) == len(seen)
 
 
 def test_auto_skips_a_stage_that_other_settings_forbid(planner: Planner, config: RunConfig) -> None:

@@ -21,7 +21,6 @@ def test_every_command_has_its_chapter_in_order() -> None:
     assert re.findall(r"^## zerolora ([\w-]+)$", written, re.MULTILINE) == command_names()
 
 
-@pytest.mark.slow
 def test_the_commands_are_described_as_they_describe_themselves() -> None:
     written = (ROOT / "docs" / "reference" / "commands.md").read_text()
     assert written == commands_page(helps()), "python -m scripts.reference_pages"

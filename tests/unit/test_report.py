@@ -210,7 +210,7 @@ def test_several_runs_lie_over_each_other(tmp_path: Path, capsys: pytest.Capture
         "<tr><th>before</th><th>one</th><th>two</th></tr><tr><td>I am lost</td><td>I am one</td><td>I am two</td>"
         in page
     )
-    assert "<td>4.0000 → 2.0000</td><td>1.5000</td><td>2.0875</td><td>101</td><td>1.25 GiB</td>" in page
+    assert "<td>4.0000 → 2.0000</td><td>1.5000</td><td>2.0875</td><td>101 tokens/s</td><td>1.25 GiB</td>" in page
     assert "http" not in page and "src=" not in page and "<script" not in page and len(page) < 200_000
 
 

@@ -95,7 +95,7 @@ def test_all_of_it_is_refused_at_once(ground: Path, capsys: pytest.CaptureFixtur
         "seed=7",
         f"base_model={ground}/other",
         f"dataset.path={ground}/other.jsonl",
-        "training.batch_size=4 x gradient_accumulation_steps=1 x 2 ranks = 8 sequences a step",
+        "training.batch_size=4 x gradient_accumulation_steps=1 x 2 ranks = 8 samples a step",
     ]
     assert "has other weights than" in lines[1] and "[base_model]" in lines[1]
     assert "not the data that checkpoint-4 was trained with" in lines[2] and "[data]" in lines[2]
@@ -142,7 +142,7 @@ def test_a_global_batch_is_the_same_before_the_ranks_divide_it(
     assert "changed since checkpoint-4: training.max_steps 4 -> 9\n" in capsys.readouterr().out
     assert prepare([*goes_on, "training.global_batch_size=2", "--world-size=2"]) == 2
     trained_with = 8 if size == 8 else 1
-    told = f"= 2 sequences a step: checkpoint-4 was trained with {trained_with} (training.global_batch_size: "
+    told = f"= 2 samples a step: checkpoint-4 was trained with {trained_with} (training.global_batch_size: "
     assert told in capsys.readouterr().err
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from tests.any_input import tries
 from trainer.scu import law as scu
 
 ratios = st.floats(0.0, 1.0)
@@ -128,6 +129,7 @@ def test_one_update_by_hand() -> None:
 
 
 @given(st.floats(0.005, 0.6), st.floats(0.1, 0.9), st.floats(0.01, 5.0))
+@tries(40)
 def test_converges_to_the_target_within_the_gain_bound(target: float, part: float, lambda_: float) -> None:
     gains = part * scu.gain_bound(target)
     law = scu.Law(target=target, kp=0.8 * gains, ki=0.2 * gains, ema=1.0, deadband=0.02 * target)
@@ -138,6 +140,7 @@ def test_converges_to_the_target_within_the_gain_bound(target: float, part: floa
 
 
 @given(st.floats(0.02, 0.6), st.floats(0.2, 0.95), st.booleans())
+@tries(40)
 def test_unstable_beyond_the_gain_bound_and_stable_below(target: float, off: float, beyond: bool) -> None:
     kp = scu.gain_bound(target) * (1.0 + off if beyond else 1.0 - off)
     law = scu.Law(target=target, kp=kp, ki=0.0, ema=1.0, deadband=0.0)
@@ -152,6 +155,7 @@ def test_unstable_beyond_the_gain_bound_and_stable_below(target: float, off: flo
     st.floats(0.05, 2.0), st.just(0.0) | st.floats(1e-3, 1.0), st.floats(0.05, 1.0), st.floats(0.9, 1.0),
     st.floats(0.05, 0.5),
 )  # fmt: skip
+@tries(40)
 def test_predicted_stability_is_that_of_the_simulated_deviation(
     kp: float, ki: float, ema: float, leak: float, slope: float
 ) -> None:

@@ -270,12 +270,16 @@ def test_bitsandbytes_and_deepspeed_compile_while_they_are_imported() -> None:
     assert "called by bitsandbytes deepspeed.runtime.zero.muon.original_muon" in done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("name", ["transformers.quantizers.auto", "peft.tuners.lora.torchao"])
+@pytest.mark.parametrize("name", ["transformers.quantizers.auto", "peft.tuners.lora.torchao", "diffusers"])
 def test_transformers_imports_torchao_unasked(name: str) -> None:
     """Else that part of trainer/ranks/lean_imports.py can go. PEFT asks at the first layer that it adapts."""
     pytest.importorskip("torchao", reason="needs torchao: pip install 'zerolora[qat]'")
-    ask = "import torch, peft.tuners.lora.torchao as one; one.dispatch_torchao(torch.nn.Linear(1, 1), 'x', None)"
-    program = f"import sys; {ask if 'peft' in name else 'import ' + name}; print('torchao' in sys.modules)"
+    ask = {
+        "peft.tuners.lora.torchao": "import torch, peft.tuners.lora.torchao as one; "
+        "one.dispatch_torchao(torch.nn.Linear(1, 1), 'x', None)",
+        "diffusers": "import diffusers; diffusers.AutoencoderKL",
+    }
+    program = f"import sys; {ask.get(name, 'import ' + name)}; print('torchao' in sys.modules)"
     for lean, imported in (
         ("", "True"),
         ("from trainer.ranks.lean_imports import import_lean; import_lean(); ", "False"),

@@ -166,7 +166,8 @@ class Bench:
 
     def _profile(self, name: str, run: RunConfig, base_model: str, folder: Path) -> None:
         """The time of the last steps by category, and what the single operations take on this card."""
-        vocabulary = load_model_config(base_model, run.model).get_text_config().vocab_size
+        known = load_model_config(base_model, run.model).get_text_config()
+        vocabulary, layers = known.vocab_size, known.num_hidden_layers
         try:
             works = work_of(read_trace(folder / "run" / "profile" / "rank-0.json.gz"), Shape(vocabulary, run.lora.r))
             by_category, step_ms, steps = breakdown(works)
@@ -176,7 +177,8 @@ class Bench:
         command = [sys.executable, "-m", "trainer.bench.floor", base_model, "--rank", str(run.lora.r)]
         command += ["--batch-size", str(self._batch_size(name)), "--length", str(run.dataset.max_length)]
         if run.training.gradient_checkpointing in ("non_reentrant", "reentrant"):
-            command.append("--recompute")
+            first = run.training.gradient_checkpointing_layers or layers
+            command += ["--recompute", str(min(1.0, first / layers))]
         log = folder / "floor.log"
         failure = self._call(f"{name}: floor", command, log)
         self.profiles[name] = {

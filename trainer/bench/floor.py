@@ -1,8 +1,8 @@
 """The floor of a step: what this card needs for the single operations that no LoRA trainer can do without.
 
-`python -m trainer.bench.floor BASE_MODEL --batch-size B --length L --rank R [--recompute]` prints one JSON line of
-milliseconds by category. Products and attention are timed one by one on this card; norms, activations, rotary embedding
-and the adapter are the bytes that they must move over the bandwidth of a copy:
+`python -m trainer.bench.floor BASE_MODEL --batch-size B --length L --rank R [--recompute SHARE]` prints one JSON
+line of milliseconds by category. Products and attention are timed one by one on this card; norms, activations, rotary
+embedding and the adapter are the bytes that they must move over the bandwidth of a copy:
 
 norms        2 a layer: read and write forward; read x, dY and write dX backward
 activation   SwiGLU: read 2, write 1 forward; read 3, write 2 backward; rotary: read and write q, k both ways
@@ -35,9 +35,12 @@ Product = tuple[int, int]  # in, out
 
 
 def measure_floor(
-    base_model: str, *, batch_size: int, length: int, rank: int, recompute: bool, device: torch.device
+    base_model: str, *, batch_size: int, length: int, rank: int, recompute: float, device: torch.device
 ) -> dict[str, float]:
-    """Milliseconds by category for a step of batch_size x length tokens; their sum is the floor."""
+    """Milliseconds by category for a step of batch_size x length tokens; their sum is the floor.
+
+    `recompute` is the share of the layers whose forward pass is made twice.
+    """
     config = load_model_config(base_model, ModelSection())
     text, model = config.get_text_config(), empty_model(config, ModelSection())
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -57,7 +60,7 @@ def measure_floor(
     passes = _passes(model, text)
     moved = sum(count * (fan_in + fan_out) for (fan_in, fan_out), count in products.items())
     head, head_back = _time_product(tokens, hidden, vocabulary, dtype, device, repeats)
-    again = 2.0 if recompute else 1.0
+    again = 1.0 + recompute
     return {
         FROZEN: again * forward + backward,
         ATTENTION: layers * (again * attention + attention_back),
@@ -167,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--recompute", type=float, default=0.0, help="share of the layers that is computed twice")
     arguments = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -221,8 +221,8 @@ def compare(
     old, new = then["global_batch"], now["global_batch"]
     if new is not None and old != new:
         before = f"{old} (training.global_batch_size: {old})"
-        problem = f"{now['names']['batch']} = {new} sequences a step: {checkpoint.name} was trained with {before}"
-        decide(f"sequences a step {old} -> {new}", problem, "batch")
+        problem = f"{now['names']['batch']} = {new} samples a step: {checkpoint.name} was trained with {before}"
+        decide(f"samples a step {old} -> {new}", problem, "batch")
     if now["ranks"] not in (None, then["ranks"]):
         changed.append(f"ranks {then['ranks']} -> {now['ranks']}")
     return refused, f"changed since {checkpoint.name}: {', '.join(changed)}" if changed else None

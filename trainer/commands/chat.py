@@ -10,6 +10,7 @@ from transformers import TextStreamer
 
 from trainer.checkpoint.finished_run import find_run, quiet_libraries, run_command, saved_tokenizer
 from trainer.commands.generate import Sampling, continued, load_to_answer, prompts_on_stdin, readable
+from trainer.commands.image_adapter import DRAWN_BY_DIFFUSERS, refuse_images
 from trainer.config import CommandParser, UserError
 from trainer.model.answers import conversation_ids
 
@@ -51,6 +52,7 @@ def _run(arguments: argparse.Namespace) -> None:
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     sampling.check()
     run = find_run(arguments.run, arguments.base_model)
+    refuse_images(run, DRAWN_BY_DIFFUSERS)
     tokenizer = saved_tokenizer(run)
     if not tokenizer.chat_template:
         raise UserError(f"{arguments.run}: its tokenizer has no chat template to talk by; use zerolora generate")

@@ -90,6 +90,7 @@ def make_base(folder: Path, steps: int = BASE_STEPS) -> None:
     scheduler = DDPMScheduler(
         beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear", prediction_type="v_prediction",
         rescale_betas_zero_snr=True, timestep_spacing="trailing", clip_sample=False,
+        steps_offset=1,  # what the pipeline would set it to, with a page of words
     )  # fmt: skip
     pipeline = StableDiffusionPipeline(
         vae=colour_vae(),

@@ -32,6 +32,7 @@ from trainer.model.base import context_length, load_model_config, load_tokenizer
 from trainer.model.published_shapes import PREFIX, shape_of
 from trainer.model.random_weights import random_config
 from trainer.patches.mamba import has_scan_kernels
+from trainer.preflight import reference_of
 
 UNITS = {"": GIB, "G": GIB, "GIB": GIB, "GB": 10**9, "M": 2**20, "MIB": 2**20, "MB": 10**6, "T": 2**40, "TIB": 2**40}
 LEAST_GPU = GIB
@@ -61,10 +62,11 @@ def lengths_of(config: RunConfig) -> tuple[Lengths, int, str]:
         longest = context_length(load_model_config(config.base_model, config.model))
         cache = Path(config.dataset.cache_dir).expanduser()
         data = prepare_data(config.dataset, tokenizer, seed=config.seed, cache_dir=cache, max_length_of_model=longest)
+        reference = reference_of(config, tokenizer)
     except UserError as error:
         reason = re.split(r"; | \(", str(error))[0]
         return Lengths.assumed(config), 0, f"every sequence counts as {config.dataset.max_length:,} tokens ({reason})"
-    lengths = Lengths.of(config, data.train)
+    lengths = Lengths.of(config, data.train, reference)
     if not lengths.samples:
         return lengths, len(tokenizer), f"every sequence of the stream counts as {lengths.longest:,} tokens"
     return lengths, len(tokenizer), f"longest sequence in the data: {lengths.longest:,} tokens"
@@ -100,6 +102,7 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "stage": resolved.zero.stage,
         "batch_size": resolved.training.batch_size,
         "length": planner.lengths.longest,
+        "sample": planner.sample_text(resolved),
         "steps": None if count_steps(*counted) is None else steps_line(*counted),
         "estimate": as_json(found),
         "fits": found.needed <= memory,
@@ -160,7 +163,7 @@ def show(console: Console, found: dict[str, Any], estimate: Estimate) -> None:
     console.print(
         f"on {'1 GPU' if found['gpus'] == 1 else 'each of {} GPUs'.format(found['gpus'])} of "
         f"{gib(found['gpu_memory_bytes'])}{' (assumed: --gpu-memory names yours)' * found['gpu_is_assumed']}: "
-        f"ZeRO stage {found['stage']}, micro-batch {found['batch_size']} x {found['length']:,} tokens",
+        f"ZeRO stage {found['stage']}, micro-batch {found['batch_size']} x {found['sample']}",
         highlight=False,
     )
     if found["steps"] is not None:

@@ -28,7 +28,7 @@ from trainer.checkpoint.finished_run import (
     run_device,
     saved_tokenizer,
 )
-from trainer.commands.image_adapter import refuse_images
+from trainer.commands.image_adapter import DRAWN_BY_DIFFUSERS, refuse_images
 from trainer.config import CommandParser, UserError
 from trainer.config.errors import shown
 from trainer.model.answers import prompt_ids, stop_tokens
@@ -207,7 +207,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _run(arguments: argparse.Namespace) -> None:
     given = [*arguments.prompts, *(prompts_of(arguments.file) if arguments.file is not None else ())]
     run = find_run(arguments.run, arguments.base_model)
-    refuse_images(run, "pictures are drawn with diffusers, as its README.md says")
+    refuse_images(run, DRAWN_BY_DIFFUSERS)
     tokenizer = saved_tokenizer(run)
     model = load_to_answer(run, tokenizer, both=arguments.base)
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)

@@ -22,6 +22,7 @@ from trainer.monitor.metrics import Record
 from trainer.monitor.report.sample_images import SAMPLES
 
 KOHYA = "lora.safetensors"
+DRAWN_BY_DIFFUSERS = "pictures are drawn with diffusers, as its README.md says"
 
 
 def _pipeline(run: FinishedRun) -> Pipeline:

@@ -1,11 +1,13 @@
 """`python -m trainer.commands.inspect CONFIG [key=value ...] [--examples N | --step N]`: the data as the model sees it.
 
-Shows examples with the tokens that carry loss in colour (in ⟦brackets⟧ where there are no colours), the fraction of
-trained tokens, what was cut, how full the packs are, and warns of masks that are usually mistakes. With a step, what
-all ranks train on in it.
+Of text it shows examples with the tokens that carry loss in colour (in ⟦brackets⟧ where there are no colours), the
+fraction of trained tokens, what was cut, how full the packs are, and warns of masks that are usually mistakes; of
+pictures their captions and how they are brought to their size. With a step, what all ranks train on in it.
 """
 
+import os
 import sys
+from collections.abc import Iterable
 from io import TextIOWrapper
 from itertools import groupby, islice
 from pathlib import Path
@@ -16,11 +18,15 @@ from rich.panel import Panel
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import CommandParser, RunConfig, UserError, load_config
+from trainer.checkpoint.finished_run import quiet_libraries
+from trainer.config import CommandParser, RunConfig, TrainingSection, UserError, load_config
 from trainer.config.command_parser import from_one
 from trainer.config.types import AUTO
 from trainer.data import Batches, DataStats, PreparedData, Sample, Samples, prepare_data
-from trainer.data.step_count import global_batch, with_global_batch
+from trainer.data.step_count import global_batch, steps_per_epoch, with_global_batch
+from trainer.images.batches import order_of
+from trainer.images.pipeline import is_pipeline
+from trainer.images.prepare import prepare_pictures
 from trainer.model.base import context_length, load_model_config, load_tokenizer
 
 # Documents of a pack that are shown.
@@ -59,10 +65,7 @@ def show_step(
     """
     if not isinstance(data.train, Samples):
         raise UserError("dataset.streaming=true: which samples a step takes is known in the run only")
-    config = with_global_batch(config, len(data.train), ranks)
-    training = config.training
-    if training.batch_size == AUTO:
-        raise UserError("training.batch_size=auto: chosen at the start; name the training_config.json of the run")
+    training = _training_of(config, len(data.train), ranks)
     batches = Batches(
         data.train, batch_size=training.batch_size, accumulation=training.gradient_accumulation_steps, rank=0,
         world_size=ranks, seed=config.seed, shuffle=config.dataset.shuffle, pad_token_id=0, flat=False,
@@ -77,6 +80,37 @@ def show_step(
                 f"{place} ({len(document.input_ids)} tokens): {text[:SHOWN_CHARACTERS]}",
                 markup=False, highlight=False, soft_wrap=True,
             )  # fmt: skip
+
+
+def _training_of(config: RunConfig, samples: int, ranks: int) -> TrainingSection:
+    """The settings of a run on so many ranks. Raises UserError for a batch that is chosen at the start."""
+    training = with_global_batch(config, samples, ranks).training
+    if training.batch_size == AUTO:
+        raise UserError("training.batch_size=auto: chosen at the start; name the training_config.json of the run")
+    return training
+
+
+def show_pictures(config: RunConfig, console: Console, *, examples: int, step: int | None, ranks: int) -> None:
+    """Print a line for each of the first pictures and the figures of all, or for each picture of a step (from 1)."""
+    data = prepare_pictures(config, lambda line: None).data
+    samples = data.train
+    chosen: Iterable[int] = range(min(examples, len(samples)))
+    if step:
+        size = global_batch(_training_of(config, len(samples), ranks), ranks)
+        epoch, in_epoch = divmod(step - 1, steps_per_epoch(len(samples), size))
+        order = order_of(samples, epoch, together=size, seed=config.seed, shuffle=config.dataset.shuffle)
+        chosen = order[in_epoch * size : (in_epoch + 1) * size].tolist()
+    for index in chosen:
+        entry = samples[index]
+        (width, height), (left, top) = entry.original, entry.crop
+        cut = f", cut by {left} at each side" * (left > 0) + f", cut by {top} above and below" * (top > 0)
+        console.print(
+            f"{entry.name}: {width} x {height} as {entry.width} x {entry.height}{cut}: "
+            f"{samples.store.captions[entry.caption]!r}",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    for line in [] if step else data.stats.lines():
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def warnings(stats: DataStats, samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -165,11 +199,16 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # data holds what an ASCII terminal cannot show
     console = Console()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
+    quiet_libraries()
     try:
         loaded = load_config(arguments.config, arguments.overrides)
         config = loaded.config
         for note in loaded.notes:
             console.print(note, markup=False, highlight=False, soft_wrap=True)
+        if is_pipeline(config):
+            show_pictures(config, console, examples=arguments.examples, step=arguments.step, ranks=arguments.ranks)
+            return 0
         tokenizer = load_tokenizer(config.base_model, config.model)
         data = prepare_data(
             config.dataset,

@@ -60,7 +60,10 @@ def scale_of(text: str) -> float | str:
     """An option's value: `auto`, or a factor."""
     if text == AUTO:
         return AUTO
-    value = float(text)
-    if not 0.0 < value <= 10.0 or math.isnan(value):
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0.0 < value <= 10.0:
         raise argparse.ArgumentTypeError(f"{text}: auto, or a factor above 0, such as 0.5 (10 at most)")
     return value

@@ -1,4 +1,4 @@
-"""The plots of a comparison: BPT with intervals by setting, BPT, S and lambda over time, and the task against forgetting."""
+"""The plots of a comparison: BPT with intervals by setting, BPT, S and lambda over time, the task over forgetting."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +21,7 @@ MEASURED = {"delta": "S", "factors": "S", "kl": "K, bits a token"}
 
 
 def draw_comparison(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write compare_bpt.png, compare_curves.png, compare_scu.png and, where texts were measured, compare_forgetting.png.
-
-    Into `folder`; returns them.
-    """
+    """Write compare_bpt, _curves, _scu and, where texts were measured, _forgetting.png into `folder`; returns them."""
     height = 1.4 + 0.32 * len(comparison.by_setting)
     plots: dict[str, tuple[tuple[float, float], Callable[[Figure, Comparison], None]]] = {
         "compare_bpt": ((9.0, height), _draw_bpt),
@@ -139,7 +136,12 @@ def _path(run: Result) -> Values:
 
 
 def _words(settings: list[Setting]) -> str:
-    what = {"pi": "PI at targets", "fixed": "fixed λ", "linear": "λ rising linearly to", "cosine": "λ rising by cosine to"}
+    what = {
+        "pi": "PI at targets",
+        "fixed": "fixed λ",
+        "linear": "λ rising linearly to",
+        "cosine": "λ rising by cosine to",
+    }
     return f"{settings[0].measure}, {what[settings[0].controller]}"
 
 

@@ -172,6 +172,11 @@ def _of_training(config: RunConfig) -> Iterator[str]:
             f"training.offload_activations=true: moves what gradient checkpointing keeps, and "
             f"training.gradient_checkpointing={training.gradient_checkpointing}; use non_reentrant or selective"
         )
+    if (layers := training.gradient_checkpointing_layers) and training.gradient_checkpointing != "non_reentrant":
+        yield (
+            f"training.gradient_checkpointing_layers={layers}: counts layers that are recomputed, and "
+            f"training.gradient_checkpointing={training.gradient_checkpointing}; use non_reentrant"
+        )
     if training.gradient_checkpointing == "selective" and config.adapter == "none":
         yield "training.gradient_checkpointing=selective: needs an adapter; use non_reentrant"
     accumulation, together = training.gradient_accumulation_steps, training.global_batch_size
@@ -231,7 +236,7 @@ def _of_scu(config: RunConfig) -> Iterator[str]:
         yield "training.gradient_checkpointing=reentrant: not with scu.enabled; use non_reentrant"
     if scu.lambda_min >= scu.lambda_max:
         yield f"scu.lambda_min={scu.lambda_min}: must be below scu.lambda_max={scu.lambda_max}"
-    if not scu.lambda_min <= float(scu.lambda_start) <= scu.lambda_max:
+    elif not scu.lambda_min <= float(scu.lambda_start) <= scu.lambda_max:
         yield (
             f"scu.lambda_start={scu.lambda_start}: must lie between scu.lambda_min={scu.lambda_min} "
             f"and scu.lambda_max={scu.lambda_max}"

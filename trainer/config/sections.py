@@ -17,8 +17,8 @@ KL_LAW = {"kp": 0.5, "ki": 0.05, "deadband": 0.05, "lambda_start": 0.1}
 AUTO_TARGET = 0.02
 """S of the update at which a strong fixed lambda ends best, with scu.sigma=0.03 (docs/lab/scu.md)."""
 START_TIMES_TARGET = 0.12
-"""lambda S of a run whose term has come to rest was 0.13 to 0.16 on both texts of docs/lab/scu.md; a little less lets S
-reach the target."""
+"""lambda S of a run whose term has come to rest was 0.125 to 0.167 on both texts of docs/lab/scu.md; a little less lets
+S reach the target."""
 _IN_EVERY_RECORD = {"measure", "kp", "ki", "ema", "leak", "every", "tokens", "check_every"}
 
 
@@ -89,8 +89,8 @@ class ScuSection(Section):
         known = PUBLISHED_LAW if settings.get("law") == "published" else LOGIT_LAW
         known = KL_LAW if settings.get("measure") == "kl" else known
         known = known | {"sigma": 0.01 if settings.get("measure") == "factors" else 0.03}
-        if settings.get("law") != "published" and (start := _start_of(settings)) is not None:
-            known = known | {"lambda_start": start}
+        start = _start_of(settings) if settings.get("law") != "published" else None
+        known = known | {"lambda_start": _between_bounds(settings, known["lambda_start"] if start is None else start)}
         return settings | {name: value for name, value in known.items() if settings.get(name, "auto") == "auto"}
 
 
@@ -102,9 +102,14 @@ def _start_of(settings: dict[str, Any]) -> float | None:
     target = AUTO_TARGET if target == "auto" else target
     if not isinstance(target, int | float) or not 0.0 < target < 1.0:
         return None
+    return START_TIMES_TARGET / target
+
+
+def _between_bounds(settings: dict[str, Any], start: float) -> float:
+    """What nobody has given is not to be outside of bounds that somebody has."""
     low, high = (settings.get(f"lambda_{side}", default) for side, default in (("min", 1e-4), ("max", 1e4)))
-    bounded = isinstance(low, int | float) and isinstance(high, int | float)
-    return min(max(START_TIMES_TARGET / target, low), high) if bounded else None
+    bounded = isinstance(low, int | float) and isinstance(high, int | float) and low < high
+    return min(max(start, low), high) if bounded else start
 
 
 class LoggingSection(Section):

@@ -92,8 +92,11 @@ class TrainingSection(Section):
         WithJsonSchema(_CHECKPOINTING_SCHEMA),
     ] = "none"
     """Recompute activations in the backward pass instead of keeping them; `true` means non_reentrant.
-    `selective` keeps the attention and the frozen products' cheap neighbours and recomputes the rest. `auto`: the first
-    of none, selective and non_reentrant that fits by the memory estimate, so that no more time is spent than needed."""
+    `selective` keeps the attention and the frozen products' cheap neighbours and recomputes the rest. `auto`: of as few
+    layers as fit by the memory estimate, none if that fits, so that no more time is spent than needed."""
+    gradient_checkpointing_layers: PositiveInt | None = None
+    """Only of so many decoder layers, the first ones: memory and time lie between those of none and of all. Without it
+    all layers are recomputed."""
     offload_activations: bool = False
     """Keep what gradient checkpointing saves, one tensor a layer, in host memory."""
     on_oom: Literal["stop", "halve"] = "stop"
@@ -118,7 +121,7 @@ class TrainingSection(Section):
     """`latest`, the folder of a checkpoint, or `auto`: latest if there is one, else from the start."""
     resume_changes: ResumeChanges = ()
     """What may differ from what the checkpoint was trained with, such as [seed, data]: base_model, adapter (alpha,
-    dropout, rslora, quantization, training.qat), data (and all of `dataset`), seed, batch (sequences a step),
+    dropout, rslora, quantization, training.qat), data (and all of `dataset`), seed, batch (samples a step),
     precision, optimizer, scu."""
     early_stopping: PositiveInt | None = None
     """Stop after this many evaluations in a row without a lower held-out loss."""

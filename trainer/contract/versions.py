@@ -2,7 +2,7 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-PACKAGES = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes", "datasets")
+PACKAGES = ("torch", "transformers", "deepspeed", "peft", "bitsandbytes", "datasets", "diffusers")
 
 
 def package_versions() -> dict[str, str]:

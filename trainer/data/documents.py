@@ -157,10 +157,12 @@ def encode_source(
     finally:
         # With several workers datasets replaces os.environ by a copy: others would keep reading the old one.
         os.environ = environment  # noqa: B003 (the very object, not its contents)
-        # A network file system keeps files that are still mapped, and their folder with them.
         del records
-        gc.collect()
         shutil.rmtree(scratch, ignore_errors=True)
+        if scratch.exists():
+            # A network file system keeps files that are still mapped, and their folder with them.
+            gc.collect()
+            shutil.rmtree(scratch, ignore_errors=True)
     return documents, shape.note
 
 

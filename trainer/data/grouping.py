@@ -153,7 +153,7 @@ def plan(
     record = np.cumsum(~everything.continued[:total]) - 1
     records = int(record[-1]) + 1 if total else 0
     is_held_record = np.zeros(records, dtype=bool)
-    is_held_record[generator.permutation(records)[: _held_out_count(section, records)]] = True
+    is_held_record[generator.permutation(records)[: held_out_count(section, records)]] = True
     is_held = is_held_record[record]
     kept: list[Index] = []
     first = 0
@@ -162,7 +162,7 @@ def plan(
             raise _nothing_said(source, part, label)
         members = np.arange(first, first + len(part.length))
         members = members[~is_held[members] & (part.targets > 0)]
-        kept.append(_weighted(members, source.weight, generator, label) if section.mix else members)
+        kept.append(weighted(members, source.weight, generator, label) if section.mix else members)
         first += len(part.length)
     held_out = np.concatenate([np.flatnonzero(is_held), np.arange(total, len(everything.length))])
     training, stats = _grouped(section, everything, np.flatnonzero(~is_held), _joined(kept), "dataset")
@@ -173,7 +173,8 @@ def plan(
     return training, evaluating, replace(stats, evaluation=held_out_stats if len(held_out) else None)
 
 
-def _held_out_count(section: DatasetSection, total: int) -> int:
+def held_out_count(section: DatasetSection, total: int) -> int:
+    """Records that `val_split` holds out. Raises UserError if none would be left."""
     if not section.val_split or not total:
         return 0
     count = max(1, round(total * section.val_split))
@@ -185,19 +186,22 @@ def _held_out_count(section: DatasetSection, total: int) -> int:
     return count
 
 
-def _weighted(members: Index, weight: float, generator: np.random.Generator, label: str) -> Index:
-    """Each member floor(weight) times, and a random part of them once more so that the total comes out."""
+def weighted(members: Index, weight: float, generator: np.random.Generator, label: str) -> Index:
+    """Each member floor(weight) times, and a random part of them once more so that the total comes out.
+
+    Raises UserError for a weight that takes none of them, or too many.
+    """
     if weight > MOST_REPEATS or weight * len(members) > MOST_DOCUMENTS:
         most = min(MOST_REPEATS, MOST_DOCUMENTS // max(1, len(members)))
         raise UserError(
-            f"{label}.weight={weight:g}: would take each of its {len(members):,} documents {weight:g} times; "
+            f"{label}.weight={weight:g}: would take each of its {len(members):,} records {weight:g} times; "
             f"use {most} or less, or lower the other weights"
         )
     whole = int(weight)
     extra = generator.permutation(len(members))[: round((weight - whole) * len(members))]
     if len(members) and not whole and not len(extra):
         raise UserError(
-            f"{label}.weight={weight:g}: takes none of its {len(members):,} documents; "
+            f"{label}.weight={weight:g}: takes none of its {len(members):,} records; "
             f"use {1 / len(members):.1g} or more, or remove the source"
         )
     return _joined([members] * whole + [members[np.sort(extra)]])

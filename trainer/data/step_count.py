@@ -8,7 +8,7 @@ import math
 from trainer.config import AUTO, RunConfig, TrainingSection, UserError
 
 ENOUGH_STEPS = 100
-"""`global_batch_size: auto` leaves a run this many steps where the data has as many sequences."""
+"""`global_batch_size: auto` leaves a run this many steps where the data has as many samples."""
 LARGEST_GLOBAL_BATCH = 32
 FEW_STEPS = 20
 _NO_WARMUP = ("constant",)
@@ -32,7 +32,7 @@ def count_steps(training: TrainingSection, samples: int | None, world_size: int)
 
 
 def global_batch(training: TrainingSection, world_size: int) -> int:
-    """Sequences of one optimizer step over all ranks."""
+    """Samples of one optimizer step over all ranks."""
     if training.batch_size == AUTO:
         return training.global_batch_size or 1
     return training.batch_size * training.gradient_accumulation_steps * world_size
@@ -107,17 +107,17 @@ def smaller_batch_line(given: TrainingSection, shared: TrainingSection, world_si
 
 
 def steps_line(training: TrainingSection, samples: int | None, world_size: int) -> str:
-    """`21 (7 an epoch), 1 sequence in each: batch_size 1 x accumulation 1 x 1 rank`."""
+    """`21 (7 an epoch), 1 sample in each: batch_size 1 x accumulation 1 x 1 rank`."""
     total = count_steps(training, samples, world_size)
     if total is None:
-        return f"{training.epochs:g} epochs of {samples or 0:,} sequences; batch_size is chosen at the start"
+        return f"{training.epochs:g} epochs of {samples or 0:,} samples; batch_size is chosen at the start"
     if training.batch_size == AUTO:
         return f"{total:,}; batch_size is chosen at the start"
     size = global_batch(training, world_size)
     an_epoch = f" ({steps_per_epoch(samples, size):,} an epoch)" if samples and training.max_steps is None else ""
     ranks = f"{world_size} rank{'s' * (world_size > 1)}"
     return (
-        f"{total:,}{an_epoch}, {size:,} sequence{'s' * (size > 1)} in each: batch_size {training.batch_size} x "
+        f"{total:,}{an_epoch}, {size:,} sample{'s' * (size > 1)} in each: batch_size {training.batch_size} x "
         f"accumulation {training.gradient_accumulation_steps} x {ranks}"
     )
 
@@ -144,7 +144,7 @@ def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> li
         if config.dataset.packing:
             ways.append("dataset.packing=false")
         warnings.append(
-            f"{total} optimizer steps in all{first} ({samples:,} sequences, {size} a step): too few to learn much; "
+            f"{total} optimizer steps in all{first} ({samples:,} samples, {size} a step): too few to learn much; "
             f"set {', or '.join(ways)}"
         )
     evaluates = bool(config.dataset.val_split or config.dataset.evaluation)

@@ -126,9 +126,8 @@ class ImageBatches(GlobalBatches):
         """The epoch's permutation of the pictures."""
         size = self.global_batch_size
         if self._order is None or self._order[:2] != (epoch, size):
-            draw = np.random.default_rng([self._seed, epoch])
-            order = draw.permutation(len(self.samples)) if self._shuffle else np.arange(len(self.samples))
-            self._order = epoch, size, by_size(order, self.samples.sizes, size, draw if self._shuffle else None)
+            order = order_of(self.samples, epoch, together=size, seed=self._seed, shuffle=self._shuffle)
+            self._order = epoch, size, order
         return self._order[2]
 
     def _batch(self, epoch: int, indices: NDArray[np.int64], places: NDArray[np.int64], passes: int) -> ImageBatch:
@@ -183,6 +182,13 @@ def generator_of(*numbers: int) -> torch.Generator:
     """A generator that these numbers alone decide."""
     seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(seed % 2**63)
+
+
+def order_of(samples: ImageSamples, epoch: int, *, together: int, seed: int, shuffle: bool) -> NDArray[np.int64]:
+    """The permutation of the pictures in an epoch whose global batches are of `together` pictures."""
+    draw = np.random.default_rng([seed, epoch])
+    order = draw.permutation(len(samples)) if shuffle else np.arange(len(samples))
+    return by_size(order, samples.sizes, together, draw if shuffle else None)
 
 
 def by_size(

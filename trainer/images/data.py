@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from trainer.config import RunConfig, SourceSection
 from trainer.data.built_folder import built_folder
+from trainer.data.grouping import held_out_count, weighted
 from trainer.images.encoding import PICTURES_A_FILE, encode
 from trainer.images.families import Conditions
 from trainer.images.pictures import Picture, read_pictures
@@ -54,13 +56,19 @@ class ImageStats:
         sizes = ", ".join(f"{count} of {size}" for size, count in common)
         held_out = f", {self.held_out} held out" if self.held_out else ""
         priors = f", {self.priors} of the class" if self.priors else ""
-        return [*self.notes, f"data: {self.records:,} pictures{held_out}{priors}, {self.captions:,} captions; {sizes}"]
+        pictures, captions = (
+            f"{count:,} {what}{'s' * (count != 1)}"
+            for count, what in ((self.records, "picture"), (self.captions, "caption"))
+        )
+        return [*self.notes, f"train: {pictures}{held_out}{priors}, {captions}; {sizes}"]
 
 
 @dataclass(frozen=True)
 class Entry:
     """One picture in the cache."""
 
+    name: str
+    """Where it came from, for people."""
     number: int
     caption: int
     width: int
@@ -168,8 +176,14 @@ def prepare_images(config: RunConfig, pipeline: Pipeline, tell: Any = lambda lin
         key = f"{entry.width} x {entry.height}"
         sizes[key] = sizes.get(key, 0) + 1
     held_out, prior = parts["evaluation"], parts["prior"]
+    notes = ((note,) if note else (), _warnings(plan))
     stats = ImageStats(
-        len(parts["train"]), len(set(plan.captions)), len(held_out), len(prior), sizes, (note,) if note else ()
+        len(parts["train"]),
+        len({picture.caption for picture in plan.pictures}),
+        len(held_out),
+        len(prior),
+        sizes,
+        tuple(chain(*notes)),
     )
     return PreparedImages(
         ImageSamples(store, parts["train"]),
@@ -185,7 +199,7 @@ def _plan(config: RunConfig) -> _Plan:
     data, image = config.dataset, config.image
     sources = [(f"dataset.mix.{at}", source) for at, source in enumerate(data.mix)] or [("dataset", data)]
     pictures: list[Picture] = []
-    parts: dict[str, list[int]] = {"train": [], "evaluation": [], "prior": []}
+    parts: dict[str, list[int]] = {"evaluation": [], "prior": []}
     draw = np.random.default_rng([config.seed, 0x1AC])
 
     def read(source: SourceSection, label: str) -> list[int]:
@@ -193,15 +207,16 @@ def _plan(config: RunConfig) -> _Plan:
         pictures.extend(found)
         return list(range(len(pictures) - len(found), len(pictures)))
 
-    for label, source in sources:
-        numbers = read(source, label)
-        kept = np.sort(draw.permutation(len(numbers))[: round(data.val_split * len(numbers))]).tolist()
-        parts["evaluation"] += [numbers[at] for at in kept]
-        rest = [number for at, number in enumerate(numbers) if at not in set(kept)]
-        weight = source.weight if data.mix else 1.0
-        parts["train"] += rest * int(weight)
-        chosen = np.sort(draw.permutation(len(rest))[: round((weight % 1) * len(rest))]).tolist()
-        parts["train"] += [rest[at] for at in chosen]
+    of_sources = [np.array(read(source, label), dtype=np.int64) for label, source in sources]
+    kept = draw.permutation(len(pictures))[: held_out_count(data, len(pictures))]
+    parts["evaluation"] = np.sort(kept).tolist()
+    rest = [numbers[~np.isin(numbers, kept)] for numbers in of_sources]
+    if data.mix:
+        rest = [
+            weighted(numbers, source.weight, draw, label)
+            for numbers, (label, source) in zip(rest, sources, strict=True)
+        ]
+    parts["train"] = np.concatenate(rest).tolist()
     if data.evaluation is not None:
         parts["evaluation"] = read(data.evaluation, "dataset.evaluation")
     if image.prior is not None:
@@ -212,11 +227,25 @@ def _plan(config: RunConfig) -> _Plan:
     return _Plan(pictures, parts, fits, list(dict.fromkeys(texts)))
 
 
+def _warnings(plan: _Plan) -> list[str]:
+    """What is allowed and seldom meant."""
+    found, total = [], len(plan.pictures)
+    empty = sum(not picture.caption for picture in plan.pictures)
+    if empty:
+        found.append(f"{empty:,} of {total:,} pictures have an empty caption; image.caption_dropout shows them without")
+    enlarged = sum(fitted.scaled[0] > picture.width for picture, fitted in zip(plan.pictures, plan.fits, strict=True))
+    if enlarged:
+        found.append(
+            f"{enlarged:,} of {total:,} pictures are smaller than their size, and are blurred by enlarging them"
+        )
+    return [f"warning: {line}" for line in found]
+
+
 def _entry(number: int, plan: _Plan) -> Entry:
     picture, fitted = plan.pictures[number], plan.fits[number]
     caption = plan.captions.index(picture.caption)
     original = picture.width, picture.height
-    return Entry(number, caption, fitted.width, fitted.height, original, fitted.crop)
+    return Entry(picture.name, number, caption, fitted.width, fitted.height, original, fitted.crop)
 
 
 def _digest(value: Any) -> str:

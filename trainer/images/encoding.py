@@ -100,7 +100,9 @@ def load_vae(pipeline: Pipeline, device: torch.device) -> Any:
     assert pipeline.folder is not None
     folder = pipeline.folder / "vae"
     kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("_class_name", "AutoencoderKL")
-    vae = getattr(diffusers, kind).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    with pipeline.said_of("its VAE"):
+        vae = getattr(diffusers, kind).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        vae.to("cpu")  # a weight that is in no file has no memory yet
     return vae.to(device).eval()
 
 

@@ -73,8 +73,13 @@ BLOCKS: dict[str, dict[str, tuple[str, Layers]]] = {
 
 
 def as_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
-    """The tensors of the adapter in `folder`. Raises UserError for a layer that has no such name."""
+    """The tensors of the adapter in `folder`. Raises UserError for DoRA, and for a layer that has no such name."""
     settings, factors = adapter_settings(folder), defaultdict[str, dict[str, Tensor]](dict)
+    if settings.get("use_dora"):
+        raise UserError(
+            "lora.dora=true: programs that read kohya's format do not agree on DoRA's magnitudes; export with --format "
+            "peft, which diffusers loads, or --format hf, the whole pipeline"
+        )
     for name, tensor in tensors_by_part(folder).items():
         path, _, side = name.partition(".lora_")
         factors[path]["down" if side[0] == "A" else "up"] = tensor

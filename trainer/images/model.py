@@ -131,6 +131,13 @@ def transformer_blocks(model: nn.Module) -> list[str]:
     return found
 
 
+def check_weights(model: ImageModel, pipeline: Pipeline, section: ModelSection) -> None:
+    """Raise UserError where the files of an empty model's weights are not there, damaged, or of another shape."""
+    if pipeline.folder is not None:
+        files = DenoiserFiles(pipeline, section, EncoderFiles(pipeline, model.text_encoders))
+        _layout(model, files, pipeline)
+
+
 def load_image_model(
     pipeline: Pipeline,
     section: ModelSection,

@@ -62,7 +62,8 @@ class Objective:
         weights = torch.ones_like(index, dtype=torch.float32)
         if (gamma := self._image.min_snr_gamma) is not None:
             ratio = compute_snr(scheduler, index)
-            weights = ratio.clamp(max=gamma) / (ratio + 1 if velocity else ratio)
+            # min(SNR, gamma) / SNR, which is 1 where a scheduler ends without signal
+            weights = ratio.clamp(max=gamma) / (ratio + 1) if velocity else (gamma / ratio).clamp(max=1.0)
         return Noised(noisy, target, index, weights)
 
     def _noised_flow(self, latents: Tensor, noise: Tensor, index: Tensor) -> Noised:

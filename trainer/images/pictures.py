@@ -1,9 +1,9 @@
 """Pictures and their captions: a folder with .txt files or metadata.jsonl beside them, or an image set of datasets."""
 
 import io
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,16 @@ import xxhash
 from PIL import Image, UnidentifiedImageError
 
 from trainer.config import SourceSection, UserError
+from trainer.data.sources import read_source
+from trainer.data.text_files import raw_records, record_of
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 CAPTION_FIELDS = ("text", "caption", "prompt", "description")
 IMAGE_FIELDS = ("image", "img", "picture", "jpg", "png")
 METADATA = "metadata.jsonl"
+DEEP = ("I", "F")
+"""How the modes of Pillow begin that its conversion to three colours would cut at 255."""
+SAVED_SETS = ("dataset_info.json", "dataset_dict.json")
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Picture:
     def open(self) -> Image.Image:
         """The picture in three colours, upright. Raises UserError if it is damaged."""
         try:
-            with Image.open(io.BytesIO(_bytes_of(self.source))) as image:
+            with Image.open(io.BytesIO(_bytes_of(self.source, self.name))) as image:
                 return _upright(image).convert("RGB")
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise _broken(self.name, error) from None
@@ -48,107 +53,108 @@ def read_pictures(source: SourceSection, label: str, caption: str | None) -> lis
     """
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
     said, path = f"{label}.path={source.path}", Path(source.path).expanduser()
-    if path.is_dir() and not (path / "dataset_info.json").exists() and not (path / "dataset_dict.json").exists():
-        found = _of_folder(path, said, caption)
-    elif path.exists() and not path.is_dir():
+    if path.is_file() and path.suffix.lower() != ".parquet":
         raise UserError(f"{said}: is a file; name the folder that holds the pictures")
+    if path.is_dir() and not any((path / name).exists() for name in SAVED_SETS):
+        pictures = list(islice(_of_folder(path, said, label, caption), source.max_samples))
     else:
-        found = _of_dataset(source, path, said, caption)
-    pictures = []
-    for picture in found:
-        pictures.append(picture)
-        if source.max_samples is not None and len(pictures) == source.max_samples:
-            break
+        pictures = list(_of_rows(read_source(source, label), source, said, label, caption))
     if not pictures:
         raise UserError(f"{said}: no pictures in it; there should be files that end in {', '.join(ENDINGS[:4])}")
     return pictures
 
 
-def _of_folder(folder: Path, said: str, caption: str | None) -> Iterator[Picture]:
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS and path.is_file())
-    captions = _metadata(folder, said)
-    without = [file for file in files if _caption_beside(file, folder, captions) is None]
+def _of_folder(folder: Path, said: str, label: str, caption: str | None) -> Iterator[Picture]:
+    files = [path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS and path.is_file()]
+    names = {path: str(path.relative_to(folder)) for path in sorted(files)}
+    # Hidden ones are copies that notebooks and file managers make.
+    names = {path: name for path, name in names.items() if not any(part.startswith(".") for part in Path(name).parts)}
+    captions = _metadata(folder, said, label, set(names.values()))
+    found = {path: _caption_beside(path, captions.get(name), said) for path, name in names.items()}
+    without = [path for path, text in found.items() if text is None]
     if without and caption is None:
         raise UserError(
-            f"{said}: no caption for {without[0].name} ({len(without)} of {len(files)} have none); write it to "
+            f"{said}: no caption for {without[0].name} ({len(without)} of {len(found)} have none); write it to "
             f"{without[0].with_suffix('.txt').name} or {METADATA}, or set image.caption for all of them"
         )
-    for file in files:
-        text = _caption_beside(file, folder, captions)
-        yield _picture(str(file), caption if text is None else text, file)
+    for path, text in found.items():
+        yield _picture(str(path), caption if text is None else text, path)
 
 
-def _caption_beside(file: Path, folder: Path, captions: dict[str, str]) -> str | None:
+def _caption_beside(file: Path, listed: str | None, said: str) -> str | None:
+    """The text beside a picture, else what is `listed` of it."""
     text = file.with_suffix(".txt")
-    if text.is_file():
-        return " ".join(text.read_text(encoding="utf-8", errors="replace").split())
-    return captions.get(str(file.relative_to(folder)))
+    if not text.is_file():
+        return listed
+    try:
+        return " ".join(text.read_text(encoding="utf-8-sig").split())
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{said}: {text.name} is not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {error.start}); "
+            "convert the file, with iconv -f LATIN1 -t UTF-8 if it is Western European text"
+        ) from None
+    except OSError as error:
+        raise UserError(f"{said}: {text.name} cannot be read ({error.strerror}); mend its rights, or copy it") from None
 
 
-def _metadata(folder: Path, said: str) -> dict[str, str]:
-    """Captions by file name, as the datasets library writes them."""
+def _metadata(folder: Path, said: str, label: str, names: set[str]) -> dict[str, str]:
+    """Captions by file name, as the datasets library writes them; `names` are the files that there are."""
     captions: dict[str, str] = {}
     file = folder / METADATA
     if not file.is_file():
         return captions
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            name = record["file_name"]
-            field = next(each for each in CAPTION_FIELDS if each in record)
-        except (ValueError, TypeError, KeyError, StopIteration):
-            raise UserError(
-                f"{said}: {METADATA}, line {number}: must be JSON with file_name and one of {', '.join(CAPTION_FIELDS)}"
-            ) from None
-        captions[str(name)] = str(record[field])
+    for number, row in enumerate(raw_records([str(file)], "json", said, label, "train"), start=1):
+        record, place = record_of(row), f"{said}: {METADATA}, record {number}"
+        name, field = record.get("file_name"), next((each for each in CAPTION_FIELDS if each in record), None)
+        if not isinstance(name, str) or field is None or not isinstance(record[field], str):
+            raise UserError(f"{place}: must have file_name and, as text, one of {', '.join(CAPTION_FIELDS)}")
+        if str(Path(name)) not in names:
+            raise UserError(f"{place}: there is no picture {name} in the folder; mend file_name, or remove the record")
+        captions[str(Path(name))] = record[field]
     return captions
 
 
-def _of_dataset(source: SourceSection, path: Path, said: str, caption: str | None) -> Iterator[Picture]:
+def _of_rows(rows: Any, source: SourceSection, said: str, label: str, caption: str | None) -> Iterator[Picture]:
     import datasets
 
-    if not path.exists() and str(source.path).startswith(("/", ".", "~")):
-        raise UserError(f"{said}: is not there; name a folder of pictures, or a data set of the hub")
-    try:
-        if path.is_dir():
-            rows = datasets.load_from_disk(str(path))
-            rows = rows[source.split] if isinstance(rows, datasets.DatasetDict) else rows
-        else:
-            rows = datasets.load_dataset(source.path, source.name, split=source.split, revision=source.revision)
-    except Exception as error:  # whatever the library says of files and names
-        raise UserError(
-            f"{said}: cannot be read ({str(error).splitlines()[0]}); check the name and the split"
-        ) from None
     columns = rows.column_names
     image = source.fields.get("image") or next((name for name in IMAGE_FIELDS if name in columns), None)
     text = source.fields.get("caption") or next((name for name in CAPTION_FIELDS if name in columns), None)
-    if image not in columns or (text not in columns and caption is None):
+    if image not in columns or (text not in columns and (caption is None or text is not None)):
         what = "pictures" if image not in columns else "captions"
         raise UserError(
-            f"{said}: no column of {what} (there are {', '.join(columns)}); name them with dataset.fields: "
+            f"{said}: no column of {what} (there are {', '.join(columns)}); name them with {label}.fields: "
             "{image: ..., caption: ...}"
         )
-    rows = rows.cast_column(image, datasets.Image(decode=False))
-    for index in range(len(rows)):
-        found = caption if text is None else rows[index][text]
-        yield _picture(f"{source.path}, record {index + 1}", str(found or caption or ""), (rows, index, image))
+    try:
+        rows = rows.cast_column(image, datasets.Image(decode=False))
+    except Exception as error:  # whatever pyarrow says of the types
+        raise UserError(f"{said}: column {image} holds no pictures ({error}); name another in {label}.fields") from None
+    for index, found in enumerate(rows[text] if text else [None] * len(rows)):
+        name, shown = f"{source.path}, record {index + 1}", caption if found is None else found
+        if not isinstance(shown, str):
+            raise UserError(
+                f"{name}: has no text in column {text}; write a caption, or set image.caption for all of them"
+            )
+        yield _picture(name, shown, (rows, index, image))
 
 
 def _picture(name: str, caption: str | None, source: Any) -> Picture:
-    data = _bytes_of(source)
+    data = _bytes_of(source, name)
     try:
         with Image.open(io.BytesIO(data)) as image:
             width, height = image.size
+            if image.mode[0] in DEEP:
+                raise UserError(f"{name}: has more than 8 bits a colour (mode {image.mode}); save it with 8")
             if image.getexif().get(0x0112, 1) in (5, 6, 7, 8):  # turned by a quarter
                 width, height = height, width
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise _broken(name, error) from None
-    return Picture(name, caption or "", xxhash.xxh3_128_hexdigest(data), width, height, source)
+    assert caption is not None, f"{name}: a picture without caption was not refused"
+    return Picture(name, caption, xxhash.xxh3_128_hexdigest(data), width, height, source)
 
 
-def _bytes_of(source: Any) -> bytes:
+def _bytes_of(source: Any, name: str) -> bytes:
     if isinstance(source, Path):
         try:
             return source.read_bytes()
@@ -156,7 +162,9 @@ def _bytes_of(source: Any) -> bytes:
             raise UserError(f"{source}: cannot be read ({error.strerror}); mend its rights, or copy it") from None
     rows, index, column = source
     entry = rows[index][column]
-    return entry["bytes"] if entry["bytes"] is not None else Path(entry["path"]).read_bytes()
+    if entry is None:
+        raise UserError(f"{name}: has no picture in column {column}; remove it")
+    return entry["bytes"] if entry["bytes"] is not None else _bytes_of(Path(entry["path"]), name)
 
 
 def _upright(image: Image.Image) -> Image.Image:
@@ -167,4 +175,5 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _broken(name: str, error: Exception) -> UserError:
-    return UserError(f"{name}: is no picture that can be read ({error}); replace it, or take it out of the data")
+    reason = "of no format that is known" if isinstance(error, UnidentifiedImageError) else error
+    return UserError(f"{name}: is no picture that can be read ({reason}); replace it, or take it out of the data")

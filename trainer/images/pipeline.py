@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +20,7 @@ from trainer.model.model_source import check_source, unreadable
 INDEX = "model_index.json"
 VAE, TOKENS = "vae", "text_encoder"
 SAMPLED_BYTES = 1 << 20
+LONGEST_REASON = 300
 
 
 def is_pipeline(config: RunConfig) -> bool:
@@ -72,11 +75,13 @@ class Pipeline:
         import diffusers
 
         changes: dict[str, Any] = {}
+        kind = getattr(diffusers, self.family.scheduler)
         if self.family.flow and image.time_shift != "auto":
             changes = {"shift": image.time_shift, "use_dynamic_shifting": False}
         if not self.family.flow and image.prediction != "auto":
             changes = {"prediction_type": image.prediction}
-        return getattr(diffusers, self.family.scheduler).from_config(self.scheduler_settings, **changes)
+        with self.said_of("its scheduler"):
+            return kind.from_config(self.scheduler_settings, **changes)
 
     def encoder(self, dtype: Any, *, text: bool = True, vae: bool = False) -> Any:
         """diffusers' pipeline with its text encoders, or its VAE, and without the denoiser."""
@@ -86,7 +91,27 @@ class Pipeline:
         left_out |= {} if vae else {VAE: None}
         if not text:
             left_out |= {name: None for name in listed if name.startswith(("text_encoder", "tokenizer"))}
-        return self._library(left_out, dtype=dtype)
+            return self._library(left_out, dtype=dtype)
+        there = [name for name in self.family.text_encoders if listed.get(name, [None])[0]]
+        return self._library(left_out | {name: self.text_encoder(name, dtype) for name in there}, dtype=dtype)
+
+    def text_encoder(self, name: str, dtype: Any) -> Any:
+        """One of the text encoders. Raises UserError if some of its weights are not there."""
+        import transformers
+
+        assert self.folder is not None, "a random pipeline encodes nothing"
+        _quiet()
+        listed = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
+        with self.said_of(f"its {name}"):
+            model, found = getattr(transformers, listed[name][1]).from_pretrained(
+                self.folder / name, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+        if missing := sorted(found["missing_keys"]):
+            raise UserError(
+                f"base_model={self.base_model}: {len(missing)} weights of {name} are in none of its files (first: "
+                f"{missing[0]}); copy the pipeline again"
+            )
+        return model
 
     def around(self, denoiser: Any, encoders: dict[str, Any]) -> Any:
         """diffusers' pipeline of a denoiser, by which it knows widths, and these text encoders; no others, no VAE."""
@@ -97,18 +122,26 @@ class Pipeline:
 
     def _library(self, parts: dict[str, Any], dtype: Any = None) -> Any:
         import diffusers
-        from transformers.utils import logging
 
         assert self.folder is not None, "a random pipeline encodes nothing"
-        logging.set_verbosity_error()
-        diffusers.utils.logging.disable_progress_bar()
-        diffusers.utils.logging.set_verbosity_error()
-        logging.disable_progress_bar()
+        _quiet()
         listed = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
         parts |= {name: None for name in ("safety_checker", "feature_extractor", "image_encoder") if name in listed}
         extra = {"requires_safety_checker": False} if self.family.name == "sd" else {}
         kind = getattr(diffusers, self.family.pipeline)
-        return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **parts, **extra)
+        with self.said_of("its text encoders, tokenizers or VAE"):
+            return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **parts, **extra)
+
+    @contextmanager
+    def said_of(self, what: str) -> Iterator[None]:
+        """Raise UserError for whatever the libraries say of files that cannot be read."""
+        try:
+            yield
+        except Exception as error:  # they know dozens of kinds
+            reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
+            raise UserError(
+                f"base_model={self.base_model}: {what} cannot be read ({reason}); copy the pipeline again"
+            ) from None
 
     @cached_property
     def encoders_digest(self) -> str:
@@ -122,6 +155,16 @@ class Pipeline:
                 with file.open("rb") as stream:
                     digest.update(stream.read(SAMPLED_BYTES))
         return digest.hexdigest()
+
+
+def _quiet() -> None:
+    """Leave the console to the run's own lines."""
+    import diffusers
+    import transformers
+
+    for library in (diffusers, transformers):
+        library.utils.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
 
 
 def read_pipeline(base_model: str, section: ModelSection, *, trains_text: bool = False) -> Pipeline:
@@ -143,14 +186,27 @@ def read_pipeline(base_model: str, section: ModelSection, *, trains_text: bool =
     if known is None:
         names = ", ".join(family.pipeline for family in FAMILIES)
         raise UserError(f"{said}: {INDEX} names {name}, which is not trained here; there are {names}")
+    _check_parts(folder, listed, known, said)
     vae = _json(folder / VAE / "config.json", said)
     settings = _json(folder / known.denoiser / "config.json", said)
     scheduler = _json(folder / "scheduler" / "scheduler_config.json", said)
-    halvings = len(vae.get("block_out_channels", [])) - 1
+    if not isinstance(blocks := vae.get("block_out_channels"), list):
+        raise UserError(f"{said}: {VAE}/config.json has no list of block_out_channels; copy it again")
+    halvings = len(blocks) - 1
     channels, packed = int(vae.get("latent_channels", 4)), known.packed
     return Pipeline(
         base_model, known, settings, scheduler, folder, channels * packed**2, packed * 2**halvings, {}, trains_text
     )
+
+
+def _check_parts(folder: Path, listed: dict[str, Any], family: Family, said: str) -> None:
+    """Raise UserError for a part that the index names and that is not there."""
+    tokenizers = [name.replace("text_encoder", "tokenizer") for name in family.text_encoders]
+    for name in (family.denoiser, VAE, "scheduler", *family.text_encoders, *tokenizers):
+        part = listed.get(name)
+        named = isinstance(part, list) and len(part) == 2 and None not in part
+        if named and not (folder / name).is_dir():
+            raise UserError(f"{said}: {name}, which {INDEX} names, is not there; copy the whole pipeline")
 
 
 def _folder(base_model: str, section: ModelSection) -> Path:

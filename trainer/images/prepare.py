@@ -5,12 +5,36 @@ from typing import Any
 
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import shown
+from trainer.config.types import Section
 from trainer.data.prepared import Prepared
 from trainer.images.data import prepare_images
-from trainer.images.model import ImageModel
-from trainer.images.pipeline import Pipeline, read_pipeline
+from trainer.images.model import ImageModel, check_weights
+from trainer.images.pipeline import INDEX, Pipeline, read_pipeline
 from trainer.images.sizes import check_sizes
 from trainer.model.targets import check_targets, targets_of
+
+OF_TEXT = {
+    "dataset": ("format", "roles", "template", "template_without_input", "max_length", "too_long", "packing",
+                "batching", "train_on", "system_prompt", "chat_template", "streaming"),
+    "model": ("tokenizer", "added_tokens", "pad_token"),
+    "training": ("router_aux_loss", "qat"),
+}  # fmt: skip
+"""Settings that mean nothing to pictures."""
+
+
+def changed(section: Section) -> dict[str, Any]:
+    """The settings of a section that are not at their defaults."""
+    defaults = {name: each.get_default(call_default_factory=True) for name, each in type(section).model_fields.items()}
+    return {name: value for name, value in section if value != defaults[name]}
+
+
+def refuse_image_settings(config: RunConfig) -> None:
+    """Raise UserError for a setting of pictures in a run on a language model."""
+    for name, value in changed(config.image).items():
+        raise UserError(
+            f"image.{name}={shown(value)}: is for image models, and base_model={config.base_model} is none (no "
+            f"{INDEX} in it); remove it"
+        )
 
 
 def prepare_pictures(config: RunConfig, tell: Callable[[str], None]) -> Prepared:
@@ -22,7 +46,10 @@ def prepare_pictures(config: RunConfig, tell: Callable[[str], None]) -> Prepared
     for mistake in _of_family(config, pipeline):
         raise UserError(mistake)
     check_sizes(config.image, pipeline.side)
-    model = ImageModel(pipeline)
+    pipeline.training_scheduler(config.image)
+    with pipeline.said_of(f"{pipeline.family.denoiser}/config.json"):
+        model = ImageModel(pipeline)
+    check_weights(model, pipeline, config.model)
     check_targets(model, config.lora)
     _check_encoders(model, config)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
@@ -55,18 +82,20 @@ def _mistakes(config: RunConfig) -> Iterator[str]:
         yield "scu.enabled=true: steers by bits a token, and a loss on noise has none; turn it off for image models"
     if config.adapter == "none":
         yield "adapter=none: of image models only adapters are trained; use lora or qlora"
-    if training.qat:
-        yield f"training.qat={training.qat}: rounds for servers of language models; remove it for image models"
-    for name in ("packing", "streaming"):
-        if getattr(config.dataset, name):
-            yield f"dataset.{name}=true: pictures are neither packed nor streamed; remove it"
-    if config.model.added_tokens:
-        yield "model.added_tokens: image models get no new tokens; remove it"
+    for section, names in OF_TEXT.items():
+        for name, value in changed(getattr(config, section)).items():
+            if name in names:
+                yield f"{section}.{name}={shown(value)}: is for language models; remove it"
     if training.gradient_checkpointing in ("reentrant", "selective"):
         yield (
             f"training.gradient_checkpointing={training.gradient_checkpointing}: image models are recomputed block by "
             "block; use non_reentrant"
         )
+    if layers := training.gradient_checkpointing_layers:
+        yield f"training.gradient_checkpointing_layers={layers}: image models recompute every block; remove it"
+    if config.lora.modules_to_save:
+        saved = shown(config.lora.modules_to_save)
+        yield f"lora.modules_to_save={saved}: diffusers loads LoRA alone; name them in lora.target_modules"
     if config.lora.init in ("loftq", "pissa", "pissa_niter_16", "olora"):
         yield f"lora.init={config.lora.init}: not for image models; use default, gaussian or orthogonal"
     if image.prior is not None and not image.prior.path:

@@ -61,10 +61,7 @@ class EncoderFiles:
         """One tensor, on the CPU, as it is stored. transformers reads it: encoders are saved under names of old."""
         part, _, own = name.partition(".")
         if part not in self._read:
-            assert self._pipeline.folder is not None
-            kind: Any = type(self._empty[part])
-            model = kind.from_pretrained(self._pipeline.folder / part, dtype="auto", local_files_only=True)
-            self._read[part] = model.state_dict()
+            self._read[part] = self._pipeline.text_encoder(part, "auto").state_dict()
         return self._read[part][own]
 
 

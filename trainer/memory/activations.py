@@ -63,6 +63,8 @@ class Work:
     """Our operator computes experts without an adapter too (trainer/patches/fused_experts.py)."""
     scan_by_kernel: bool = False
     """mamba-ssm and causal-conv1d compute recurrent layers, and not plain torch."""
+    recomputed_layers: int | None = None
+    """training.gradient_checkpointing_layers."""
     rows_apart: int = 0
     """Rows that have a pass of their own, whose results are kept beside those of the others until both go back."""
 
@@ -211,22 +213,33 @@ def boundary(layer: Layer, work: Work) -> int:
 
 def kept_by_layers(shapes: Shapes, work: Work) -> int:
     """All layers, by the kind of recomputation."""
-    if work.recompute == "none":
-        return sum(kept_by_layer(layer, work) for layer in shapes.layers)
+    recomputed, whole = _split(shapes, work)
+    kept_whole = sum(kept_by_layer(layer, work) for layer in whole)
+    if not recomputed:
+        return kept_whole
     # One input travels to the host, or back, while the next is computed or used.
-    in_flight = 2 * max((boundary(layer, work) for layer in shapes.layers), default=0)
+    in_flight = 2 * max(boundary(layer, work) for layer in recomputed)
     if work.recompute == "selective":
-        kept = sum(kept_if_selective(layer, work) for layer in shapes.layers)
+        kept = sum(kept_if_selective(layer, work) for layer in recomputed)
         return kept + (in_flight if work.offload_activations else 0)
-    return in_flight if work.offload_activations else sum(boundary(layer, work) for layer in shapes.layers)
+    return kept_whole + (in_flight if work.offload_activations else sum(boundary(layer, work) for layer in recomputed))
 
 
 def recomputed_layer(shapes: Shapes, work: Work) -> int:
-    """What one layer keeps once it has been recomputed, beyond what was kept of it anyway."""
-    if work.recompute == "none":
-        return 0
-    kept = kept_if_selective if work.recompute == "selective" else boundary
-    return max((kept_by_layer(layer, work) - kept(layer, work) for layer in shapes.layers), default=0)
+    """What one layer keeps once it has been recomputed, beyond what was kept of it anyway.
+
+    The layers behind it that were kept whole have been given back by then.
+    """
+    recomputed, whole = _split(shapes, work)
+    kept, work = kept_if_selective if work.recompute == "selective" else boundary, replace(work, forgets="none")
+    most = max((kept_by_layer(layer, work) - kept(layer, work) for layer in recomputed), default=0)
+    return max(0, most - sum(kept_by_layer(layer, work) for layer in whole)) if whole else most
+
+
+def _split(shapes: Shapes, work: Work) -> tuple[list[Layer], list[Layer]]:
+    """The layers that are recomputed, and those that are kept whole."""
+    count = 0 if work.recompute == "none" else work.recomputed_layers or len(shapes.layers)
+    return list(shapes.layers[:count]), list(shapes.layers[count:])
 
 
 def backward_of_mixer(layer: Layer, mixer: Mixer, work: Work) -> int:

@@ -3,10 +3,13 @@
 from dataclasses import dataclass
 
 from trainer.config import RunConfig
+from trainer.images.pipeline import is_pipeline
 from trainer.memory.bytes import Estimate
 from trainer.memory.planner import Changes, Planner, gib
 
 HOW_MANY = 3
+SHORTEST = 256
+"""Tokens; below that less is not of use."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +66,14 @@ def _candidates(planner: Planner, config: RunConfig, memory: int) -> list[Change
     training = config.training
     candidates: list[Changes] = []
     if training.batch_size > 1:
-        smaller = planner.largest_batch(config, memory) or 1
-        changes = smaller_batch(training.batch_size, training.gradient_accumulation_steps, smaller)
+        most = planner.largest_batch(config, memory) or 1
+        changes = smaller_batch(training.batch_size, training.gradient_accumulation_steps, most)
         if training.global_batch_size is not None:
             changes.pop("training.gradient_accumulation_steps")
         candidates.append(changes)
-    if training.gradient_checkpointing != "non_reentrant":
+    if training.gradient_checkpointing_layers is not None:
+        candidates.append({"training.gradient_checkpointing_layers": None})
+    elif training.gradient_checkpointing != "non_reentrant":
         candidates.append({"training.gradient_checkpointing": "non_reentrant"})
     elif not training.offload_activations:
         candidates.append({"training.offload_activations": True})
@@ -84,9 +89,18 @@ def _candidates(planner: Planner, config: RunConfig, memory: int) -> list[Change
         candidates.append({"training.optimizer": "adamw_8bit"})
     if not config.zero.offload_parameters:
         candidates.append({"zero.stage": 3, "zero.offload_optimizer": True, "zero.offload_parameters": True})
-    if config.dataset.max_length > 256:
-        candidates.append({"dataset.max_length": config.dataset.max_length // 2})
+    if smaller := smaller_samples(config):
+        candidates.append(smaller)
     return candidates
+
+
+def smaller_samples(config: RunConfig) -> Changes:
+    """The setting that halves what a micro-batch holds of each sample; nothing where that would be too little."""
+    if is_pipeline(config):
+        side, step = config.image.resolution, config.image.bucket_step
+        return {"image.resolution": side // 2 // step * step} if side >= 2 * step else {}
+    length = config.dataset.max_length
+    return {"dataset.max_length": length // 2} if length > SHORTEST else {}
 
 
 def _together(planner: Planner, config: RunConfig, memory: int, singles: list[Advice]) -> list[Advice]:
@@ -109,4 +123,6 @@ def smaller_batch(batch_size: int, accumulation: int, most: int) -> Changes:
 
 
 def _as_typed(value: object) -> str:
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -210,14 +210,14 @@ def host_memory(shapes: Shapes, work: Work, placement: Placement) -> int:
 
 def offloaded(shapes: Shapes, work: Work, placement: Placement) -> int:
     """What lies on the host and not on the card."""
-    total = 0
+    total = placement.base_states
     if placement.offload_optimizer:
         # Master, two moments, their gradient, and the updated weights on their way back.
         total += share(shapes.trained * (4 * FP32 + 2 * placement.element), placement, 1)
     if placement.offload_parameters:
         total += share(sum(bytes_of(w, placement) for w in fetched_weights(shapes, placement)), placement, 3)
     if work.offload_activations and work.recompute != "none":
-        total += sum(work.tokens * layer.hidden * work.element for layer in shapes.layers)
+        total += sum(work.tokens * layer.hidden * work.element for layer in shapes.layers[: work.recomputed_layers])
     return total
 
 

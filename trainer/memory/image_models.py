@@ -64,6 +64,10 @@ class PicturePlanner(Planner):
                 break
         return resolved
 
+    def sample_text(self, config: RunConfig) -> str:
+        """The size of a picture."""
+        return f"{config.image.resolution} x {config.image.resolution} pixels"
+
     def decisions(self, config: RunConfig) -> Decisions:
         """As the run will make them."""
         return decide_for_pictures(config, self.machine)

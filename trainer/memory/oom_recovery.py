@@ -31,8 +31,7 @@ from trainer.contract.known_versions import require
 from trainer.contract.restart_note import MOST_HALVINGS, RestartNote
 from trainer.contract.restart_record import last_note
 from trainer.engine.protocol import Engine
-from trainer.images.pipeline import is_pipeline
-from trainer.memory.advice import smaller_batch
+from trainer.memory.advice import smaller_batch, smaller_samples
 from trainer.memory.peak import measure_again
 from trainer.ranks.group import Ranks
 from trainer.task import BatchSource
@@ -267,10 +266,9 @@ class Recovery:
             ways.append("training.on_oom=halve")
         if training.gradient_checkpointing == "none":
             ways.append("training.gradient_checkpointing=true")
-        if is_pipeline(self._config):
-            ways.append(f"image.resolution={self._config.image.resolution // 2}")
-        else:
-            ways.append(f"dataset.max_length={max(1, self._config.dataset.max_length // 2)}")
+        elif training.gradient_checkpointing_layers:
+            ways.append("training.gradient_checkpointing_layers=null")
+        ways += [f"{name}={value}" for name, value in smaller_samples(self._config).items()]
         if self._config.adapter == "lora":
             ways.append("adapter=qlora")
         if self._ranks.world_size > 1 and self._config.zero.stage < 3:

@@ -8,12 +8,14 @@ from typing import Any
 
 from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.checks import check_combinations
+from trainer.data.samples import Samples
 from trainer.data.step_count import with_global_batch
 from trainer.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.activations import Work
 from trainer.memory.bytes import GIB, Estimate, estimate
 from trainer.memory.stored_weights import Placement
 from trainer.memory.widths import Shapes
+from trainer.scu.base_samples import LENGTH, MOST_STATES, SAMPLES
 
 LARGEST_BATCH = 256
 """Micro-batches beyond this are no faster on any card."""
@@ -23,8 +25,7 @@ STAGES = (0, 1, 2, 3)
 # Where there is no GPU, memory is not what decides: the default.
 CPU_STAGE = 2
 RECOMPUTATION = "training.gradient_checkpointing"
-RECOMPUTATIONS = ("none", "selective", "non_reentrant")
-"""By the time that they take, the least first."""
+LAYERS = "training.gradient_checkpointing_layers"
 Changes = dict[str, Any]
 
 
@@ -35,6 +36,8 @@ class Lengths:
     longest: int
     targets: int
     samples: int | None = None
+    reference: int | None = None
+    """Places of all texts of scu.reference at which adapter and base are compared; None: not looked at."""
 
     @classmethod
     def assumed(cls, config: RunConfig) -> "Lengths":
@@ -43,12 +46,13 @@ class Lengths:
         return cls(longest, targets=longest)
 
     @classmethod
-    def of(cls, config: RunConfig, samples: Any) -> "Lengths":
-        """Lengths of prepared samples; those of a stream are not known."""
+    def of(cls, config: RunConfig, samples: Any, reference: Samples | None = None) -> "Lengths":
+        """Lengths of prepared samples, those of a stream are not known, and of the texts of scu.reference."""
         if not hasattr(samples, "lengths"):
             return cls.assumed(config)
         tokens, targets = samples.lengths()
-        return cls(int(tokens.max()), int(targets.max()), len(tokens))
+        places = None if reference is None else int(reference.lengths()[0].sum()) - len(reference)
+        return cls(int(tokens.max()), int(targets.max()), len(tokens), places)
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,12 @@ class Planner:
         if self.lengths.samples:
             rows = max(1, self.lengths.samples // (ranks * config.training.gradient_accumulation_steps))
         if rows < LARGEST_BATCH:
-            return rows, f"an epoch of {self.lengths.samples:,} sequences has no more for one step"
+            return rows, f"an epoch of {self.lengths.samples:,} samples has no more for one step"
         return LARGEST_BATCH, "larger ones are no faster"
+
+    def sample_text(self, config: RunConfig) -> str:
+        """How large a sample of a micro-batch is."""
+        return f"{self.lengths.longest:,} tokens"
 
     def largest_batch(self, config: RunConfig, memory: int) -> int:
         """The largest micro-batch within `memory` bytes, with some to spare if it is not one row; 0 if none is."""
@@ -125,7 +133,7 @@ class Planner:
         return fits
 
     def resolve(self, config: RunConfig, memory: int | None) -> RunConfig:
-        """`auto` replaced: the cheapest recomputation that fits, for it the lowest stage, then the largest batch.
+        """`auto` replaced: recomputation of as few layers as fit, for it the lowest stage, then the largest batch.
 
         Stages are tried with micro-batch 1 if that is `auto`. Where nothing fits the last stage and micro-batch 1 are
         taken, for the check before training to refuse. Without a GPU (`memory` None): no recomputation, stage 2, or
@@ -133,12 +141,23 @@ class Planner:
         """
         if config.training.gradient_checkpointing != "auto":
             return self._resolved(config, memory)
-        ways = ["none"] if memory is None else [way for way in RECOMPUTATIONS if _is_allowed(config, way)]
-        for way in ways:
-            resolved = self._resolved(with_changes(config, {RECOMPUTATION: way}), memory)
-            if memory is None or self.of(resolved).needed <= memory:
-                break
-        return resolved
+        without = self._resolved(with_changes(config, {RECOMPUTATION: "none"}), memory)
+        if memory is None or self.of(without).needed <= memory:
+            return without
+        every = self._resolved(with_changes(config, {RECOMPUTATION: "non_reentrant"}), memory)
+        return every if self.of(every).needed > memory else self._fewest_layers(every, memory)
+
+    def _fewest_layers(self, config: RunConfig, memory: int) -> RunConfig:
+        """The least number of recomputed layers within `memory`, if not all are needed."""
+        best, too_few, enough = config, 0, len(self.shapes.layers)
+        while enough - too_few > 1:
+            middle = (too_few + enough) // 2
+            tried = with_changes(config, {LAYERS: middle})
+            if self.of(tried).needed <= memory:
+                best, enough = tried, middle
+            else:
+                too_few = middle
+        return best
 
     def _resolved(self, config: RunConfig, memory: int | None) -> RunConfig:
         samples, ranks = self.lengths.samples, self.machine.world_size
@@ -193,6 +212,7 @@ class Planner:
             forgets=decided.recomputed_results.value,
             fused_loss=fused,
             recompute=decided.recomputes.value,
+            recomputed_layers=training.gradient_checkpointing_layers,
             offload_activations=training.offload_activations,
             masked=masked,
             copied_heads=masked or eager or without_flash,
@@ -228,7 +248,19 @@ class Planner:
             prefetch=zero.prefetch_bucket_size,
             live=zero.max_live_parameters,
             rounded=bool(training.qat),
+            base_states=self._base_states(config, decided),
         )
+
+    def _base_states(self, config: RunConfig, decided: Decisions) -> int:
+        """Bytes that scu.reference_cache keeps, if the run is long enough; of a file not looked at nothing is known."""
+        scu = config.scu
+        if decided.reference.value == "none" or not scu.reference_cache or decided.fused_head.value is False:
+            return 0
+        places = self.lengths.reference or 0
+        if scu.reference is None:
+            places = SAMPLES * (min(LENGTH, config.dataset.max_length) - 1)
+        size = places * self.shapes.hidden * self._element
+        return size if scu.reference_cache is True or size <= MOST_STATES else 0
 
     @cached_property
     def _element(self) -> int:
@@ -240,14 +272,6 @@ OFFLOADS: dict[str, Changes] = {
     "optimizer": {"zero.offload_optimizer": True, "zero.offload_parameters": False},
     "optimizer, parameters": {"zero.offload_optimizer": True, "zero.offload_parameters": True},
 }
-
-
-def _is_allowed(config: RunConfig, recomputation: str) -> bool:
-    try:
-        check_combinations(with_changes(config, {RECOMPUTATION: recomputation}))
-    except UserError:
-        return recomputation == RECOMPUTATIONS[0]  # what is wrong with all of them is reported for the first
-    return True
 
 
 def _offloads_of(stage: int) -> list[str]:

@@ -18,13 +18,13 @@ from trainer.data.step_count import with_global_batch, with_looks_in_steps
 from trainer.decisions import Decisions, Machine, decide, decide_for_pictures
 from trainer.engine.deepspeed_engine import DTYPES
 from trainer.images.pipeline import Pipeline
-from trainer.memory.advice import does_not_fit
+from trainer.memory.advice import does_not_fit, smaller_samples
 from trainer.memory.bytes import CONTEXT, Estimate, as_json
 from trainer.memory.image_models import picture_planner
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.oom_recovery import Halving
 from trainer.memory.peak import peak_memory_gib
-from trainer.memory.planner import RECOMPUTATION, RECOMPUTATIONS, Lengths, Planner, gib, with_changes
+from trainer.memory.planner import LAYERS, RECOMPUTATION, Lengths, Planner, gib, with_changes
 from trainer.memory.process import host_memory_left
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.packed_attention import has_flash
@@ -89,6 +89,11 @@ def plan_on(machine: Machine, config: RunConfig, prepared: Prepared, memory: int
         pictures = isinstance(prepared.model_config, Pipeline)
         unread = decide_for_pictures(config, machine) if pictures else decide(config, machine, None)
         return MemoryPlan(config, None, unread, (f"no memory estimate for this model ({reason})",))
+    layers, there = config.training.gradient_checkpointing_layers, len(planner.shapes.layers)
+    if layers is not None and layers > there:
+        raise UserError(
+            f"training.gradient_checkpointing_layers={layers}: the model has {there}; remove it to recompute all"
+        )
     resolved = with_looks_in_steps(planner.resolve(config, memory), samples_of(prepared), machine.world_size)
     found = planner.of(resolved)
     notes = []
@@ -115,14 +120,16 @@ def _planner(machine: Machine, config: RunConfig, prepared: Prepared) -> Planner
         None if config.adapter == "none" else config.lora,
         vocabulary_at_least=len(prepared.tokenizer),
     )
-    return Planner(shapes, Lengths.of(config, prepared.data.train), machine)
+    return Planner(shapes, Lengths.of(config, prepared.data.train, prepared.reference), machine)
 
 
 def recomputation_line(planner: Planner, resolved: RunConfig, memory: int) -> str:
     """Why `training.gradient_checkpointing: auto` is what it is."""
-    way, found = resolved.training.gradient_checkpointing, planner.of(resolved)
-    without = planner.of(with_changes(resolved, {RECOMPUTATION: RECOMPUTATIONS[0]}))
-    line = f"auto: gradient checkpointing {way}, {gib(found.needed)} estimated"
+    training, found = resolved.training, planner.of(resolved)
+    way, first = training.gradient_checkpointing, training.gradient_checkpointing_layers
+    which = f" of {first} of {len(planner.shapes.layers)} layers" if first else ""
+    line = f"auto: gradient checkpointing {way}{which}, {gib(found.needed)} estimated"
+    without = planner.of(with_changes(resolved, {RECOMPUTATION: "none", LAYERS: None}))
     return line if way == "none" else f"{line}; without it {gib(without.needed)}, and there are {gib(memory)}"
 
 
@@ -160,7 +167,7 @@ def with_host_check(plan: MemoryPlan, processes: int) -> MemoryPlan:
     who = "the only rank takes" if processes == 1 else f"{processes} ranks of this host take"
     problem = (
         f"memory: {who} {gib(needed)} and the host has {gib(free)} free of {gib(total)}; "
-        "lower training.batch_size or dataset.max_length, or use fewer ranks"
+        f"lower {' or '.join(['training.batch_size', *smaller_samples(plan.config)])}, or use fewer ranks"
     )
     if needed > total and not plan.config.training.ignore_memory_check:
         raise UserError(f"{problem}; or training.ignore_memory_check=true")

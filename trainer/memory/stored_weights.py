@@ -43,6 +43,8 @@ class Placement:
     live: int
     rounded: bool = False
     """Adapted layers make their merged weight anew in every pass (training.qat)."""
+    base_states: int = 0
+    """Bytes on the host of what the base says of reference text."""
 
 
 def rounded(size: int) -> int:

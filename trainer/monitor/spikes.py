@@ -24,7 +24,7 @@ class SpikeWatch:
         """How many there were."""
 
     def look(self, step: int, loss: float, grad_norm: float) -> None:
-        """Compare a step's loss, nats per token; warn of a spike, at most once in so many steps."""
+        """Compare a step's loss; warn of a spike, at most once in so many steps."""
         if len(self._losses) >= ENOUGH:
             middle = median(self._losses)
             spread = OF_NORMAL * median(abs(value - middle) for value in self._losses)
@@ -40,5 +40,5 @@ class SpikeWatch:
         self._say(
             f"[yellow]warning:[/yellow] step {step}: loss {loss:.3f}, where the last {len(self._losses)} had a median "
             f"of {middle:.3f} (gradient norm {grad_norm:.3g}); `zerolora inspect CONFIG --step {step} --ranks N` shows "
-            "its documents"
+            "what was trained on"
         )

@@ -75,7 +75,7 @@ UNTIL_THE_MODEL = (
         ),
     ),
     Patch(
-        "is_torchao_available while transformers' and PEFT's modules for torchao are imported",
+        "is_torchao_available while the modules for torchao of transformers, PEFT and diffusers are imported",
         "transformers",
         "5.23.0",
         "they import torchao wherever it is installed, and Inductor with it, to ask whether a weight is its own",
@@ -296,7 +296,7 @@ UNTIL_THE_MODEL = (
         "peft",
         "0.21.2",
         "they keep how a cheap input is computed instead of the input",
-        "ops.recompute: activations or norms, without gradient checkpointing",
+        "ops.recompute: activations or norms, in layers without gradient checkpointing",
         "trainer/patches/norm_mlp_rope.py: forget_inputs",
         UNDONE,
         "tests/unit/test_elementwise.py",
@@ -315,6 +315,7 @@ UNTIL_THE_MODEL = (
         (
             "trainer/patches/recompute.py: _gradient_checkpointing_func",
             "trainer/patches/recompute.py: forward",
+            "trainer/patches/recompute.py: gradient_checkpointing",
             "trainer/patches/recompute.py: register_forward_pre_hook",
             "trainer/patches/recompute.py: recomputation_hook",
         ),

@@ -94,7 +94,7 @@ class TokenLoss:
     def with_reference(
         self, model: Any, batch: MicroBatch, device: torch.device, *, own: int, base_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of one pass: sum of -log p of the first `own` targets, sum of KL(adapted || base) at the places of the others.
+        """By one pass: sum of -log p of the first `own` targets, sum of KL(adapted || base) at places of the others.
 
         Nats, fp32. `base_states` are what `of_base` gives for the others.
         """

@@ -12,7 +12,7 @@ import copy
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -132,11 +132,15 @@ def replace_elementwise(
     return examined.install()
 
 
-def forget_inputs(model: nn.Module) -> int:
-    """Have adapted layers keep the recipe of an input that has one; after adapters are added; returns how many do."""
+def forget_inputs(model: nn.Module, but: Sequence[nn.Module] = ()) -> int:
+    """Have adapted layers keep the recipe of an input that has one, but those within `but`; returns how many do.
+
+    After adapters are added.
+    """
     from peft.tuners.lora import LoraLayer
 
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    left = {module for part in but for module in part.modules()}
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer) and module not in left]
     for layer in layers:
         replace(layer, "forward", partial(_forward_forgetting, layer.forward))
     return len(layers)

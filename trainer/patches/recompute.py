@@ -1,6 +1,6 @@
 """Gradient checkpointing: which parts of the model are computed again in the backward pass, and what is kept instead.
 
-non_reentrant, reentrant   every decoder layer; its input is kept
+non_reentrant, reentrant   every decoder layer, or the first so many; its input is kept
 selective                  the feed-forward part of every layer, which holds most of what a layer keeps; attention stays
 offload_activations        the inputs that are kept lie in page-locked host memory; copies run beside the computation
 """
@@ -54,7 +54,25 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
         raise changed("transformers", "no layer holds `_gradient_checkpointing_func` with recomputation on")
     for layer in layers:
         replace(layer, "_gradient_checkpointing_func", run)
-    return f"recomputed in the backward pass: every layer; their inputs are {kept}"
+    which = "every layer"
+    if first := training.gradient_checkpointing_layers:
+        which = _leave_out_but_the_first(model, layers, first)
+    return f"recomputed in the backward pass: {which}; their inputs are {kept}"
+
+
+def _leave_out_but_the_first(model: nn.Module, layers: list[Any], first: int) -> str:
+    """Which are recomputed then: all where the model's own code calls for all or none."""
+    blocks = _blocks(model)
+    if not set(blocks) <= set(layers):
+        return f"every layer, for this model's code knows all or none (not gradient_checkpointing_layers={first})"
+    for block in blocks[first:]:
+        replace(block, "gradient_checkpointing", False)
+    return f"the first {min(first, len(blocks))} of {len(blocks)} layers"
+
+
+def recomputed_whole(model: nn.Module, training: TrainingSection) -> list[nn.Module]:
+    """The decoder layers of which nothing but the input is kept, where others are not recomputed."""
+    return _blocks(model)[: training.gradient_checkpointing_layers or 0]
 
 
 def disable_recomputation(model: Any) -> None:

@@ -4,8 +4,9 @@ torch.compile imports Inductor at once, which takes longer than torch itself. bi
 for whatever adapter, compiles two functions of its CPU backend while it is imported, and DeepSpeed (0.19.8) three of an
 optimizer that it looks for by name. Compiled when they are called, they are the same functions.
 
-Where torchao is installed (for `training.qat`), transformers (5.23.0) and PEFT (0.21.2) import it, and Inductor with
-it, to ask whether a weight is one of its own. Such a weight can be there only once torchao has been imported.
+Where torchao is installed (for `training.qat`), transformers (5.23.0), PEFT (0.21.2) and diffusers (0.42.1) import it,
+and Inductor with it, to ask whether a weight is one of its own. Such a weight can be there only once torchao has been
+imported.
 """
 
 import importlib.util
@@ -23,6 +24,7 @@ ASK_FOR_TORCHAO = {
     "transformers.quantizers.quantizer_torchao": "transformers.utils",
     "peft.tuners.lora.torchao": "peft.import_utils",
     "peft.utils.quantization_utils": "peft.import_utils",
+    "diffusers.quantizers.torchao.torchao_quantizer": "diffusers.utils",
 }
 """Modules, and where each takes the function from that says whether torchao is installed."""
 

@@ -42,7 +42,8 @@ def divergence_of(
 ) -> Divergence:
     """What measures K in this run, on texts of the user's or on the base's own samples; every rank must call it.
 
-    `packed`: what is trained on takes them into its pack. `steps`: optimizer steps of the whole run, so that one that goes on decides as it did at first.
+    `packed`: the training text takes them into its pack. `steps`: optimizer steps of the whole run, so that one that
+    goes on decides as it did at first.
     """
     training, scu = config.training, config.scu
     documents: Samples | list[Sample] | None = prepared.reference
@@ -70,7 +71,9 @@ def divergence_of(
         states = BaseStates.compute(engine, token_loss, reference)
         kept = f"kept on the host, {size / 2**20:,.0f} MiB a rank: it makes no forward pass in a step"
         say(f"scu: the base's hidden states are {kept if states else 'not kept: this head needs whole logits'}")
-    return Divergence(engine, token_loss, reference, drawn=prepared.reference is None, base_states=states, packed=packed)
+    return Divergence(
+        engine, token_loss, reference, drawn=prepared.reference is None, base_states=states, packed=packed
+    )
 
 
 def _pays(wanted: Literal["auto"] | bool, size: int, visits: int, texts: int) -> bool:

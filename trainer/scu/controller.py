@@ -2,7 +2,8 @@
 
 An optimizer step t of the loop, seen from here:
 
-    last micro-step:  forward, by loss(t) if it has reference text in its pack; term(t) takes in S (or K) of step t-1, which moves lambda; backward of loss + term
+    last micro-step:  forward, by loss(t) where reference text is in its pack; term(t) takes in S (or K) of step t-1,
+                      which moves lambda; backward of loss + term
     reduction:        the loop sums (loss, tokens, measured_local()) over the ranks, as it had to for the loss anyway
     observe(t, ...):  starts a copy of the three sums to the host and returns at once; step t steers step t+1
 

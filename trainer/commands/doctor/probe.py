@@ -188,7 +188,8 @@ def check_data(config: RunConfig) -> Iterator[Finding]:
     """Local data files that the configuration names."""
     section = config.dataset
     sources = [section, *section.mix, *([section.evaluation] if section.evaluation else [])]
-    for path in (source.path for source in sources if source.path):
+    paths = [source.path for source in sources] + ([config.scu.reference] if config.scu.enabled else [])
+    for path in filter(None, paths):
         local = Path(path).expanduser()
         if local.suffix and not local.exists() and path.startswith(("/", ".", "~")):
             yield Finding("data", "FAIL", f"{path}: no such file", "name an existing file")

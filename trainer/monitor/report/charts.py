@@ -67,14 +67,15 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
     if len(held_out):
         loss += (Curve(held_out, "dashed", "orange"), Curve(held_out, "dots", "orange", held_out_words(held_out)))
     counted = counted_in(records)
-    unit = "nats per token" if counted == "tokens" else "mean squared error"
-    memory, rate = series(records, "memory/peak_gib"), series(records, f"perf/{counted}_per_second_per_gpu")
+    memory, rate = series(records, "memory/peak_gib"), series(records, counted.rate)
     norm = series(records, "train/grad_norm")
     found = [
-        Chart("Loss", unit, loss, wide=True, name="loss"),
+        Chart("Loss", counted.loss, loss, wide=True, name="loss"),
         Chart("Learning rate", "", _line(records, "train/learning_rate"), low=0.0, name="learning_rate"),
         Chart("Gradient norm", "L2", with_mean(norm, "blue", "before clipping"), low=0.0, name="gradient_norm"),
-        Chart("Throughput", f"{counted}/s per rank", with_mean(rate, "green", "per rank"), low=0.0, name="throughput"),
+        Chart(
+            "Throughput", f"{counted.name}/s per rank", with_mean(rate, "green", "per rank"), low=0.0, name="throughput"
+        ),
         Chart("Peak memory", "GiB of rank 0", (Curve(memory, "line", "green"),), low=0.0, name="memory"),
         *_scu_charts(records, deadband),
     ]

@@ -15,6 +15,26 @@ Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
+class Counted:
+    """What a task counts its batches in (trainer/task.py), and the words for what it measures."""
+
+    name: str
+    samples: str
+    loss: str
+    digits: int
+    """Of what is computed in a second."""
+
+    @property
+    def rate(self) -> str:
+        """The metric of a rank's speed."""
+        return f"perf/{self.name}_per_second_per_gpu"
+
+
+TOKENS = Counted("tokens", "sequences", "nats per token", 0)
+IMAGES = Counted("images", "pictures", "mean squared error", 2)
+
+
+@dataclass(frozen=True)
 class Series:
     """One metric over the run: optimizer steps and values, NaN where the value was not finite."""
 
@@ -38,9 +58,9 @@ def series(records: list[Record], name: str) -> Series:
     return Series(pairs[:, 0], pairs[:, 1])
 
 
-def counted_in(records: list[Record]) -> str:
+def counted_in(records: list[Record]) -> Counted:
     """What the run counted its batches in: tokens, or images."""
-    return "images" if any("train/images" in record for record in records) else "tokens"
+    return IMAGES if any("train/images" in record for record in records) else TOKENS
 
 
 def running_mean(values: Values, window: int) -> Values:

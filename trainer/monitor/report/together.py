@@ -11,10 +11,10 @@ from trainer.contract.whole_files import write_whole
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.changed_settings import as_text, flat
 from trainer.monitor.report.charts import Chart, Curve, draw
-from trainer.monitor.report.curves import counted_in, running_mean, series, window_for
+from trainer.monitor.report.curves import IMAGES, counted_in, running_mean, series, window_for
 from trainer.monitor.report.page import Answer, render_page, wide_table
 from trainer.monitor.report.recorded import read_answers, read_settings
-from trainer.monitor.report.write import ANSWERS, duration, training_seconds, values_of
+from trainer.monitor.report.write import ANSWERS, duration, rate_of, training_seconds, values_of
 
 PAGE = "runs.html"
 MOST = 8
@@ -95,8 +95,8 @@ def overlaid(runs: Sequence[Recorded]) -> list[Chart]:
         wide = metric in ("train/loss", "eval/loss")  # whose legend says which run has which colour
         told = curves if wide else tuple(replace(curve, label="") for curve in curves)
         if any(len(curve.line.finite()) for curve in curves):
-            squares = wide and any(counted_in(run.records) == "images" for run in runs)
-            found.append(Chart(title, "mean squared error" if squares else unit, told, low=low, wide=wide))
+            squares = wide and IMAGES in [counted_in(run.records) for run in runs]
+            found.append(Chart(title, IMAGES.loss if squares else unit, told, low=low, wide=wide))
     return found
 
 
@@ -115,13 +115,13 @@ def _curves(run: Recorded, metric: str, colour: str) -> list[Curve]:
 
 
 def _outcomes(runs: Sequence[Recorded]) -> str:
-    heads = ("run", "steps", "held-out loss", "lowest", "training loss", "tokens/s per rank", "peak memory", "time")
+    heads = ("run", "steps", "held-out loss", "lowest", "training loss", "speed of a rank", "peak memory", "time")
     return wide_table("Results", heads, [_outcome(run) for run in runs], runs=True)
 
 
 def _outcome(run: Recorded) -> list[str]:
     held_out, losses = values_of(run.records, "eval/loss"), values_of(run.records, "train/loss")
-    rates, memory = values_of(run.records, "perf/tokens_per_second_per_gpu"), values_of(run.records, "memory/peak_gib")
+    rate, counted, memory = rate_of(run.records), counted_in(run.records), values_of(run.records, "memory/peak_gib")
     last = losses[-max(1, len(losses) // 10) :]
     return [
         run.name,
@@ -129,7 +129,7 @@ def _outcome(run: Recorded) -> list[str]:
         f"{held_out[0]:.4f} → {held_out[-1]:.4f}" if held_out else "",
         f"{min(held_out):.4f}" if held_out else "",
         f"{sum(last) / len(last):.4f}" if last else "",
-        f"{sorted(rates)[len(rates) // 2]:,.0f}" if rates else "",
+        f"{rate:,.{counted.digits}f} {counted.name}/s" if rate else "",
         f"{max(memory):.2f} GiB" if memory else "",
         duration(training_seconds(run.records)),
     ]

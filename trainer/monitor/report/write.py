@@ -15,7 +15,7 @@ from trainer.contract.whole_files import write_json, write_whole
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.changed_settings import settings_of
 from trainer.monitor.report.charts import charts, draw
-from trainer.monitor.report.curves import counted_in
+from trainer.monitor.report.curves import TOKENS, Counted, counted_in
 from trainer.monitor.report.page import Answer, Tile, render_page
 from trainer.monitor.report.recorded import read_answers, read_run, read_settings, read_times
 from trainer.monitor.report.sample_images import shown_in_page
@@ -138,11 +138,11 @@ def tiles(records: list[Record], run: Mapping[str, Any]) -> list[Tile]:
     for label, values, note in (("held-out loss", held_out, ""), ("training loss", means, of)):
         if len(values) > 1:
             shown.append(Tile(label, f"{values[0]:.3f} → {values[-1]:.3f}", _change(values[0], values[-1]) + note))
-    rate, counted = _rate(records), counted_in(records)
+    rate, counted = rate_of(records), counted_in(records)
     if rate:
-        ranks, digits = run.get("world_size", 1), 0 if counted == "tokens" else 2
+        ranks, digits = run.get("world_size", 1), counted.digits
         each = f"{rate:,.{digits}f} on each of {ranks}" if ranks > 1 else "median"
-        shown.append(Tile(f"{counted}/s", f"{rate * ranks:,.{digits}f}", each))
+        shown.append(Tile(f"{counted.name}/s", f"{rate * ranks:,.{digits}f}", each))
     memory = values_of(records, "memory/peak_gib")
     if memory:
         shown.append(Tile("peak memory", f"{max(memory):.2f} GiB", "of rank 0"))
@@ -156,7 +156,7 @@ def summary_rows(
 ) -> list[tuple[str, list[tuple[str, str]]]]:
     """The summary table: groups of (name, value); what a run did not record is left out."""
     groups = [
-        ("Model and data", _model_rows(config, pictures=counted_in(records) == "images")),
+        ("Model and data", _model_rows(config, counted_in(records))),
         ("Training", _training_rows(records, config, run)),
         ("Results", _result_rows(records)),
         ("Ran on", _machine_rows(run)),
@@ -164,7 +164,7 @@ def summary_rows(
     return [(title, rows) for title, rows in groups if rows]
 
 
-def _model_rows(config: Mapping[str, Any], *, pictures: bool = False) -> list[tuple[str, str]]:
+def _model_rows(config: Mapping[str, Any], counted: Counted) -> list[tuple[str, str]]:
     if not config:
         return []
     lora, data = config["lora"], config["dataset"]
@@ -187,10 +187,11 @@ def _model_rows(config: Mapping[str, Any], *, pictures: bool = False) -> list[tu
         rows.append(("held out", data["evaluation"]["path"]))
     elif data["val_split"]:
         rows.append(("held out", f"{data['val_split']:.1%} of the records"))
-    if pictures:
-        rows.append(("pictures", f"{config['image']['resolution']} pixels" + ", buckets" * config["image"]["buckets"]))
+    if counted is TOKENS:
+        size = f"up to {data['max_length']:,} tokens" + ", packed" * data["packing"]
     else:
-        rows.append(("sequences", f"up to {data['max_length']:,} tokens" + (", packed" if data["packing"] else "")))
+        size = f"{config['image']['resolution']} pixels" + ", buckets" * config["image"]["buckets"]
+    rows.append((counted.samples, size))
     return rows
 
 
@@ -205,7 +206,7 @@ def _training_rows(records: list[Record], config: Mapping[str, Any], run: Mappin
     if config:
         training, ranks = config["training"], run.get("world_size", 1)
         size, micro = training["batch_size"], training["gradient_accumulation_steps"]
-        what = "sequences" if counted_in(records) == "tokens" else "pictures"
+        what = counted_in(records).samples
         rows.append(("batch", f"{size * micro * ranks} {what} = {size} x {micro} micro-steps x {ranks} ranks"))
         rows.append(("learning rate", f"{training['learning_rate']:g}, {training['lr_scheduler']}"))
         stage, precision = config["zero"]["stage"], run.get("precision") or training["precision"]
@@ -225,12 +226,12 @@ def _result_rows(records: list[Record]) -> list[tuple[str, str]]:
             ("held-out loss", f"before {held_out[0]:.4f}, after {held_out[-1]:.4f}, lowest {best:.4f} at step {at}")
         )
         rows.append(("relative change", _change(held_out[0], held_out[-1])))
-        if counted == "tokens":
+        if counted is TOKENS:
             bits = [loss / math.log(2) for loss in (held_out[0], held_out[-1])]
             rows.append(("bits per token", f"before {bits[0]:.4f}, after {bits[1]:.4f}"))
-    rate, memory = _rate(records), values_of(records, "memory/peak_gib")
+    rate, memory = rate_of(records), values_of(records, "memory/peak_gib")
     if rate:
-        rows.append((f"{counted}/s per rank", f"{rate:,.{0 if counted == 'tokens' else 2}f} (median)"))
+        rows.append((f"{counted.name}/s per rank", f"{rate:,.{counted.digits}f} (median)"))
     if memory:
         rows.append(("peak memory of rank 0", f"{max(memory):.2f} GiB"))
     rows.append(("time", duration(training_seconds(records)) + ", evaluations and checkpoints included"))
@@ -273,9 +274,9 @@ def _subtitle(config: Mapping[str, Any], run: Mapping[str, Any]) -> str:
     return " · ".join(words)
 
 
-def _rate(records: list[Record]) -> float | None:
+def rate_of(records: list[Record]) -> float | None:
     """Median tokens or images per second of one rank: the first step, which warms up, does not count for more."""
-    rates = values_of(records, f"perf/{counted_in(records)}_per_second_per_gpu")
+    rates = values_of(records, counted_in(records).rate)
     return statistics.median(rates) if rates else None
 
 

@@ -1,0 +1,161 @@
+"""What is wrong with pictures, captions and pipelines: one line that names it, before anything is written."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from tests.pipelines import make_pipeline, write_pictures
+from tests.unit.test_images import run_config
+from trainer.config import ImageSection, ModelSection, SourceSection, UserError
+from trainer.images.encoding import load_vae
+from trainer.images.model import ImageModel, check_weights
+from trainer.images.pictures import Picture, read_pictures
+from trainer.images.pipeline import Pipeline, read_pipeline
+from trainer.images.prepare import refuse_image_settings
+from trainer.preflight import prepare
+
+
+def read(folder: Path, caption: str | None = None) -> list[Picture]:
+    return read_pictures(SourceSection(path=str(folder)), "dataset", caption)
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        read(folder)
+    line = str(caught.value)
+    assert "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize(
+    ("record", "line"),
+    [
+        (
+            {"file_name": "nope.png", "text": "x"},
+            "metadata.jsonl, record 1: there is no picture nope.png in the folder",
+        ),
+        (
+            {"file_name": "000.png", "text": ["x", "y"]},
+            "metadata.jsonl, record 1: must have file_name and, as text, one",
+        ),
+        ({"text": "x"}, "metadata.jsonl, record 1: must have file_name"),
+    ],
+)
+def test_a_record_of_metadata_must_fit_its_picture(tmp_path: Path, record: dict[str, object], line: str) -> None:
+    folder = write_pictures(tmp_path / "a", 1)
+    (folder / "metadata.jsonl").write_text(json.dumps(record) + "\n")
+    assert line in refused(folder)
+
+
+def test_captions_in_another_encoding_are_refused_with_their_place(tmp_path: Path) -> None:
+    folder = write_pictures(tmp_path / "a", 2)
+    (folder / "001.txt").write_bytes("a café".encode("latin-1"))
+    assert "001.txt is not UTF-8 text (byte 0xe9 at offset 5)" in refused(folder)
+    (folder / "001.txt").write_bytes(b"\xef\xbb\xbfa mark before it")
+    assert read(folder)[1].caption == "a mark before it"
+    (folder / "metadata.jsonl").write_bytes(b"\xff\xfe\x00")
+    assert "metadata.jsonl is UTF-16 text" in refused(folder)
+
+
+def test_pictures_that_cannot_be_shown_in_8_bits_are_named_and_hidden_copies_left_out(tmp_path: Path) -> None:
+    folder = write_pictures(tmp_path / "a", 2)
+    (folder / ".ipynb_checkpoints").mkdir()
+    shutil.copy(folder / "000.png", folder / ".ipynb_checkpoints" / "000-checkpoint.png")
+    assert len(read(folder)) == 2
+    Image.new("I;16", (64, 64), 40_000).save(folder / "000.png")
+    assert "000.png: has more than 8 bits a colour (mode I;16)" in refused(folder)
+    (folder / "000.png").write_bytes(b"")
+    assert "000.png: is no picture that can be read (of no format that is known)" in refused(folder)
+
+
+def test_an_image_set_names_the_record_that_lacks_something(tmp_path: Path) -> None:
+    import datasets
+
+    file = str(write_pictures(tmp_path / "a", 1) / "000.png")
+    for name, rows, line in (
+        ("picture", {"image": [file, None], "text": ["a", "b"]}, "picture, record 2: has no picture in column image"),
+        ("caption", {"image": [file, file], "text": ["a", None]}, "caption, record 2: has no text in column text"),
+    ):
+        datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image()).save_to_disk(tmp_path / name)
+        assert line in refused(tmp_path / name)
+    datasets.Dataset.from_dict({"image": [1], "text": ["a"]}).save_to_disk(tmp_path / "numbers")
+    assert "column image holds no pictures" in refused(tmp_path / "numbers")
+    set_of_one = datasets.Dataset.from_dict({"pic": [file], "words": ["a"]}).cast_column("pic", datasets.Image())
+    set_of_one.to_parquet(tmp_path / "one.parquet")
+    assert "name them with dataset.fields: {image: ..., caption: ...}" in refused(tmp_path / "one.parquet")
+    named = SourceSection(path=str(tmp_path / "one.parquet"), fields={"image": "pic", "caption": "words"})
+    assert [picture.caption for picture in read_pictures(named, "dataset", None)] == ["a"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pipeline(tmp_path_factory.mktemp("damaged") / "sdxl", "sdxl")
+
+
+@pytest.fixture
+def copied(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "sdxl"))
+
+
+def test_what_is_seldom_meant_of_pictures_is_said(whole: Path, tmp_path: Path) -> None:
+    folder = write_pictures(tmp_path / "a", 4)
+    (folder / "000.txt").write_text(" \n")
+    Image.new("RGB", (20, 20)).save(folder / "001.png")
+    data = f"dataset={{path: {folder}, cache_dir: {tmp_path / 'cache'}, val_split: 0.001}}"
+    found = prepare(run_config(whole.parent, data)).data
+    assert len(found.evaluation) == 1 and len(found.train) == 3, "a part that rounds to nothing holds one out"
+    assert [line for line in found.stats.lines() if line.startswith("warning: ")] == [
+        "warning: 1 of 4 pictures have an empty caption; image.caption_dropout shows them without",
+        "warning: 1 of 4 pictures are smaller than their size, and are blurred by enlarging them",
+    ]
+
+
+def test_a_language_model_takes_no_settings_of_pictures(whole: Path) -> None:
+    config = run_config(whole.parent, "image.flip=true")
+    with pytest.raises(UserError, match=r"^image.resolution=32: is for image models, and base_model=.* is none"):
+        refuse_image_settings(config)
+
+
+def pipeline_of(folder: Path) -> Pipeline:
+    return read_pipeline(str(folder), ModelSection())
+
+
+def lose_a_tensor(folder: Path) -> str:
+    """The name of a weight that no file of a part has any more."""
+    [file] = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in sorted(tensors) if name.endswith("norm1.weight"))
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    return name
+
+
+@pytest.mark.parametrize("part", ["vae", "text_encoder_2", "tokenizer", "scheduler"])
+def test_a_part_that_a_pipeline_lacks_is_named(copied: Path, part: str) -> None:
+    shutil.rmtree(copied / part)
+    with pytest.raises(UserError, match=f"sdxl: {part}, which model_index.json names, is not there; copy"):
+        pipeline_of(copied)
+
+
+def test_weights_that_a_pipeline_lacks_are_named(copied: Path) -> None:
+    for part, lost in ((part, lose_a_tensor(copied / part)) for part in ("unet", "text_encoder", "vae")):
+        pipeline = pipeline_of(copied)
+        with pytest.raises(UserError, match=r"its VAE cannot be read" if part == "vae" else lost.replace(".", "[.]")):
+            if part == "unet":
+                check_weights(ImageModel(pipeline), pipeline, ModelSection())
+            elif part == "vae":
+                load_vae(pipeline, torch.device("cpu"))
+            else:
+                pipeline.encoder(None)
+
+
+def test_settings_of_a_scheduler_that_mean_nothing_are_one_line(copied: Path) -> None:
+    file = copied / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"beta_schedule": "steep"}))
+    with pytest.raises(UserError, match=r"its scheduler cannot be read \(steep is not implemented"):
+        pipeline_of(copied).training_scheduler(ImageSection())
