@@ -21,6 +21,7 @@ from trainer.monitor.report.charts import charts, draw
 from trainer.monitor.report.curves import running_mean, series
 from trainer.monitor.report.plots import draw_chart
 from trainer.monitor.report.recorded import keep_times, read_times
+from trainer.monitor.report.together import write_page_of_runs
 from trainer.monitor.report.write import keep_answer, training_seconds, write_report
 
 STEPS = 80
@@ -212,6 +213,17 @@ def test_several_runs_lie_over_each_other(tmp_path: Path, capsys: pytest.Capture
     )
     assert "<td>4.0000 → 2.0000</td><td>1.5000</td><td>2.0875</td><td>101 tokens/s</td><td>1.25 GiB</td>" in page
     assert "http" not in page and "src=" not in page and "<script" not in page and len(page) < 200_000
+
+
+def test_runs_on_pictures_have_their_own_words(tmp_path: Path) -> None:
+    runs = make_two(tmp_path)
+    for run in runs:
+        lines = (run / "metrics.jsonl").read_text().replace("tokens_per_second", "images_per_second")
+        (run / "metrics.jsonl").write_text(lines.replace("train/tokens", "train/images"))
+    both = write_page_of_runs(runs, tmp_path / "both.html").read_text()
+    assert "<td>101.00 images/s</td>" in both and "mean squared error" in both and "nats" not in both
+    words = write_report(runs[0]).read_text()
+    assert "images/s per rank" in words and "<th>pictures</th>" in words and "nats" not in words
 
 
 def test_several_runs_that_cannot_be_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

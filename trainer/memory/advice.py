@@ -89,8 +89,8 @@ def _candidates(planner: Planner, config: RunConfig, memory: int) -> list[Change
         candidates.append({"training.optimizer": "adamw_8bit"})
     if not config.zero.offload_parameters:
         candidates.append({"zero.stage": 3, "zero.offload_optimizer": True, "zero.offload_parameters": True})
-    if smaller := smaller_samples(config):
-        candidates.append(smaller)
+    if half := smaller_samples(config):
+        candidates.append(half)
     return candidates
 
 
