@@ -226,9 +226,10 @@ def test_nothing_outlives_a_launcher_that_is_killed(start: Start, tmp_path: Path
     process = psutil.Process(run.process.pid)
     below = process.children(recursive=True)
     assert below
-    process.suspend()
-    time.sleep(4.0)
-    assert all(child.is_running() for child in below), "a launcher that is stopped is alive"
+    if phase == "step":
+        process.suspend()
+        time.sleep(4.0)
+        assert all(child.is_running() for child in below), "a launcher that is stopped is alive"
     process.kill()
     run.process.wait()
     _, alive = psutil.wait_procs(below, timeout=PATIENCE_S)

@@ -203,7 +203,9 @@ def test_two_ranks_pass_over_a_damaged_checkpoint_together(
         and f"{run / 'checkpoint-12'}" in said[0]
     )
     assert said[1].startswith("error: seed=7: checkpoint-12 was trained with 42; set it back, or allow the change")
-    assert said[2].startswith("error: training.batch_size=2 x gradient_accumulation_steps=1 x 2 ranks = 4 samples")
+    assert said[2].startswith(
+        "error: training.batch_size=2 x gradient_accumulation_steps=1 x 2 ranks = 4 samples a step: "
+    )
     command = [*common, "training.resume_from_checkpoint=latest"]
     done = subprocess.run(command, env=environment(), cwd=workplace, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr + done.stdout
