@@ -11,15 +11,10 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def test_a_compiled_model_has_the_same_losses(tmp_path: Path) -> None:
-    plan = [
-        case("plain"),
-        case("compiled", training__torch_compile=True),
-        case("compiled-fused", training__torch_compile=True, ops__backend="reference"),
-    ]
+    plan = [case("plain"), case("compiled", training__torch_compile=True, ops__backend="reference")]
     launch(tmp_path, 1, plan, environment())
     runs = Matrix(tmp_path, plan)
-    for name in ("compiled", "compiled-fused"):
-        assert runs[name].losses == pytest.approx(runs["plain"].losses, abs=1e-5)
+    assert runs["compiled"].losses == pytest.approx(runs["plain"].losses, abs=1e-5)
     times = runs["compiled"].records("perf/step_ms")
     assert times[0] > 10 * times[-1], "the first step compiles, or nothing was compiled"
-    assert "not grouped: 14 layers" in runs["compiled-fused"].console
+    assert "not grouped: 14 layers" in runs["compiled"].console
