@@ -328,6 +328,27 @@ def test_what_the_empty_twin_keeps_is_what_the_model_keeps(root: Path, family: s
     assert recomputed.kept < kept / 2 and 0 < recomputed.block < kept
 
 
+@pytest.mark.parametrize(
+    ("shape", "side", "measured_gib"),
+    [("sdxl", 512, 6.98), ("sd3.5-medium", 1024, 6.05)],
+)
+def test_the_estimate_is_what_a_card_showed(shape: str, side: int, measured_gib: float) -> None:
+    """One H200, tests/bench/bench_images.py on ca66c0e; at 1,024 pixels with recomputation."""
+    from trainer.commands.estimate import planner_for
+
+    settings = {
+        "base_model": f"random:{shape}",
+        "output_dir": "out",
+        "dataset": {"path": "nothing"},
+        "lora": {"r": 16},
+        "image": {"resolution": side},
+        "training": {"gradient_checkpointing": side == 1024},
+    }
+    config = RunConfig.model_validate(settings)
+    planner, _ = planner_for(config, 1)
+    assert planner.of(config).peak / 2**30 == pytest.approx(measured_gib, rel=0.05)
+
+
 def test_the_estimate_of_a_published_shape_is_its_weights_and_what_it_keeps() -> None:
     from trainer.commands.estimate import planner_for
 

@@ -95,6 +95,7 @@ def estimate(
         "adapter" if any(weight.factor for weight in shapes.weights) else "trained weights": trained(shapes, placement),
         "gradients": waiting_gradients(shapes, placement),
         "optimizer": optimizer_state(shapes, placement),
+        "tables": shapes.buffers,
         "workspaces": CUBLAS_WORKSPACE if placement.on_gpu else 0,
         "dequantised experts": dequantised_experts(shapes, placement),
         "rounded weight": rounded_weight(shapes, placement),

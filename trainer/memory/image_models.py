@@ -91,6 +91,7 @@ def picture_shapes(pipeline: Pipeline, lora: Any) -> Shapes:
         layers=tuple(Layer(1, NO_NORMS, ()) for _ in blocks),
         facts=ModelFacts(True, False, False, False, "an image model", False, {}),
         softcap=False,
+        buffers=sum(buffer.numel() * buffer.element_size() for buffer in base.denoiser.buffers()),
     )
 
 
