@@ -233,7 +233,9 @@ class Supervisor:
             self.fault = tell_hang(self.logs, self.old_sizes, hang)
             return EXIT_FAILED
         failed = [code for code in codes if not is_stopped_by_us(code) and code != 0]
-        if self.signals and (not failed or self._cut_short or not self._trains):
+        # A rank ends by the signal alone once its state is saved; what another then meets in its place is no failure.
+        heard = any(death.status in STOPPED for death in self.deaths.values())
+        if self.signals and (not failed or self._cut_short or not self._trains or heard):
             preempted = signal.SIGUSR1 in self.signals
             return EXIT_PREEMPTED if preempted else 128 + self.signals[-1 if self._cut_short else 0]
         stopped = [code for code in codes if code in STOPPED]

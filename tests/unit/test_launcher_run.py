@@ -27,6 +27,7 @@ BEHAVIOURS = {
     "impatient": "deaf",
     "both killed": "both killed",
     "early": "early",
+    "late": "late",
 }
 PATIENCE_S = 300.0
 pytestmark = pytest.mark.distributed
@@ -143,6 +144,15 @@ def test_every_rank_that_was_killed_is_named_at_its_step(runs: dict[str, Run]) -
     lines = run.text("err").splitlines()
     assert lines[0] == f"the run failed: rank 0 {words} 9)"
     assert f"also: rank 1 {words} 10)" in lines
+
+
+def test_what_a_rank_meets_where_another_has_stopped_is_no_failure(runs: dict[str, Run]) -> None:
+    run = runs["late"]
+    run.wait_until_ready()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 143
+    assert run.text("err") == "SIGTERM: saving a checkpoint, then stopping; once more stops at once\n"
+    assert run.left_behind() == []
 
 
 def test_a_stop_before_the_first_step_promises_no_checkpoint_and_waits_for_nobody(runs: dict[str, Run]) -> None:

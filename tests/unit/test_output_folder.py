@@ -71,6 +71,33 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
+def test_a_run_that_found_the_disk_full_at_once_is_no_obstacle(place: Path) -> None:
+    """It leaves its list without a name; somebody's own file of that name is refused as any other."""
+    settings, folder = config(), place / "out"
+    program = f"""
+import resource, signal
+from pathlib import Path
+from trainer.checkpoint.run_record import write_run_record
+from trainer.config import RunConfig
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+write_run_record(Path("out"), RunConfig.model_validate_json({settings.model_dump_json()!r}), 1, "cpu", "fp32")
+"""
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+    )
+    assert "OSError" in done.stderr and contents(folder) == {"written.txt": ""}
+    check_place(settings)
+    check_free(settings)
+    a_run(folder, "adapter_model.safetensors")
+    assert holds_run(folder) and "adapter_model.safetensors" in (written_names(folder) or ())
+    other = place / "other"
+    other.mkdir()
+    (other / "written.txt").write_text("mine")
+    assert "holds files that are no run's (written.txt)" in refusal(config("other"))
+
+
 # output_dir: what the line must hold
 PLACES = {
     "model": "is base_model as well",

@@ -91,10 +91,14 @@ def written_names(run_dir: Path) -> set[str] | None:
 
 
 def files_in(run_dir: Path) -> list[Path]:
-    """What lies in the folder other than logs, sorted; nothing if it is not there."""
+    """What lies in the folder other than logs, sorted; nothing if it is not there.
+
+    Nor a list without a name: of a run that found the disk full before it could write anything.
+    """
     if not run_dir.is_dir():
         return []
-    return sorted(path for path in run_dir.iterdir() if not OF_NOBODY.fullmatch(path.name))
+    found = (path for path in run_dir.iterdir() if not OF_NOBODY.fullmatch(path.name))
+    return sorted(path for path in found if not (path.name == WRITTEN and path.lstat().st_size == 0))
 
 
 def holds_run(run_dir: Path) -> bool:
