@@ -147,7 +147,7 @@ FAULTS = (
     Fault("SIGSTOP of the launcher for 10 s", EVERY, "", outside=acts.halt_launcher, passes=True, places=ANYWHERE),
     Fault("SIGTERM", EVERY, STOPPING, outside=acts.terminate, places=ANYWHERE),
     Fault("SIGTERM twice at once", EVERY, f"{STOPPING}|stopping at once", outside=acts.terminate_twice_at_once),
-    Fault("SIGTERM, and again", EVERY, "stopping at once|stopped by SIGTERM", outside=acts.terminate_twice),
+    Fault("SIGTERM, and again", EVERY, f"{STOPPING}|stopping at once", outside=acts.terminate_twice),
     Fault("disk full", MOUNT_PHASES, "No space left on device", rank=0, outside=acts.fill_disk, disk=SmallDisk),
     Fault("disk read-only", MOUNT_PHASES, "Read-only file system", rank=0, outside=acts.protect_disk, disk=SmallDisk),
     Fault("file server mute for 10 s", MOUNT_PHASES, "", outside=acts.halt_file_server, disk=FileServer, passes=True),
