@@ -163,10 +163,12 @@ def halt_all(run: Chaos) -> None:
     """As a laptop's lid or a hypervisor does it: everything stands still, and goes on."""
     below = psutil.Process(run.process.pid).children(recursive=True)
     for process in below:
-        process.suspend()
+        with suppress(psutil.NoSuchProcess):  # one that has just ended
+            process.suspend()
     time.sleep(HALTED_S)
     for process in below:
-        process.resume()
+        with suppress(psutil.NoSuchProcess):
+            process.resume()
 
 
 def starve(run: Chaos) -> None:
