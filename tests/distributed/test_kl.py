@@ -86,6 +86,7 @@ def test_every_way_holds_the_same_k_by_the_same_lambda(runs: Matrix, way: str) -
     assert lambdas[0] == 0.0 and lambdas[-1] > 0.0, "lambda never worked"
     assert sum(one != another for one, another in pairwise(lambdas)) >= STEPS // 2
     for name, value in runs[other].adapter().items():
+        # Seven steps of AdamW at a rate of 1e-2, whose first have the sign of a gradient that is rounding; 7.1e-6 seen.
         torch.testing.assert_close(runs[way].adapter()[name], value, atol=2e-5, rtol=1e-3)
 
 

@@ -336,7 +336,7 @@ REFUSED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], tuple[str, .
     "a text that is too long": ("{{ 'x' * 10**12 }}", TALK, {}, ("dataset.chat_template", "cannot be used")),
     "a long text": ("{{ 'x' * 101000000 }}", TALK, {}, ("a text of 101,000,000 characters",)),
     "a division by nothing": ("{{ 1 / 0 }}", TALK, {}, ("cannot be used (division by zero)",)),
-    "a way out of the sandbox": ("{{ ''.__class__.__mro__ }}", TALK, {}, ("cannot be used", "unsafe")),
+    "an escape from the sandbox": ("{{ ''.__class__.__mro__ }}", TALK, {}, ("cannot be used", "unsafe")),
     "a template that lets turns out": (
         CHATML.replace("{{ message['content'] }}", "{{ message['content'] }}").replace(
             "<|im_start|>{{ message['role'] }}",

@@ -38,6 +38,7 @@ def test_every_step_is_taken_with_the_whole_gradient() -> None:
         scales.append(optimizer.loss_scale)
         weight.grad = (GRADIENT * optimizer.loss_scale).half()
         optimizer.step()
+        # The weight is fp16: 11 bits, 5e-4. Half a gradient would be half a step.
         torch.testing.assert_close(weight.detach().float(), -step * GRADIENT, rtol=1e-3, atol=0)
         assert float(optimizer._global_grad_norm) == pytest.approx(0.5, rel=1e-3)
     assert max(scales) > scales[0] == 1024.0

@@ -123,20 +123,15 @@ def replace_elementwise(
 ) -> Replaced:
     """Swap in our operators wherever they give what the model's own code gives; before adapters are added.
 
-    `frozen_norms`: norms are not trained (else they stay the model's own). `recompute` (of gated MLPs) and
-    `recompute_norms`: see the module's text.
+    Norms that are trained (not `frozen_norms`) stay the model's own; `recompute` of gated MLPs and of norms: see above.
     """
-    examined = examine_elementwise(
+    return examine_elementwise(
         model, frozen_norms=frozen_norms, recompute=recompute, recompute_norms=recompute_norms
-    )
-    return examined.install()
+    ).install()
 
 
 def forget_inputs(model: nn.Module, but: Sequence[nn.Module] = ()) -> int:
-    """Have adapted layers keep the recipe of an input that has one, but those within `but`; returns how many do.
-
-    After adapters are added.
-    """
+    """Have adapted layers, once they are there, keep the recipe of an input that has one, but those within `but`."""
     from peft.tuners.lora import LoraLayer
 
     left = {module for part in but for module in part.modules()}
