@@ -110,7 +110,7 @@ def test_preemption_of_the_launcher_is_75(start: Start) -> None:
 
 
 def test_preemption_before_the_first_step_is_75_too(start: Start) -> None:
-    """Rank 1 loads for 25 s, so no rank can have taken a step when the signal comes."""
+    """Rank 1 loads for 8 s, so no rank can have taken a step when the signal comes."""
     run = start(mischief="1:slow load:1")
     run.wait_for_phase("load", 1)
     run.process.send_signal(signal.SIGUSR1)
