@@ -71,26 +71,6 @@ def test_submit_trains_under_zero_3_and_status_tells_of_it(
             assert expected in shown, shown
 
 
-def test_usr1_saves_and_the_requeued_job_ends_where_the_whole_run_did(
-    slurm: SlurmCluster, workplace: Path, reference: list[float]
-) -> None:
-    """What slurmctld sends to the batch shell before the time limit (`--signal=B:USR1@300`)."""
-    run = workplace / "preempted"
-    job = batch(slurm, workplace, "preempted")
-    wait_for(lambda: losses(run), lambda: log_of(workplace, "preempted"))
-    slurm.run("scancel", "--batch", "--signal=USR1", job)
-    wait_for(lambda: slurm.restarts(job) == 1, lambda: log_of(workplace, "preempted"))
-    stopped_at = int(whole_checkpoints(run)[-1].name.rpartition("-")[2])
-    assert 0 < stopped_at < STEPS and len(losses(run)) == stopped_at
-    assert "stopped at step" in (run / "logs" / "console.log").read_text()
-    slurm.start_now(job)
-    assert end_of(slurm, job) == "COMPLETED", log_of(workplace, "preempted")
-    log = (workplace / "preempted.log").read_text()
-    assert "== queued again" in log and "start 2, on n[1-2]" in log
-    assert f"at step {stopped_at}" in log
-    assert losses(run) == pytest.approx(reference, rel=1e-4)
-
-
 def test_scancel_ends_a_job_for_good_and_the_ranks_save(slurm: SlurmCluster, workplace: Path) -> None:
     """SIGTERM to all of the job, and KillWait for what they do then."""
     run = workplace / "cancelled"
@@ -209,25 +189,21 @@ def test_a_job_that_reaches_its_limit_ends_where_the_whole_run_did(
     )
     stopped_at = int(whole_checkpoints(run)[-1].name.rpartition("-")[2])
     assert 0 < stopped_at < STEPS and len(losses(run)) == stopped_at
+    assert "stopped at step" in (run / "logs" / "console.log").read_text()
     slurm.start_now(job)
     assert end_of(slurm, job) == "COMPLETED", log_of(workplace, "limit")
     log = (run / "logs" / f"slurm-{job}.log").read_text()
     assert log.count("== queued again") == slurm.restarts(job), log
-    assert f"at step {stopped_at}" in log
+    assert f"start {1 + slurm.restarts(job)}, on n[1-2]" in log and f"at step {stopped_at}" in log
     assert losses(run) == pytest.approx(reference, rel=1e-4)
 
 
-def test_a_shell_of_salloc_trains_and_srun_alone_does_too(
-    slurm: SlurmCluster, workplace: Path, six_steps: list[float]
-) -> None:
+def test_srun_alone_trains_in_a_shell_of_salloc(slurm: SlurmCluster, workplace: Path, six_steps: list[float]) -> None:
+    """`zerolora train` in such a shell is below, with a stream."""
     config = workplace / "config.yaml"
-    commands = [
-        f"zerolora train {config} output_dir={workplace / 'salloc'} training.max_steps=6",
-        f"srun -n 2 python -m trainer.train {config} output_dir={workplace / 'srun'} training.max_steps=6",
-    ]
-    slurm.run(*SALLOC, "bash", "-c", " && ".join(commands), timeout=600)
-    for name in ("salloc", "srun"):
-        assert losses(workplace / name) == pytest.approx(six_steps, rel=1e-4)
+    command = f"srun -n 2 python -m trainer.train {config} output_dir={workplace / 'srun'} training.max_steps=6"
+    slurm.run(*SALLOC, "bash", "-c", command, timeout=600)
+    assert losses(workplace / "srun") == pytest.approx(six_steps, rel=1e-4)
 
 
 def test_the_ranks_of_two_nodes_tokenise_a_stream_for_each_other(
