@@ -97,7 +97,8 @@ def test_a_lost_node_is_named_and_the_job_queued_again(
         wait_for(lambda: named.search((workplace / "bereft.log").read_text()), lambda: log_of(workplace, "bereft"))
     finally:
         slurm.switch_on("n2")
-    # Not started at once: a minute after its return slurmctld ends on the node what had this job's number.
+    wait_for(lambda: slurm.state(job) == "PENDING", lambda: slurm.run("scontrol", "show", "job", job))
+    slurm.hold(job, 80)  # a minute after the node's return slurmctld ends there what had this job's number
     assert end_of(slurm, job) == "COMPLETED", log_of(workplace, "bereft")
     assert "resumed from" in (workplace / "bereft.log").read_text()
     assert losses(run) == pytest.approx(reference, rel=1e-4)
@@ -159,7 +160,6 @@ def test_a_job_whose_own_node_is_lost_waits_for_its_predecessors_lock_and_goes_o
     try:
         wait_for(lambda: slurm.restarts(job) == 1, lambda: log_of(workplace, "moved"))
         wait_for(lambda: slurm.state(job) == "PENDING", lambda: slurm.run("scontrol", "show", "job", job))
-        slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # nothing of it is left where it will run
         wait_for(lambda: slurm.state(job) == "RUNNING", lambda: slurm.run("scontrol", "show", "job", job))
         other = slurm.field(job, "BatchHost")
         held = re.compile(rf"held by process \d+ on {lost} of job {job}, since .*; waiting for a sign of life, 120 s")
@@ -190,7 +190,6 @@ def test_a_job_that_reaches_its_limit_ends_where_the_whole_run_did(
     stopped_at = int(whole_checkpoints(run)[-1].name.rpartition("-")[2])
     assert 0 < stopped_at < STEPS and len(losses(run)) == stopped_at
     assert "stopped at step" in (run / "logs" / "console.log").read_text()
-    slurm.start_now(job)
     assert end_of(slurm, job) == "COMPLETED", log_of(workplace, "limit")
     log = (run / "logs" / f"slurm-{job}.log").read_text()
     assert log.count("== queued again") == slurm.restarts(job), log
