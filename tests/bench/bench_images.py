@@ -146,7 +146,12 @@ def random_denoiser(pipeline: Any, device: Any, *, nf4: bool) -> Any:
             setattr(module, name, nn.Parameter(value, requires_grad=False))
         if nf4 and type(module) is nn.Linear:
             packed = bnb.nn.Linear4bit(
-                module.in_features, module.out_features, module.bias is not None, torch.bfloat16, quant_type="nf4"
+                module.in_features,
+                module.out_features,
+                module.bias is not None,
+                torch.bfloat16,
+                quant_type="nf4",
+                device="meta",  # whose first values cost nothing
             )
             packed.weight = bnb.nn.Params4bit(module.weight.data.cpu(), requires_grad=False, quant_type="nf4")
             packed.bias = module.bias
