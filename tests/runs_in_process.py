@@ -19,6 +19,7 @@ import trainer.monitor.report.plots
 from tests.engine import one_rank
 from tests.tiny import make_model, write_chats
 from trainer.config import load_config
+from trainer.memory.model_widths import read_shapes
 from trainer.preflight import prepare
 from trainer.ranks.group import Ranks
 from trainer.ranks.signals import StopRequest
@@ -59,7 +60,7 @@ def _once(measure: Callable[..., Any]) -> Callable[..., Any]:
 
 # What the estimate of memory knows of a model: it makes an empty one for each, a quarter of a tiny image run's time.
 _KNOWN = [
-    (trainer.memory.preflight, "read_shapes", _once(trainer.memory.preflight.read_shapes)),
+    (trainer.memory.preflight, "read_shapes", _once(read_shapes)),
     (trainer.memory.image_models, "picture_shapes", _once(trainer.memory.image_models.picture_shapes)),
     (trainer.memory.image_models, "see", _once(trainer.memory.image_models.see)),
 ]
