@@ -186,6 +186,7 @@ def test_a_job_that_reaches_its_limit_ends_where_the_whole_run_did(
     wait_for(
         lambda: slurm.state(job) in ("PENDING", "COMPLETED") and run.exists() and whole_checkpoints(run),
         lambda: log_of(workplace, "limit"),
+        every_s=0.5,
     )
     stopped_at = int(whole_checkpoints(run)[-1].name.rpartition("-")[2])
     assert 0 < stopped_at < STEPS and len(losses(run)) == stopped_at
