@@ -32,7 +32,7 @@ Quantized quantized(const std::vector<Matrix>& parts, at::TensorList factors, at
                    at::empty({job.T}, like.options().dtype(at::kFloat))};
   job.q = static_cast<uint8_t*>(result.q.mutable_data_ptr());
   job.scale = result.scale.mutable_data_ptr<float>();
-  check(launch_quantize(job, stream), "quantising rows");
+  check(launch_quantize(job, card_of(like), stream), "quantising rows");
   return result;
 }
 
@@ -62,16 +62,15 @@ std::vector<int64_t> outputs_of(at::TensorList weights) {
 
 // Siblings' weights turned, side by side: [I, sum of O], which lives for one product.
 Tensor turned_weights(at::TensorList weights, cudaStream_t stream) {
-  int64_t outs = 0;
-  for (const Tensor& weight : weights) outs += weight.size(0);
-  const int64_t width = weights[0].size(1);
-  const Tensor turned = at::empty({width, outs}, weights[0].options());
-  uint8_t* next = static_cast<uint8_t*>(turned.mutable_data_ptr());
+  Turn job;
+  job.cols = weights[0].size(1);
   for (const Tensor& weight : weights) {
-    const auto* const source = static_cast<const uint8_t*>(weight.const_data_ptr());
-    check(launch_turn({source, weight.size(0), width, next, outs}, stream), "turning an 8-bit weight");
-    next += weight.size(0);
+    job.part[job.parts++] = {static_cast<const uint8_t*>(weight.const_data_ptr()), weight.size(0)};
+    job.ld += weight.size(0);
   }
+  const Tensor turned = at::empty({job.cols, job.ld}, weights[0].options());
+  job.target = static_cast<uint8_t*>(turned.mutable_data_ptr());
+  check(launch_turn(job, stream), "turning 8-bit weights");
   return turned;
 }
 
