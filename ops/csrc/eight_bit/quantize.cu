@@ -17,9 +17,14 @@ constexpr int kMostWarps = 32;
 constexpr int kWideHeld = 7, kWideThreads = 1024;  // of a wider row
 constexpr float kSmallest = 0x1p-100f;
 
+struct Origin {
+  const char* first;  // where the first row would begin, were the part the only one
+  uint32_t pitch;     // bytes between rows
+};
 struct Args {
   Quantize job;
   int end[kMaxSiblings];  // of each part, in vectors
+  Origin origin[kMaxSiblings];
 };
 
 // Magnitudes compare as their bits do, and a NaN is above all of them.
@@ -67,8 +72,8 @@ struct Place {
   template <typename T> __device__ __forceinline__ const T* values(const Args& a, int64_t row) const {
     return static_cast<const T*>(a.job.part[part].data) + row * a.job.part[part].ld + column;
   }
-  __device__ __forceinline__ void factors(float (&of)[kVector], const Args& a) const {
-    const float* const factor = a.job.part[part].factor;
+  __device__ __forceinline__ void factors(float (&of)[kVector], const Args& a, bool held = true) const {
+    const float* const factor = held ? a.job.part[part].factor : nullptr;
 #pragma unroll
     for (int e = 0; e < kVector; e += 4) {
       const float4 four =
@@ -92,65 +97,71 @@ template <typename T> __device__ __forceinline__ void spread(float (&v)[kVector]
   }
 }
 
-template <bool kFp8> __device__ __forceinline__ void store(uint8_t* to, const float (&v)[kVector]) {
-  *reinterpret_cast<uint2*>(to) = make_uint2(pack<kFp8>(v[0], v[1], v[2], v[3]), pack<kFp8>(v[4], v[5], v[6], v[7]));
+template <bool kFp8> __device__ __forceinline__ uint2 packed(const float (&v)[kVector]) {
+  return make_uint2(pack<kFp8>(v[0], v[1], v[2], v[3]), pack<kFp8>(v[4], v[5], v[6], v[7]));
+}
+
+__device__ __forceinline__ uint64_t wide_product(int row, uint32_t width) {  // neither is negative: one instruction
+  return static_cast<uint64_t>(static_cast<uint32_t>(row)) * width;
 }
 
 // 16-bit values, in whole vectors of 16 bytes. CTAs stay, each for many rows, whose columns' factors its threads keep
-// in registers. A thread reads no other values than it has copied itself, so that rows come in without a barrier.
+// in registers. A thread reads no other values than it has copied itself, so that rows come in without a barrier. The
+// last rows come first: they lie in the L2, if the kernel before has read them all, and the first rows' result does
+// after it.
 template <typename T, bool kFp8, bool kFactors>
 __global__ void __launch_bounds__(kThreads, 1) quantize_kernel(const __grid_constant__ Args a) {
   extern __shared__ uint4 ring[];  // [stage][vector of a thread][thread]
   __shared__ uint32_t of_warp[2][kMostWarps];
   const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
   const int vectors = static_cast<int>(a.job.K / kVector);
-  const int64_t stride = gridDim.x;
+  const int stride = static_cast<int>(gridDim.x), first = static_cast<int>(a.job.T) - 1 - static_cast<int>(blockIdx.x);
   const auto held = [&](int i) { return thread + i * threads < vectors; };
-  const auto slot = [&](int stage, int i) { return ring + (stage * kHeld + i) * threads + thread; };
-  Place place[kHeld] = {Place(a, held(0) ? thread : 0), Place(a, held(1) ? thread + threads : 0),
-                        Place(a, held(2) ? thread + 2 * threads : 0), Place(a, held(3) ? thread + 3 * threads : 0)};
-  const auto fetch = [&](int64_t row, int stage) {
-    if (row < a.job.T)
+  uint32_t parts = 0;  // of the vectors, a byte each
+  float factor[kHeld][kVector];
 #pragma unroll
-      for (int i = 0; i < kHeld; ++i) copy_async(shared_address(slot(stage, i)), place[i].values<T>(a, row), held(i));
+  for (int i = 0; i < kHeld; ++i) {
+    const Place place(a, held(i) ? thread + i * threads : 0);
+    parts |= static_cast<uint32_t>(place.part) << 8 * i;
+    if constexpr (kFactors) place.factors(factor[i], a, held(i));
+  }
+  const auto fetch = [&](int row, int stage) {
+    if (row >= 0)
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        const Origin& of = a.origin[parts >> 8 * i & 255u];
+        const char* const from = of.first + wide_product(row, of.pitch) + (thread + i * threads) * 16u;
+        copy_async(shared_address(ring + (stage * kHeld + i) * threads + thread), from, held(i));
+      }
     copy_commit();
   };
 #pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) fetch(blockIdx.x + stage * stride, stage);
-  float factor[kHeld][kVector];
-  if constexpr (kFactors)
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i)
-      if (held(i)) place[i].factors(factor[i], a);
-      else
-        for (float& each : factor[i]) each = 1.f;
-  const auto value = [&](float (&v)[kVector], int stage, int i) {
-    spread<T>(v, *slot(stage, i));
-    if constexpr (kFactors)
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) v[e] *= factor[i][e];
-  };
+  for (int stage = 0; stage < kStages - 1; ++stage) fetch(first - stage * stride, stage);
   int stage = 0, turn = 0;
-  for (int64_t row = blockIdx.x; row < a.job.T; row += stride, turn ^= 1) {
-    fetch(row + (kStages - 1) * stride, stage == 0 ? kStages - 1 : stage - 1);  // where the row before this one lay
+  for (int row = first; row >= 0; row -= stride, turn ^= 1) {
+    fetch(row - (kStages - 1) * stride, stage == 0 ? kStages - 1 : stage - 1);  // where the row before this one lay
     copy_wait<kStages - 1>();
+    const uint4* const mine = ring + stage * kHeld * threads + thread;
     uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       float v[kVector];
-      value(v, stage, i);
+      spread<T>(v, mine[i * threads]);
 #pragma unroll
-      for (int e = 0; e < kVector; ++e) largest = max(largest, magnitude(v[e]));
+      for (int e = 0; e < kVector; ++e)  // |v f| as |v| |f|: a product takes magnitudes at no cost
+        largest = max(largest, kFactors ? __float_as_uint(fabsf(v[e]) * fabsf(factor[i][e])) : magnitude(v[e]));
     }
     const float scale = scale_of<kFp8>(largest_of_row(largest, of_warp[turn])), inverse = __frcp_rn(scale);
     if (thread == 0) a.job.scale[row] = scale;
+    uint8_t* const q = a.job.q + wide_product(row, static_cast<uint32_t>(a.job.K));
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       float v[kVector];
-      value(v, stage, i);
+      spread<T>(v, mine[i * threads]);
 #pragma unroll
-      for (float& each : v) each *= inverse;
-      if (held(i)) store<kFp8>(a.job.q + row * a.job.K + (thread + i * threads) * kVector, v);
+      for (int e = 0; e < kVector; ++e) v[e] = (kFactors ? v[e] * factor[i][e] : v[e]) * inverse;
+      const uint2 bytes = packed<kFp8>(v);
+      if (held(i)) *reinterpret_cast<uint2*>(q + (thread + i * threads) * 8u) = bytes;
     }
     stage = stage == kStages - 1 ? 0 : stage + 1;
   }
@@ -193,7 +204,7 @@ __global__ void __launch_bounds__(kWideThreads) quantize_wide_kernel(const __gri
     value(v, from, place);
 #pragma unroll
     for (float& each : v) each *= inverse;
-    store<kFp8>(a.job.q + row * a.job.K + static_cast<int64_t>(vector) * kVector, v);
+    *reinterpret_cast<uint2*>(a.job.q + row * a.job.K + static_cast<int64_t>(vector) * kVector) = packed<kFp8>(v);
   });
 }
 
@@ -258,13 +269,14 @@ void start(const Args& args, bool in_vectors, const Device& device, cudaStream_t
 cudaError_t launch_quantize(const Quantize& job, const Device& device, cudaStream_t stream) {
   if (job.T == 0) return cudaSuccess;
   if (job.T > 0x7fffffff || job.K > 0x7fffffff) return cudaErrorInvalidValue;
-  Args args{job, {}};
-  bool in_vectors = reinterpret_cast<uintptr_t>(job.q) % kVector == 0;
+  Args args{job, {}, {}};
+  bool in_vectors = job.K > 0 && reinterpret_cast<uintptr_t>(job.q) % kVector == 0;
   int end = 0;
   for (int i = 0; i < job.parts; ++i) {
     const QuantizePart& part = job.part[i];
     in_vectors = in_vectors && part.width % kVector == 0 && part.ld % kVector == 0 && on_vector(part.data) &&
-                 on_vector(part.factor);
+                 on_vector(part.factor) && part.ld <= 0x7fffffff;
+    args.origin[i] = {static_cast<const char*>(part.data) - end * 16, static_cast<uint32_t>(part.ld * 2)};
     args.end[i] = end += static_cast<int>(part.width / kVector);
   }
   by_type(job.dtype, [&](auto* of) {
