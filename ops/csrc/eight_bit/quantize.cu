@@ -239,10 +239,10 @@ bool start_staying(const Args& args, const Device& device, cudaStream_t stream) 
   if (device.capability < 80 || warps > kThreads / 32) return false;
   const int threads = static_cast<int>(warps) * 32, bytes = kStages * kHeld * threads * 16;
   constexpr int kOther = 2048;  // bytes that a CTA has besides
-  const auto kernel = quantize_kernel<T, kFp8, kFactors>;
-  if (bytes + kOther > device.shared_bytes ||
-      allow_shared_bytes<quantize_kernel<T, kFp8, kFactors>>(bytes) != cudaSuccess)
-    return false;
+  constexpr auto kernel = quantize_kernel<T, kFp8, kFactors>;
+  if (bytes + kOther > device.shared_bytes || allow_shared_bytes<kernel>(bytes) != cudaSuccess) return false;
+  // Several CTAs are to find room at once, not one.
+  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   const int at_once = std::min(kThreads / threads, device.shared_bytes_sm / (bytes + kOther));
   const int64_t blocks = std::min<int64_t>(args.job.T, device.multiprocessors * at_once);
   kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(args);
