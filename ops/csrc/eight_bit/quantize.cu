@@ -1,5 +1,5 @@
-// Rows of 16 or 32 bits to 8, each by its own largest magnitude: one CTA a row, read from memory once. Siblings'
-// gradients go side by side into one matrix, times the scales of their weights' rows.
+// Rows of 16 or 32 bits to 8, each by its own largest magnitude, read from memory once. Siblings' gradients go side
+// by side into one matrix, times the scales of their weights' rows.
 #include <algorithm>
 #include <cuda_fp8.h>
 
@@ -107,8 +107,7 @@ __device__ __forceinline__ uint64_t wide_product(int row, uint32_t width) {  // 
 
 // 16-bit values, in whole vectors of 16 bytes. CTAs stay, each for many rows, whose columns' factors its threads keep
 // in registers. A thread reads no other values than it has copied itself, so that rows come in without a barrier. The
-// last rows come first: they lie in the L2, if the kernel before has read them all, and the first rows' result does
-// after it.
+// last rows come first: whoever made or read all of them last has left these in the L2.
 template <typename T, bool kFp8, bool kFactors>
 __global__ void __launch_bounds__(kThreads, 1) quantize_kernel(const __grid_constant__ Args a) {
   extern __shared__ uint4 ring[];  // [stage][vector of a thread][thread]

@@ -47,10 +47,12 @@ __global__ void __launch_bounds__(kThreads) turn_kernel(const __grid_constant__ 
   }
   __syncthreads();
 #pragma unroll
-  for (int column = line; column < kTile; column += kThreads / kPieces)
+  for (int i = 0; i < 4; ++i) {
+    const int column = line + i * (kThreads / kPieces);
     if (piece.row + at < piece.rows && first_col + column < job.cols)
       *reinterpret_cast<uint4*>(job.target + (first_col + column) * job.ld + piece.target_row + at) =
           *reinterpret_cast<const uint4*>(tile + word(column, at));
+  }
 }
 
 __global__ void __launch_bounds__(kThreads) turn_any_kernel(const __grid_constant__ Turn job) {
