@@ -283,7 +283,10 @@ class Run:
         if mixture:
             self.say("CUDA graphs: off, for every batch visits other experts")
             return None
-        return GraphedLoss(self.loss, engine.module, flat, mode, self.say)
+        graphs = GraphedLoss(self.loss, engine.module, flat, mode, self.say)
+        if self.steering is not None:
+            self.steering.play_back(graphs.term)
+        return graphs
 
     def _expert_load(self, engine: Engine) -> ExpertLoad | None:
         compiled = self.config.training.torch_compile

@@ -110,6 +110,15 @@ class GraphedLoss:
             self._recorder = None
             torch.cuda.empty_cache()
 
+    @property
+    def is_playing(self) -> bool:
+        """Whether something is recorded."""
+        return bool(self._recordings)
+
+    def term(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """`compute`, a scalar of the flat adapter that the loss is added to, played back where the loss is."""
+        return GraphedTerm(compute, self._flat, lambda: self.is_playing, self._say)
+
     def _may_be_played(self) -> bool:
         return self._module.training and torch.is_grad_enabled() and not self._flat.is_watched
 
@@ -133,7 +142,8 @@ class GraphedLoss:
     ) -> tuple[StaticShape, tuple[StaticInputs, Recording]] | None:
         """What plays this batch back, recorded now if its shape has come before; None where it is to be launched."""
         if self._recorder is not None and not self._recorder.is_current:
-            self.drop()
+            self._give_up("the adapter lies elsewhere in memory than it did", warn=True)
+            return None
         usual = self._lengths[0] if len(set(self._lengths)) == 1 else 0
         wanted = shape_of(batch, usual)
         fitting = [shape for shape in self._recordings if shape.holds(wanted)]
@@ -174,6 +184,37 @@ class GraphedLoss:
         before = "[yellow]warning:[/yellow] " if warn else ""
         self._say(f"{before}CUDA graphs: off from here on, kernels are launched one by one: {reason}")
         self.drop(reason)
+
+
+class GraphedTerm:
+    """A scalar of the adapter alone, with its gradient: two launches for some hundred small ones."""
+
+    def __init__(self, compute: Callable[[], Tensor], flat: FlatAdapter, wanted: Callable[[], bool], say: Say) -> None:
+        """`wanted()` says whether to record it or to play it back now. Memory of its own: it runs beside the loss."""
+        self._compute, self._flat, self._wanted, self._say = compute, flat, wanted, say
+        self._recorder: Recorder | None = None
+        self._recording: Recording | None = None
+        self._failed = False
+
+    def __call__(self) -> Tensor:
+        if self._failed or not self._wanted():
+            self._recorder = self._recording = None
+            return self._compute()
+        if self._recording is None or self._recorder is None or not self._recorder.is_current:
+            try:
+                with self._flat.views_kept():
+                    self._recorder = Recorder(self._flat)
+                    self._recording = self._recorder.record(self._of_fresh_stacks, must_pay=False)
+            except Exception as error:
+                self._failed = True
+                self._say(f"CUDA graphs: the SCU's term is launched kernel by kernel: {_first_line(error)}")
+                return self()
+        return self._recording()
+
+    def _of_fresh_stacks(self) -> Tensor:
+        with self._flat.stacks_alone():
+            self._flat.read_through_views()
+        return self._compute()
 
 
 def _first_line(error: BaseException) -> str:
