@@ -142,7 +142,7 @@ def test_what_cannot_be_recorded_is_launched_and_told(even: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"adapter": "qlora"}])
 def test_memory_and_time_of_a_small_step(even: Path, settings: dict[str, Any]) -> None:
-    """A second workspace of cuBLAS, 32 MiB, belongs to the stream on which graphs are recorded."""
+    """cuBLAS keeps 32 MiB for each of two threads and the stream on which graphs are recorded."""
     shape = {"base_model": "random:smollm2-135m", "dataset__max_length": LENGTH, "training__batch_size": 4}
     launched, played = both(even, **shape, **settings)
     print(f"{settings}: {launched.reserved:.0f} MiB launched, {played.reserved:.0f} MiB played back")

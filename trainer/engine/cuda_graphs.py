@@ -29,6 +29,8 @@ PAYS_BELOW = 0.95
 """Of the time of a pass that is launched one by one: what a recording must take at most to be kept."""
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Relative differences of gradients beyond which a recording is wrong; in 16 bits 2e-2."""
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+"""On which passes are recorded; cuBLAS keeps 32 MiB for each."""
 _WAITS = "called a synchronizing CUDA operation"
 
 
@@ -77,7 +79,8 @@ class Recorder:
         self.gradients = [torch.zeros_like(leaf, requires_grad=False) for leaf in self._leaves]
         self.played: Recording | None = None
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _STREAMS.setdefault(device, torch.cuda.Stream(device))
+        self._reserved = 0
 
     @property
     def is_current(self) -> bool:
@@ -102,13 +105,23 @@ class Recorder:
                 wanted = self._launched(compute)
                 torch.cuda.synchronize(self._device)
                 torch.cuda.empty_cache()
+                before = torch.cuda.memory_reserved(self._device)
                 with self._mended_after_failure():
                     recording = self._recorded(compute, graphs)
+                self._reserved += torch.cuda.memory_reserved(self._device) - before
             torch.cuda.set_rng_state(random_state, self._device)
             self._check(recording, *wanted, must_pay=must_pay)
         finally:
             torch.cuda.set_rng_state(random_state, self._device)
         return recording
+
+    def check_room(self) -> None:
+        """NotRecordable if a pass that is launched would not find as much memory as the recordings hold for theirs."""
+        free, _ = torch.cuda.mem_get_info(self._device)
+        free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device) - self._reserved
+        if free < self._reserved:
+            held, left = self._reserved / 2**20, free / 2**20
+            raise NotRecordable(f"recordings hold {held:.0f} MiB, and {left:.0f} MiB are left for what is launched")
 
     def _warm_up(self, compute: Callable[[], Tensor]) -> None:
         """Once for what is compiled, tuned or allocated in a first pass, and once to see whether it waits."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from rich.markup import escape
 from torch import Tensor, nn
 
 from trainer.data.batches import MicroBatch
@@ -104,7 +105,9 @@ class GraphedLoss:
 
     def drop(self, why_not: str = "") -> None:
         """Let go of all recordings and their memory; with a reason for good."""
-        self.why_not = self.why_not or why_not
+        if why_not and not self.why_not:
+            self.why_not = why_not
+            self._say(f"CUDA graphs: off, kernels are launched one by one: {escape(why_not)}")
         if self._recorder is not None:
             self._recordings.clear()
             self._recorder = None
@@ -134,7 +137,7 @@ class GraphedLoss:
         torch.cuda.synchronize(device)
         self._host_shares.append((launched - started) / (time.perf_counter() - started))
         if len(self._host_shares) == MEASURED and (share := sorted(self._host_shares)[MEASURED // 2]) < HOST_BOUND:
-            self.why_not = f"the host launches a forward pass in {share:.0%} of its time"
+            self.drop(f"the host launches a forward pass in {share:.0%} of its time")
         return loss
 
     def _recording_for(
@@ -169,6 +172,7 @@ class GraphedLoss:
                 return self._loss.of_inputs(self._module, *inputs.read())
 
             recording = self._recorder.record(compute, must_pay=self._mode == "auto")
+            self._recorder.check_room()
         except NotRecordable as reason:
             self._give_up(str(reason), warn=self._mode == "on")
             return None
@@ -181,8 +185,8 @@ class GraphedLoss:
         return shape, self._recordings[shape]
 
     def _give_up(self, reason: str, *, warn: bool) -> None:
-        before = "[yellow]warning:[/yellow] " if warn else ""
-        self._say(f"{before}CUDA graphs: off from here on, kernels are launched one by one: {reason}")
+        if warn:
+            self._say("[yellow]warning:[/yellow] micro-steps could not be recorded")
         self.drop(reason)
 
 
@@ -207,7 +211,7 @@ class GraphedTerm:
                     self._recording = self._recorder.record(self._of_fresh_stacks, must_pay=False)
             except Exception as error:
                 self._failed = True
-                self._say(f"CUDA graphs: the SCU's term is launched kernel by kernel: {_first_line(error)}")
+                self._say(f"CUDA graphs: the SCU's term is launched kernel by kernel: {escape(_first_line(error))}")
                 return self()
         return self._recording()
 
