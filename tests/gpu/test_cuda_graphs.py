@@ -190,7 +190,7 @@ def test_a_recording_that_breaks_off_leaves_torch_as_it_was() -> None:
 
 
 def flat_recorder() -> Recorder:
-    down, up = torch.nn.Linear(8, 4, bias=False).cuda(), torch.nn.Linear(4, 8, bias=False).cuda()
-    pair = Member("a", down, down.weight), Member("b", up, up.weight)
+    down, up = (torch.nn.Parameter(torch.randn(*shape, device="cuda")) for shape in ((4, 8), (8, 4)))
+    pair = Member("a", torch.nn.Module(), down), Member("b", torch.nn.Module(), up)
     flat = FlatAdapter([pair], separate_up=False)
     return Recorder(flat)

@@ -192,7 +192,7 @@ class Recorder:
             with suppress(Exception):
                 torch.cuda.synchronize(self._device)
             with suppress(Exception):
-                torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)  # type: ignore[attr-defined]
+                torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
             with suppress(Exception):
                 generator.graphsafe_set_state(generator.clone_state())
             raise
