@@ -67,6 +67,7 @@ class GraphedLoss:
         self._loss, self._module, self._flat, self._mode, self._say = loss, module, flat, mode, say
         self._recorder: Recorder | None = None
         self._recordings: dict[StaticShape, tuple[StaticInputs, Recording]] = {}
+        self._terms: list[GraphedTerm] = []
         self._seen: Counter[StaticShape] = Counter()
         self._lengths: list[int] = []
         self._host_shares: list[float] = []
@@ -111,16 +112,14 @@ class GraphedLoss:
         if self._recorder is not None:
             self._recordings.clear()
             self._recorder = None
+            for term in self._terms:
+                term.drop()
             torch.cuda.empty_cache()
-
-    @property
-    def is_playing(self) -> bool:
-        """Whether something is recorded."""
-        return bool(self._recordings)
 
     def term(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """`compute`, a scalar of the flat adapter that the loss is added to, played back where the loss is."""
-        return GraphedTerm(compute, self._flat, lambda: self.is_playing, self._say)
+        self._terms.append(GraphedTerm(compute, self._flat))
+        return self._terms[-1]
 
     def _may_be_played(self) -> bool:
         return self._module.training and torch.is_grad_enabled() and not self._flat.is_watched
@@ -173,6 +172,9 @@ class GraphedLoss:
 
             recording = self._recorder.record(compute, must_pay=self._mode == "auto")
             self._recorder.check_room()
+            if not self._recordings:
+                for term in self._terms:
+                    term.record()
         except NotRecordable as reason:
             self._give_up(str(reason), warn=self._mode == "on")
             return None
@@ -193,27 +195,21 @@ class GraphedLoss:
 class GraphedTerm:
     """A scalar of the adapter alone, with its gradient: two launches for some hundred small ones."""
 
-    def __init__(self, compute: Callable[[], Tensor], flat: FlatAdapter, wanted: Callable[[], bool], say: Say) -> None:
-        """`wanted()` says whether to record it or to play it back now. Memory of its own: it runs beside the loss."""
-        self._compute, self._flat, self._wanted, self._say = compute, flat, wanted, say
-        self._recorder: Recorder | None = None
+    def __init__(self, compute: Callable[[], Tensor], flat: FlatAdapter) -> None:
+        self._compute, self._flat = compute, flat
         self._recording: Recording | None = None
-        self._failed = False
 
     def __call__(self) -> Tensor:
-        if self._failed or not self._wanted():
-            self._recorder = self._recording = None
-            return self._compute()
-        if self._recording is None or self._recorder is None or not self._recorder.is_current:
-            try:
-                with self._flat.views_kept():
-                    self._recorder = Recorder(self._flat)
-                    self._recording = self._recorder.record(self._of_fresh_stacks, must_pay=False)
-            except Exception as error:
-                self._failed = True
-                self._say(f"CUDA graphs: the SCU's term is launched kernel by kernel: {escape(_first_line(error))}")
-                return self()
-        return self._recording()
+        """The scalar, launched while nothing is recorded."""
+        return self._compute() if self._recording is None else self._recording()
+
+    def record(self) -> None:
+        """Between two steps; in memory of its own, for it is played beside the loss."""
+        self._recording = Recorder(self._flat).record(self._of_fresh_stacks, must_pay=False)
+
+    def drop(self) -> None:
+        """Launch it from here on."""
+        self._recording = None
 
     def _of_fresh_stacks(self) -> Tensor:
         with self._flat.stacks_alone():
