@@ -118,7 +118,9 @@ def test_padding_is_a_sixteenth_at_most() -> None:
     for count in range(1, 5000):
         assert count <= rounded_up(count) <= count + count / 16
     assert (rounded_up(2048), rounded_up(2000), rounded_up(511)) == (2048, 2048, 512)
-    assert shape_of(collate([sample(1000)], 0, packed=False, flat=False), usual_length=1000).length == 1000
+    even = collate([sample(1000)], 0, packed=False, flat=False)
+    assert shape_of(even, (1000, 999)) == StaticShape(1, 1000, 999)
+    assert shape_of(even, (1000, 500)) == StaticShape(1, 1000, 1000) and shape_of(even).length == 1024
 
 
 def test_rows_without_a_target_count_nothing() -> None:

@@ -52,13 +52,17 @@ def rounded_up(count: int, parts: int = PARTS) -> int:
     return -(-count // unit) * unit
 
 
-def shape_of(batch: MicroBatch, usual_length: int = 0) -> StaticShape:
-    """The shape that a batch is padded to; a row of `usual_length` stays as long as it is."""
-    rows, own = batch.input_ids.shape
-    length = own if own == usual_length else rounded_up(own)
-    wanted = int((batch.targets != IGNORED).any(0).sum())
+def sizes_of(batch: MicroBatch) -> tuple[int, int]:
+    """L and K of a batch as it is."""
+    return batch.input_ids.shape[1], max(1, int((batch.targets != IGNORED).any(0).sum()))
+
+
+def shape_of(batch: MicroBatch, usual: tuple[int, int] = (0, 0)) -> StaticShape:
+    """The shape that a batch is padded to; one of the `usual` sizes stays what it is, in every bit."""
+    rows, (own, wanted) = len(batch.input_ids), sizes_of(batch)
+    length = own if own == usual[0] else rounded_up(own)
     unit = max(1, length // HEAD_PARTS)
-    places = min(length, -(-max(1, wanted) // unit) * unit)
+    places = wanted if (own, wanted) == usual else min(length, -(-wanted // unit) * unit)
     if batch.cu_seqlens is None:
         return StaticShape(rows, length, places, packed=batch.position_ids is not None)
     documents = len(batch.cu_seqlens) - 1

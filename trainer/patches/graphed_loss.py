@@ -15,7 +15,7 @@ from rich.markup import escape
 from torch import Tensor, nn
 
 from trainer.data.batches import MicroBatch
-from trainer.data.static_shapes import StaticShape, padded, shape_of
+from trainer.data.static_shapes import StaticShape, padded, shape_of, sizes_of
 from trainer.engine.cuda_graphs import NotRecordable, Recorder, Recording
 from trainer.engine.flat_adapter import FlatAdapter
 from trainer.patches.loss_head import TokenLoss
@@ -69,7 +69,7 @@ class GraphedLoss:
         self._recordings: dict[StaticShape, tuple[StaticInputs, Recording]] = {}
         self._terms: list[GraphedTerm] = []
         self._seen: Counter[StaticShape] = Counter()
-        self._lengths: list[int] = []
+        self._sizes: list[tuple[int, int]] = []
         self._host_shares: list[float] = []
         self._calls = self._played = 0
         self.why_not = ""
@@ -85,7 +85,7 @@ class GraphedLoss:
         self._calls += 1
         if self.why_not or not self._may_be_played():
             return self._loss(model, batch, device)
-        if len(self._lengths) < UNMEASURED + MEASURED:
+        if len(self._sizes) < UNMEASURED + MEASURED:
             return self._looked_at(model, batch, device)
         found = self._recording_for(batch, device)
         if found is None:
@@ -126,8 +126,8 @@ class GraphedLoss:
 
     def _looked_at(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
         """The loss, launched; from the second few batches on, how long launching takes of it."""
-        self._lengths.append(batch.input_ids.shape[1])
-        if self._mode == "on" or len(self._lengths) <= UNMEASURED:
+        self._sizes.append(sizes_of(batch))
+        if self._mode == "on" or len(self._sizes) <= UNMEASURED:
             return self._loss(model, batch, device)
         torch.cuda.synchronize(device)
         started = time.perf_counter()
@@ -146,7 +146,7 @@ class GraphedLoss:
         if self._recorder is not None and not self._recorder.is_current:
             self._give_up("the adapter lies elsewhere in memory than it did", warn=True)
             return None
-        usual = self._lengths[0] if len(set(self._lengths)) == 1 else 0
+        usual = self._sizes[0] if len(set(self._sizes)) == 1 else (0, 0)
         wanted = shape_of(batch, usual)
         fitting = [shape for shape in self._recordings if shape.holds(wanted)]
         if fitting:

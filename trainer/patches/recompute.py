@@ -33,7 +33,8 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
         model.enable_input_require_grads()
         return "recomputed in the backward pass: every layer (reentrant)"
-    run = _repeating_draws if _draws(model) else partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    plain = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    run: Callable[..., Any] = _repeating_draws if _draws(model) else plain
     kept = "kept on the device"
     if training.offload_activations:
         offload = HostCopies()
