@@ -4,6 +4,7 @@ Packs of documents of one length are computed by the same kernels on the same nu
 are padded, which changes the order of sums. Keep the output with `pytest -s`: it has the times.
 """
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -57,10 +58,12 @@ class Trained:
     """A run that has ended."""
 
     def __init__(self, ground: Path, **settings: Any) -> None:
+        gc.collect()
         torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
         self.console = train(ground, **COMMON | settings)
-        self.reserved = torch.cuda.max_memory_reserved() / 2**20
+        self.reserved = (torch.cuda.max_memory_reserved() - before) / 2**20
         lines = [json.loads(line) for line in (ground / "run" / "metrics.jsonl").read_text().splitlines()]
         records = [line for line in lines if "train/loss" in line]
         self.losses = [record["train/loss"] for record in records]

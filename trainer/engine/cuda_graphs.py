@@ -44,6 +44,8 @@ class Recording:
     def __init__(self, recorder: "Recorder", value: Tensor, graphs: "tuple[torch.cuda.CUDAGraph, ...]") -> None:
         self._recorder, self._value = recorder, value
         self._forward, self._backward = graphs
+        self.launched_s = self.played_s = 0.0
+        """What one pass took, forward and backward, launched kernel by kernel and played back."""
 
     def __call__(self) -> Tensor:
         """The scalar of what is in the static inputs now, differentiable in the flat buffers."""
@@ -95,6 +97,7 @@ class Recorder:
         pay where it must; errors of CUDA and of memory as they come.
         """
         random_state = torch.cuda.get_rng_state(self._device)
+        self.grad_output.fill_(1.0)
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # the passes below run on a stream, whose memory is its own
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
@@ -176,7 +179,7 @@ class Recorder:
         recording.value()
         recording.gradients(self.grad_output)
         torch.cuda.synchronize(self._device)
-        took = time.perf_counter() - started
+        recording.launched_s, recording.played_s = seconds, (took := time.perf_counter() - started)
         if must_pay and took > PAYS_BELOW * seconds:
             raise NotRecordable(f"it does not pay: {took * 1e3:.1f} ms played back, {seconds * 1e3:.1f} ms launched")
 

@@ -182,7 +182,10 @@ class GraphedLoss:
             self._give_up(_first_line(error), warn=True)
             return None
         if not self._recordings:
-            self._say(f"CUDA graphs: micro-steps are played back, recorded in {time.perf_counter() - started:.1f} s")
+            took = f"{recording.played_s * 1e3:.1f} ms for {recording.launched_s * 1e3:.1f} launched"
+            self._say(
+                f"CUDA graphs: a micro-step is played back, {took}; recorded in {time.perf_counter() - started:.1f} s"
+            )
         self._recordings[shape] = inputs, recording
         return shape, self._recordings[shape]
 
