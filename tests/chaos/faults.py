@@ -184,7 +184,7 @@ FAULTS = (
     Fault("SIGKILL of n2's sshd connections", EVERY[1:], f"{FAILED}.*n2",
           outside=acts.kill_on_node("sshd: root"), places=(SSH,)),
     Fault("SIGKILL of n2's slurmstepd", EVERY[1:], f"{FAILED}.*n2",
-          outside=acts.kill_on_node("slurmstepd"), places=(SLURM,)),
+          outside=acts.kill_on_node("slurmstepd: ["), places=(SLURM,)),
     Fault("SIGKILL of n2's slurmd until told", EVERY[1:], f"{FAILED}.*n2",
           outside=acts.kill_daemon("n2", "slurmd -D", 120.0), places=(SLURM,)),
 )  # fmt: skip
