@@ -78,6 +78,7 @@ class Supervisor:
         self._silent_hosts = SilentHosts()
         self._signalled_at = -ONE_SIGNAL_S
         self._failed_at: float | None = None
+        self._log_before_end = ""
         self._stop_sent_at: float | None = None
         self._reminded_at = 0.0
         self._looked_at = 0.0
@@ -212,6 +213,7 @@ class Supervisor:
         if self._failed_at is None:
             if not self.signals and self._has_failure():
                 self._failed_at = time.monotonic()
+                self._log_before_end = self.log.text()
         elif self._gave_up():
             send(with_children(process for process in self.ranks.values() if is_alive(process)), signal.SIGKILL)
             if self.reach is not None:
@@ -256,12 +258,14 @@ class Supervisor:
         """
         if RestartNote.is_left(self.logs):
             return EXIT_RESTART
+        lost: dict[str, str] = {}
         if self.reach is not None:
-            failed = self._fallen_elsewhere(self.reach)
+            failed, log = self._fallen_elsewhere(self.reach), self.log.text()
+            lost = self.reach.lost(self._log_before_end or log, log, read_heartbeats(self.logs))
         else:
             failed = {rank: death for rank, death in self.deaths.items() if death.status != 0}
         struck = None if self._oom_kills is None else (oom_kills() or 0) > self._oom_kills
-        self.fault = Failure(self.logs, self.old_sizes, failed, code, struck).tell()
+        self.fault = Failure(self.logs, self.old_sizes, failed, code, struck, lost).tell()
         status = self.fault.status
         if code == EXIT_USAGE:
             return EXIT_USAGE

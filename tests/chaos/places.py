@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,6 +18,8 @@ from tests.distributed.conftest import environment
 from tests.ends import HOST
 
 NODES = ("n1", "n2")
+# A step that is asked for before the nodes have registered with a new slurmctld is refused.
+REGISTERED_S = 8.0
 SALLOC = ("salloc", "--quiet", "--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1")
 
 
@@ -92,6 +95,7 @@ class ThroughSlurm:
         """A node that lost its power, or its daemon, is back; the next `salloc` waits until SLURM has seen it."""
         if host == LOGIN:
             self.cluster.start_controller()
+            time.sleep(REGISTERED_S)
         else:
             self.cluster.switch_on(host)
 

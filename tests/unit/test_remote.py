@@ -1,7 +1,10 @@
 """How ranks ended that nobody on this host has seen end, from what their launcher wrote."""
 
+from pathlib import Path
+
 import pytest
 
+from launcher.supervision.launcher_log import LauncherLog
 from launcher.supervision.remote import Reach, ThroughLauncher, ThroughSrun, ThroughSsh
 from launcher.targets.slurm import Allocation
 from trainer.contract.heartbeat import Heartbeat
@@ -62,6 +65,49 @@ def beats(**changes: object) -> dict[int, Heartbeat]:
 )  # fmt: skip
 def test_a_launchers_log_tells_how_ranks_ended(reach: Reach, log: str, statuses: dict[int, int]) -> None:
     assert reach.statuses(f"before\n{log}after\n", beats()) == statuses
+
+
+ENDED = "srun: forcing job termination\n"
+FELL = "srun: error: n1: tasks 0-1: Exited with exit code 1\n"
+REFUSED = "ssh: connect to host n1 port 22: Connection refused"
+
+
+@pytest.mark.parametrize(
+    ("reach", "before", "after", "hosts"),
+    [
+        (SSH, PDSH.format("n1", 1), PDSH.format("n2", 255), {}),  # killed here
+        (SSH, PDSH.format("n2", 247), "", {}),
+        (SSH, PDSH.format("n2.example.org", 255), "", {"user@n2.example.org": "ssh ended with exit code 255"}),
+        (
+            SSH,
+            f"n1: n2: a rank's words\nn1: {REFUSED}\n" + PDSH.format("n1", 255),
+            PDSH.format("n2", 255),
+            {"n1": REFUSED},
+        ),
+        (SSH, "n1: Connection to n1 closed by remote host.\n" + PDSH.format("n1", 255), "", {
+            "n1": "Connection to n1 closed by remote host"}),
+        (SRUN, FELL, ENDED + "srun: error: n2: tasks 2-3: Killed\n", {}),
+        (SRUN, FELL, ENDED, {
+            "n2": "srun was not told how its ranks ended; the slurmstepd above them is gone"}),
+        (SRUN, FELL, ENDED + "srun: error: n2: tasks 2-3: New\n", {}),
+        (SRUN, "srun: error: Unable to create step for job 1\n", ENDED, {}),
+        (ThroughLauncher(), "mpirun: a word\n", "", {}),
+    ],
+)  # fmt: skip
+def test_a_launchers_log_tells_which_hosts_were_lost(reach: Reach, before: str, after: str, hosts: object) -> None:
+    assert reach.lost(before, before + after, beats()) == hosts
+
+
+def test_a_host_that_ssh_does_not_reach_is_a_failure(tmp_path: Path) -> None:
+    """The ranks on the others would wait for it for as long as `timeout_minutes` lets them."""
+    file = tmp_path / "launcher.log"
+    file.touch()
+    log = LauncherLog(file)
+    with file.open("a") as writing:
+        for code, fails in ((143, False), (255, True), (127, True)):
+            writing.write(PDSH.format("n2", code))
+            writing.flush()
+            assert log.tells_of_failure() is fails
 
 
 def test_a_rank_that_said_itself_how_it_ended_is_not_the_one_that_was_killed() -> None:
