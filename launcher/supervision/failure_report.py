@@ -79,6 +79,8 @@ class Failure:
     """Whether the kernel's out-of-memory killer ended processes of this host meanwhile; None if it does not tell."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """Hosts to which the way was lost, and how that shows."""
+    launcher_fell: bool = False
+    """Whether `code` is of the launcher below and says nothing of a rank."""
 
     def tell(self) -> Fault:
         """Print on stderr why the run failed.
@@ -94,8 +96,10 @@ class Failure:
                 say(last_words[0])  # one is enough; the others stand in their logs
                 return Fault(self.code, last_words[0], is_answer=True)
         rank = self._to_blame(texts)
-        if self.lost and not (rank is not None and (_was_killed(self.deaths[rank]) or _has_cause(texts[rank]))):
-            return self._tell_lost(beats)
+        if rank is None or not (_was_killed(self.deaths[rank]) or _has_cause(texts[rank])):
+            if self.lost:
+                return self._tell_lost(beats)
+            rank = None if self.launcher_fell else rank
         status = self._status(rank)
         log = self.logs / (f"rank-{rank}.log" if rank is not None and texts[rank] else "launcher.log")
         text = _new_text(log, self.old_sizes)
@@ -104,7 +108,7 @@ class Failure:
         else:
             excerpt = tail(text) if status < 0 else last_traceback(text)
         if rank is None or self.code <= 0:
-            reason = f"the launcher {describe_status(self.code)}"
+            reason = f"the launcher {describe_status(status if self.launcher_fell else self.code)}"
             say(f"the run failed: {reason}")
         else:
             reason = f"{self._who(rank, beats)} {describe_status(status)}{_place(beats.get(rank))}"

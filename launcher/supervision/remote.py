@@ -50,6 +50,9 @@ class Reach(Protocol):
     def lost(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
         """Host to which the way was lost -> how that shows: in the log, and in it `before` anything was ended here."""
 
+    def is_own_end(self, status: int, log: str) -> bool:
+        """Whether a launcher that has ended with this status before anybody told of a failure fell itself."""
+
 
 class ThroughLauncher:
     """srun and mpirun pass SIGUSR1 on to all ranks, and end them on SIGTERM."""
@@ -72,6 +75,9 @@ class ThroughLauncher:
 
     def lost(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
         return {}
+
+    def is_own_end(self, status: int, log: str) -> bool:
+        return status < 0
 
 
 class ThroughSrun(ThroughLauncher):
@@ -141,6 +147,10 @@ class ThroughSsh:
             for host in self._hosts
             if _is_label(label, host)
         }
+
+    def is_own_end(self, status: int, log: str) -> bool:
+        # DeepSpeed's above it makes 256 - N of a pdsh that signal N has killed, as of a rank: of that pdsh has a line.
+        return status < 0 or not _PDSH_WORDS.search(log)
 
 
 def _of_srun(log: str) -> dict[int, int]:

@@ -265,11 +265,17 @@ class Supervisor:
         else:
             failed = {rank: death for rank, death in self.deaths.items() if death.status != 0}
         struck = None if self._oom_kills is None else (oom_kills() or 0) > self._oom_kills
-        self.fault = Failure(self.logs, self.old_sizes, failed, code, struck, lost).tell()
+        self.fault = Failure(self.logs, self.old_sizes, failed, code, struck, lost, self._launcher_fell()).tell()
         status = self.fault.status
         if code == EXIT_USAGE:
             return EXIT_USAGE
         return 128 - status if status < 0 else EXIT_FAILED
+
+    def _launcher_fell(self) -> bool:
+        """Whether what starts the ranks elsewhere was itself killed, before anything was known of them."""
+        if self.reach is None or self._failed_at is not None:
+            return False
+        return self.reach.is_own_end(self.processes[0].wait(), self.log.text())
 
     def _fallen_elsewhere(self, reach: Reach) -> dict[int, Death]:
         """Ranks whose heartbeats tell of no success; one that was killed falls silent before the others do.

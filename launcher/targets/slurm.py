@@ -123,8 +123,14 @@ def lost_nodes(allocation: Allocation) -> list[str]:
 
 def is_requeued(job: int) -> bool:
     """Whether SLURM may queue the job again, as `sbatch --requeue` lets it: never one without a batch script."""
-    shown = subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True).stdout
+    shown = _show_job(job)
     return all(re.search(rf"\b{flag}=1\b", shown) for flag in ("Requeue", "BatchFlag"))
+
+
+def job_state(job: int) -> str:
+    """RUNNING, NODE_FAIL...; empty if SLURM does not say."""
+    found = re.search(r"\bJobState=(\w+)", _show_job(job))
+    return found[1] if found else ""
 
 
 def slurmd_timeout() -> str:
@@ -132,6 +138,10 @@ def slurmd_timeout() -> str:
     shown = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True).stdout
     found = re.search(r"^SlurmdTimeout\s*=\s*(.+?)\s*$", shown, re.M)
     return found[1] if found else "300 sec as a rule"
+
+
+def _show_job(job: int) -> str:
+    return subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True).stdout
 
 
 def _silent(nodes: Sequence[str]) -> list[str]:

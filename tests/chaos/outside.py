@@ -222,16 +222,17 @@ def kill_starter(name: str) -> Outside:
     return act
 
 
-def kill_daemon(host: str, words: str, seconds: float = 0.0) -> Outside:
-    """SIGKILL to a daemon alone; it is back UNHEARD_S later, or once the run has told of it within so many seconds."""
+def kill_daemon(host: str, words: str, *, until_told: bool = False, holds: bool = False) -> Outside:
+    """SIGKILL to a daemon alone; it is back UNHEARD_S later, or once the run has told of it, and may wait for that."""
 
     def act(run: Chaos) -> None:
         assert isinstance(run.place, ThroughSsh | ThroughSlurm)
         _kill_on(run, host, words)
-        if seconds:
-            run.wait_for(lambda: "the run failed" in run.text, seconds)
-        else:
+        if not holds:
             run.heard()
+        if until_told:
+            run.wait_for(lambda: _has_told(run), 180.0)
+        else:
             time.sleep(UNHEARD_S)
         run.place.mend(host)
 
@@ -245,7 +246,7 @@ def cut_network(seconds: float) -> Outside:
         assert isinstance(run.place, ThroughSsh | ThroughSlurm)
         run.place.network.plug("n2", "down")
         run.heard()
-        run.wait_for(lambda: _tells_of_n2(run), seconds)
+        run.wait_for(lambda: _has_told(run), seconds)
         run.place.network.plug("n2", "up")
 
     return act
@@ -256,9 +257,9 @@ def switch_off(run: Chaos) -> None:
     assert isinstance(run.place, ThroughSsh | ThroughSlurm)
     run.place.network.switch_off("n2")
     run.heard()
-    run.wait_for(lambda: _tells_of_n2(run), 240.0)
+    run.wait_for(lambda: _has_told(run), 240.0)
     run.place.mend("n2")
 
 
-def _tells_of_n2(run: Chaos) -> bool:
+def _has_told(run: Chaos) -> bool:
     return "the run failed" in run.text or "error: " in run.text

@@ -98,6 +98,15 @@ def test_a_launchers_log_tells_which_hosts_were_lost(reach: Reach, before: str, 
     assert reach.lost(before, before + after, beats()) == hosts
 
 
+@pytest.mark.parametrize(
+    ("reach", "status", "log", "own"),
+    [(SRUN, -9, "", True), (SRUN, 137, "", False), (SSH, -9, "", True), (SSH, 247, "", True),
+     (SSH, 247, PDSH.format("n1", 247), False)],
+)  # fmt: skip
+def test_a_launcher_that_fell_itself(reach: Reach, status: int, log: str, own: bool) -> None:
+    assert reach.is_own_end(status, log) is own
+
+
 def test_a_host_that_ssh_does_not_reach_is_a_failure(tmp_path: Path) -> None:
     """The ranks on the others would wait for it for as long as `timeout_minutes` lets them."""
     file = tmp_path / "launcher.log"
