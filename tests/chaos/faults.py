@@ -176,8 +176,8 @@ FAULTS = (
     Fault("SIGKILL of slurmctld, back after 10 s", EVERY[1:], "", outside=acts.kill_daemon("login", "slurmctld -D"),
           places=(SLURM,), passes=True),
     # Ranks that are to be started just then are not.
-    Fault("SIGKILL of n2's sshd until told", ("tokenise",), LOST, outside=acts.kill_daemon("n2", "sshd_config", until_told=True),
-          places=(SSH,)),
+    Fault("SIGKILL of n2's sshd until told", ("tokenise",), LOST,
+          outside=acts.kill_daemon("n2", "sshd_config", until_told=True), places=(SSH,)),
     Fault("SIGKILL of slurmctld until told", ("tokenise",), FAILED,
           outside=acts.kill_daemon("login", "slurmctld -D", until_told=True), places=(SLURM,)),
     Fault("network cut until told", EVERY, LOST, outside=acts.cut_network(240.0), places=HOSTS),
