@@ -39,6 +39,8 @@ from trainer.contract.restart_note import RestartNote
 
 POLL_S = 0.1
 FAILURE_PATIENCE_S = 8.0
+# A host that is cut off never says that its ranks have ended, and ssh waits for it for as long as TCP does.
+END_PATIENCE_S = 30.0
 REMINDER_S = 60.0
 LOCKS_EVERY_S = 10.0
 # `timeout` and some schedulers signal both the process and its group: what comes so close together was meant once.
@@ -88,6 +90,7 @@ class Supervisor:
         self._trains = False
         self._is_silent = False
         self._cut_short = False
+        self._cut_off = False
 
     def run(self) -> int:
         """Start, wait, and leave nothing behind; returns 0 done, 1 failed, 2 usage, 75 preempted, 128 + signal."""
@@ -110,11 +113,12 @@ class Supervisor:
             try:
                 self._watch()
             finally:
-                if self.reach is not None:
+                if self.reach is not None and not self._cut_off:
                     self.reach.end(self.processes[0], self.logs)
                 end_sessions([process.pid for process in self.processes])
             self._note_deaths()
-            return self._verdict([process.wait() for process in self.processes])
+            codes = [process.wait() for process in self.processes]
+            return self._verdict([EXIT_FAILED] if self._cut_off else codes)
         finally:
             ended.set()
             for number, handler in before.items():
@@ -136,6 +140,8 @@ class Supervisor:
             if self._cut_short or self._is_silent:
                 return
             self._end_after_failure()
+            if self._cut_off:
+                return
             time.sleep(POLL_S)
 
     def _note_deaths(self) -> None:
@@ -218,6 +224,7 @@ class Supervisor:
             send(with_children(process for process in self.ranks.values() if is_alive(process)), signal.SIGKILL)
             if self.reach is not None:
                 self.reach.end(self.processes[0], self.logs)
+                self._cut_off = time.monotonic() - self._failed_at > END_PATIENCE_S
 
     def _gave_up(self) -> bool:
         return self._failed_at is not None and time.monotonic() - self._failed_at > FAILURE_PATIENCE_S

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher.supervision import supervisor
 from launcher.supervision.launcher_log import LauncherLog
 from launcher.supervision.remote import Reach, ThroughLauncher, ThroughSrun, ThroughSsh
+from launcher.targets.local import Command
 from launcher.targets.slurm import Allocation
 from trainer.contract.heartbeat import Heartbeat
 
@@ -117,6 +119,16 @@ def test_a_host_that_ssh_does_not_reach_is_a_failure(tmp_path: Path) -> None:
             writing.write(PDSH.format("n2", code))
             writing.flush()
             assert log.tells_of_failure() is fails
+
+
+def test_a_host_that_is_cut_off_does_not_keep_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ssh to it waits for as long as TCP does, whatever is done on the hosts that are left."""
+    monkeypatch.setattr(supervisor, "FAILURE_PATIENCE_S", 0.2)
+    monkeypatch.setattr(supervisor, "END_PATIENCE_S", 0.4)
+    script = f"echo '{PDSH.format('n1', 1).strip()}'; exec sleep 600"
+    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=ThroughSsh({}))
+    assert run.run() == 1
+    assert run.processes[0].poll() == -9
 
 
 def test_a_rank_that_said_itself_how_it_ended_is_not_the_one_that_was_killed() -> None:
