@@ -30,6 +30,7 @@ from torch.utils import cpp_extension
 from ops import prebuilt
 from ops.build_lock import build_lock
 from ops.toolkit import (
+    PTX,
     BuildError,
     all_architectures,
     architecture,
@@ -66,7 +67,9 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return sorted(str(path) for path in CSRC.iterdir())  # files include each other by name
 
     def cxx_args(self) -> list[str]:
-        return ["-O3", self._standard()]
+        ptx = [name.removeprefix(PTX) for name in self._architectures or () if name.startswith(PTX)]
+        alone = bool(ptx) and len(ptx) == len(self._architectures or ())
+        return ["-O3", self._standard(), *([f"-DZEROLORA_CAPABILITY={max(map(int, ptx))}"] if alone else [])]
 
     def nvcc_args(self) -> list[str]:
         # Not DeepSpeed's: it adds --use_fast_math, and never emits sm_90a.

@@ -7,6 +7,8 @@ import torch
 from deepspeed.ops.op_builder import builder as deepspeed_builder
 from torch.utils import cpp_extension
 
+PTX = "compute_"
+"""How the names of what the driver compiles begin."""
 OLDEST_TOOLKIT = (11, 8)  # the first with sm_89 and sm_90
 # What an ahead-of-time build covers: (capability, first toolkit that knows it, last major that still does).
 ARCHITECTURES = (
@@ -79,7 +81,7 @@ def all_architectures(toolkit: tuple[int, int]) -> list[str]:
 
 def gencode(name: str) -> str:
     """nvcc's flag for machine code of "90a", or for PTX that the driver compiles, of "compute_80"."""
-    if name.startswith("compute_"):
+    if name.startswith(PTX):
         return f"-gencode=arch={name},code={name}"
     return f"-gencode=arch=compute_{name},code=sm_{name}"
 

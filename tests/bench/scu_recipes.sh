@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # The recipes of `zerolora scu-train` on a larger card that stands in for theirs: peak, tokens a second, the estimate.
-#   tests/bench/scu_recipes.sh [MODEL]        default random:granite-4.0-h-1b; about 4 minutes on an H200
-# PYTHON (default python3), OUT (default runs/scu-recipes) and STEPS (default 6; the first two are not counted) may be
-# set. What training.memory_fraction leaves out of a card is CUDA's context, 0.75 GiB.
+#   tests/bench/scu_recipes.sh [MODEL]        default random:granite-4.0-h-1b; about a minute each on an H200
+# PYTHON (default python3), OUT (default runs/scu-recipes), RECIPES (names; default all) and STEPS (default 6; the first
+# two are not counted) may be set. What training.memory_fraction leaves out of a card is CUDA's context, 0.75 GiB.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-python=${PYTHON:-python3} model=${1:-random:granite-4.0-h-1b} steps=${STEPS:-6}
+python=${PYTHON:-python3} model=${1:-random:granite-4.0-h-1b} steps=${STEPS:-6} names=${RECIPES:-rtx3080 rtx4090 a100 h100 defaults-fp16}
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 out=$(mkdir -p "${OUT:-runs/scu-recipes}" && cd "${OUT:-runs/scu-recipes}" && pwd)
 total=$("$python" -c "import torch; print(torch.cuda.mem_get_info()[1] / 2**30)") || exit 2
@@ -21,6 +21,7 @@ P
 recipe() { # NAME, GiB of its card, flags
   local name=$1 gib=$2 fraction
   shift 2
+  [[ " $names " == *" $name "* ]] || return 0
   fraction=$("$python" -c "print(round(min(1.0, ($gib - 0.75) / $total), 4))")
   timeout 120 "$python" -m launcher.cli scu-train "$@" --model "$model" --data long.jsonl --target-s 0.000001 \
     --max-steps "$steps" --output-dir "$name" --memory-fraction "$fraction" dataset.val_split=0 \
@@ -30,10 +31,11 @@ recipe() { # NAME, GiB of its card, flags
 recipe rtx3080 10 --card rtx3080
 recipe rtx4090 24 --card rtx4090
 recipe a100 40 --card a100
+recipe h100 80 --card h100
 recipe defaults-fp16 24 --fp16
-"$python" - << 'P'
-import json, statistics, subprocess
-for name in ("rtx3080", "rtx4090", "a100", "defaults-fp16"):
+"$python" - $names << 'P'
+import json, statistics, sys
+for name in sys.argv[1:]:
     try:
         lines = map(json.loads, open(f"{name}/metrics.jsonl"))
         steps = [record for record in lines if "perf/step_ms" in record][2:]

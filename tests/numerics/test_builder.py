@@ -62,6 +62,12 @@ def test_flags_carry_sm_90a_and_no_fast_math():
     assert gencode("75") == "-gencode=arch=compute_75,code=sm_75"
 
 
+def test_ptx_alone_takes_the_path_of_its_own_cards():
+    assert "-DZEROLORA_CAPABILITY=89" in LoraOpBuilder(["compute_75", "compute_89"]).cxx_args()
+    for names in (["80", "90a", "compute_120"], ["75"], None):
+        assert not any("CAPABILITY" in flag for flag in LoraOpBuilder(names).cxx_args())
+
+
 @pytest.mark.parametrize(
     ("toolkit", "torch_cuda", "message"),
     [

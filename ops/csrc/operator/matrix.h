@@ -6,6 +6,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <cublas_v2.h>
 
+#include <algorithm>
 #include <array>
 #include <mutex>
 #include <optional>
@@ -34,6 +35,10 @@ inline void check(cudaError_t status, const char* what) {
   TORCH_CHECK(status == cudaSuccess, "zerolora: ", what, ": ", cudaGetErrorString(status));
 }
 
+#ifndef ZEROLORA_CAPABILITY  // set by the builder for builds that are PTX alone: kernels of newer cards are not in them
+#define ZEROLORA_CAPABILITY 1000
+#endif
+
 inline const Device& card_of(const Tensor& tensor) {
   constexpr int kMaxDevices = 64;
   static std::array<Device, kMaxDevices> devices;
@@ -47,9 +52,9 @@ inline const Device& card_of(const Tensor& tensor) {
       check(cudaDeviceGetAttribute(&value, attribute, index), "reading a device attribute");
       return value;
     };
+    const int capability = 10 * read(cudaDevAttrComputeCapabilityMajor) + read(cudaDevAttrComputeCapabilityMinor);
     devices[index] =
-        Device{read(cudaDevAttrMultiProcessorCount),
-               10 * read(cudaDevAttrComputeCapabilityMajor) + read(cudaDevAttrComputeCapabilityMinor),
+        Device{read(cudaDevAttrMultiProcessorCount), std::min(capability, ZEROLORA_CAPABILITY),
                read(cudaDevAttrMaxSharedMemoryPerBlockOptin), read(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
   });
   return devices[index];
