@@ -216,7 +216,7 @@ def kill_starter(name: str) -> Outside:
     def act(run: Chaos) -> None:
         for process in psutil.Process(run.process.pid).children(recursive=True):
             with suppress(psutil.Error):
-                if process.name() == name:
+                if process.name().startswith(name):  # pdsh is pdsh.bin with Debian
                     process.kill()
 
     return act
