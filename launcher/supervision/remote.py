@@ -100,6 +100,10 @@ class ThroughSrun(ThroughLauncher):
         words = "srun was not told how its ranks ended; the slurmstepd above them is gone"
         return dict.fromkeys(mute, words) if told and _SRUN_ENDS.search(log) else {}
 
+    def is_own_end(self, status: int, log: str) -> bool:
+        # Its keeper (tied.py) makes 128 + N of signal N, and so does srun itself of a task's, of which it then tells.
+        return status < 0 or (status > 128 and not _of_srun(log))
+
 
 class ThroughSsh:
     """pdsh passes nothing on: each host is asked by ssh. Ranks are dealt out in the order of `slots`."""
