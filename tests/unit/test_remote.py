@@ -103,7 +103,8 @@ def test_a_launchers_log_tells_which_hosts_were_lost(reach: Reach, before: str, 
 @pytest.mark.parametrize(
     ("reach", "status", "log", "own"),
     [(SRUN, -9, "", True), (SRUN, 137, "", True), (SRUN, 1, "", False),
-     (SRUN, 137, "srun: error: n2: task 2: Killed\n", False), (SSH, -9, "", True), (SSH, 247, "", True), (SSH, 0, "", True),
+     (SRUN, 137, "srun: error: n2: task 2: Killed\n", False), (SSH, -9, "", True), (SSH, 247, "", True),
+     (SSH, 0, "", True),
      (SSH, 247, PDSH.format("n1", 247), False)],
 )  # fmt: skip
 def test_a_launcher_that_fell_itself(reach: Reach, status: int, log: str, own: bool) -> None:
