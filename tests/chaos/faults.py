@@ -193,7 +193,7 @@ FAULTS = (
     Fault("SIGKILL of n2's slurmd until told", EVERY[:1], f"({FAILED}|lost nodes|srun: error).*n2",
           outside=acts.kill_daemon("n2", "slurmd -D", until_told=True), places=(SLURM,)),
     # Ranks wait in their calls for longer than a run would let them.
-    Fault("SIGKILL of n2's slurmd until told", EVERY[1:], f"({FAILED}|lost nodes).*n2",
+    Fault("SIGKILL of n2's slurmd until told", EVERY[1:], f"({FAILED}|lost nodes|error: Node failure).*n2",
           outside=acts.kill_daemon("n2", "slurmd -D", until_told=True, holds=True), places=(SLURM,),
           settings=("training.hang_timeout=5",)),
 )  # fmt: skip
