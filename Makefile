@@ -8,7 +8,8 @@ VENV ?= .venv
 export VENV
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 
-# Ranks share the cores, so what launches them runs alone; the rest is spread over two processes.
+# Ranks share the cores, so of the fast tests those that launch them run alone. The rest is spread over two processes, and
+# so are all slow ones: much of their time they wait, for SLURM or for a watchdog.
 LAUNCHING := $(wildcard tests/distributed tests/integration tests/cluster)
 # What tests/cluster makes hosts and clusters of; it skips with a reason what is missing.
 CLUSTER := slurm-wlm munge openmpi-bin openssh-server openssh-client pdsh iproute2
@@ -55,7 +56,7 @@ test-slow: setup  ## the tests that take minutes each
 	@command -v chromium >/dev/null || scripts/system.sh chromium
 	@scripts/system.sh $(CLUSTER)
 	pytest -n 2 --dist loadfile -m slow --timeout 1800 $(OTHERS)
-	pytest -m slow --timeout 1800 tests $(OTHERS:%=--ignore=%)
+	pytest -n 2 --dist loadfile -m slow --timeout 1800 tests $(OTHERS:%=--ignore=%)
 
 test-gpu: setup  ## the tests that need an NVIDIA GPU
 	pytest -m gpu tests

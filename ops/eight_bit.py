@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ops import derivative, lora, reference
+from ops.seeds import draw_seed
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 STORAGE = {"fp8": torch.uint8, "int8": torch.int8}
@@ -305,7 +306,7 @@ def eight_bit_group(
         ups=ups,
         scales=scales,
         p=dropout,
-        seed=lora.draw_seed(x, dropout),
+        seed=draw_seed(x, dropout),
         h=None,
     )
     ys, _ = _FORWARD(*arguments)

@@ -197,7 +197,7 @@ def _pair(down: Tensor | None, up: Tensor | None) -> list[Tensor]:
 
 
 def _draw_seeds(x: Tensor, p: float) -> Tensor | None:
-    """One int64 for gate_up, one for down: see `lora.draw_seed`."""
+    """One int64 for gate_up, one for down: see `draw_seed`."""
     return torch.randint(0, 2**62, (2,), device=x.device) if p > 0.0 else None
 
 

@@ -25,8 +25,8 @@ NARROWED_AT_ONCE = 2**24
 def token_loss_sum(hidden: Tensor, weight: Tensor, targets: Tensor, *, factor: float = 1.0) -> Tensor:
     """-sum_k log softmax(factor h_k W^T)[targets_k], nats, fp32, differentiable in `hidden`.
 
-    hidden [K, H], weight [V, H] frozen, targets [K] (every one counts). Raises ValueError for shapes that do not fit
-    and for a weight that wants a gradient.
+    hidden [K, H], weight [V, H] frozen, targets [K]; a row whose target is negative counts nothing. Raises ValueError
+    for shapes that do not fit and for a weight that wants a gradient.
     """
     two_d = hidden.dim() == 2 and weight.dim() == 2
     if not two_d or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
@@ -134,11 +134,12 @@ def _times(grad_KH: Tensor, grad_output: Tensor) -> Tensor:
 def _rows_in_torch(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None) -> None:
     """Losses of the rows, and in place of the logits their gradient times `scale`, if there is one."""
     log_probabilities = torch.log_softmax(logits_CV.float(), dim=1)
-    losses.copy_(-log_probabilities.gather(1, targets[:, None]).squeeze(1))
+    chosen, counted = targets.clamp(min=0)[:, None], targets >= 0
+    losses.copy_(-log_probabilities.gather(1, chosen).squeeze(1)).masked_fill_(~counted, 0.0)
     if scale is not None:
         gradient = log_probabilities.exp_()
-        gradient.scatter_add_(1, targets[:, None], gradient.new_full((len(targets), 1), -1.0))
-        logits_CV.copy_(gradient.mul_(scale))
+        gradient.scatter_add_(1, chosen, gradient.new_full((len(targets), 1), -1.0))
+        logits_CV.copy_(gradient.mul_(counted[:, None] * scale))
 
 
 def _rows_on_gpu(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None) -> None:

@@ -14,6 +14,7 @@ def _cross_entropy_row(logits, targets, losses, stride, vocabulary, scale, GRADI
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     target = tl.load(targets + row)
+    counted = target >= 0
     # Running maximum and sum of exponentials for each lane; the lanes meet after the pass.
     maximum = tl.full((BLOCK,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -27,20 +28,24 @@ def _cross_entropy_row(logits, targets, losses, stride, vocabulary, scale, GRADI
         maximum = larger
     top = tl.max(maximum, 0)
     normaliser = tl.log(tl.sum(total * tl.exp(maximum - top), 0)) + top
-    chosen = tl.load(logits + target).to(tl.float32)
-    tl.store(losses + row, normaliser - chosen)
+    chosen = tl.load(logits + tl.where(counted, target, 0)).to(tl.float32)
+    tl.store(losses + row, tl.where(counted, normaliser - chosen, 0.0))
     if GRADIENT:
+        weight = tl.where(counted, scale, 0.0)
         tl.debug_barrier()  # the target's logit is read before it is overwritten
         for start in range(0, vocabulary, BLOCK):
             column = start + tl.arange(0, BLOCK)
             inside = column < vocabulary
             value = tl.load(logits + column, mask=inside, other=-float("inf")).to(tl.float32)
-            gradient = scale * (tl.exp(value - normaliser) - tl.where(column == target, 1.0, 0.0))
+            gradient = weight * (tl.exp(value - normaliser) - tl.where(column == target, 1.0, 0.0))
             tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
 def cross_entropy_rows(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: float | None) -> None:
-    """losses_c = log sum exp(logits_c) - logits_c[target_c]; scaled softmax - onehot then takes its place."""
+    """losses_c = log sum exp(logits_c) - logits_c[target_c]; scaled softmax - onehot then takes its place.
+
+    Of a row whose target is negative both are zero.
+    """
     with torch.cuda.device(logits_CV.device):
         _cross_entropy_row[(logits_CV.shape[0],)](
             logits_CV,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ops import reference
 from ops.derivative import grads_of_adapters, grads_of_biases, refuse_given, refuse_second_derivative
+from ops.seeds import draw_seed
 
 MAX_RANK = 256
 MAX_SIBLINGS = 16
@@ -271,11 +272,6 @@ torch.library.register_autograd("zerolora::lora_project", refuse_alone)
 torch.library.register_autograd("zerolora::lora_forward", _backward, setup_context=_setup_context)
 torch.library.register_autograd("zerolora::lora_backward", refuse_second_derivative)
 _FORWARD = torch.ops.zerolora.lora_forward.default
-
-
-def draw_seed(x: Tensor, p: float) -> Tensor | None:
-    """One int64 from torch's generator on the device of x: recomputation and CUDA graphs draw it again."""
-    return torch.randint(0, 2**62, (1,), device=x.device) if p > 0.0 else None
 
 
 def lora_group(

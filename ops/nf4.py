@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ops import derivative, lora, reference
+from ops.seeds import draw_seed
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
@@ -212,7 +213,7 @@ def nf4_group(
         ups=ups,
         scales=scales,
         p=dropout,
-        seed=lora.draw_seed(x, dropout),
+        seed=draw_seed(x, dropout),
         h=None,
     )
     ys, _ = _FORWARD(*arguments)

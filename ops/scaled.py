@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ops import derivative, lora, reference
+from ops.seeds import draw_seed
 
 DENSE_AT_ONCE = 64 * 2**20
 """Bytes of siblings' dequantised weights that share one product."""
@@ -225,7 +226,7 @@ def scaled_group(
         ups=ups,
         factors=factors,
         p=dropout,
-        seed=lora.draw_seed(x, dropout),
+        seed=draw_seed(x, dropout),
     )
     ys, _ = _FORWARD(*arguments)
     return ys

@@ -4,6 +4,8 @@
 # named and skipped: nothing here is fatal, and ZEROLORA_APT=0 forbids it altogether. In CI (CI=true) what is missing is fatal.
 set -uo pipefail
 
+# Two at the same time, of `make -j`: the second waits.
+if command -v flock >/dev/null; then exec 8<"$0"; flock 8; fi
 missing=()
 for package in "$@"; do
     dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")

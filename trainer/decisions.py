@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Generic, Literal, TypeVar
 
-from trainer.config import RunConfig, engine_stage, engine_zero, gathers_by_layer, why_not_by_layer
+from trainer.config import RunConfig, engine_stage, engine_zero, gathers_by_layer, why_no_graphs, why_not_by_layer
 from trainer.engine.deepspeed_engine import guards_on_device
 from trainer.engine.flat_adapter import why_not_flat
 from trainer.patches.mamba import has_scan_kernels
@@ -89,6 +89,9 @@ class Decisions:
     clips_on_device: Decided[bool]
     """Whether the optimizer clips and skips by itself, without the host."""
 
+    cuda_graphs: Decided[bool | None]
+    """Whether micro-steps are played back from CUDA graphs; None: the first steps show it."""
+
     def named(self) -> Iterator[tuple[str, Decided[object]]]:
         """(name, what was decided)."""
         for each in fields(self):
@@ -105,6 +108,7 @@ class Decisions:
             "loss fused with the head": self.fused_head,
             "adapter in one buffer": self.flat,
             "clipping on the device": self.clips_on_device,
+            "CUDA graphs": self.cuda_graphs,
         }
         if self.reference.value != "none":
             shown |= {"reference text": self.reference}
@@ -132,6 +136,7 @@ def decide(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Dec
         gather=_gather(config),
         flat=Decided(not_flat is None, not_flat or ""),
         clips_on_device=Decided(guards_on_device(config.training, zero, machine.precision, machine.on_gpu)),
+        cuda_graphs=_cuda_graphs(config, machine),
     )
 
 
@@ -147,6 +152,7 @@ def decide_for_pictures(config: RunConfig, machine: Machine) -> Decisions:
         rotary=theirs,
         recomputed_results=Decided("none", "an image model"),
         fused_head=Decided(False, "an image model has no head"),
+        cuda_graphs=Decided(False, "an image model"),
     )
 
 
@@ -248,6 +254,17 @@ def _reference(config: RunConfig) -> Decided[str]:
     if config.training.router_aux_loss:
         return Decided("apart", "training.router_aux_loss balances experts over the training text alone")
     return Decided("packed")
+
+
+def _cuda_graphs(config: RunConfig, machine: Machine) -> Decided[bool | None]:
+    asked = config.training.cuda_graphs
+    if asked == "off":
+        return Decided(False, "training.cuda_graphs: off")
+    if not machine.on_gpu:
+        return Decided(False, "there is no GPU")
+    if why_not := why_no_graphs(config):
+        return Decided(False, why_not)
+    return Decided(True, "asked for") if asked == "on" else Decided(None)
 
 
 def _gather(config: RunConfig) -> Decided[str]:

@@ -18,6 +18,7 @@ from trainer.monitor.expert_load import ExpertLoad
 from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.profiler import StepProfiler
 from trainer.monitor.spikes import SpikeWatch
+from trainer.patches.graphed_loss import GraphedLoss
 from trainer.ranks.group import Ranks
 from trainer.ranks.progress import PROGRESS, phase
 from trainer.ranks.signals import StopRequest
@@ -99,6 +100,8 @@ class Parts:
     sample_every: int = 0
     spikes: SpikeWatch | None = None
     stragglers: StragglerWatch | None = None
+    graphs: GraphedLoss | None = None
+    """The loss, where it may be played back from CUDA graphs."""
     tell_start: Callable[[StartTimes], None] | None = None
     """Called at the end of the first step with where the time until then went."""
 
@@ -115,7 +118,7 @@ class Loop:
         self._save_asked, self._saved_time, self._save_s = False, time.monotonic(), 0.0
         self._stopped_early = False
         self._gradient_check = parts.gradient_check
-        self._in_flight: tuple[int, StepInFlight, float] | None = None  # step, its numbers, its learning rate
+        self._in_flight: tuple[int, StepInFlight, float, float] | None = None  # step, numbers, learning rate, graphed
         self._before: StepInFlight | None = None
         self._started = 0.0
         self._stop = False
@@ -158,7 +161,8 @@ class Loop:
         position.offset += consumed
         if parts.batches.samples_per_epoch and position.offset >= parts.batches.samples_per_epoch:
             position.epoch, position.offset = position.epoch + 1, 0
-        self._in_flight = position.step, launched, float(parts.schedule.get_last_lr()[0])
+        graphed = parts.graphs.take_share() if parts.graphs is not None else 0.0
+        self._in_flight = position.step, launched, float(parts.schedule.get_last_lr()[0]), graphed
         if not launched.on_device:
             self._settle()
 
@@ -195,7 +199,7 @@ class Loop:
         """Take in the numbers of the step under way, if there is one: before the next update, or where they matter."""
         if self._in_flight is None:
             return
-        (step, launched, learning_rate), self._in_flight = self._in_flight, None
+        (step, launched, learning_rate, graphed), self._in_flight = self._in_flight, None
         parts, position = self._parts, self.position
         result = launched.result()
         self._check_finite(step, result)
@@ -214,7 +218,7 @@ class Loop:
             self._of_start = start.values()
             if parts.tell_start is not None:
                 parts.tell_start(start)
-        self._report(step, result, learning_rate, seconds)
+        self._report(step, result, learning_rate, seconds, graphed)
 
     def _check_finite(self, step: int, result: StepResult) -> None:
         """A step that was not applied changed no weight: stop, or go on to the next one."""
@@ -234,7 +238,7 @@ class Loop:
             "`zerolora inspect`"
         )
 
-    def _report(self, step: int, result: StepResult, learning_rate: float, seconds: float) -> None:
+    def _report(self, step: int, result: StepResult, learning_rate: float, seconds: float, graphed: float) -> None:
         parts, position = self._parts, self.position
         is_logged = step % self._training.logging_steps == 0 or step == self._total_steps
         # Of all ranks: before those that report nothing leave.
@@ -255,6 +259,8 @@ class Loop:
         }
         if parts.counted == "tokens":
             values["train/target_tokens"] = float(position.target_tokens)
+        if parts.graphs is not None:
+            values["perf/graphed"] = graphed
         if parts.mfu is not None:
             values |= parts.mfu.values(step, seconds)
         if parts.steering is not None:

@@ -18,7 +18,7 @@ from trainer.data.step_count import count_steps
 from trainer.decisions import VARLEN, Decisions
 from trainer.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
 from trainer.engine.eight_bit_moments import elements_per_buffer
-from trainer.engine.flat_adapter import flatten_adapter
+from trainer.engine.flat_adapter import flat_adapter_of, flatten_adapter
 from trainer.engine.optimizer import build_optimizer, build_schedule, planned_rates, rate_floor, restore_schedule
 from trainer.engine.protocol import Engine
 from trainer.evaluation import Evaluation, Measurement
@@ -33,6 +33,7 @@ from trainer.monitor.metrics import Metrics
 from trainer.monitor.profiler import StepProfiler
 from trainer.monitor.spikes import SpikeWatch
 from trainer.monitor.summary import start_summary
+from trainer.patches.graphed_loss import GraphedLoss
 from trainer.patches.installation import install
 from trainer.patches.loss_head import TokenLoss
 from trainer.ranks.group import Ranks, extend_timeouts
@@ -229,12 +230,17 @@ class Run:
         return steering
 
     def _parts(self, engine: Engine, total_steps: int) -> Parts:
-        self.recovery = Recovery(self.config, self.ranks, engine, self.batches, self.task.small_pass, self.say)
+        experts = self._expert_load(engine)
+        graphs = self._graphed_loss(engine, mixture=experts is not None)
+        let_go = graphs.drop if graphs is not None else None
+        common = (self.config, self.ranks, engine, self.batches, self.task.small_pass, self.say)
+        self.recovery = Recovery(*common, let_go=let_go)
         extend_timeouts(collective_timeout(self.config.training))
         return Parts(
             engine=engine,
             schedule=self.schedule,
-            loss=self.loss,
+            loss=graphs or self.loss,
+            graphs=graphs,
             batches=self.batches,
             ranks=self.ranks,
             reporter=self.metrics,
@@ -246,7 +252,7 @@ class Run:
             steering=self.steering,
             gradient_check=GradientCheck(engine.module, finite=self.precision != "fp16"),
             mfu=self.task.meter(engine.module) if self.ranks.is_main else None,
-            experts=self._expert_load(engine),
+            experts=experts,
             counted=self.task.counted,
             sample=lambda step: self.evaluation.sample(f"step-{step}", step, self.folder),
             sample_every=self.config.image.sample_every if self.task.counted == "images" else 0,
@@ -268,6 +274,19 @@ class Run:
     def _tell_start(self, times: StartTimes) -> None:
         for line in times.table() if self.profile_start else [times.line()]:
             self.say(escape(line))
+
+    def _graphed_loss(self, engine: Engine, *, mixture: bool) -> GraphedLoss | None:
+        """The loss of training, where micro-steps may be played back from CUDA graphs."""
+        decided, flat, mode = self.decided.cuda_graphs, flat_adapter_of(engine.module), self.config.training.cuda_graphs
+        if decided.value is False or mode == "off" or flat is None or not isinstance(self.loss, TokenLoss):
+            return None
+        if mixture:
+            self.say("CUDA graphs: off, for every batch visits other experts")
+            return None
+        graphs = GraphedLoss(self.loss, engine.module, flat, mode, self.say)
+        if self.steering is not None:
+            self.steering.play_back(graphs.term)
+        return graphs
 
     def _expert_load(self, engine: Engine) -> ExpertLoad | None:
         compiled = self.config.training.torch_compile

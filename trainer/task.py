@@ -45,9 +45,12 @@ class BatchSource(Protocol):
 
 
 class StepLoss(Protocol):
-    """The summed loss of a batch, fp32 and differentiable; `balancing` is added to it in training only."""
+    """The summed loss of a batch, fp32 and differentiable."""
 
-    balancing: torch.Tensor | float
+    @property
+    def balancing(self) -> torch.Tensor | float:
+        """Added to it in training only."""
+        ...
 
     def __call__(self, model: Any, batch: Any, device: torch.device) -> torch.Tensor: ...
 

@@ -39,7 +39,8 @@ quality)
   echo "texts and model after $SECONDS s"
   common=(base_model="$scratch/model" dataset.path="$scratch/stdlib/train.jsonl"
     dataset.evaluation.path="$scratch/stdlib/eval.jsonl" dataset.cache_dir="$scratch/cache"
-    training.max_steps=300 training.eval_steps=300 training.save_steps=0 training.precision=bf16)
+    dataset.evaluation.max_samples=200 training.batch_size=8 training.max_steps=300 training.eval_steps=300
+    training.save_steps=0 training.precision=bf16 logging.sample_prompts=[])
   # The first prepares the data, which the others find.
   "$python" -m launcher.cli validate configs/demo.yaml "${common[@]}" output_dir="$scratch/none" > "$out/validate.log" 2>&1
   for seed in 1 2 3; do

@@ -46,18 +46,19 @@ def losses(run: Path) -> list[float]:
     return [record["train/loss"] for record in records if "train/loss" in record]
 
 
-def wait_for(condition: Callable[[], Any], what: Callable[[], str]) -> Any:
+def wait_for(condition: Callable[[], Any], what: Callable[[], str], *, every_s: float = 0.1) -> Any:
     """What `condition` returns once it is true; fails with `what()` if it never is."""
     deadline = time.monotonic() + PATIENCE_S
     while not (result := condition()):
         assert time.monotonic() < deadline, what()
-        time.sleep(0.1)
+        time.sleep(every_s)
     return result
 
 
 def end_of(slurm: SlurmCluster, job: str) -> str:
     """Wait until a job is over; the state it ended in."""
-    wait_for(lambda: slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), lambda: slurm.run("squeue"))
+    going_on = ("PENDING", "RUNNING", "COMPLETING")
+    wait_for(lambda: slurm.state(job) not in going_on, lambda: slurm.run("squeue"), every_s=0.5)
     return slurm.state(job)
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 
 from tests.cluster.hosts import LOGIN, Hosts
 
+# cred_expire: the life of a credential, for which a job that was queued again waits; two minutes otherwise. Longer
+# than KillWait, for what is left of the first start is ended by the job's number, which the second has too.
 CONTROLLER_CONFIG = """\
 ClusterName=tests
 SlurmctldHost={login}({address})
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=20
 CredType=cred/munge
 SlurmUser=root
 StateSaveLocation={folder}/state
@@ -45,7 +47,6 @@ PARTITIONS = {
     "high": "PriorityTier=10 PreemptMode=OFF",
 }
 PATIENCE_S = 300.0
-SETTLING_S = 15.0
 ROOT = Path(__file__).parents[2]
 
 
@@ -150,17 +151,9 @@ class SlurmCluster:
         """How often the job was queued again."""
         return int(self.field(job, "Restarts"))
 
-    def start_now(self, *jobs: str) -> None:
-        """SLURM lets a job that was queued again wait for two minutes, the life of a credential; a test does not."""
-        deadline = time.monotonic() + PATIENCE_S
-        while any(self.state(job) != "PENDING" for job in jobs):
-            assert time.monotonic() < deadline, self.run("scontrol", "show", "job")
-            time.sleep(0.5)
-        self.wait_for_nodes()
-        # What is left of the first start is ended by the job's number, which the second has too.
-        time.sleep(SETTLING_S)
-        for job in jobs:
-            self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    def hold(self, job: str, seconds: int) -> None:
+        """Let a job that waits be started no sooner than so many seconds from now."""
+        self.run("scontrol", "update", f"JobId={job}", f"StartTime=now+{seconds}")
 
     def reconfigure(self, old: str, new: str) -> None:
         """Change the configuration and start slurmctld again: some of it is read then only. Jobs go on meanwhile."""

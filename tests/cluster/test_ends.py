@@ -6,7 +6,6 @@ Real runs of two CPU ranks on a tiny model; what goes wrong in a rank comes from
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -51,14 +50,6 @@ def assert_nobody_is_left(run: Run) -> None:
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_done_is_0_and_every_rank_says_so(start: Start) -> None:
-    run = start("training.max_steps=3")
-    code, _, err = run.end()
-    assert code == 0, err
-    assert [run.beat(rank)["exit_code"] for rank in (0, 1)] == [0, 0]
-    assert [run.beat(rank)["step"] for rank in (0, 1)] == [3, 3]
-
-
 def test_a_mistake_of_the_user_is_2(start: Start, tmp_path: Path) -> None:
     code, out, err = start("lora.r=0").end()
     assert (code, out) == (2, "")
@@ -95,6 +86,8 @@ def test_a_signal_to_one_rank_stops_all_of_them_with_a_checkpoint(start: Start, 
     ended, out, err = again.end()
     assert ended == 0, err
     assert f"resumed from {checkpoint} at step {step}" in out
+    beats = [again.beat(rank) for rank in (0, 1)]
+    assert [(beat["exit_code"], beat["step"]) for beat in beats] == [(0, step + 2)] * 2
 
 
 def test_preemption_of_the_launcher_is_75(start: Start) -> None:
@@ -110,7 +103,7 @@ def test_preemption_of_the_launcher_is_75(start: Start) -> None:
 
 
 def test_preemption_before_the_first_step_is_75_too(start: Start) -> None:
-    """Rank 1 loads for 25 s, so no rank can have taken a step when the signal comes."""
+    """Rank 1 loads for 8 s, so no rank can have taken a step when the signal comes."""
     run = start(mischief="1:slow load:1")
     run.wait_for_phase("load", 1)
     run.process.send_signal(signal.SIGUSR1)
@@ -270,22 +263,6 @@ def test_torchrun_shows_the_error_of_the_failed_rank(start: Start) -> None:
     code, _, err = start(launcher=TORCHRUN, mischief="1:raise:9").end()
     assert code == 1
     assert "ValueError: the middle of the model is missing" in err, err
-
-
-def test_hosts_without_a_shared_folder_are_refused(start: Start, tmp_path: Path) -> None:
-    """Two mount namespaces with a tmpfs each in place of the run's folder."""
-    mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(tmp_path / "run")]
-    (tmp_path / "run").mkdir()
-    if subprocess.run([*mount, "true"], capture_output=True).returncode:
-        pytest.skip("needs the right to make mount namespaces")
-    port = free_port()
-    nodes = []
-    for node in (0, 1):
-        torchrun = [*TORCHRUN[:3], "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1", f"--master-port={port}"]
-        nodes.append(start(launcher=(*mount, *torchrun, *TORCHRUN[4:])))
-    ends = [run.end() for run in nodes]
-    assert all(code for code, *_ in ends), ends
-    assert any(f"output_dir={tmp_path / 'run'}: " in out + err and "share" in out + err for _, out, err in ends), ends
 
 
 def _wait_for(condition: Callable[[], bool]) -> None:

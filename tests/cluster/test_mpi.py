@@ -25,21 +25,6 @@ def run(command: list[str], workplace: Path, name: str, **variables: str) -> sub
     )
 
 
-def test_mpirun_starts_the_console_script(workplace: Path, six_steps: list[float]) -> None:
-    needs_programs("mpirun")
-    done = run([*MPIRUN, str(BESIDE / "zerolora-rank")], workplace, "mpi")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "world        2 ranks on " in done.stdout
-    assert losses(workplace / "mpi") == pytest.approx(six_steps, rel=1e-4)
-
-
-def test_zerolora_train_starts_mpirun(workplace: Path, six_steps: list[float]) -> None:
-    needs_programs("mpirun")
-    done = run([*ZEROLORA, "train", "--launcher", "mpi", "--num-gpus", "2"], workplace, "train-mpi")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert losses(workplace / "train-mpi") == pytest.approx(six_steps, rel=1e-4)
-
-
 def test_mpirun_starts_a_rank_on_each_of_two_hosts(
     hosts: Hosts, ssh: Mapping[str, str], workplace: Path, six_steps: list[float]
 ) -> None:
@@ -99,10 +84,6 @@ def test_mpirun_without_mpi4py_says_how_to_get_it(workplace: Path, tmp_path: Pat
     ("name", "command"),
     [
         ("torchrun", [str(BESIDE / "torchrun"), "--nproc-per-node", "2", "-m", "trainer.train"]),
-        (
-            "torch.distributed.run",
-            [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "trainer.train"],
-        ),
         ("deepspeed", [str(BESIDE / "deepspeed"), "--num_gpus", "2", "--module", "trainer.train"]),
     ],
 )

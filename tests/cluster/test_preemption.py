@@ -49,7 +49,6 @@ def test_a_preempted_job_saves_and_goes_on(slurm: SlurmCluster, workplace: Path,
     high = preempt(slurm)
     stopped_at = {name: was_queued_again(slurm, workplace, name, job) for name, job in jobs.items()}
     assert end_of(slurm, high) == "COMPLETED"
-    slurm.start_now(*jobs.values())
     for name, job in jobs.items():
         assert end_of(slurm, job) == "COMPLETED" and slurm.restarts(job) == 1, log_of(workplace, name)
         log = (workplace / f"{name}.log").read_text()
@@ -73,7 +72,6 @@ def test_preemption_by_the_jobs_own_signal(slurm: SlurmCluster, workplace: Path,
         assert "SIGUSR1: saving a checkpoint" in log and "== queued again" in log, log
         assert "SIGTERM" not in log and "== preempted" not in log, log
         assert end_of(slurm, high) == "COMPLETED"
-        slurm.start_now(job)
         assert end_of(slurm, job) == "COMPLETED" and slurm.restarts(job) == 1, log_of(workplace, name)
         log = (workplace / f"{name}.log").read_text()
         assert "start 2, on" in log and f"at step {stopped_at}" in log, log

@@ -25,8 +25,9 @@ def needs(kind: str) -> None:
     "widths", [(4096,), (14336, 14336), (4096, 1024, 1024), (57344,), (77,), (40, 13), (8,)], ids=str
 )
 def test_quantised_rows_have_the_references_bits(kind, dtype, widths):
+    T = min(5000, 2**24 // sum(widths))  # more rows than there are CTAs
     torch.manual_seed(0)
-    parts = [torch.randn(67, width, device="cuda").to(dtype) for width in widths]
+    parts = [torch.randn(T, width, device="cuda").to(dtype) for width in widths]
     parts[0][3] = 0.0
     parts[0][5, 2] = 3e4
     parts[0][7, 1] = math.nan
@@ -37,7 +38,7 @@ def test_quantised_rows_have_the_references_bits(kind, dtype, widths):
         assert torch.equal(scale.view(torch.int32), wanted_scale.view(torch.int32)) or torch.equal(
             scale.nan_to_num(-1.0), wanted_scale.nan_to_num(-1.0)
         )
-        rows = [row for row in range(67) if row != 7]
+        rows = [row for row in range(T) if row != 7]
         assert torch.equal(q[rows], wanted_q[rows])
         assert reference.eight_bit_values(q[7]).isnan().any() or kind == "int8"
 
@@ -114,7 +115,7 @@ def test_twenty_runs_give_the_same_bits(kind):
             assert torch.equal(value, first.named()[name]), name
 
 
-@pytest.mark.parametrize(("rows", "cols"), [(128, 128), (4096, 1024), (132, 260), (77, 129), (4, 4)])
+@pytest.mark.parametrize(("rows", "cols"), [(128, 128), (4096, 1024), (144, 272), (132, 260), (77, 129)])
 def test_a_layer_without_an_adapter(rows, cols):
     """Its backward turns the weight; ragged ones too."""
     torch.manual_seed(0)

@@ -72,6 +72,10 @@ def test_the_batch_that_is_found_has_room_for_capped_logits() -> None:
         ("llama", {"adapter": "none"}, {"adapters": "none", "fused_head": False, "flat": False}),
         ("gemma2", {}, {"attention": "eager", "norms": "ours", "swiglu": "ours", "fused_head": False}),
         ("gpt2", {}, {"norms": "model", "swiglu": "model", "fused_head": True}),
+        ("llama", {"training.cuda_graphs": "auto"}, {"cuda_graphs": None}),
+        ("llama", {"training.cuda_graphs": "on"}, {"cuda_graphs": True}),
+        ("llama", {"training.cuda_graphs": "off"}, {"cuda_graphs": False}),
+        ("llama", {"zero.stage": 3}, {"cuda_graphs": False}),
     ],
 )
 def test_what_is_decided_on_a_gpu(model_type: str, changes: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -83,6 +87,7 @@ def test_what_is_decided_on_a_cpu_and_why() -> None:
     found = decided("llama", Machine.cpu(2, "fp32"))
     assert (found.norms.value, found.norms.reason) == ("model", "there is no GPU")
     assert (found.adapters.value, found.clips_on_device.value) == ("peft", False)
+    assert found.cuda_graphs.value is False and found.line().endswith("CUDA graphs: no (there is no GPU)")
     assert found.line().startswith("decided: attention: sdpa (packs under a mask: no flash attention here), ")
     assert found.as_json()["adapters"] == {"value": "peft", "reason": "ops.backend: auto on a CPU"}
 

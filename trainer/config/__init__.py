@@ -4,6 +4,7 @@ from trainer.config.command_parser import CommandParser
 from trainer.config.data_sections import DatasetSection, SourceSection
 from trainer.config.errors import UserError
 from trainer.config.gather import engine_stage, engine_zero, gathers_by_layer, trained_in_full, why_not_by_layer
+from trainer.config.graphs import why_no_graphs
 from trainer.config.image_section import ImageSection
 from trainer.config.load import LoadedConfig, dump_yaml, load_config
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
@@ -44,5 +45,6 @@ __all__ = [
     "gathers_by_layer",
     "load_config",
     "trained_in_full",
+    "why_no_graphs",
     "why_not_by_layer",
 ]

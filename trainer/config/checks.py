@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from trainer.config.errors import DATA_WANTED, UserError, shown
 from trainer.config.gather import adapter_to_continue, gathers_by_layer, why_not_by_layer
+from trainer.config.graphs import why_no_graphs
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import TrainingSection
 from trainer.config.types import AUTO
@@ -186,6 +187,8 @@ def _of_training(config: RunConfig) -> Iterator[str]:
             f"training.gradient_accumulation_steps={accumulation}: training.global_batch_size="
             f"{'auto' if together == AUTO else together} decides it; remove one, or set it to null"
         )
+    if training.cuda_graphs == "on" and (why_not := why_no_graphs(config)):
+        yield f"training.cuda_graphs=on: {why_not}; use auto"
     yield from _of_evaluation(config)
     if training.best_checkpoint and training.eval_steps and training.save_steps % training.eval_steps:
         yield (

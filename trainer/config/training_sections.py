@@ -136,6 +136,9 @@ class TrainingSection(Section):
     torch_compile: bool = False
     """Compile the model with torch.compile. It turns off what is computed together here: siblings in one call, the
     adapter in one buffer, norms, SwiGLU and rotary embedding. Whether it pays is for `zerolora bench` to say."""
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """Record the kernels of a micro-step and launch them as one, where the adapter is one buffer. `auto`: where the
+    first steps show that the card waits for the host (small batches of small models), and playing back is faster."""
     cudnn_benchmark: bool = False
     """Let cuDNN try its kernels at the start."""
     deterministic: bool = False

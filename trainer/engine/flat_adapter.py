@@ -88,6 +88,8 @@ class FlatAdapter:
         self.stacks: dict[int, Tensor] = {}
         """Block number -> [N, *shape] in the graph of the latest forward pass with gradients."""
         self._watcher: Watcher | None = None
+        self._sources: Sequence[Tensor] | None = None
+        self._stacks_alone = False
         with torch.no_grad():
             for member, view in self._rows():
                 view.copy_(member.parameter)
@@ -138,13 +140,15 @@ class FlatAdapter:
             for member in self.members:
                 member.module.__dict__.pop("weight", None)
             return
-        for index, buffer in enumerate(self.buffers):
+        for index, buffer in enumerate(self._sources or self.buffers):
             blocks = [(number, block) for number, block in enumerate(self.blocks) if block.buffer == index]
             elements = [block.elements for _, block in blocks]
             pieces = buffer.split([*elements, buffer.numel() - sum(elements)])
             for (number, block), piece in zip(blocks, pieces, strict=False):  # the last one is padding
                 stack = block.stacked(piece)
                 self.stacks[number] = stack
+                if self._stacks_alone:
+                    continue
                 for member, view in zip(block.members, stack.unbind(0), strict=True):
                     # An instance's own attribute is found before the registered Parameter, which stays what it is.
                     member.module.__dict__["weight"] = view
@@ -165,9 +169,34 @@ class FlatAdapter:
                 else:
                     member.module.__dict__["weight"] = view
 
+    @contextmanager
+    def reading(self, sources: Sequence[Tensor]) -> Iterator[None]:
+        """Forward passes read these tensors in place of the buffers; no view of them stays."""
+        self._sources = sources
+        try:
+            yield
+        finally:
+            self._sources, self.stacks = None, {}
+            for member in self.members:
+                member.module.__dict__.pop("weight", None)
+
+    @contextmanager
+    def stacks_alone(self) -> Iterator[None]:
+        """A forward pass in which no adapter module reads its weight: views of it are not made."""
+        self._stacks_alone = True
+        try:
+            yield
+        finally:
+            self._stacks_alone = False
+
     def watch(self, watcher: Watcher | None) -> None:
         """Show every new view to `watcher(name, view)`; None ends it."""
         self._watcher = watcher
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody looks at every new view."""
+        return self._watcher is not None
 
     def _rows(self) -> list[tuple[Member, Tensor]]:
         return [

@@ -80,13 +80,15 @@ class Recovery:
         batches: BatchSource,
         small_pass: Callable[[Any], object],
         say: Callable[[str], None],
+        let_go: Callable[[str], None] | None = None,
     ) -> None:
         """Every rank must call it. `batches` are what the loop draws from; they are recut in place.
 
-        `small_pass` runs the model over as little as it takes.
+        `small_pass` runs the model over as little as it takes; `let_go(reason)` frees what was made for micro-batches
+        of one size, with a reason for good.
         """
         self._config, self._ranks, self._engine, self._batches, self._say = config, ranks, engine, batches, say
-        self._small_pass = small_pass
+        self._small_pass, self._let_go = small_pass, let_go
         self._halves = config.training.on_oom == "halve"
         self._in_process = self._halves and config.zero.stage < 2
         self._agreed = False
@@ -185,6 +187,8 @@ class Recovery:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+        if self._let_go is not None:
+            self._let_go("a step ran out of memory")
 
     def _recut(self, step: int) -> None:
         """The smaller micro-batch for the batches and the engine; OutOfMemory if there is none."""
@@ -221,6 +225,8 @@ class Recovery:
         size, accumulation = self._before.pop()
         self._grown.append(size)
         self._say(f"step {step}: there is room again; batch_size {size}, accumulation {accumulation}")
+        if self._let_go is not None:
+            self._let_go("")
         self._cut(step, size, accumulation)
 
     def _smaller(self) -> tuple[int, int] | None:

@@ -58,27 +58,70 @@ class TokenLoss:
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> torch.Tensor:
         """sum_t -log p(target_t) over the targets of the batch, nats, fp32."""
         self._observe(batch, device)
-        if self._head is None:
-            inputs, targets = self._inputs(batch, device)
-            logits, targets = self._called(model, inputs, batch).logits, to_device(targets, device)
-            return F.cross_entropy(
-                logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-            )
         inputs, targets = self._inputs(batch, device)
+
+        def call(inputs: dict[str, Any]) -> Any:
+            return self._called(model, inputs, batch)
+
+        if self._head is None:
+            return self._of_logits(call, inputs, to_device(targets, device))
         # The places of the targets are found on the host, where the batch is: on the device that would wait for it.
         flat = targets.flatten()
         places = (flat != IGNORED).nonzero().squeeze(1)
         places_on_device, chosen = to_device(places, device), to_device(flat[places], device)
+        return self._in_chunks(call, inputs, chosen, places_on_device if len(places) != len(flat) else None)
+
+    def on_host(self, batch: MicroBatch, places: int = 1) -> tuple[dict[str, Any], torch.Tensor]:
+        """What `of_inputs` takes but for the device: what the model takes, and targets [B, K], K at least `places`."""
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids}
+        if batch.position_ids is not None:
+            inputs["position_ids"] = batch.position_ids
+        # Only our own variable-length attention takes document bounds; transformers' reads them off position_ids.
+        if batch.cu_seqlens is not None and self._config._attn_implementation == VARLEN:
+            inputs |= {"cu_seqlens": batch.cu_seqlens, "max_seqlen": batch.max_seqlen}
+        targets = batch.targets
+        if self._picks_logits:
+            wanted = (targets != IGNORED).any(0)
+            kept = wanted.nonzero().squeeze(1)
+            if len(kept) < places:
+                kept = torch.cat([kept, (~wanted).nonzero().squeeze(1)[: places - len(kept)]])
+            targets = targets[:, kept]
+            inputs["logits_to_keep"] = kept
+        return inputs, targets
+
+    def of_inputs(self, model: Any, inputs: dict[str, Any], targets: torch.Tensor) -> torch.Tensor:
+        """The same from tensors on the device, without a look at one: `observed` must hold. Rows of IGNORED count 0."""
+
+        def call(inputs: dict[str, Any]) -> Any:
+            return model(**inputs, use_cache=False)
+
+        if self._head is None:
+            return self._of_logits(call, inputs, targets)
+        return self._in_chunks(call, inputs, targets.flatten(), None)
+
+    @property
+    def observed(self) -> bool:
+        """Whether it is known how head and loss are computed."""
+        return self._head is None or self._factor is not None
+
+    def _of_logits(self, call: Callable[..., Any], inputs: dict[str, Any], targets: torch.Tensor) -> torch.Tensor:
+        logits = call(inputs).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+
+    def _in_chunks(
+        self, call: Callable[..., Any], inputs: dict[str, Any], chosen: torch.Tensor, places: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`places` of the rows have the targets `chosen`; None: all."""
 
         def loss_of(hidden: torch.Tensor) -> torch.Tensor:
             weight = self._head.weight
             rows = hidden.flatten(0, 1)
-            if len(places) != len(flat):
-                rows = rows.index_select(0, places_on_device)
+            if places is not None:
+                rows = rows.index_select(0, places)
             return token_loss_sum(rows.to(weight.dtype), weight, chosen, factor=self._factor or 1.0).view(1, 1, 1)
 
         with _head_replaced(self._head, loss_of):
-            scaled: torch.Tensor = self._called(model, inputs, batch).logits
+            scaled: torch.Tensor = call(inputs).logits
         return scaled.view(()) / (self._factor or 1.0)
 
     def _called(self, model: Any, inputs: dict[str, Any], batch: MicroBatch) -> Any:
@@ -204,19 +247,8 @@ class TokenLoss:
         is most of its work.
         """
         # Padding is on the right, where causal attention never looks back from: no mask, and no slower kernel for one.
-        inputs: dict[str, Any] = {"input_ids": to_device(batch.input_ids, device)}
-        if batch.position_ids is not None:
-            inputs["position_ids"] = to_device(batch.position_ids, device)
-        # Only our own variable-length attention takes document bounds; transformers' reads them off position_ids.
-        if batch.cu_seqlens is not None and self._config._attn_implementation == VARLEN:
-            inputs |= {"cu_seqlens": to_device(batch.cu_seqlens, device), "max_seqlen": batch.max_seqlen}
-        targets = batch.targets
-        if self._picks_logits:
-            kept = (targets != IGNORED).any(0).nonzero().squeeze(1)
-            kept = kept if kept.numel() else torch.zeros(1, dtype=torch.long)
-            targets = targets[:, kept]
-            inputs["logits_to_keep"] = to_device(kept, device)
-        return inputs, targets
+        inputs, targets = self.on_host(batch)
+        return {name: to_device(value, device) for name, value in inputs.items()}, targets
 
     def _observed_factor(self, batch: MicroBatch, device: torch.device) -> float | None:
         tokens = batch.input_ids[:1, :2].to(device)

@@ -6,6 +6,7 @@ offload_activations        the inputs that are kept lie in page-locked host memo
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ops.seeds import Seeds
 from trainer.config import TrainingSection, UserError
 from trainer.contract.known_versions import changed
 from trainer.engine.linear_layers import is_linear, model_shape
@@ -31,7 +33,8 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
         model.enable_input_require_grads()
         return "recomputed in the backward pass: every layer (reentrant)"
-    run = partial(checkpoint, use_reentrant=False, preserve_rng_state=_draws(model))
+    plain = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    run: Callable[..., Any] = _repeating_draws if _draws(model) else plain
     kept = "kept on the device"
     if training.offload_activations:
         offload = HostCopies()
@@ -58,6 +61,22 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
     if first := training.gradient_checkpointing_layers:
         which = _leave_out_but_the_first(model, layers, first)
     return f"recomputed in the backward pass: {which}; their inputs are {kept}"
+
+
+def _repeating_draws(function: Callable[..., Any], *args: Any) -> Any:
+    """A checkpoint that draws the same numbers again; while a CUDA graph records it, the seeds of our operators.
+
+    What else draws numbers shows then: the recording gives other gradients (trainer/engine/cuda_graphs.py).
+    """
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True)
+    seeds = Seeds()
+    contexts = partial(_contexts_of, seeds)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+def _contexts_of(seeds: Seeds) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return seeds.kept(), seeds.again()
 
 
 def _leave_out_but_the_first(model: nn.Module, layers: list[Any], first: int) -> str:

@@ -13,7 +13,7 @@ Evaluation never comes here. A fault raises ScuFault on every rank; nothing fall
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,11 +85,17 @@ class Steering:
         self.records: list[dict[str, Any]] = []
         self._pending: _Pending | None = None
         self._measured: Tensor | None = None
+        self._squares = self.information.squares if self.information is not None else None
 
     @property
     def lambda_(self) -> float:
         """lambda as it stands."""
         return self.state.lambda_
+
+    def play_back(self, played: Callable[[Callable[[], Tensor]], Callable[[], Tensor]]) -> None:
+        """Let the measure of the adapter, if it is that, be computed by `played(measure)` in training."""
+        if self._squares is not None:
+            self._squares = played(self._squares)
 
     def check_target(
         self,
@@ -156,8 +162,8 @@ class Steering:
             term = self.divergence.term(step, self.lambda_)
             self._measured = self.divergence.local()
             return term
-        assert self.information is not None
-        squares = self.information.squares()
+        assert self.information is not None and self._squares is not None
+        squares = self._squares()
         self._measured = squares.detach()
         if self.law.controller == "none":
             return torch.zeros_like(self._measured)

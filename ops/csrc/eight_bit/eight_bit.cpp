@@ -32,7 +32,7 @@ Quantized quantized(const std::vector<Matrix>& parts, at::TensorList factors, at
                    at::empty({job.T}, like.options().dtype(at::kFloat))};
   job.q = static_cast<uint8_t*>(result.q.mutable_data_ptr());
   job.scale = result.scale.mutable_data_ptr<float>();
-  check(launch_quantize(job, stream), "quantising rows");
+  check(launch_quantize(job, card_of(like), stream), "quantising rows");
   return result;
 }
 
@@ -62,23 +62,21 @@ std::vector<int64_t> outputs_of(at::TensorList weights) {
 
 // Siblings' weights turned, side by side: [I, sum of O], which lives for one product.
 Tensor turned_weights(at::TensorList weights, cudaStream_t stream) {
-  int64_t outs = 0;
-  for (const Tensor& weight : weights) outs += weight.size(0);
-  const int64_t width = weights[0].size(1);
-  const Tensor turned = at::empty({width, outs}, weights[0].options());
-  uint8_t* next = static_cast<uint8_t*>(turned.mutable_data_ptr());
+  Turn job;
+  job.cols = weights[0].size(1);
   for (const Tensor& weight : weights) {
-    const auto* const source = static_cast<const uint8_t*>(weight.const_data_ptr());
-    check(launch_turn({source, weight.size(0), width, next, outs}, stream), "turning an 8-bit weight");
-    next += weight.size(0);
+    job.part[job.parts++] = {static_cast<const uint8_t*>(weight.const_data_ptr()), weight.size(0)};
+    job.ld += weight.size(0);
   }
+  const Tensor turned = at::empty({job.cols, job.ld}, weights[0].options());
+  job.target = static_cast<uint8_t*>(turned.mutable_data_ptr());
+  check(launch_turn(job, stream), "turning 8-bit weights");
   return turned;
 }
 
 // dX = beta dX + u (g_q W_q), (g_q, u) the quantised rows of all v dY.
-void frozen_gradient(const Matrix& target, const std::vector<Matrix>& grads, at::TensorList weights,
-                     at::TensorList row_scales, float beta, const Tensor& like, cudaStream_t stream) {
-  const Quantized g = quantized(grads, row_scales, weights[0].scalar_type(), like, stream);
+void frozen_gradient(const Matrix& target, const Quantized& g, at::TensorList weights, float beta, const Tensor& like,
+                     cudaStream_t stream) {
   scaled_product(target, {g.q, g.scale, turned_weights(weights, stream), {}}, beta, like, stream);
 }
 
@@ -128,7 +126,8 @@ Tensor eight_bit_linear_backward(at::TensorList grads, at::TensorList weights, a
   for (const Tensor& grad : grads) rows.push_back(rows_of(grad));
   Tensor grad_x = at::empty(shape_like(like, weights[0].size(1)), like.options());
   const auto stream = c10::cuda::getCurrentCUDAStream(like.get_device());
-  frozen_gradient(rows_of(grad_x), rows, weights, row_scales, 0.f, like, stream);
+  frozen_gradient(rows_of(grad_x), quantized(rows, row_scales, weights[0].scalar_type(), like, stream), weights, 0.f,
+                  like, stream);
   return grad_x;
 }
 
@@ -154,19 +153,24 @@ std::tuple<Tensor, Tensors, Tensors> eight_bit_backward(at::TensorList grads, co
                                                         const std::optional<Tensor>& seed, bool need_x, bool need_down,
                                                         bool need_up) {
   check_weights(x, weights, row_scales);
-  const auto gradient = [&](const std::vector<Outer>& siblings, const Matrix& dh, const Matrix& all_downs,
-                            const Dropout& dropout, cudaStream_t stream) {
+  Quantized g;
+  // Before the other passes over dY, the end of which lies in the L2 as what made it has left it there.
+  const auto quantize = [&](const std::vector<Outer>& siblings, cudaStream_t stream) {
     std::vector<Matrix> rows;
     for (const Outer& sibling : siblings) rows.push_back(sibling.grad);
+    g = quantized(rows, row_scales, weights[0].scalar_type(), x, stream);
+  };
+  const auto gradient = [&](const std::vector<Outer>&, const Matrix& dh, const Matrix& all_downs,
+                            const Dropout& dropout, cudaStream_t stream) {
     Tensor grad_x = at::empty(x.sizes(), x.options());
     const Matrix target = rows_of(grad_x);
     const bool adapter_first = target.rows >= kFewTokens;
     if (adapter_first) adapters_part_of_x(target, dh, all_downs, false, dropout, x, stream);
-    frozen_gradient(target, rows, weights, row_scales, adapter_first ? 1.f : 0.f, x, stream);
+    frozen_gradient(target, g, weights, adapter_first ? 1.f : 0.f, x, stream);
     if (!adapter_first) adapters_part_of_x(target, dh, all_downs, true, dropout, x, stream);
     return grad_x;
   };
-  return group_backward(grads, x, downs, ups, h, scales, p, seed, need_x, need_down, need_up, gradient);
+  return group_backward(grads, x, downs, ups, h, scales, p, seed, need_x, need_down, need_up, gradient, quantize);
 }
 
 }  // namespace

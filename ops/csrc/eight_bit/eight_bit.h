@@ -21,12 +21,18 @@ struct Quantize {
   uint8_t* q = nullptr;
   float* scale = nullptr;
 };
-cudaError_t launch_quantize(const Quantize& job, cudaStream_t stream);
+cudaError_t launch_quantize(const Quantize& job, const Device& device, cudaStream_t stream);
 
-// target[i, j] = source[j, i], bytes; source [rows, cols] is contiguous, target has rows of ld bytes.
+struct TurnPart {
+  const uint8_t* source = nullptr;  // [rows, cols], contiguous
+  int64_t rows = 0;
+};
+
+// target[i, j] = source[j, i], bytes, of all parts side by side; target has rows of ld bytes.
 struct Turn {
-  const uint8_t* source = nullptr;
-  int64_t rows = 0, cols = 0;
+  TurnPart part[kMaxSiblings];
+  int parts = 0;
+  int64_t cols = 0;
   uint8_t* target = nullptr;
   int64_t ld = 0;
 };

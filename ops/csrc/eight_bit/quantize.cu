@@ -1,5 +1,5 @@
-// Rows of 16 or 32 bits to 8, each by its own largest magnitude: one CTA a row, which stays in registers between the
-// two looks at it. Siblings' gradients go side by side into one matrix, times the scales of their weights' rows.
+// Rows of 16 or 32 bits to 8, each by its own largest magnitude, read from memory once. Siblings' gradients go side
+// by side into one matrix, times the scales of their weights' rows.
 #include <algorithm>
 #include <cuda_fp8.h>
 
@@ -9,23 +9,37 @@
 namespace zerolora {
 namespace {
 
-constexpr int kVector = 8;  // values that a thread takes at once
+constexpr int kVector = 8;     // values that a thread takes at once
+constexpr int kHeld = 4;       // vectors of a row that a thread has
+constexpr int kStages = 3;     // rows that a CTA has at once: one that it works on, the others on their way
+constexpr int kThreads = 896;  // most of a multiprocessor, in one or more CTAs: more would have too few registers
+constexpr int kMostWarps = 32;
+constexpr int kWideHeld = 7, kWideThreads = 1024;  // of a wider row
 constexpr float kSmallest = 0x1p-100f;
 
+struct Origin {
+  const char* first;  // where the first row would begin, were the part the only one
+  uint32_t pitch;     // bytes between rows
+};
 struct Args {
   Quantize job;
   int end[kMaxSiblings];  // of each part, in vectors
+  Origin origin[kMaxSiblings];
 };
 
 // Magnitudes compare as their bits do, and a NaN is above all of them.
 __device__ __forceinline__ uint32_t magnitude(float value) { return __float_as_uint(value) & 0x7fffffffu; }
 
-__device__ __forceinline__ uint32_t largest_of_row(uint32_t largest) {
-  __shared__ uint32_t of_warp[32];
+// Of a CTA's threads; a second call may not take the same words of shared memory before a third one.
+__device__ __forceinline__ uint32_t largest_of_row(uint32_t largest, uint32_t (&of_warp)[kMostWarps]) {
   const auto of_lanes = [](uint32_t value) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(~0u, value);
+#else
 #pragma unroll
     for (int step = 16; step > 0; step /= 2) value = max(value, __shfl_xor_sync(~0u, value, step));
     return value;
+#endif
   };
   largest = of_lanes(largest);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = largest;
@@ -48,75 +62,155 @@ template <bool kFp8> __device__ __forceinline__ uint32_t pack(float a, float b, 
   }
 }
 
-// Where a vector lies, and its factors.
-template <typename T> struct Place {
-  const T* values;
-  const float* factor;
-  __device__ __forceinline__ Place(const Args& a, int64_t row, int vector) {
-    int p = 0;
-    while (vector >= a.end[p]) ++p;
-    const QuantizePart& part = a.job.part[p];
-    const int64_t column = static_cast<int64_t>(vector - (p == 0 ? 0 : a.end[p - 1])) * kVector;
-    values = static_cast<const T*>(part.data) + row * part.ld + column;
-    factor = part.factor == nullptr ? nullptr : part.factor + column;
+// Of which part a vector is, and of which of its columns.
+struct Place {
+  int part, column;
+  __device__ __forceinline__ Place(const Args& a, int vector) : part(0) {
+    while (vector >= a.end[part]) ++part;
+    column = (vector - (part == 0 ? 0 : a.end[part - 1])) * kVector;
+  }
+  template <typename T> __device__ __forceinline__ const T* values(const Args& a, int64_t row) const {
+    return static_cast<const T*>(a.job.part[part].data) + row * a.job.part[part].ld + column;
+  }
+  __device__ __forceinline__ void factors(float (&of)[kVector], const Args& a, bool held = true) const {
+    const float* const factor = held ? a.job.part[part].factor : nullptr;
+#pragma unroll
+    for (int e = 0; e < kVector; e += 4) {
+      const float4 four =
+          factor == nullptr ? make_float4(1.f, 1.f, 1.f, 1.f) : *reinterpret_cast<const float4*>(factor + column + e);
+      of[e] = four.x, of[e + 1] = four.y, of[e + 2] = four.z, of[e + 3] = four.w;
+    }
   }
 };
 
-__device__ __forceinline__ void times(float (&v)[kVector], const float* factor) {
-  if (factor == nullptr) return;
-  const float4 low = reinterpret_cast<const float4*>(factor)[0], high = reinterpret_cast<const float4*>(factor)[1];
-  v[0] *= low.x, v[1] *= low.y, v[2] *= low.z, v[3] *= low.w;
-  v[4] *= high.x, v[5] *= high.y, v[6] *= high.z, v[7] *= high.w;
-}
-
 template <typename T> __device__ __forceinline__ void spread(float (&v)[kVector], const uint4& raw) {
-  T values[kVector];
-  memcpy(values, &raw, 16);
+  if constexpr (std::is_same<T, __nv_bfloat16>::value) {  // left to itself the compiler takes three steps for a pair
+    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-  for (int i = 0; i < kVector; ++i) v[i] = to_float(values[i]);
+    for (int i = 0; i < 4; ++i)
+      v[2 * i] = __uint_as_float(words[i] << 16), v[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+  } else {
+    T values[kVector];
+    memcpy(values, &raw, 16);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) v[i] = to_float(values[i]);
+  }
 }
 
-// 16-bit values, in whole vectors of 16 bytes; kHeld of them a thread.
-template <typename T, bool kFp8, int kHeld, int kThreads>
-__global__ void __launch_bounds__(kThreads) quantize_kernel(const __grid_constant__ Args a) {
+template <bool kFp8> __device__ __forceinline__ uint2 packed(const float (&v)[kVector]) {
+  return make_uint2(pack<kFp8>(v[0], v[1], v[2], v[3]), pack<kFp8>(v[4], v[5], v[6], v[7]));
+}
+
+__device__ __forceinline__ uint64_t wide_product(int row, uint32_t width) {  // neither is negative: one instruction
+  return static_cast<uint64_t>(static_cast<uint32_t>(row)) * width;
+}
+
+// 16-bit values, in whole vectors of 16 bytes. CTAs stay, each for many rows, whose columns' factors its threads keep
+// in registers. A thread reads no other values than it has copied itself, so that rows come in without a barrier. The
+// last rows come first: whoever made or read all of them last has left these in the L2.
+template <typename T, bool kFp8, bool kFactors>
+__global__ void __launch_bounds__(kThreads, 1) quantize_kernel(const __grid_constant__ Args a) {
+  extern __shared__ uint4 ring[];  // [stage][vector of a thread][thread]
+  __shared__ uint32_t of_warp[2][kMostWarps];
+  const int threads = static_cast<int>(blockDim.x), thread = static_cast<int>(threadIdx.x);
+  const int vectors = static_cast<int>(a.job.K / kVector);
+  const int stride = static_cast<int>(gridDim.x), first = static_cast<int>(a.job.T) - 1 - static_cast<int>(blockIdx.x);
+  const auto held = [&](int i) { return thread + i * threads < vectors; };
+  uint32_t parts = 0;  // of the vectors, a byte each
+  float factor[kHeld][kVector];
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const Place place(a, held(i) ? thread + i * threads : 0);
+    parts |= static_cast<uint32_t>(place.part) << 8 * i;
+    if constexpr (kFactors) place.factors(factor[i], a, held(i));
+  }
+  const auto fetch = [&](int row, int stage) {
+    if (row >= 0)
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        const Origin& of = a.origin[parts >> 8 * i & 255u];
+        const char* const from = of.first + wide_product(row, of.pitch) + (thread + i * threads) * 16u;
+        copy_async(shared_address(ring + (stage * kHeld + i) * threads + thread), from, held(i));
+      }
+    copy_commit();
+  };
+#pragma unroll
+  for (int stage = 0; stage < kStages - 1; ++stage) fetch(first - stage * stride, stage);
+  int stage = 0, turn = 0;
+  for (int row = first; row >= 0; row -= stride, turn ^= 1) {
+    fetch(row - (kStages - 1) * stride, stage == 0 ? kStages - 1 : stage - 1);  // where the row before this one lay
+    copy_wait<kStages - 1>();
+    const uint4* const mine = ring + stage * kHeld * threads + thread;
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      float v[kVector];
+      spread<T>(v, mine[i * threads]);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e)  // |v f| as |v| |f|: a product takes magnitudes at no cost
+        largest = max(largest, kFactors ? __float_as_uint(fabsf(v[e]) * fabsf(factor[i][e])) : magnitude(v[e]));
+    }
+    const float scale = scale_of<kFp8>(largest_of_row(largest, of_warp[turn])), inverse = __frcp_rn(scale);
+    if (thread == 0) a.job.scale[row] = scale;
+    uint8_t* const q = a.job.q + wide_product(row, static_cast<uint32_t>(a.job.K));
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      float v[kVector];
+      spread<T>(v, mine[i * threads]);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) v[e] = (kFactors ? v[e] * factor[i][e] : v[e]) * inverse;
+      const uint2 bytes = packed<kFp8>(v);
+      if (held(i)) *reinterpret_cast<uint2*>(q + (thread + i * threads) * 8u) = bytes;
+    }
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+  }
+}
+
+// The same for rows that are wider than quantize_kernel takes, or for a card older than Ampere: one CTA a row.
+template <typename T, bool kFp8>
+__global__ void __launch_bounds__(kWideThreads) quantize_wide_kernel(const __grid_constant__ Args a) {
+  __shared__ uint32_t of_warp[kMostWarps];
   const int64_t row = blockIdx.x;
   const int vectors = static_cast<int>(a.job.K / kVector);
-  uint4 raw[kHeld];
+  uint4 raw[kWideHeld];
+  const auto each = [&](auto use) {
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int vector = static_cast<int>(threadIdx.x + i * blockDim.x);
-    if (vector < vectors) raw[i] = __ldcs(reinterpret_cast<const uint4*>(Place<T>(a, row, vector).values));
-  }
+    for (int i = 0; i < kWideHeld; ++i)
+      if (const int vector = static_cast<int>(threadIdx.x) + i * kWideThreads; vector < vectors)
+        use(raw[i], Place(a, vector), vector);
+  };
+  const auto value = [&](float (&v)[kVector], const uint4& from, const Place& place) {
+    float factor[kVector];
+    place.factors(factor, a);
+    spread<T>(v, from);
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) v[e] *= factor[e];
+  };
+  each([&](uint4& to, const Place& place, int) {
+    to = __ldcs(reinterpret_cast<const uint4*>(place.values<T>(a, row)));
+  });
   uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int vector = static_cast<int>(threadIdx.x + i * blockDim.x);
-    if (vector >= vectors) continue;
+  each([&](const uint4& from, const Place& place, int) {
     float v[kVector];
-    spread<T>(v, raw[i]);
-    times(v, Place<T>(a, row, vector).factor);
+    value(v, from, place);
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) largest = max(largest, magnitude(v[e]));
-  }
-  const float scale = scale_of<kFp8>(largest_of_row(largest)), inverse = __frcp_rn(scale);
+    for (float each : v) largest = max(largest, magnitude(each));
+  });
+  const float scale = scale_of<kFp8>(largest_of_row(largest, of_warp)), inverse = __frcp_rn(scale);
   if (threadIdx.x == 0) a.job.scale[row] = scale;
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    const int vector = static_cast<int>(threadIdx.x + i * blockDim.x);
-    if (vector >= vectors) continue;
+  each([&](const uint4& from, const Place& place, int vector) {
     float v[kVector];
-    spread<T>(v, raw[i]);
-    times(v, Place<T>(a, row, vector).factor);
+    value(v, from, place);
 #pragma unroll
     for (float& each : v) each *= inverse;
-    *reinterpret_cast<uint2*>(a.job.q + row * a.job.K + static_cast<int64_t>(vector) * kVector) =
-        make_uint2(pack<kFp8>(v[0], v[1], v[2], v[3]), pack<kFp8>(v[4], v[5], v[6], v[7]));
-  }
+    *reinterpret_cast<uint2*>(a.job.q + row * a.job.K + static_cast<int64_t>(vector) * kVector) = packed<kFp8>(v);
+  });
 }
 
 // Any type, width and alignment: value by value, read twice.
 template <typename T, bool kFp8> __global__ void __launch_bounds__(256)
     quantize_any_kernel(const __grid_constant__ Args a) {
+  __shared__ uint32_t of_warp[kMostWarps];
   const int64_t row = blockIdx.x;
   const auto each = [&](auto use) {
     int64_t at = 0;
@@ -129,48 +223,65 @@ template <typename T, bool kFp8> __global__ void __launch_bounds__(256)
   };
   uint32_t largest = 0;
   each([&](int64_t, float value) { largest = max(largest, magnitude(value)); });
-  const float scale = scale_of<kFp8>(largest_of_row(largest)), inverse = __frcp_rn(scale);
+  const float scale = scale_of<kFp8>(largest_of_row(largest, of_warp)), inverse = __frcp_rn(scale);
   if (threadIdx.x == 0) a.job.scale[row] = scale;
   each([&](int64_t at, float value) {
     a.job.q[row * a.job.K + at] = static_cast<uint8_t>(pack<kFp8>(value * inverse, 0.f, 0.f, 0.f));
   });
 }
 
-template <typename T, bool kFp8> void start(const Args& args, bool in_vectors, cudaStream_t stream) {
+// False where a row is too wide.
+template <typename T, bool kFp8, bool kFactors>
+bool start_staying(const Args& args, const Device& device, cudaStream_t stream) {
+  constexpr int kLanes = 32 * kHeld;
+  const int64_t vectors = args.job.K / kVector, warps = (vectors + kLanes - 1) / kLanes;
+  if (device.capability < 80 || warps > kThreads / 32) return false;
+  const int threads = static_cast<int>(warps) * 32, bytes = kStages * kHeld * threads * 16;
+  constexpr int kOther = 2048;  // bytes that a CTA has besides
+  constexpr auto kernel = quantize_kernel<T, kFp8, kFactors>;
+  if (bytes + kOther > device.shared_bytes || allow_shared_bytes<kernel>(bytes) != cudaSuccess) return false;
+  // Several CTAs are to find room at once, not one.
+  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  const int at_once = std::min(kThreads / threads, device.shared_bytes_sm / (bytes + kOther));
+  const int64_t blocks = std::min<int64_t>(args.job.T, device.multiprocessors * at_once);
+  kernel<<<static_cast<unsigned>(blocks), threads, bytes, stream>>>(args);
+  return true;
+}
+
+template <typename T, bool kFp8>
+void start(const Args& args, bool in_vectors, const Device& device, cudaStream_t stream) {
   const auto rows = static_cast<unsigned>(args.job.T);
-  const int vectors = static_cast<int>(args.job.K / kVector);
   if constexpr (sizeof(T) == 2) {
-    const auto run = [&](auto kernel, int most) {
-      kernel<<<rows, std::min(most, (vectors + 31) / 32 * 32), 0, stream>>>(args);
-    };
-    if (in_vectors && vectors <= 256) return run(quantize_kernel<T, kFp8, 1, 256>, 256);
-    if (in_vectors && vectors <= 2 * 256) return run(quantize_kernel<T, kFp8, 2, 256>, 256);
-    if (in_vectors && vectors <= 4 * 256) return run(quantize_kernel<T, kFp8, 4, 256>, 256);
-    if (in_vectors && vectors <= 7 * 256) return run(quantize_kernel<T, kFp8, 7, 256>, 256);
-    if (in_vectors && vectors <= 14 * 256) return run(quantize_kernel<T, kFp8, 14, 256>, 256);
-    if (in_vectors && vectors <= 7 * 1024) return run(quantize_kernel<T, kFp8, 7, 1024>, 1024);
+    bool factors = false;
+    for (int i = 0; i < args.job.parts; ++i) factors = factors || args.job.part[i].factor != nullptr;
+    if (in_vectors && (factors ? start_staying<T, kFp8, true>(args, device, stream)
+                               : start_staying<T, kFp8, false>(args, device, stream)))
+      return;
+    if (in_vectors && args.job.K <= kVector * kWideHeld * kWideThreads)
+      return quantize_wide_kernel<T, kFp8><<<rows, kWideThreads, 0, stream>>>(args);
   }
   quantize_any_kernel<T, kFp8><<<rows, 256, 0, stream>>>(args);
 }
 
 }  // namespace
 
-cudaError_t launch_quantize(const Quantize& job, cudaStream_t stream) {
+cudaError_t launch_quantize(const Quantize& job, const Device& device, cudaStream_t stream) {
   if (job.T == 0) return cudaSuccess;
   if (job.T > 0x7fffffff || job.K > 0x7fffffff) return cudaErrorInvalidValue;
-  Args args{job, {}};
-  bool in_vectors = reinterpret_cast<uintptr_t>(job.q) % kVector == 0;
+  Args args{job, {}, {}};
+  bool in_vectors = job.K > 0 && reinterpret_cast<uintptr_t>(job.q) % kVector == 0;
   int end = 0;
   for (int i = 0; i < job.parts; ++i) {
     const QuantizePart& part = job.part[i];
     in_vectors = in_vectors && part.width % kVector == 0 && part.ld % kVector == 0 && on_vector(part.data) &&
-                 on_vector(part.factor);
+                 on_vector(part.factor) && part.ld <= 0x7fffffff;
+    args.origin[i] = {static_cast<const char*>(part.data) - end * 16, static_cast<uint32_t>(part.ld * 2)};
     args.end[i] = end += static_cast<int>(part.width / kVector);
   }
   by_type(job.dtype, [&](auto* of) {
     using T = std::remove_pointer_t<decltype(of)>;
-    if (job.fp8) start<T, true>(args, in_vectors, stream);
-    else start<T, false>(args, in_vectors, stream);
+    if (job.fp8) start<T, true>(args, in_vectors, device, stream);
+    else start<T, false>(args, in_vectors, device, stream);
   });
   return cudaGetLastError();
 }

@@ -1,4 +1,4 @@
-// The transpose of an 8-bit weight, which tensor cores want for dX (both operands along the sum), and int32 sums of
+// The transpose of 8-bit weights, which tensor cores want for dX (both operands along the sum), and int32 sums of
 // 8-bit products to y.
 #include "eight_bit.h"
 #include "vectors.cuh"
@@ -6,43 +6,62 @@
 namespace zerolora {
 namespace {
 
-constexpr int kTile = 128, kThreads = 256, kWords = kTile / 4, kPitch = kWords + 1;
+constexpr int kTile = 128, kThreads = 256, kPieces = kTile / 16, kWords = kTile / 4;
 
-__device__ __forceinline__ uint32_t load_word(const Turn& job, int64_t row, int64_t col) {
-  if (row >= job.rows || col >= job.cols) return 0;
-  return __ldcs(reinterpret_cast<const uint32_t*>(job.source + row * job.cols + col));
-}
+// A piece of a part's rows.
+struct Piece {
+  const uint8_t* source;
+  int64_t row, rows, target_row;  // the first, and all of the part; the first among those of all parts
+  __device__ __forceinline__ Piece(const Turn& job, unsigned block) {
+    int64_t first = 0, begin = static_cast<int64_t>(block) * kTile;
+    int p = 0;
+    while (begin >= tiled(job.part[p].rows)) begin -= tiled(job.part[p].rows), first += job.part[p].rows, ++p;
+    source = job.part[p].source, row = begin, rows = job.part[p].rows, target_row = first + begin;
+  }
+  static __host__ __device__ int64_t tiled(int64_t rows) { return (rows + kTile - 1) / kTile * kTile; }
+};
 
-// Tiles of 128 x 128 through shared memory in words of four bytes; widths and addresses are multiples of 4.
-__global__ void __launch_bounds__(kThreads) turn_kernel(const Turn job) {
-  __shared__ uint32_t tile[kTile * kPitch];  // [column][word of rows]
-  const int64_t first_row = static_cast<int64_t>(blockIdx.y) * kTile,
-                first_col = static_cast<int64_t>(blockIdx.x) * kTile;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+// Tiles of 128 x 128, 16 bytes at a time on either side. A thread turns four rows of 16 columns into a word of each
+// column; words lie in shared memory so that neither storing them nor reading four meets a bank twice.
+__global__ void __launch_bounds__(kThreads) turn_kernel(const __grid_constant__ Turn job) {
+  __shared__ __align__(16) uint32_t tile[kTile * kWords];  // [column][word of four rows]
+  const auto word = [](int column, int row) { return column * kWords + (row / 4 ^ column / 16 * 4); };
+  const Piece piece(job, blockIdx.y);
+  const int64_t first_col = static_cast<int64_t>(blockIdx.x) * kTile;
+  const int at = static_cast<int>(threadIdx.x) % kPieces * 16, line = static_cast<int>(threadIdx.x) / kPieces;
+  uint32_t r[4][4] = {};
 #pragma unroll
-  for (int block = warp; block < kWords; block += kThreads / 32) {  // four rows, four columns a lane
-    uint32_t r[4];
+  for (int i = 0; i < 4; ++i) {
+    const int64_t row = piece.row + line * 4 + i, col = first_col + at;
+    if (row >= piece.rows || col >= job.cols) continue;
+    const uint4 bytes = __ldcs(reinterpret_cast<const uint4*>(piece.source + row * job.cols + col));
+    r[i][0] = bytes.x, r[i][1] = bytes.y, r[i][2] = bytes.z, r[i][3] = bytes.w;
+  }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) r[i] = load_word(job, first_row + block * 4 + i, first_col + lane * 4);
-    const uint32_t a = __byte_perm(r[0], r[1], 0x5140), b = __byte_perm(r[2], r[3], 0x5140);
-    const uint32_t c = __byte_perm(r[0], r[1], 0x7362), d = __byte_perm(r[2], r[3], 0x7362);
-    uint32_t* const at = tile + lane * 4 * kPitch + block;
-    at[0] = __byte_perm(a, b, 0x5410), at[kPitch] = __byte_perm(a, b, 0x7632);
-    at[2 * kPitch] = __byte_perm(c, d, 0x5410), at[3 * kPitch] = __byte_perm(c, d, 0x7632);
+  for (int j = 0; j < 4; ++j) {
+    const uint32_t a = __byte_perm(r[0][j], r[1][j], 0x5140), b = __byte_perm(r[2][j], r[3][j], 0x5140);
+    const uint32_t c = __byte_perm(r[0][j], r[1][j], 0x7362), d = __byte_perm(r[2][j], r[3][j], 0x7362);
+    const int column = at + j * 4, row = line * 4;
+    tile[word(column, row)] = __byte_perm(a, b, 0x5410), tile[word(column + 1, row)] = __byte_perm(a, b, 0x7632);
+    tile[word(column + 2, row)] = __byte_perm(c, d, 0x5410), tile[word(column + 3, row)] = __byte_perm(c, d, 0x7632);
   }
   __syncthreads();
-#pragma unroll 4
-  for (int column = warp; column < kTile; column += kThreads / 32) {
-    const int64_t row = first_row + lane * 4, col = first_col + column;
-    if (row < job.rows && col < job.cols)
-      *reinterpret_cast<uint32_t*>(job.target + col * job.ld + row) = tile[column * kPitch + lane];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int column = line + i * (kThreads / kPieces);
+    if (piece.row + at < piece.rows && first_col + column < job.cols)
+      *reinterpret_cast<uint4*>(job.target + (first_col + column) * job.ld + piece.target_row + at) =
+          *reinterpret_cast<const uint4*>(tile + word(column, at));
   }
 }
 
-__global__ void __launch_bounds__(kThreads) turn_any_kernel(const Turn job) {
+__global__ void __launch_bounds__(kThreads) turn_any_kernel(const __grid_constant__ Turn job) {
   const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < job.rows * job.cols; i += stride)
-    job.target[i % job.cols * job.ld + i / job.cols] = job.source[i];
+  uint8_t* target = job.target;
+  for (int p = 0; p < job.parts; target += job.part[p++].rows)
+    for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < job.part[p].rows * job.cols;
+         i += stride)
+      target[i % job.cols * job.ld + i / job.cols] = job.part[p].source[i];
 }
 
 template <typename T> __global__ void __launch_bounds__(kThreads) rescale_kernel(const Rescale job) {
@@ -64,13 +83,15 @@ template <typename T> __global__ void __launch_bounds__(kThreads) rescale_kernel
 }  // namespace
 
 cudaError_t launch_turn(const Turn& job, cudaStream_t stream) {
-  if (job.rows == 0 || job.cols == 0) return cudaSuccess;
-  const auto by_four = [](const void* data, int64_t size) {
-    return reinterpret_cast<uintptr_t>(data) % 4 == 0 && size % 4 == 0;
-  };
-  if (by_four(job.source, job.cols) && by_four(job.target, job.ld) && job.rows % 4 == 0) {
-    const dim3 grid(static_cast<unsigned>((job.cols + kTile - 1) / kTile),
-                    static_cast<unsigned>((job.rows + kTile - 1) / kTile));
+  int64_t rows = 0, tiled = 0;
+  bool by_16 = job.cols % 16 == 0 && job.ld % 16 == 0 && on_vector(job.target);
+  for (int p = 0; p < job.parts; ++p) {
+    rows += job.part[p].rows, tiled += Piece::tiled(job.part[p].rows);
+    by_16 = by_16 && job.part[p].rows % 16 == 0 && on_vector(job.part[p].source);
+  }
+  if (rows == 0 || job.cols == 0) return cudaSuccess;
+  if (by_16 && tiled / kTile <= 65535) {
+    const dim3 grid(static_cast<unsigned>((job.cols + kTile - 1) / kTile), static_cast<unsigned>(tiled / kTile));
     turn_kernel<<<grid, kThreads, 0, stream>>>(job);
   } else {
     turn_any_kernel<<<1024, kThreads, 0, stream>>>(job);

@@ -34,12 +34,17 @@ std::tuple<Tensors, Tensor> group_forward(const Tensor& x, at::IntArrayRef outs,
   return {std::move(ys), given.has_value() ? at::empty({0, 0}, x.options()) : h};
 }
 
-// `gradient(siblings, dh, downs, dropout)` gives dX.
-template <typename Gradient>
+struct Nothing {
+  void operator()(const std::vector<Outer>&, cudaStream_t) const {}
+};
+// `gradient(siblings, dh, downs, dropout)` gives dX; `first(siblings)` comes before the passes over dY, if dX is
+// wanted.
+template <typename Gradient, typename First = Nothing>
 std::tuple<Tensor, Tensors, Tensors> group_backward(at::TensorList grads, const Tensor& x, at::TensorList downs,
                                                     at::TensorList ups, const Tensor& h, at::ArrayRef<double> scales,
                                                     double p, const std::optional<Tensor>& seed, bool need_x,
-                                                    bool need_down, bool need_up, const Gradient& gradient) {
+                                                    bool need_down, bool need_up, const Gradient& gradient,
+                                                    const First& first = {}) {
   const c10::cuda::CUDAGuard guard(x.device());
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(x.get_device());
   const Layout layout(downs);
@@ -64,6 +69,7 @@ std::tuple<Tensor, Tensors, Tensors> group_backward(at::TensorList grads, const 
     siblings.push_back({rows_of(grads[i]), adapters.ups[i], h_rows.columns(begin, width), dh.columns(begin, width),
                         grad_up, static_cast<float>(scales[i]) * dropout.keep_scale});
   }
+  if (need_x) first(siblings, stream);
   backward_outer(siblings, false, x, stream);
   if (need_down) {  // first: it has time to draw the mask, which dX then finds
     for (const Tensor& down : downs) grad_downs.push_back(at::empty(down.sizes(), down.options()));

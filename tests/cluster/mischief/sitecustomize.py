@@ -1,9 +1,10 @@
 """What goes wrong on purpose in a rank of a test that puts this folder on PYTHONPATH.
 
 ZEROLORA_MISCHIEF=RANK:KIND[@PHASE]:CALLS: the rank with that number misbehaves in the CALLS-th call of a function, a
-slow one from then on. Without a number it is every process of the run that is no rank. With ZEROLORA_MISCHIEF_ONCE, the
-path of a file that this makes, it happens in one process only: what is started again finds the file and behaves.
-Several, with `;` between them, have a file each, with their number behind its name.
+slow one from then on, and of a SLURM job in its first start only. Without a number it is every process of the run that
+is no rank. With ZEROLORA_MISCHIEF_ONCE, the path of a file that this makes, it happens in one process only: what is
+started again finds the file and behaves. Several, with `;` between them, have a file each, with their number behind its
+name.
 """
 
 import os
@@ -41,7 +42,7 @@ PHASES = {
     "end": ("trainer.run_folder", "place_result"),
 }
 HEARD_S = 300.0
-SLOW_S = 25.0
+SLOW_S = {"slow load": 8.0, "slow save": 25.0}
 SETTLED_S = 2.0  # a checkpoint that is being written is whole by then
 SLOW_CALL_S = 0.25  # two of them a step
 
@@ -69,7 +70,7 @@ class Mischief:
                 file.write(f"{time.time()} {os.getpid()}")
         kind = self.kind
         if kind == "slow step":
-            time.sleep(SLOW_CALL_S)
+            time.sleep(SLOW_CALL_S if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else 0.0)
             return
         if kind in ("kill", "lose"):
             time.sleep(SETTLED_S)
@@ -102,7 +103,7 @@ def misbehave(kind: str) -> None:
         while True:
             eaten += b"x" * 2**24
     started = time.monotonic()
-    while kind not in ("slow save", "slow load") or time.monotonic() - started < SLOW_S:
+    while kind not in SLOW_S or time.monotonic() - started < SLOW_S[kind]:
         time.sleep(0.2)
         if kind == "slow save":
             sum(range(300_000))  # as a real one compresses, copies and writes

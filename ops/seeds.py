@@ -1,0 +1,52 @@
+"""Seeds of dropout masks: drawn on the device, and drawn again by a pass that is repeated."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_DRAWING = threading.local()
+
+
+class Seeds:
+    """The seeds that a pass has drawn, for the one that repeats it: inside a CUDA graph no generator goes back."""
+
+    def __init__(self) -> None:
+        self._drawn: list[Tensor] = []
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """What is drawn within, on this thread, is drawn afresh and kept."""
+        before, _DRAWING.draw = getattr(_DRAWING, "draw", _fresh_seed), self._keep
+        try:
+            yield
+        finally:
+            _DRAWING.draw = before
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """What is drawn within, on this thread, is what was kept, in that order."""
+        left = iter(self._drawn)
+        before, _DRAWING.draw = getattr(_DRAWING, "draw", _fresh_seed), lambda _: next(left)
+        try:
+            yield
+        finally:
+            _DRAWING.draw = before
+
+    def _keep(self, device: torch.device) -> Tensor:
+        self._drawn.append(_fresh_seed(device))
+        return self._drawn[-1]
+
+
+def _fresh_seed(device: torch.device) -> Tensor:
+    return torch.randint(0, 2**62, (1,), device=device)
+
+
+def draw_seed(x: Tensor, p: float) -> Tensor | None:
+    """One int64 from torch's generator on the device of x: recomputation and CUDA graphs draw it again."""
+    if p == 0.0:
+        return None
+    seed: Tensor = getattr(_DRAWING, "draw", _fresh_seed)(x.device)
+    return seed

@@ -1,0 +1,196 @@
+"""Micro-steps played back from CUDA graphs train as launched ones do: same losses, same adapter, same memory.
+
+Packs of documents of one length are computed by the same kernels on the same numbers, to the bit; packs of ragged ones
+are padded, which changes the order of sums. Keep the output with `pytest -s`: it has the times.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests.runs_in_process import make_ground, train
+from trainer.bench.cases import write_texts
+from trainer.engine.cuda_graphs import Recorder
+from trainer.engine.flat_adapter import FlatAdapter, Member
+
+pytestmark = pytest.mark.gpu
+
+STEPS, LENGTH, ROUNDING = 14, 128, 6e-3
+COMMON: dict[str, Any] = {
+    "training__precision": "bf16",
+    "training__max_steps": STEPS,
+    "training__warmup_ratio": 0.0,
+    "dataset__packing": True,
+    "output__overwrite": "delete",
+}
+EVEN: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "stage-0": {"zero__stage": 0},
+    "stage-1": {"zero__stage": 1},
+    "fp16": {"training__precision": "fp16"},
+    "nf4": {"adapter": "qlora"},
+    "dropout": {"lora__dropout": 0.1},
+    "recompute": {"training__gradient_checkpointing": "non_reentrant"},
+    "recompute-dropout": {"training__gradient_checkpointing": "non_reentrant", "lora__dropout": 0.1},
+    "selective": {"training__gradient_checkpointing": "selective"},
+    "accumulation": {"training__gradient_accumulation_steps": 2},
+    "two-buffers": {"lora__loraplus_lr_ratio": 4.0},
+    "scu": {"scu__enabled": True, "scu__controller": "fixed"},
+    "nf4-all": {
+        "adapter": "qlora",
+        "lora__dropout": 0.1,
+        "training__gradient_checkpointing": "non_reentrant",
+        "training__gradient_accumulation_steps": 2,
+        "scu__enabled": True,
+        "scu__controller": "fixed",
+    },
+}
+
+
+class Trained:
+    """A run that has ended."""
+
+    def __init__(self, ground: Path, **settings: Any) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        self.console = train(ground, **COMMON | settings)
+        self.reserved = torch.cuda.max_memory_reserved() / 2**20
+        lines = [json.loads(line) for line in (ground / "run" / "metrics.jsonl").read_text().splitlines()]
+        records = [line for line in lines if "train/loss" in line]
+        self.losses = [record["train/loss"] for record in records]
+        self.graphed = [record.get("perf/graphed", -1.0) for record in records]
+        self.step_ms = sorted(record["perf/step_ms"] for record in records[-5:])[2]
+        self.adapter = load_file(ground / "run" / "adapter_model.safetensors")
+
+    def graph_lines(self) -> str:
+        return "\n".join(line for line in self.console.splitlines() if "CUDA graphs" in line)
+
+
+def both(ground: Path, **settings: Any) -> tuple[Trained, Trained]:
+    """The same run launched kernel by kernel, and played back."""
+    launched, played = (Trained(ground, **settings, training__cuda_graphs=mode) for mode in ("off", "on"))
+    print(f"\n{settings}: {launched.step_ms:.1f} ms launched, {played.step_ms:.1f} ms played, graphed {played.graphed}")
+    print(played.graph_lines())
+    return launched, played
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every document fills its sample."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
+    ground = make_ground(tmp_path_factory.mktemp("even"))
+    base = yaml.safe_load((ground / "base.yaml").read_text())
+    texts = write_texts(ground / "texts.jsonl", 2 * LENGTH, 200)
+    base["dataset"] |= {"path": str(texts), "max_length": LENGTH, "shuffle": False}
+    base["training"]["save_steps"] = 0
+    (ground / "base.yaml").write_text(yaml.safe_dump(base))
+    return ground
+
+
+@pytest.fixture(scope="module")
+def ragged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
+    ground = make_ground(tmp_path_factory.mktemp("ragged"))
+    base = yaml.safe_load((ground / "base.yaml").read_text())
+    base["training"]["save_steps"] = 0
+    (ground / "base.yaml").write_text(yaml.safe_dump(base))
+    return ground
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_documents_of_one_length_train_to_the_same_bits(even: Path, name: str) -> None:
+    settings = {"training__batch_size": 2, **EVEN[name]}
+    launched, played = both(even, **settings)
+    assert played.graphed[-1] == 1.0, played.graph_lines()
+    noise = 0.0
+    if played.losses != launched.losses:  # launched twice it may differ as well
+        again = Trained(even, **settings, training__cuda_graphs="off")
+        noise = largest_difference(again, launched)
+        print(f"launched twice: {noise:.2g} apart")
+    assert largest_difference(played, launched) <= 3 * noise
+
+
+def largest_difference(one: Trained, other: Trained) -> float:
+    """Over losses and adapter."""
+    losses = max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
+    return max(losses, *(float((one.adapter[name] - other.adapter[name]).abs().max()) for name in one.adapter))
+
+
+@pytest.mark.parametrize("settings", [{}, {"adapter": "qlora", "lora__dropout": 0.1}])
+def test_ragged_documents_train_as_ever(ragged: Path, settings: dict[str, Any]) -> None:
+    launched, played = both(ragged, **settings, training__batch_size=2, training__max_steps=24)
+    assert sum(played.graphed) >= 3, played.graph_lines()
+    if not settings:
+        assert played.losses == pytest.approx(launched.losses, abs=ROUNDING)
+    assert played.losses[-1] < played.losses[0]
+
+
+def test_what_cannot_be_recorded_is_launched_and_told(even: Path) -> None:
+    """Under a mask transformers asks the device whether documents are packed."""
+    launched, played = both(even, model__attn_implementation="sdpa")
+    assert max(played.graphed) == 0.0 and "waits for the device" in played.graph_lines()
+    assert played.losses == pytest.approx(launched.losses, abs=ROUNDING)
+
+
+@pytest.mark.parametrize("settings", [{}, {"adapter": "qlora"}])
+def test_memory_and_time_of_a_small_step(even: Path, settings: dict[str, Any]) -> None:
+    """cuBLAS keeps 32 MiB for each of two threads and the stream on which graphs are recorded."""
+    shape = {"base_model": "random:smollm2-135m", "dataset__max_length": LENGTH, "training__batch_size": 4}
+    launched, played = both(even, **shape, **settings)
+    print(f"{settings}: {launched.reserved:.0f} MiB launched, {played.reserved:.0f} MiB played back")
+    assert played.graphed[-1] == 1.0, played.graph_lines()
+    assert played.reserved < 1.05 * launched.reserved + 64
+    assert played.step_ms < launched.step_ms
+
+
+def test_auto_records_where_the_host_is_what_a_step_waits_for(even: Path) -> None:
+    small = Trained(even, training__batch_size=1, training__cuda_graphs="auto")
+    print(small.graph_lines())
+    assert small.graphed[-1] == 1.0, small.graph_lines()
+
+
+def test_a_recording_that_breaks_off_leaves_torch_as_it_was() -> None:
+    """Allocation, the generator and the stream work afterwards, and another recording can be made."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
+    recorder = flat_recorder()
+    stream = torch.cuda.current_stream()
+
+    def waits_while_recorded(compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        def computed() -> torch.Tensor:
+            if torch.cuda.is_current_stream_capturing():
+                float(torch.rand(4, device="cuda").sum())
+            return compute()
+
+        return computed
+
+    def compute() -> torch.Tensor:
+        return (torch.rand(64, device="cuda") * recorder._leaves[0]).sum()
+
+    with pytest.raises(Exception):  # noqa: B017  torch's type of it differs between versions
+        recorder.record(waits_while_recorded(compute), must_pay=False)
+    assert torch.cuda.current_stream() == stream
+    torch.rand(4, device="cuda").sum().item()
+    recorder = again = flat_recorder()
+    torch.manual_seed(1)
+    recording = again.record(compute, must_pay=False)
+    torch.manual_seed(1)
+    first, second = recording(), recording()
+    torch.manual_seed(1)
+    wanted = [float((torch.rand(64, device="cuda") * again._leaves[0]).sum()) for _ in range(2)]
+    assert [float(first), float(second)] == wanted
+
+
+def flat_recorder() -> Recorder:
+    down, up = (torch.nn.Parameter(torch.randn(*shape, device="cuda")) for shape in ((4, 8), (8, 4)))
+    pair = Member("a", torch.nn.Module(), down), Member("b", torch.nn.Module(), up)
+    flat = FlatAdapter([pair], separate_up=False)
+    return Recorder(flat)

@@ -1,0 +1,98 @@
+"""Micro-batches of few shapes: padded up to sizes at which a recorded step can be played back.
+
+Legend: B rows, L tokens of a row, D documents of a flat pack, K places of a row at which there is a head.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from trainer.data.batches import IGNORED, MicroBatch
+
+PARTS = 16
+"""Padding adds one part in so many at most."""
+HEAD_PARTS = 8
+"""The head is computed at a multiple of one part in so many of the tokens."""
+LEAST_DOCUMENTS = 4
+
+
+@dataclass(frozen=True)
+class StaticShape:
+    """Sizes that a batch is padded to."""
+
+    rows: int
+    """B."""
+    length: int
+    """L."""
+    places: int
+    """K."""
+    packed: bool = False
+    documents: int = 0
+    """D, where a batch has the bounds of documents."""
+    longest: int = 0
+    """What no document is longer than, where there are bounds."""
+
+    def holds(self, other: "StaticShape") -> bool:
+        """Whether a batch of the other shape may be padded to this one, whose rows are no longer."""
+        if (self.rows, self.length, self.packed) != (other.rows, other.length, other.packed):
+            return False
+        if self.is_even or other.is_even:
+            return (self.documents, self.longest) == (other.documents, other.longest) and self.places >= other.places
+        return self.places >= other.places and self.documents >= other.documents and self.longest >= other.longest
+
+    @property
+    def is_even(self) -> bool:
+        """Whether documents of one length fill the row, which attention computes as rows of a batch."""
+        return self.documents * self.longest == self.rows * self.length
+
+
+def rounded_up(count: int, parts: int = PARTS) -> int:
+    """To a multiple of the power of two below it over `parts`: at most one part in `parts` more."""
+    unit = max(1, (1 << count.bit_length() - 1) // parts)
+    return -(-count // unit) * unit
+
+
+def sizes_of(batch: MicroBatch) -> tuple[int, int]:
+    """L and K of a batch as it is."""
+    return batch.input_ids.shape[1], max(1, int((batch.targets != IGNORED).any(0).sum()))
+
+
+def shape_of(batch: MicroBatch, usual: tuple[int, int] = (0, 0)) -> StaticShape:
+    """The shape that a batch is padded to; one of the `usual` sizes stays what it is, in every bit."""
+    rows, (own, wanted) = len(batch.input_ids), sizes_of(batch)
+    length = own if own == usual[0] else rounded_up(own)
+    unit = max(1, length // HEAD_PARTS)
+    places = wanted if (own, wanted) == usual else min(length, -(-wanted // unit) * unit)
+    if batch.cu_seqlens is None:
+        return StaticShape(rows, length, places, packed=batch.position_ids is not None)
+    documents = len(batch.cu_seqlens) - 1
+    if documents * batch.max_seqlen == own == length:
+        return StaticShape(rows, length, places, True, documents, batch.max_seqlen)
+    bounds = max(LEAST_DOCUMENTS, 1 << documents.bit_length())  # one more at least, for the padding
+    longest = 1 << (max(batch.max_seqlen, length - own) - 1).bit_length()
+    # Documents that only seem to be of one length would be computed as if they were.
+    return StaticShape(rows, length, places, True, bounds, longest + (bounds * longest == length))
+
+
+def padded(batch: MicroBatch, shape: StaticShape, pad_token_id: int = 0) -> MicroBatch:
+    """The batch in a shape that holds it: same losses, same gradients.
+
+    What is added on the right is a document of its own without targets; documents that are missing have no tokens.
+    """
+    added = shape.length - batch.input_ids.shape[1]
+    more = torch.zeros(shape.rows, added, dtype=batch.input_ids.dtype)
+    positions, bounds = batch.position_ids, batch.cu_seqlens
+    if positions is not None:
+        positions = torch.cat([positions, torch.arange(added).expand(shape.rows, -1)], 1)
+    if bounds is not None:
+        missing = shape.documents + 1 - len(bounds)
+        bounds = torch.cat([bounds, bounds.new_full((missing,), shape.length)])
+    return replace(
+        batch,
+        input_ids=torch.cat([batch.input_ids, more + pad_token_id], 1),
+        targets=torch.cat([batch.targets, more + IGNORED], 1),
+        attention_mask=None,
+        position_ids=positions,
+        cu_seqlens=bounds,
+        max_seqlen=shape.longest or batch.max_seqlen,
+    )

@@ -1,0 +1,239 @@
+"""The loss of a micro-batch, played back from CUDA graphs where the host cannot launch kernels as fast as they run.
+
+A batch is padded to one of few shapes (trainer/data/static_shapes.py); the passes of a shape are recorded once it has
+come twice (trainer/engine/cuda_graphs.py). What fits no recording is launched kernel by kernel, as ever.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from rich.markup import escape
+from torch import Tensor, nn
+
+from trainer.data.batches import MicroBatch
+from trainer.data.static_shapes import StaticShape, padded, shape_of, sizes_of
+from trainer.engine.cuda_graphs import NotRecordable, Recorder, Recording
+from trainer.engine.flat_adapter import FlatAdapter
+from trainer.patches.loss_head import TokenLoss
+
+UNMEASURED = 3
+"""First micro-batches, which compile, tune and allocate."""
+MEASURED = 3
+HOST_BOUND = 0.8
+"""Fraction of a forward pass's time in which the host launches it, from which on recording is tried."""
+MOST_RECORDINGS = 16
+Say = Callable[[str], None]
+
+
+class StaticInputs:
+    """The inputs of one shape, in memory that stays: one buffer, so that a batch arrives by one copy."""
+
+    def __init__(self, inputs: dict[str, Any], targets: Tensor, device: torch.device) -> None:
+        self._tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        self._numbers = {name: value for name, value in inputs.items() if not isinstance(value, Tensor)}
+        self._shapes = {name: value.shape for name, value in self._tensors.items()} | {"": targets.shape}
+        self._types = {name: value.dtype for name, value in self._tensors.items()}
+        sizes = [shape.numel() for shape in self._shapes.values()]
+        self._buffer = torch.zeros(sum(sizes), dtype=torch.long, device=device)
+        pieces = zip(self._shapes.items(), self._buffer.split(sizes), strict=True)
+        self._views = {name: piece.view(shape) for (name, shape), piece in pieces}
+        self.fill(inputs, targets)
+
+    def fill(self, inputs: dict[str, Any], targets: Tensor) -> None:
+        """Take in a batch of the same shape, from the host."""
+        parts = [*(inputs[name] for name in self._tensors), targets]
+        together = torch.cat([part.reshape(-1).long() for part in parts])
+        if self._buffer.device.type == "cuda":
+            together = together.pin_memory()
+        self._buffer.copy_(together, non_blocking=True)
+
+    def read(self) -> tuple[dict[str, Any], Tensor]:
+        """What `TokenLoss.of_inputs` takes."""
+        tensors = {name: self._views[name].to(dtype) for name, dtype in self._types.items()}
+        return tensors | self._numbers, self._views[""]
+
+
+class GraphedLoss:
+    """As the `TokenLoss` that it is made of, for training alone.
+
+    `mode` auto: where the first steps show that the host is what they wait for, and playing back is faster.
+    """
+
+    def __init__(self, loss: TokenLoss, module: nn.Module, flat: FlatAdapter, mode: Literal["auto", "on"], say: Say):
+        self._loss, self._module, self._flat, self._mode, self._say = loss, module, flat, mode, say
+        self._recorder: Recorder | None = None
+        self._recordings: dict[StaticShape, tuple[StaticInputs, Recording]] = {}
+        self._terms: list[GraphedTerm] = []
+        self._seen: Counter[StaticShape] = Counter()
+        self._sizes: list[tuple[int, int]] = []
+        self._host_shares: list[float] = []
+        self._calls = self._played = 0
+        self.why_not = ""
+        """Why nothing is played back any more."""
+
+    @property
+    def balancing(self) -> Tensor | float:
+        """See `TokenLoss`."""
+        return self._loss.balancing
+
+    def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
+        """sum_t -log p(target_t) over the targets of the batch, nats, fp32."""
+        self._calls += 1
+        if self.why_not or not self._may_be_played():
+            return self._loss(model, batch, device)
+        if len(self._sizes) < UNMEASURED + MEASURED:
+            return self._looked_at(model, batch, device)
+        found = self._recording_for(batch, device)
+        if found is None:
+            return self._loss(model, batch, device)
+        shape, (inputs, recording) = found
+        inputs.fill(*self._loss.on_host(padded(batch, shape), shape.places))
+        self._played += 1
+        # Through the engine, whose hooks on what a model returns prepare the backward pass.
+        with self._flat.stacks_alone(), forward_replaced(self._module, lambda: recording()):
+            result: Tensor = model()
+        return result
+
+    def take_share(self) -> float:
+        """Fraction of the batches since the last call that were played back."""
+        share = self._played / max(self._calls, 1)
+        self._calls = self._played = 0
+        return share
+
+    def drop(self, why_not: str = "") -> None:
+        """Let go of all recordings and their memory; with a reason for good."""
+        if why_not and not self.why_not:
+            self.why_not = why_not
+            self._say(f"CUDA graphs: off, kernels are launched one by one: {escape(why_not)}")
+        if self._recorder is not None:
+            self._recordings.clear()
+            self._recorder = None
+            for term in self._terms:
+                term.drop()
+            torch.cuda.empty_cache()
+
+    def term(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """`compute`, a scalar of the flat adapter that the loss is added to, played back where the loss is."""
+        self._terms.append(GraphedTerm(compute, self._flat))
+        return self._terms[-1]
+
+    def _may_be_played(self) -> bool:
+        return self._module.training and torch.is_grad_enabled() and not self._flat.is_watched
+
+    def _looked_at(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
+        """The loss, launched; from the second few batches on, how long launching takes of it."""
+        self._sizes.append(sizes_of(batch))
+        if self._mode == "on" or len(self._sizes) <= UNMEASURED:
+            return self._loss(model, batch, device)
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        loss = self._loss(model, batch, device)
+        launched = time.perf_counter()
+        torch.cuda.synchronize(device)
+        self._host_shares.append((launched - started) / (time.perf_counter() - started))
+        if len(self._host_shares) == MEASURED and (share := sorted(self._host_shares)[MEASURED // 2]) < HOST_BOUND:
+            self.drop(f"the host launches a forward pass in {share:.0%} of its time")
+        return loss
+
+    def _recording_for(
+        self, batch: MicroBatch, device: torch.device
+    ) -> tuple[StaticShape, tuple[StaticInputs, Recording]] | None:
+        """What plays this batch back, recorded now if its shape has come before; None where it is to be launched."""
+        if self._recorder is not None and not self._recorder.is_current:
+            self._give_up("the adapter lies elsewhere in memory than it did", warn=True)
+            return None
+        usual = self._sizes[0] if len(set(self._sizes)) == 1 else (0, 0)
+        wanted = shape_of(batch, usual)
+        fitting = [shape for shape in self._recordings if shape.holds(wanted)]
+        if fitting:
+            best = wanted if wanted in fitting else min(fitting, key=lambda shape: shape.places)
+            return best, self._recordings[best]
+        self._seen[wanted] += 1
+        comes_back = self._seen[wanted] > 1 or not self._recordings
+        if not comes_back or not self._loss.observed or len(self._recordings) == MOST_RECORDINGS:
+            return None
+        return self._record(batch, wanted, device)
+
+    def _record(
+        self, batch: MicroBatch, shape: StaticShape, device: torch.device
+    ) -> tuple[StaticShape, tuple[StaticInputs, Recording]] | None:
+        started = time.perf_counter()
+        try:
+            if self._recorder is None:
+                self._recorder = Recorder(self._flat)
+            inputs = StaticInputs(*self._loss.on_host(padded(batch, shape), shape.places), device)
+
+            def compute() -> Tensor:
+                return self._loss.of_inputs(self._module, *inputs.read())
+
+            recording = self._recorder.record(compute, must_pay=self._mode == "auto")
+            self._recorder.check_room()
+            if not self._recordings:
+                for term in self._terms:
+                    term.record()
+        except NotRecordable as reason:
+            self._give_up(str(reason), warn=self._mode == "on")
+            return None
+        except Exception as error:  # of torch, CUDA, Triton, or of the model's own code
+            self._give_up(_first_line(error), warn=True)
+            return None
+        if not self._recordings:
+            self._say(f"CUDA graphs: micro-steps are played back, recorded in {time.perf_counter() - started:.1f} s")
+        self._recordings[shape] = inputs, recording
+        return shape, self._recordings[shape]
+
+    def _give_up(self, reason: str, *, warn: bool) -> None:
+        if warn:
+            self._say("[yellow]warning:[/yellow] micro-steps could not be recorded")
+        self.drop(reason)
+
+
+class GraphedTerm:
+    """A scalar of the adapter alone, with its gradient: two launches for some hundred small ones."""
+
+    def __init__(self, compute: Callable[[], Tensor], flat: FlatAdapter) -> None:
+        self._compute, self._flat = compute, flat
+        self._recording: Recording | None = None
+
+    def __call__(self) -> Tensor:
+        """The scalar, launched while nothing is recorded."""
+        return self._compute() if self._recording is None else self._recording()
+
+    def record(self) -> None:
+        """Between two steps; in memory of its own, for it is played beside the loss."""
+        self._recording = Recorder(self._flat).record(self._of_fresh_stacks, must_pay=False)
+
+    def drop(self) -> None:
+        """Launch it from here on."""
+        self._recording = None
+
+    def _of_fresh_stacks(self) -> Tensor:
+        with self._flat.stacks_alone():
+            self._flat.read_through_views()
+        return self._compute()
+
+
+def _first_line(error: BaseException) -> str:
+    """Of the error that came first: what ends a capture that has failed fails as well."""
+    while error.__context__ is not None:
+        error = error.__context__
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+@contextmanager
+def forward_replaced(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """The module computes something else for one forward pass; its hooks still run."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
