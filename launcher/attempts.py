@@ -17,7 +17,7 @@ from launcher.supervision.supervisor import Supervisor
 from launcher.supervision.terminal import ConsoleFile, ConsolePipe, say, show
 from launcher.targets.environment import write_environment
 from launcher.targets.local import Command
-from launcher.targets.slurm import is_requeued, lost_nodes
+from launcher.targets.slurm import is_requeued, job_state, lost_nodes
 from trainer.config import LoadedConfig, UserError
 from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE
 
@@ -166,5 +166,8 @@ def _again_if_lost(code: int, reach: Reach | None) -> int:
     lost = lost_nodes(reach.allocation)
     if not lost:
         return code
-    say(f"lost nodes: {', '.join(lost)}; queue the job again (exit code {EXIT_PREEMPTED})")
+    words, state = f"lost nodes: {', '.join(lost)}", job_state(reach.allocation.job_id)
+    if set(lost) == set(reach.allocation.nodes) and state not in ("", "RUNNING"):
+        words = f"SLURM has ended the job ({state})"  # no step can be started in it, on whichever node
+    say(f"{words}; queue the job again (exit code {EXIT_PREEMPTED})")
     return EXIT_PREEMPTED

@@ -4,7 +4,7 @@ import re
 import shutil
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,10 @@ class Failure:
     """Exit code of the launcher below; of DeepSpeed's 256 - N where a rank was killed by signal N."""
     oom_struck: bool | None = None
     """Whether the kernel's out-of-memory killer ended processes of this host meanwhile; None if it does not tell."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """Hosts to which the way was lost, and how that shows."""
+    launcher_fell: bool = False
+    """Whether `code` is of the launcher below and says nothing of a rank."""
 
     def tell(self) -> Fault:
         """Print on stderr why the run failed.
@@ -92,6 +96,10 @@ class Failure:
                 say(last_words[0])  # one is enough; the others stand in their logs
                 return Fault(self.code, last_words[0], is_answer=True)
         rank = self._to_blame(texts)
+        if rank is None or not (_was_killed(self.deaths[rank]) or _has_cause(texts[rank])):
+            if self.lost:
+                return self._tell_lost(beats)
+            rank = None if self.launcher_fell else rank
         status = self._status(rank)
         log = self.logs / (f"rank-{rank}.log" if rank is not None and texts[rank] else "launcher.log")
         text = _new_text(log, self.old_sizes)
@@ -100,7 +108,7 @@ class Failure:
         else:
             excerpt = tail(text) if status < 0 else last_traceback(text)
         if rank is None or self.code <= 0:
-            reason = f"the launcher {describe_status(self.code)}"
+            reason = f"the launcher {describe_status(status if self.launcher_fell else self.code)}"
             say(f"the run failed: {reason}")
         else:
             reason = f"{self._who(rank, beats)} {describe_status(status)}{_place(beats.get(rank))}"
@@ -114,6 +122,18 @@ class Failure:
                 say(f"also: {self._who(other, beats)} {describe_status(self._status(other))}{_place(beats.get(other))}")
         say(f"the whole log: {log}")
         return Fault(status, reason, rank, is_answer=_is_answer(text))
+
+    def _tell_lost(self, beats: Mapping[int, Heartbeat]) -> Fault:
+        """Name the host; ranks that fell because it was gone, on it or elsewhere, are not to blame."""
+        host, words = next(iter(self.lost.items()))
+        there = [rank for rank, beat in sorted(beats.items()) if beat.host == host]
+        place = f" (rank {there[0]} there: {beats[there[0]].where()})" if there else ""
+        reason = f"the way to {host} is lost: {words}{place}"
+        say(f"the run failed: {reason}")
+        for other in list(self.lost)[1:]:
+            say(f"also: the way to {other}: {self.lost[other]}")
+        say(f"the whole log: {self.logs / 'launcher.log'}")
+        return Fault(1, reason, there[0] if there else None)
 
     def _to_blame(self, texts: Mapping[int, str]) -> int | None:
         """The rank that the others fell with: killed first, else with an error of its own, else the first to end."""

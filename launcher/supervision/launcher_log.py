@@ -9,6 +9,8 @@ from launcher.supervision.stop_signals import STOPPED
 _FAILURE = b"Killing subprocess"
 # "srun: error: n2: task 1: Exited with exit code 1", "srun: error: n2: tasks 0-7: Killed"; also of lost nodes.
 _SRUN_FAILURE = re.compile(rb"^srun: error: .*?(?:task|Node).*?(?:exit code (\d+))?$")
+# "pdsh@login: n2: ssh exited with exit code 255": also of a host on which nothing was started.
+_PDSH_FAILURE = re.compile(rb"^pdsh@\S+: \S+: ssh exited with exit code (\d+)$")
 
 
 class LauncherLog:
@@ -36,5 +38,5 @@ class LauncherLog:
 
 
 def _is_failure(line: bytes) -> bool:
-    found = _SRUN_FAILURE.match(line)
+    found = _SRUN_FAILURE.match(line) or _PDSH_FAILURE.match(line)
     return _FAILURE in line or (found is not None and int(found[1] or 1) not in STOPPED)

@@ -26,6 +26,9 @@ _SRUN_WORDS = re.compile(
 _SRUN_ENDS = re.compile(r"^srun: (?:forcing job termination|Job step aborted)", re.M)
 # "pdsh@login: n2: ssh exited with exit code 247"
 _PDSH_WORDS = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)$", re.M)
+# What ssh itself says: "n2: ssh: connect to host n2 port 22: Connection refused"
+_SSH_WORDS = r"^{}: ((?:ssh: |Connection |client_loop: |Timeout|kex_exchange|Host key|\S+: Permission denied).*?)\.?$"
+_OF_SSH = "255"
 _SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
 
 
@@ -43,6 +46,12 @@ class Reach(Protocol):
 
     def statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
         """Rank -> how it ended, negative for a signal, as far as the launcher's log tells."""
+
+    def lost(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
+        """Host to which the way was lost -> how that shows: in the log, and in it `before` anything was ended here."""
+
+    def is_own_end(self, status: int, log: str) -> bool:
+        """Whether a launcher that has ended with this status before anybody told of a failure fell itself."""
 
 
 class ThroughLauncher:
@@ -64,6 +73,12 @@ class ThroughLauncher:
     def statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
         return {int(rank): -int(number) for rank, number in _MPIRUN_WORDS.findall(log)}
 
+    def lost(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
+        return {}
+
+    def is_own_end(self, status: int, log: str) -> bool:
+        return status < 0
+
 
 class ThroughSrun(ThroughLauncher):
     """srun, in an allocation whose nodes may be lost."""
@@ -75,13 +90,19 @@ class ThroughSrun(ThroughLauncher):
         return f"SLURM gives a lost node up after its SlurmdTimeout ({slurmd_timeout()}); waiting for that"
 
     def statuses(self, log: str, beats: Mapping[int, Heartbeat]) -> dict[int, int]:
-        told: dict[int, int] = {}
-        for ranks, code, words in _SRUN_WORDS.findall(_SRUN_ENDS.split(log)[0]):
-            status = int(code) if code else -_SIGNALS.get(words, 0)
-            for part in ranks.split(",") if status else ():
-                first, _, last = part.partition("-")
-                told |= dict.fromkeys(range(int(first), int(last or first) + 1), status)
-        return told
+        told = _of_srun(_SRUN_ENDS.split(log)[0])
+        return {rank: status for rank, status in told.items() if status}
+
+    def lost(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
+        # What srun ends itself it tells of too, unless nobody is left on the node who would.
+        told = _of_srun(log)
+        mute = [beat.host for rank, beat in beats.items() if beat.exit_code is None and rank not in told]
+        words = "srun was not told how its ranks ended; the slurmstepd above them is gone"
+        return dict.fromkeys(mute, words) if told and _SRUN_ENDS.search(log) else {}
+
+    def is_own_end(self, status: int, log: str) -> bool:
+        # Its keeper (tied.py) makes 128 + N of signal N, and so does srun itself of a task's, of which it then tells.
+        return status < 0 or (status > 128 and not _of_srun(log))
 
 
 class ThroughSsh:
@@ -119,6 +140,32 @@ class ThroughSsh:
                 # A host's launcher tells of one rank, the first that ended, and so the first that fell silent.
                 told[min(mute, key=lambda rank: beats[rank].time)] = status_of(int(code))
         return told
+
+    def lost(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
+        # Ended here, a host's launcher is killed, of which ssh makes 255 as well.
+        labels = [label for label, code in _PDSH_WORDS.findall(before) if code == _OF_SSH]
+        said = {label: re.findall(_SSH_WORDS.format(re.escape(label)), before, re.M) for label in labels}
+        return {
+            host: said[label][-1] if said[label] else f"ssh ended with exit code {_OF_SSH}"
+            for label in labels
+            for host in self._hosts
+            if _is_label(label, host)
+        }
+
+    def is_own_end(self, status: int, log: str) -> bool:
+        # DeepSpeed's above it makes 256 - N of a pdsh that signal N has killed, as of a rank: of that pdsh has a line.
+        return status < 0 or not _PDSH_WORDS.search(log)
+
+
+def _of_srun(log: str) -> dict[int, int]:
+    """Rank -> how it ended, 0 where srun says it in words that are not known here."""
+    told: dict[int, int] = {}
+    for ranks, code, words in _SRUN_WORDS.findall(log):
+        status = int(code) if code else -_SIGNALS.get(words, 0)
+        for part in ranks.split(","):
+            first, _, last = part.partition("-")
+            told |= dict.fromkeys(range(int(first), int(last or first) + 1), status)
+    return told
 
 
 def _is_label(label: str, host: str) -> bool:

@@ -39,6 +39,8 @@ from trainer.contract.restart_note import RestartNote
 
 POLL_S = 0.1
 FAILURE_PATIENCE_S = 8.0
+# A host that is cut off never says that its ranks have ended, and ssh waits for it for as long as TCP does.
+END_PATIENCE_S = 30.0
 REMINDER_S = 60.0
 LOCKS_EVERY_S = 10.0
 # `timeout` and some schedulers signal both the process and its group: what comes so close together was meant once.
@@ -78,6 +80,7 @@ class Supervisor:
         self._silent_hosts = SilentHosts()
         self._signalled_at = -ONE_SIGNAL_S
         self._failed_at: float | None = None
+        self._log_before_end = ""
         self._stop_sent_at: float | None = None
         self._reminded_at = 0.0
         self._looked_at = 0.0
@@ -87,6 +90,7 @@ class Supervisor:
         self._trains = False
         self._is_silent = False
         self._cut_short = False
+        self._cut_off = False
 
     def run(self) -> int:
         """Start, wait, and leave nothing behind; returns 0 done, 1 failed, 2 usage, 75 preempted, 128 + signal."""
@@ -109,11 +113,12 @@ class Supervisor:
             try:
                 self._watch()
             finally:
-                if self.reach is not None:
+                if self.reach is not None and not self._cut_off:
                     self.reach.end(self.processes[0], self.logs)
                 end_sessions([process.pid for process in self.processes])
             self._note_deaths()
-            return self._verdict([process.wait() for process in self.processes])
+            codes = [process.wait() for process in self.processes]
+            return self._verdict([EXIT_FAILED] if self._cut_off else codes)
         finally:
             ended.set()
             for number, handler in before.items():
@@ -135,6 +140,8 @@ class Supervisor:
             if self._cut_short or self._is_silent:
                 return
             self._end_after_failure()
+            if self._cut_off:
+                return
             time.sleep(POLL_S)
 
     def _note_deaths(self) -> None:
@@ -212,10 +219,12 @@ class Supervisor:
         if self._failed_at is None:
             if not self.signals and self._has_failure():
                 self._failed_at = time.monotonic()
+                self._log_before_end = self.log.text()
         elif self._gave_up():
             send(with_children(process for process in self.ranks.values() if is_alive(process)), signal.SIGKILL)
             if self.reach is not None:
                 self.reach.end(self.processes[0], self.logs)
+                self._cut_off = time.monotonic() - self._failed_at > END_PATIENCE_S
 
     def _gave_up(self) -> bool:
         return self._failed_at is not None and time.monotonic() - self._failed_at > FAILURE_PATIENCE_S
@@ -256,16 +265,24 @@ class Supervisor:
         """
         if RestartNote.is_left(self.logs):
             return EXIT_RESTART
+        lost: dict[str, str] = {}
         if self.reach is not None:
-            failed = self._fallen_elsewhere(self.reach)
+            failed, log = self._fallen_elsewhere(self.reach), self.log.text()
+            lost = self.reach.lost(self._log_before_end or log, log, read_heartbeats(self.logs))
         else:
             failed = {rank: death for rank, death in self.deaths.items() if death.status != 0}
         struck = None if self._oom_kills is None else (oom_kills() or 0) > self._oom_kills
-        self.fault = Failure(self.logs, self.old_sizes, failed, code, struck).tell()
+        self.fault = Failure(self.logs, self.old_sizes, failed, code, struck, lost, self._launcher_fell()).tell()
         status = self.fault.status
         if code == EXIT_USAGE:
             return EXIT_USAGE
         return 128 - status if status < 0 else EXIT_FAILED
+
+    def _launcher_fell(self) -> bool:
+        """Whether what starts the ranks elsewhere was itself killed, before anything was known of them."""
+        if self.reach is None or self._failed_at is not None:
+            return False
+        return self.reach.is_own_end(self.processes[0].wait(), self.log.text())
 
     def _fallen_elsewhere(self, reach: Reach) -> dict[int, Death]:
         """Ranks whose heartbeats tell of no success; one that was killed falls silent before the others do.

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from trainer.config import UserError
 from trainer.contract.ports import port_of_job
 
 NODE_TIMEOUT_S = 60.0
+ASKED_AGAIN_S = 10.0
 # "down*", "mixed*": the asterisk is SLURM's for a node that does not respond.
 _LOST = re.compile(r"down|fail|\*$", re.I)
 
@@ -105,7 +107,7 @@ def lost_nodes(allocation: Allocation) -> list[str]:
     """Nodes that SLURM has given up, or else those that do not start the smallest of steps any more.
 
     SLURM notices after its SlurmdTimeout, five minutes as a rule; it then cancels the job, and none of its nodes starts
-    a step.
+    a step. For seconds after slurmctld itself was started again no node does: who does not answer is asked twice.
     """
     listing = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(allocation.nodes)}", "--format=%N %T"]
     shown = subprocess.run(listing, capture_output=True, text=True).stdout
@@ -113,15 +115,22 @@ def lost_nodes(allocation: Allocation) -> list[str]:
     given_up = [words[0] for words in states if len(words) == 2 and _LOST.search(words[1])]
     if given_up:
         return list(dict.fromkeys(given_up))  # a node is listed once for each partition
-    with ThreadPoolExecutor(max_workers=64) as pool:
-        answers = list(pool.map(_answers, allocation.nodes))
-    return [node for node, answered in zip(allocation.nodes, answers, strict=True) if not answered]
+    silent = _silent(allocation.nodes)
+    if silent:
+        time.sleep(ASKED_AGAIN_S)
+    return _silent(silent)
 
 
 def is_requeued(job: int) -> bool:
     """Whether SLURM may queue the job again, as `sbatch --requeue` lets it: never one without a batch script."""
-    shown = subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True).stdout
+    shown = _show_job(job)
     return all(re.search(rf"\b{flag}=1\b", shown) for flag in ("Requeue", "BatchFlag"))
+
+
+def job_state(job: int) -> str:
+    """RUNNING, NODE_FAIL...; empty if SLURM does not say."""
+    found = re.search(r"\bJobState=(\w+)", _show_job(job))
+    return found[1] if found else ""
 
 
 def slurmd_timeout() -> str:
@@ -129,6 +138,16 @@ def slurmd_timeout() -> str:
     shown = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True).stdout
     found = re.search(r"^SlurmdTimeout\s*=\s*(.+?)\s*$", shown, re.M)
     return found[1] if found else "300 sec as a rule"
+
+
+def _show_job(job: int) -> str:
+    return subprocess.run(["scontrol", "show", "job", str(job)], capture_output=True, text=True).stdout
+
+
+def _silent(nodes: Sequence[str]) -> list[str]:
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        answers = list(pool.map(_answers, nodes))
+    return [node for node, answered in zip(nodes, answers, strict=True) if not answered]
 
 
 def _answers(node: str) -> bool:

@@ -10,6 +10,7 @@ N times in one run. The page, docs/lab/faults.md, is written from the records.
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import threading
@@ -57,7 +58,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
     parser.add_argument("folder", nargs="?", type=Path, help="where the runs and their records lie")
     parser.add_argument("--place", default="", help="only that whose name holds this: this machine, ssh, SLURM")
-    parser.add_argument("--only", default="", help="cases whose name or phase holds this")
+    parser.add_argument("--only", default="", help="cases in whose `name, phase` this regular expression is found")
     parser.add_argument("--again", action="store_true", help="also those that went as they should before")
     parser.add_argument("--beside", type=int, default=1, metavar="N", help="so many cases of this machine at a time")
     parser.add_argument("--part", action="store_true", help="a few minutes: one case of each kind")
@@ -123,7 +124,8 @@ def _chosen(place: str, arguments: argparse.Namespace, folder: Path) -> list[tup
     return [
         (fault, phase)
         for fault, phase in cases
-        if arguments.only in f"{fault.name}, {phase}" and (arguments.again or (place, fault.name, phase) not in done)
+        if re.search(arguments.only, f"{fault.name}, {phase}")
+        and (arguments.again or (place, fault.name, phase) not in done)
     ]
 
 

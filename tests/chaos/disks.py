@@ -55,6 +55,19 @@ class SmallDisk:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+class SharedDisk(SmallDisk):
+    """One that hosts see too: mounted before their daemons are started, which see nothing that is mounted later."""
+
+    def close(self) -> None:
+        """Remove what is on it."""
+        for path in self.folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def unmount(self) -> None:
+        """When the hosts are gone."""
+        super().close()
+
+
 class FileServer:
     """A folder that a process in user space serves (FUSE), in place of a file server in the network."""
 

@@ -48,9 +48,9 @@ class Fault:
         """Elsewhere no rank has been started while a process of its own tokenises."""
         return tuple(phase for phase in self.phases if place == HERE or phase != "tokenise" or not self.blames)
 
-    def own_disk(self, folder: Path) -> Disk | None:
+    def own_disk(self, folder: Path, place: Place) -> Disk | None:
         """The disk that a run of it lies on, mounted."""
-        return None if self.disk is None else self.disk(folder)
+        return None if self.disk is None else place.disk or self.disk(folder)
 
     def begin(self, folder: Path, out: Path, phase: str, place: Place, disk: Disk | None) -> Chaos:
         """Start the run in which it happens."""
@@ -123,32 +123,36 @@ def on_rank(name: str, phases: tuple[str, ...], number: int, words: str, **more:
 KILLED, RAISED, HANGS = "was killed by signal 9", "ended with exit code 1", ""
 REFUSED = r"second run: exit code 2: error: .*another run is in this"
 STOPPING = r"SIGTERM: (saving|stopping)|stopped by SIGTERM"
-ANYWHERE = (HERE, SSH, SLURM)
+# A host that cannot be reached before there are ranks is a mistake in the hostfile.
+LOST = rf"({FAILED}|error: ).*n2"
+ANYWHERE, HOSTS = (HERE, SSH, SLURM), (SSH, SLURM)
 MOUNT_PHASES = ("load", "first step", "step", "evaluate", "save", "end")
 FAULTS = (
     *[
-        on_rank(f"SIGKILL of rank {number}", EVERY, number, KILLED, outside=acts.kill_rank(number), places=places)
-        for number, places in ((1, ANYWHERE), (0, (HERE,)))
+        on_rank(f"SIGKILL of rank {number}", EVERY, number, KILLED, outside=acts.kill_rank(number), places=ANYWHERE)
+        for number in (1, 0)
     ],
     *[
-        on_rank(f"SIGSTOP of rank {number}", EVERY, number, HANGS, outside=acts.stop_rank(number), places=places)
-        for number, places in ((1, ANYWHERE), (0, (HERE,)))
+        on_rank(f"SIGSTOP of rank {number}", EVERY, number, HANGS, outside=acts.stop_rank(number), places=ANYWHERE)
+        for number in (1, 0)
     ],
     Fault("SIGKILL of the tokenising process", ("tokenise",), f"{FAILED}.*: process \\d+ on login was killed",
-          outside=acts.kill_preparation, places=(SSH, SLURM)),
+          outside=acts.kill_preparation, places=HOSTS),
     on_rank("exception in rank 1", ("load", "first step", "step", "evaluate", "save"), 1, RAISED, action="raise"),
     on_rank("exception in rank 0", EVERY[1:], 0, RAISED, action="raise"),
     on_rank("loader that raises", ("data",), 1, RAISED, action="raise"),
     on_rank("rank that hangs", ("load", "first step", "step", "evaluate", "save"), 1, HANGS, action="hang"),
-    Fault("NaN in a loss", ("first step", "step"), RAISED, "nan"),
+    Fault("NaN in a loss", ("first step", "step"), RAISED, "nan", places=ANYWHERE),
     on_rank("OOM of the host", ("load", "first step", "step", "evaluate", "save"), 1, KILLED, action="eat",
             outside=acts.starve),
     Fault("SIGKILL of the launcher", EVERY, "", outside=acts.kill_launcher, places=ANYWHERE),
     Fault("SIGSTOP of the launcher for 10 s", EVERY, "", outside=acts.halt_launcher, passes=True, places=ANYWHERE),
     Fault("SIGTERM", EVERY, STOPPING, outside=acts.terminate, places=ANYWHERE),
-    Fault("SIGTERM twice at once", EVERY, f"{STOPPING}|stopping at once", outside=acts.terminate_twice_at_once),
-    Fault("SIGTERM, and again", EVERY, f"{STOPPING}|stopping at once", outside=acts.terminate_twice),
-    Fault("disk full", MOUNT_PHASES, "No space left on device", rank=0, outside=acts.fill_disk, disk=SmallDisk),
+    Fault("SIGTERM twice at once", EVERY, f"{STOPPING}|stopping at once", outside=acts.terminate_twice_at_once,
+          places=ANYWHERE),
+    Fault("SIGTERM, and again", EVERY, f"{STOPPING}|stopping at once", outside=acts.terminate_twice, places=ANYWHERE),
+    Fault("disk full", MOUNT_PHASES, "No space left on device", rank=0, outside=acts.fill_disk, disk=SmallDisk,
+          places=ANYWHERE),
     Fault("disk read-only", MOUNT_PHASES, "Read-only file system", rank=0, outside=acts.protect_disk, disk=SmallDisk),
     Fault("file server mute for 10 s", MOUNT_PHASES, "", outside=acts.halt_file_server, disk=FileServer, passes=True),
     Fault("file server mute for 45 s", MOUNT_PHASES, "", outside=acts.halt_file_server_for_long, disk=FileServer),
@@ -164,16 +168,32 @@ FAULTS = (
     Fault("clock 2 h ahead", EVERY, "", outside=acts.jump(7200), clock=True, passes=True),
     Fault("clock 2 h back", EVERY, "", outside=acts.jump(-7200), clock=True, passes=True),
     Fault("all halted for 35 s", EVERY, "", outside=acts.halt_all),
-    Fault("network cut for 10 s", ("load", "first step", "step", "evaluate", "save"), "",
-          outside=acts.cut_network(10.0), places=(SSH, SLURM), passes=True),
-    Fault("network cut until told", ("load", "step", "evaluate", "save"), FAILED,
-          outside=acts.cut_network(240.0), places=(SSH, SLURM)),
-    Fault("SIGKILL of DeepSpeed's launcher on n2", ("load", "step", "save"), f"{FAILED}.*n2",
+    Fault("network cut for 10 s", EVERY[1:], "", outside=acts.cut_network(10.0), places=HOSTS, passes=True),
+    Fault("SIGKILL of n2's sshd, back after 10 s", EVERY[1:], "", outside=acts.kill_daemon("n2", "sshd_config"),
+          places=(SSH,), passes=True),
+    Fault("SIGKILL of n2's slurmd, back after 10 s", EVERY[1:], "", outside=acts.kill_daemon("n2", "slurmd -D"),
+          places=(SLURM,), passes=True),
+    Fault("SIGKILL of slurmctld, back after 10 s", EVERY[1:], "", outside=acts.kill_daemon("login", "slurmctld -D"),
+          places=(SLURM,), passes=True),
+    # Ranks that are to be started just then are not.
+    Fault("SIGKILL of n2's sshd until told", ("tokenise",), LOST,
+          outside=acts.kill_daemon("n2", "sshd_config", until_told=True), places=(SSH,)),
+    Fault("SIGKILL of slurmctld until told", ("tokenise",), FAILED,
+          outside=acts.kill_daemon("login", "slurmctld -D", until_told=True), places=(SLURM,)),
+    Fault("network cut until told", EVERY, f"{FAILED}|error: ", outside=acts.cut_network(240.0), places=HOSTS),
+    Fault("n2 loses its power", EVERY, LOST, outside=acts.switch_off, places=HOSTS),
+    Fault("SIGKILL of pdsh", EVERY[1:], f"{FAILED}: the launcher", outside=acts.kill_starter("pdsh"), places=(SSH,)),
+    Fault("SIGKILL of srun", EVERY[1:], f"{FAILED}: the launcher", outside=acts.kill_starter("srun"), places=(SLURM,)),
+    Fault("SIGKILL of DeepSpeed's launcher on n2", EVERY[1:], f"{FAILED}.*n2",
           outside=acts.kill_on_node("deepspeed.launcher.launch"), places=(SSH,)),
-    Fault("SIGKILL of n2's sshd connections", ("load", "step", "save"), f"{FAILED}.*n2",
-          outside=acts.kill_on_node("sshd: "), places=(SSH,)),
-    Fault("SIGKILL of n2's slurmstepd", ("load", "step", "save"), f"{FAILED}.*n2",
-          outside=acts.kill_on_node("slurmstepd"), places=(SLURM,)),
-    Fault("SIGKILL of srun", ("load", "step", "save"), FAILED, outside=acts.kill_srun, places=(SLURM,)),
-    Fault("n2 loses its power", ("load", "step", "save"), "n2", outside=acts.switch_off, places=(SSH, SLURM)),
+    Fault("SIGKILL of n2's sshd connections", EVERY[1:], f"{FAILED}.*n2",
+          outside=acts.kill_on_node("sshd: root"), places=(SSH,)),
+    Fault("SIGKILL of n2's slurmstepd", EVERY[1:], f"{FAILED}.*n2",
+          outside=acts.kill_on_node("slurmstepd: ["), places=(SLURM,)),
+    Fault("SIGKILL of n2's slurmd until told", EVERY[:1], f"({FAILED}|lost nodes|srun: error).*n2",
+          outside=acts.kill_daemon("n2", "slurmd -D", until_told=True), places=(SLURM,)),
+    # Ranks wait in their calls for longer than a run would let them.
+    Fault("SIGKILL of n2's slurmd until told", EVERY[1:], f"({FAILED}|lost nodes|error: Node failure).*n2",
+          outside=acts.kill_daemon("n2", "slurmd -D", until_told=True, holds=True), places=(SLURM,),
+          settings=("training.hang_timeout=5",)),
 )  # fmt: skip

@@ -41,6 +41,7 @@ def _signal_rank(run: Chaos, number: int, what: int) -> None:
 
 def kill_launcher(run: Chaos) -> None:
     run.launcher().kill()
+    run.is_killed = True
 
 
 def kill_preparation(run: Chaos) -> None:
@@ -192,24 +193,50 @@ def _small_group(name: str) -> Path:
     raise RuntimeError("no memory cgroup can be made")
 
 
-def kill_on_node(*names: str) -> Outside:
-    """SIGKILL to the processes of node n2 whose command lines hold one of the words, as far as they are this run's."""
+def kill_on_node(words: str) -> Outside:
+    """SIGKILL to the processes of node n2 whose command lines hold the words."""
 
     def act(run: Chaos) -> None:
-        assert isinstance(run.place, ThroughSsh | ThroughSlurm)
-        for process in run.place.network.processes("n2"):
+        _kill_on(run, "n2", words)
+
+    return act
+
+
+def _kill_on(run: Chaos, host: str, words: str) -> None:
+    assert isinstance(run.place, ThroughSsh | ThroughSlurm)
+    for process in run.place.network.processes(host):
+        with suppress(psutil.Error):
+            if words in " ".join(process.cmdline()):
+                process.kill()
+
+
+def kill_starter(name: str) -> Outside:
+    """SIGKILL to the program that starts the ranks elsewhere."""
+
+    def act(run: Chaos) -> None:
+        for process in psutil.Process(run.process.pid).children(recursive=True):
             with suppress(psutil.Error):
-                if any(name in " ".join(process.cmdline()) for name in names):
+                if process.name().startswith(name):  # pdsh is pdsh.bin with Debian
                     process.kill()
 
     return act
 
 
-def kill_srun(run: Chaos) -> None:
-    for process in run.processes():
-        with suppress(psutil.Error):
-            if process.name() == "srun":
-                process.kill()
+def kill_daemon(host: str, words: str, *, until_told: bool = False, holds: bool = False) -> Outside:
+    """SIGKILL to a daemon alone; it is back UNHEARD_S later, or once the run has told of it, and may wait for that."""
+
+    def act(run: Chaos) -> None:
+        assert isinstance(run.place, ThroughSsh | ThroughSlurm)
+        _kill_on(run, host, words)
+        if not holds:
+            run.heard()
+        if until_told:
+            run.wait_for(lambda: _has_told(run), 180.0)
+        else:
+            time.sleep(UNHEARD_S)
+        run.place.mend(host)
+
+    return act
 
 
 def cut_network(seconds: float) -> Outside:
@@ -219,7 +246,7 @@ def cut_network(seconds: float) -> Outside:
         assert isinstance(run.place, ThroughSsh | ThroughSlurm)
         run.place.network.plug("n2", "down")
         run.heard()
-        run.wait_for(lambda: "the run failed" in run.text, seconds)
+        run.wait_for(lambda: _has_told(run), seconds)
         run.place.network.plug("n2", "up")
 
     return act
@@ -229,5 +256,10 @@ def switch_off(run: Chaos) -> None:
     """Node n2 loses its power; it is back once the run has told of it."""
     assert isinstance(run.place, ThroughSsh | ThroughSlurm)
     run.place.network.switch_off("n2")
-    run.wait_for(lambda: "the run failed" in run.text, 120.0)
+    run.heard()
+    run.wait_for(lambda: _has_told(run), 240.0)
     run.place.mend("n2")
+
+
+def _has_told(run: Chaos) -> bool:
+    return "the run failed" in run.text or "error: " in run.text

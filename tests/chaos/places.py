@@ -3,11 +3,13 @@
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
+from tests.chaos.disks import SharedDisk
 from tests.cluster.conftest import environment as environment_of_hosts
 from tests.cluster.hosts import LOGIN, Hosts, needs_root
 from tests.cluster.slurm_cluster import SlurmCluster
@@ -16,6 +18,8 @@ from tests.distributed.conftest import environment
 from tests.ends import HOST
 
 NODES = ("n1", "n2")
+# A step that is asked for before the nodes have registered with a new slurmctld is refused.
+REGISTERED_S = 8.0
 SALLOC = ("salloc", "--quiet", "--nodes=2", "--gpus-per-node=1", "--ntasks-per-node=1")
 
 
@@ -25,6 +29,8 @@ class Place(Protocol):
     name: str
     hosts: Sequence[str]
     """Of each rank."""
+    disk: SharedDisk | None
+    """The one that can be filled; None where each case can have its own."""
 
     def command(self, train: Sequence[str]) -> list[str]:
         """The command line that starts a run there."""
@@ -38,6 +44,7 @@ class Local:
 
     name = "this machine"
     hosts: Sequence[str] = (HOST, HOST)
+    disk: SharedDisk | None = None
 
     def command(self, train: Sequence[str]) -> list[str]:
         return list(train)
@@ -52,8 +59,9 @@ class ThroughSsh:
     name = "ssh"
     hosts: Sequence[str] = NODES
 
-    def __init__(self, network: Hosts, env: Mapping[str, str], hostfile: Path) -> None:
+    def __init__(self, network: Hosts, env: Mapping[str, str], hostfile: Path, disk: SharedDisk) -> None:
         self.network, self._env, self._hostfile = network, env, hostfile
+        self.disk: SharedDisk | None = disk
 
     def command(self, train: Sequence[str]) -> list[str]:
         return self.network.inside(LOGIN, [*train, "--hostfile", str(self._hostfile)])
@@ -61,10 +69,10 @@ class ThroughSsh:
     def environment(self) -> dict[str, str]:
         return dict(self._env)
 
-    def mend(self, node: str) -> None:
-        """A node that lost its power is back."""
-        self.network.plug(node, "up")
-        start_sshd(self.network, node, self._hostfile.parent)
+    def mend(self, host: str) -> None:
+        """A node that lost its power, or its daemon, is back."""
+        self.network.plug(host, "up")
+        start_sshd(self.network, host, self._hostfile.parent)
 
 
 class ThroughSlurm:
@@ -73,8 +81,9 @@ class ThroughSlurm:
     name = "SLURM"
     hosts: Sequence[str] = NODES
 
-    def __init__(self, cluster: SlurmCluster) -> None:
+    def __init__(self, cluster: SlurmCluster, disk: SharedDisk) -> None:
         self.network, self.cluster = cluster.hosts, cluster
+        self.disk: SharedDisk | None = disk
 
     def command(self, train: Sequence[str]) -> list[str]:
         return self.network.inside(LOGIN, [*SALLOC, *train])
@@ -82,10 +91,13 @@ class ThroughSlurm:
     def environment(self) -> dict[str, str]:
         return self.cluster.environment()
 
-    def mend(self, node: str) -> None:
-        """A node that lost its power is back."""
-        self.cluster.switch_on(node)
-        self.cluster.wait_for_nodes()
+    def mend(self, host: str) -> None:
+        """A node that lost its power, or its daemon, is back; the next `salloc` waits until SLURM has seen it."""
+        if host == LOGIN:
+            self.cluster.start_controller()
+            time.sleep(REGISTERED_S)
+        else:
+            self.cluster.switch_on(host)
 
 
 def open_place(name: str, stack: ExitStack) -> Place:
@@ -95,13 +107,15 @@ def open_place(name: str, stack: ExitStack) -> Place:
     needs_root("bindfs")
     folder = Path(tempfile.mkdtemp(prefix=f"chaos-{os.getpid()}-"))
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    disk = SharedDisk(folder / "disk")
+    stack.callback(disk.unmount)
     network = Hosts(NODES, folder)
     stack.callback(network.close)
     if name == ThroughSlurm.name:
-        return ThroughSlurm(SlurmCluster(network, folder, environment_of_hosts()))
+        return ThroughSlurm(SlurmCluster(network, folder, environment_of_hosts()), disk)
     (folder / "hostfile").write_text("".join(f"{node} slots=1\n" for node in NODES))
     env = stack.enter_context(ssh_daemons(network, NODES, folder, environment_of_hosts()))
-    return ThroughSsh(network, env, folder / "hostfile")
+    return ThroughSsh(network, env, folder / "hostfile", disk)
 
 
 PLACES = (Local.name, ThroughSsh.name, ThroughSlurm.name)

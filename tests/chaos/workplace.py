@@ -79,6 +79,8 @@ class Chaos:
     """Which of several mischiefs `heard` lets go on."""
     holds: bool = False
     """Whether it is to wait for what comes next."""
+    is_killed: bool = False
+    """Whether the launcher was, of which salloc makes exit code 0: it takes SIGKILL for the user's wish."""
     lines: list[tuple[float, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -173,6 +175,8 @@ class Chaos:
         metrics = self.out / "metrics.jsonl"
         if metrics.is_file():
             self._records = [json.loads(line) for line in metrics.read_text().splitlines() if line.endswith("}")]
+        if self.is_killed and code == 0:
+            return 137
         return 128 - code if code is not None and code < 0 else code
 
 

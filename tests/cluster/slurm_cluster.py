@@ -74,7 +74,7 @@ class SlurmCluster:
             (folder / f"gpu{number}").touch()
         (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-{cpus - 1}]\n")
         self._start_munge()
-        self._controller = self._daemon(LOGIN, ["slurmctld", "-D", "-f", str(self._config)])
+        self.start_controller()
         for node in self.nodes:
             self.switch_on(node)
         self.wait_for_nodes()
@@ -96,6 +96,10 @@ class SlurmCluster:
             return self.hosts.start(
                 host, command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
+
+    def start_controller(self) -> None:
+        """Start slurmctld, which has ended."""
+        self._controller = self._daemon(LOGIN, ["slurmctld", "-D", "-f", str(self._config)])
 
     def switch_on(self, node: str) -> None:
         """Start a node's slurmd."""
@@ -158,5 +162,5 @@ class SlurmCluster:
         self._config.write_text(text.replace(old, new))
         self.run("scontrol", "shutdown", "slurmctld")
         self._controller.wait(timeout=PATIENCE_S)
-        self._controller = self._daemon(LOGIN, ["slurmctld", "-D", "-f", str(self._config)])
+        self.start_controller()
         self.wait_for_nodes()

@@ -73,6 +73,27 @@ def leave_beat(logs: Path, rank: int, **values: object) -> None:
     (logs / f"heartbeat-{rank}.json").write_text(json.dumps(beat | values))
 
 
+def test_a_lost_host_is_named_and_not_the_rank_that_fell_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank-0.log").write_text(PEER)
+    leave_beat(tmp_path, 0)
+    leave_beat(tmp_path, 1)
+    deaths = {0: Death(1.0, 1), 1: Death(1.2)}
+    fault = Failure(tmp_path, {}, deaths, 1, None, {"n1": "Connection to n1 closed"}).tell()
+    assert fault.rank == 1
+    told = "the run failed: the way to n1 is lost: Connection to n1 closed (rank 1 there: step 7, phase backward)"
+    assert capsys.readouterr().err.splitlines()[0] == told
+    (tmp_path / "rank-0.log").write_text(OWN)
+    assert Failure(tmp_path, {}, deaths, 1, None, {"n1": "Connection to n1 closed"}).tell().rank == 0
+
+
+def test_no_rank_is_blamed_for_a_launcher_that_was_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave_beat(tmp_path, 0)
+    assert Failure(tmp_path, {}, {0: Death(1.0)}, 247, launcher_fell=True).tell().rank is None
+    assert capsys.readouterr().err.startswith("the run failed: the launcher was killed by signal 9 (SIGKILL)\n")
+
+
 def test_the_rank_with_a_mistake_of_its_own_is_blamed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank-0.log").write_text(PEER)
     (tmp_path / "rank-1.log").write_text(OWN)

@@ -1,8 +1,13 @@
 """How ranks ended that nobody on this host has seen end, from what their launcher wrote."""
 
+from pathlib import Path
+
 import pytest
 
+from launcher.supervision import supervisor
+from launcher.supervision.launcher_log import LauncherLog
 from launcher.supervision.remote import Reach, ThroughLauncher, ThroughSrun, ThroughSsh
+from launcher.targets.local import Command
 from launcher.targets.slurm import Allocation
 from trainer.contract.heartbeat import Heartbeat
 
@@ -62,6 +67,70 @@ def beats(**changes: object) -> dict[int, Heartbeat]:
 )  # fmt: skip
 def test_a_launchers_log_tells_how_ranks_ended(reach: Reach, log: str, statuses: dict[int, int]) -> None:
     assert reach.statuses(f"before\n{log}after\n", beats()) == statuses
+
+
+ENDED = "srun: forcing job termination\n"
+FELL = "srun: error: n1: tasks 0-1: Exited with exit code 1\n"
+REFUSED = "ssh: connect to host n1 port 22: Connection refused"
+
+
+@pytest.mark.parametrize(
+    ("reach", "before", "after", "hosts"),
+    [
+        (SSH, PDSH.format("n1", 1), PDSH.format("n2", 255), {}),  # killed here
+        (SSH, PDSH.format("n2", 247), "", {}),
+        (SSH, PDSH.format("n2.example.org", 255), "", {"user@n2.example.org": "ssh ended with exit code 255"}),
+        (
+            SSH,
+            f"n1: n2: a rank's words\nn1: {REFUSED}\n" + PDSH.format("n1", 255),
+            PDSH.format("n2", 255),
+            {"n1": REFUSED},
+        ),
+        (SSH, "n1: Connection to n1 closed by remote host.\n" + PDSH.format("n1", 255), "", {
+            "n1": "Connection to n1 closed by remote host"}),
+        (SRUN, FELL, ENDED + "srun: error: n2: tasks 2-3: Killed\n", {}),
+        (SRUN, FELL, ENDED, {
+            "n2": "srun was not told how its ranks ended; the slurmstepd above them is gone"}),
+        (SRUN, FELL, ENDED + "srun: error: n2: tasks 2-3: New\n", {}),
+        (SRUN, "srun: error: Unable to create step for job 1\n", ENDED, {}),
+        (ThroughLauncher(), "mpirun: a word\n", "", {}),
+    ],
+)  # fmt: skip
+def test_a_launchers_log_tells_which_hosts_were_lost(reach: Reach, before: str, after: str, hosts: object) -> None:
+    assert reach.lost(before, before + after, beats()) == hosts
+
+
+@pytest.mark.parametrize(
+    ("reach", "status", "log", "own"),
+    [(SRUN, -9, "", True), (SRUN, 137, "", True), (SRUN, 1, "", False),
+     (SRUN, 137, "srun: error: n2: task 2: Killed\n", False), (SSH, -9, "", True), (SSH, 247, "", True),
+     (SSH, 0, "", True),
+     (SSH, 247, PDSH.format("n1", 247), False)],
+)  # fmt: skip
+def test_a_launcher_that_fell_itself(reach: Reach, status: int, log: str, own: bool) -> None:
+    assert reach.is_own_end(status, log) is own
+
+
+def test_a_host_that_ssh_does_not_reach_is_a_failure(tmp_path: Path) -> None:
+    """The ranks on the others would wait for it for as long as `timeout_minutes` lets them."""
+    file = tmp_path / "launcher.log"
+    file.touch()
+    log = LauncherLog(file)
+    with file.open("a") as writing:
+        for code, fails in ((143, False), (255, True), (127, True)):
+            writing.write(PDSH.format("n2", code))
+            writing.flush()
+            assert log.tells_of_failure() is fails
+
+
+def test_a_host_that_is_cut_off_does_not_keep_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ssh to it waits for as long as TCP does, whatever is done on the hosts that are left."""
+    monkeypatch.setattr(supervisor, "FAILURE_PATIENCE_S", 0.2)
+    monkeypatch.setattr(supervisor, "END_PATIENCE_S", 0.4)
+    script = f"echo '{PDSH.format('n1', 1).strip()}'; exec sleep 600"
+    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=ThroughSsh({}))
+    assert run.run() == 1
+    assert run.processes[0].poll() == -9
 
 
 def test_a_rank_that_said_itself_how_it_ended_is_not_the_one_that_was_killed() -> None:
