@@ -23,12 +23,15 @@ from trainer.images.pipeline import is_pipeline
 from trainer.monitor.console import append_output_to
 from trainer.preflight import ModelFiles, begin_to_build, prepare_to_resume, read_model_files
 from trainer.rank import main as train
+from trainer.ranks.lean_imports import import_what_every_run_uses
 from trainer.ranks.progress import phase
 
 
 def main(argv: list[str]) -> int:
     """Import, check on the first rank, wait, train; the exit code of a rank, or of the checks."""
     channel = take_channel()
+    with _quiet():
+        import_what_every_run_uses()
     config, overrides = argv[0], [word for word in argv[1:] if word != OPTION]
     found: Prepared | ModelFiles | None
     if os.environ["RANK"] == "0":

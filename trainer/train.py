@@ -3,15 +3,18 @@
 deepspeed --module trainer.train CONFIG [key=value ...]      or      torchrun -m trainer.train CONFIG [key=value ...]
 """
 
+import gc
 import sys
 
 from trainer.contract import held_start
+from trainer.ranks.lean_imports import import_what_every_run_uses
 from trainer.ranks.training_process import begin
 
 
 def main(argv: list[str] | None = None) -> int:
     """Train; exit code 0 done, 1 failed or hung, 2 usage, 75 preempted and saved, 128+signal after a save."""
     begin()
+    gc.disable()  # until all is imported
     words = sys.argv[1:] if argv is None else argv
     if held_start.OPTION in words:
         from trainer.held import main as train_when_released
@@ -19,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
         return train_when_released(words)
     from trainer.rank import main as train
 
+    import_what_every_run_uses()
     return train(words)
 
 

@@ -1,4 +1,4 @@
-"""Libraries are imported without what nothing here calls in them: torch's compiler, and torchao.
+"""Libraries are imported without what nothing here calls in them: torch's compiler, torchao, SciPy and others.
 
 torch.compile imports Inductor at once, which takes longer than torch itself. bitsandbytes (0.50.2), which PEFT imports
 for whatever adapter, compiles two functions of its CPU backend while it is imported, and DeepSpeed (0.19.8) three of an
@@ -7,8 +7,13 @@ optimizer that it looks for by name. Compiled when they are called, they are the
 Where torchao is installed (for `training.qat`), transformers (5.23.0), PEFT (0.21.2) and diffusers (0.42.1) import it,
 and Inductor with it, to ask whether a weight is one of its own. Such a weight can be there only once torchao has been
 imported.
+
+Where torchvision, SciPy and scikit-learn are installed, transformers imports them for functions that no run calls:
+its own for pictures, for losses of detected objects and (5.17.0, no more 5.23.0) for drafts of answers.
 """
 
+import gc
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,20 +25,33 @@ from types import ModuleType
 from typing import Any
 
 COMPILE = ("bitsandbytes", "deepspeed.runtime.zero.muon.original_muon")
-ASK_FOR_TORCHAO = {
-    "transformers.quantizers.quantizer_torchao": "transformers.utils",
-    "peft.tuners.lora.torchao": "peft.import_utils",
-    "peft.utils.quantization_utils": "peft.import_utils",
-    "diffusers.quantizers.torchao.torchao_quantizer": "diffusers.utils",
+_LOSSES = ("deformable_detr", "for_object_detection", "grounding_dino", "lw_detr", "rf_detr", "rt_detr")
+ASK_FOR = {
+    "transformers.quantizers.quantizer_torchao": ("transformers.utils", "torchao"),
+    "peft.tuners.lora.torchao": ("peft.import_utils", "torchao"),
+    "peft.utils.quantization_utils": ("peft.import_utils", "torchao"),
+    "diffusers.quantizers.torchao.torchao_quantizer": ("diffusers.utils", "torchao"),
+    "transformers.image_utils": ("transformers.utils", "torchvision"),
+    "transformers.video_utils": ("transformers.utils", "torchvision"),
+    "transformers.generation.candidate_generator": ("transformers.utils", "sklearn"),
+    **{f"transformers.loss.loss_{name}": ("transformers.utils", "scipy") for name in _LOSSES},
 }
-"""Modules, and where each takes the function from that says whether torchao is installed."""
+"""Modules, where each takes the function from that says whether a package is installed, and that package."""
+OF_EVERY_RUN = (
+    "transformers.modeling_utils",
+    "transformers.modeling_layers",
+    "transformers.models.auto.modeling_auto",
+    "deepspeed",
+    "peft",
+)
+"""What imports most of what comes late otherwise: torch's tensors over ranks, its compiler's front, SymPy."""
 
 
 class _Finder(MetaPathFinder):
     """Finds the modules as the other finders do, each once."""
 
     def __init__(self) -> None:
-        self._wanted = {name for name in (*COMPILE, *ASK_FOR_TORCHAO) if name not in sys.modules}
+        self._wanted = {name for name in (*COMPILE, *ASK_FOR) if name not in sys.modules}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -57,8 +75,8 @@ class _Loader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         if module.__spec__ is not None:
             module.__spec__.loader = module.__loader__ = self._loader
-        asked = ASK_FOR_TORCHAO.get(module.__name__)
-        with _compiled_when_called() if asked is None else _torchao_once_imported(sys.modules[asked]):
+        asked = ASK_FOR.get(module.__name__)
+        with _compiled_when_called() if asked is None else _there_once_imported(*asked):
             self._loader.exec_module(module)
 
 
@@ -75,19 +93,31 @@ def _compiled_when_called() -> Iterator[None]:
 
 
 @contextmanager
-def _torchao_once_imported(asked: Any) -> Iterator[None]:
-    installed = asked.is_torchao_available
-    asked.is_torchao_available = lambda: "torchao" in sys.modules and installed()
+def _there_once_imported(asked: str, package: str) -> Iterator[None]:
+    module, name = sys.modules[asked], f"is_{package}_available"
+    installed = getattr(module, name)
+    setattr(module, name, lambda: package in sys.modules and installed())
     try:
         yield
     finally:
-        asked.is_torchao_available = installed
+        setattr(module, name, installed)
 
 
 def import_lean() -> None:
     """From now on; what is imported already stays as it is."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
+
+
+def import_what_every_run_uses() -> None:
+    """After this the collector of cycles, off until then, is on, and passes over all that stands there.
+
+    Half a million objects do, of which none goes: looking through them again and again is a fifth of the imports.
+    """
+    for name in OF_EVERY_RUN:
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
 
 
 def _when_called(compile: Callable[..., Any], function: Any = None, **options: Any) -> Any:
