@@ -16,6 +16,7 @@ from trainer.patches.installation import Wanted, install
 from trainer.patches.mamba import unadapted_lines, unquantized_lines
 from trainer.patches.norm_mlp_rope import PARTS
 from trainer.ranks.group import Ranks, set_seed
+from trainer.ranks.progress import phase
 from trainer.task import Task
 
 
@@ -35,7 +36,8 @@ def build_model(
     """
     dtype = DTYPES[precision]
     shards = _layer_shards(config, decided, task, ranks, device)
-    model = task.load_base(dtype, engine_config, shards)
+    with phase("weights"):
+        model = task.load_base(dtype, engine_config, shards)
     wanted = patches_wanted(config, decided, device, dtype, task.small_pass, shards)
     lines = [decided.line(), *exact_lines(model), *install("base", model, wanted)]
     # The adapter's first values depend on the seed alone, not on what loading drew before.

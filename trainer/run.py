@@ -181,13 +181,15 @@ class Run:
             flat = flatten_adapter(model, separate_up=bool(config.lora.loraplus_lr_ratio), multiple=multiple)
         optimizer = build_optimizer(model, config.training, config.lora, fused=not offloads)
         self.loss = self.task.loss(model, fused_head=self.decided.fused_head.value)
-        engine = start_engine(model, optimizer, self.deepspeed_config)
+        with phase("deepspeed"):
+            engine = start_engine(model, optimizer, self.deepspeed_config)
         dtype = DTYPES[self.precision]
         install("engine", engine, patches_wanted(config, self.decided, self.device, dtype, self.task.small_pass))
         if flat is not None:
             flat.repoint()
         self.optimizer = optimizer
-        self.task.check(engine, self.loss, varlen=self.decided.attention.value == VARLEN)
+        with phase("first passes"):
+            self.task.check(engine, self.loss, varlen=self.decided.attention.value == VARLEN)
         self.resident = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
         return engine
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,11 +21,12 @@ from tests.ends import HOST, TRAIN
 from tests.tiny import write_chats
 
 PATIENCE_S = 300.0
-# Prints what is imported when the launcher has read its settings, and when a rank has done its first step.
+# Prints what is imported when the launcher has read its settings; when a rank waits, and after its first step.
 OF_THE_LAUNCHER = "import sys, launcher.commands; print(*sys.modules, sep='\\n')"
 OF_A_RANK = """
-import sys
+import gc, sys
 import trainer.train
+from trainer.contract.held_start import Release
 from trainer.ranks.progress import PROGRESS
 end = PROGRESS.end_start
 def ended():
@@ -32,8 +34,12 @@ def ended():
     if times is not None:
         open("modules", "w").write("\\n".join(sys.modules))
     return times
-PROGRESS.end_start = ended
-sys.argv[1:] = ["run.yaml"]
+def released(channel):
+    open("modules-before", "w").write("\\n".join(sys.modules))
+    assert gc.isenabled() and gc.get_freeze_count() > 100_000
+    return Release(["run.yaml"], "log")
+PROGRESS.end_start, Release.wait = ended, released
+sys.argv[1:] = ["run.yaml", "--held"]
 sys.exit(trainer.train.main())
 """
 NEVER_IN_THE_LAUNCHER = {"torch", "numpy", "transformers", "deepspeed", "peft", "bitsandbytes", "datasets", "pyarrow"}
@@ -41,6 +47,10 @@ NEVER_IN_A_RANK = {
     *("datasets", "pandas", "torchvision", "torchaudio", "matplotlib", "networkx", "sklearn", "scipy", "wandb"),
     *("torch._inductor.compile_fx", "torch._inductor.lowering", "torch._functorch.aot_autograd"),
     *("transformers.generation.utils.candidate_generator", "aiohttp", "IPython", "tensorflow", "jax", "torchao"),
+}
+BEFORE_THE_RELEASE = {
+    *("torch.distributed.tensor", "torch._dynamo.symbolic_convert", "sympy", "transformers.modeling_utils"),
+    *("deepspeed.runtime.engine", "deepspeed.runtime.zero.stage_1_and_2", "peft.tuners.lora.layer", "bitsandbytes"),
 }
 
 
@@ -99,14 +109,18 @@ def test_the_launcher_imports_nothing_heavy() -> None:
     assert "launcher.start" in imported and NEVER_IN_THE_LAUNCHER & imported == set()
 
 
-def test_a_rank_imports_nothing_that_its_first_step_does_not_need(folder: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", OF_A_RANK], cwd=folder, env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    imported = set((folder / "modules").read_text().split())
-    assert {"torch", "deepspeed", "peft", "transformers"} <= imported
-    assert NEVER_IN_A_RANK & imported == set()
+def test_a_rank_imports_all_that_its_first_step_needs_before_its_release_and_nothing_else(folder: Path) -> None:
+    here, there = socket.socketpair()
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    with here, there:
+        done = subprocess.run(
+            [sys.executable, "-c", OF_A_RANK],
+            cwd=folder, env=environment() | place, stdin=there, capture_output=True, text=True,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr + (folder / "log").read_text()
+    before, after = (set((folder / name).read_text().split()) for name in ("modules-before", "modules"))
+    assert before >= BEFORE_THE_RELEASE
+    assert NEVER_IN_A_RANK & after == set()
 
 
 @pytest.mark.distributed
