@@ -316,6 +316,22 @@ def test_transformers_imports_what_no_run_calls(tmp_path: Path, package: str, mo
     assert plain == "imported" or package == "sklearn"
 
 
+READ = """
+import sys
+opened = []
+sys.addaudithook(lambda event, found: event == "open" and opened.append(str(found[0])))
+import transformers.models.auto
+print(sum(path.endswith("llama/modeling_llama.py") for path in opened))
+"""
+
+
+def test_transformers_reads_its_files_twice() -> None:
+    """Else LISTS_ITSELF of trainer/ranks/lean_imports.py can go."""
+    for lean, times in (("", "2"), ("from trainer.ranks.lean_imports import import_lean; import_lean()", "1")):
+        done = subprocess.run([sys.executable, "-c", lean + READ], capture_output=True, text=True, check=True)
+        assert done.stdout.split()[-1] == times
+
+
 def _same(record: dict[str, Any]) -> dict[str, Any]:
     return copy.copy(record)
 

@@ -97,6 +97,17 @@ UNTIL_THE_MODEL = (
         ("trainer/ranks/lean_imports.py: setattr",),
     ),
     Patch(
+        "what transformers keeps of the names in its files",
+        "transformers",
+        "5.23.0",
+        "128 folders, fewer than it has: they are all read again for the second of two lists, a quarter of a second",
+        "ranks, once",
+        "trainer/ranks/lean_imports.py: import_lean",
+        "with the process",
+        "tests/unit/test_workarounds.py: test_transformers_reads_its_files_twice",
+        ("trainer/ranks/lean_imports.py: create_import_structure_from_path",),
+    ),
+    Patch(
         "the name of DeepSpeed's shared memory",
         "deepspeed",
         "0.19.8",

@@ -18,7 +18,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -37,6 +37,8 @@ ASK_FOR = {
     **{f"transformers.loss.loss_{name}": ("transformers.utils", "scipy") for name in _LOSSES},
 }
 """Modules, where each takes the function from that says whether a package is installed, and that package."""
+LISTS_ITSELF = "transformers.utils.import_utils"
+"""Reads all of transformers' files for the names in them, twice: what it keeps of it is too little for its folders."""
 OF_EVERY_RUN = (
     "transformers.modeling_utils",
     "transformers.modeling_layers",
@@ -51,7 +53,7 @@ class _Finder(MetaPathFinder):
     """Finds the modules as the other finders do, each once."""
 
     def __init__(self) -> None:
-        self._wanted = {name for name in (*COMPILE, *ASK_FOR) if name not in sys.modules}
+        self._wanted = {name for name in (*COMPILE, *ASK_FOR, LISTS_ITSELF) if name not in sys.modules}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -78,6 +80,8 @@ class _Loader(Loader):
         asked = ASK_FOR.get(module.__name__)
         with _compiled_when_called() if asked is None else _there_once_imported(*asked):
             self._loader.exec_module(module)
+        if module.__name__ == LISTS_ITSELF:
+            _keep_what_was_read(module)
 
 
 @contextmanager
@@ -90,6 +94,10 @@ def _compiled_when_called() -> Iterator[None]:
         yield
     finally:
         torch.compile = eager
+
+
+def _keep_what_was_read(lists: Any) -> None:
+    lists.create_import_structure_from_path = cache(lists.create_import_structure_from_path.__wrapped__)
 
 
 @contextmanager
