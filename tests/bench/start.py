@@ -1,6 +1,7 @@
 """Seconds from `zerolora train` to its first line, to the ranks' first line and to the first step.
 
-python -m tests.bench.start [--shape SHAPE] [--runs N] [--ranks N] [--length TOKENS] [--tree CHECKOUT] [key=value ...]
+python -m tests.bench.start [--shape SHAPE] [--runs N] [--ranks N] [--length TOKENS] [--tree CHECKOUT] [--functions]
+                            [key=value ...]
 
 A first run, which is not counted, tokenises and builds operators. Another checkout's command is timed with --tree.
 """
@@ -21,6 +22,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 300.0
 POLL_S = 0.01
+# Python imports a module of this name first of all.
+PROFILED = """
+import sys
+if "--held" in sys.orig_argv:
+    import tests.bench.profiled_rank
+"""
 COLUMNS = ("first line", "ranks", "first step")
 
 
@@ -85,6 +92,15 @@ def start_once(folder: Path, tree: Path, arguments: list[str]) -> Start:
     return found
 
 
+def profile_once(folder: Path, arguments: list[str]) -> str:
+    """What tests/bench/profiled_rank.py finds in one more start."""
+    (folder / "first").mkdir()
+    (folder / "first" / "sitecustomize.py").write_text(PROFILED)
+    os.environ["PYTHONPATH"] = f"{folder / 'first'}:{os.environ.get('PYTHONPATH', '')}"
+    start_once(folder, ROOT, arguments)
+    return (folder / "profile").read_text()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--shape", default="smollm2-135m")
@@ -94,11 +110,14 @@ def main() -> int:
     parser.add_argument("--tree", type=Path, default=ROOT)
     parser.add_argument("--profile", action="store_true", help="print where the last start's time went")
     parser.add_argument("settings", nargs="*")
+    parser.add_argument("--functions", action="store_true", help="one more start, and what its parts were spent on")
     options = parser.parse_args()
     arguments = [*options.settings, f"--num-gpus={options.ranks}", *["--profile-start"] * options.profile]
     with tempfile.TemporaryDirectory() as name:
         write_run(Path(name), options.shape, options.length)
         starts = [start_once(Path(name), options.tree, arguments) for _ in range(options.runs + 1)]
+        if options.functions:
+            profile = profile_once(Path(name), arguments)
     print(f"{options.shape}, {options.ranks} rank(s), seconds   " + "".join(f"{name:>12}" for name in COLUMNS))
     for label, start in zip(["(first)", *map(str, range(1, len(starts)))], starts, strict=True):
         print(f"{label:<34}" + "".join(f"{start.seen.get(name, float('nan')):12.2f}" for name in COLUMNS), flush=True)
@@ -107,6 +126,8 @@ def main() -> int:
         print(f"{'median':<34}" + "".join(f"{median:12.2f}" for median in medians))
     for when, line in starts[-1].lines if options.profile else []:
         print(f"{when:7.2f}  {line}")
+    if options.functions:
+        print(profile)
     return 0
 
 

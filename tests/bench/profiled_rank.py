@@ -1,0 +1,67 @@
+"""What the parts of a rank's start are spent on, into the file `profile`: modules imported, functions called.
+
+`python -m tests.bench.start --functions` lets ranks import this before anything else. A profile slows what it looks at.
+"""
+
+import _frozen_importlib  # type: ignore[import-not-found]  # where the import statement finds its functions
+import cProfile
+import io
+import pstats
+import time
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from trainer.ranks.start_times import StartTimes
+
+LEAST_S = 0.1
+FUNCTIONS = 40
+
+_modules: list[tuple[str, int, str, float]] = []
+_functions: dict[str, cProfile.Profile] = {}
+_depth = 0
+_part = "imports"
+
+
+def _load(spec: Any) -> ModuleType:
+    """Import one module; its line is before those of what it imports."""
+    global _depth
+    at, began = len(_modules), time.thread_time()
+    _modules.append(("", 0, "", 0.0))
+    _depth += 1
+    try:
+        module: ModuleType = _plain_load(spec)
+        return module
+    finally:
+        _depth -= 1
+        _modules[at] = (_part, _depth, spec.name, time.thread_time() - began)
+
+
+def _change(times: StartTimes, phases: Sequence[str]) -> None:
+    global _part
+    if _part in _functions:
+        _functions[_part].disable()
+    _plain_change(times, phases)
+    _part = "/".join(times._part)
+    _functions.setdefault(_part, cProfile.Profile()).enable()
+
+
+def _end(times: StartTimes) -> None:
+    _plain_end(times)
+    _functions[_part].disable()
+    with open("profile", "w") as file:
+        print(*times.table(), "", "imported (processor seconds)", sep="\n", file=file)
+        for part, depth, name, seconds in _modules:
+            if seconds >= LEAST_S:
+                print(f"{seconds:6.2f}  {part:<24}{'  ' * depth}{name}", file=file)
+        for part, profile in _functions.items():
+            text = io.StringIO()
+            stats: Any = pstats.Stats(profile, stream=text)
+            if stats.total_tt >= LEAST_S:
+                stats.sort_stats("cumulative").print_stats(FUNCTIONS)
+                print(f"\n== {part}", text.getvalue(), file=file)
+
+
+_plain_load, _plain_change, _plain_end = _frozen_importlib._load_unlocked, StartTimes.change, StartTimes.end
+_frozen_importlib._load_unlocked = _load
+StartTimes.change, StartTimes.end = _change, _end  # type: ignore[method-assign]
