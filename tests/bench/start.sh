@@ -13,7 +13,7 @@ one() {  # NAME MOST ARGUMENTS...
     > "$out/$name.log" 2>&1
   echo "$name: exit $? after $SECONDS s"; head -5 "$out/$name.log"
 }
-one new-smollm2 110 --runs 2 --profile
+one new-smollm2 110 --runs 2 --profile --functions
 one old-smollm2 45 --runs 0 --tree "$old"
 one new-8b 60 --shape llama3.1-8b --runs 0 --profile
 one old-8b 70 --shape llama3.1-8b --runs 0 --tree "$old"
