@@ -3,14 +3,14 @@
 `python -m tests.bench.start --functions` lets ranks import this before anything else. A profile slows what it looks at.
 """
 
-import _frozen_importlib  # type: ignore[import-not-found]  # where the import statement finds its functions
+import _frozen_importlib  # where the import statement finds its functions
 import cProfile
 import io
 import pstats
 import time
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from trainer.ranks.start_times import StartTimes
 
@@ -62,6 +62,6 @@ def _end(times: StartTimes) -> None:
                 print(f"\n== {part}", text.getvalue(), file=file)
 
 
-_plain_load, _plain_change, _plain_end = _frozen_importlib._load_unlocked, StartTimes.change, StartTimes.end
-_frozen_importlib._load_unlocked = _load
-StartTimes.change, StartTimes.end = _change, _end  # type: ignore[method-assign]
+_imports, _times = cast(Any, _frozen_importlib), cast(Any, StartTimes)
+_plain_load, _plain_change, _plain_end = _imports._load_unlocked, StartTimes.change, StartTimes.end
+_imports._load_unlocked, _times.change, _times.end = _load, _change, _end

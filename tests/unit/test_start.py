@@ -115,7 +115,7 @@ def test_a_rank_imports_all_that_its_first_step_needs_before_its_release_and_not
     with here, there:
         done = subprocess.run(
             [sys.executable, "-c", OF_A_RANK],
-            cwd=folder, env=environment() | place, stdin=there, capture_output=True, text=True,
+            cwd=folder, env=environment() | place, stdin=there.fileno(), capture_output=True, text=True,
         )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr + (folder / "log").read_text()
     before, after = (set((folder / name).read_text().split()) for name in ("modules-before", "modules"))
