@@ -291,8 +291,6 @@ def test_transformers_imports_torchao_unasked(name: str) -> None:
 @pytest.mark.parametrize(
     ("package", "module"),
     [
-        ("torchvision", "transformers.image_utils"),
-        ("torchvision", "transformers.video_utils"),
         ("scipy", "transformers.loss.loss_utils"),
         ("sklearn", "transformers.generation.candidate_generator"),
     ],

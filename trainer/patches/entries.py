@@ -86,10 +86,10 @@ UNTIL_THE_MODEL = (
         ("trainer/ranks/lean_imports.py: setattr",),
     ),
     Patch(
-        "whether torchvision, SciPy and scikit-learn are there while modules of transformers are imported",
+        "whether SciPy and scikit-learn are there while modules of transformers are imported",
         "transformers",
         "5.23.0",
-        "it imports them wherever they are installed, for pictures, for losses of detected objects and for drafts",
+        "it imports them wherever they are installed, for losses of detected objects and for drafts of answers",
         "ranks, once; the answer is yes as soon as the package has been imported",
         "trainer/ranks/lean_imports.py: import_lean",
         "at the end of each import; these modules keep the answer",

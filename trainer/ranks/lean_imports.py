@@ -8,8 +8,8 @@ Where torchao is installed (for `training.qat`), transformers (5.23.0), PEFT (0.
 and Inductor with it, to ask whether a weight is one of its own. Such a weight can be there only once torchao has been
 imported.
 
-Where torchvision, SciPy and scikit-learn are installed, transformers imports them for functions that no run calls:
-its own for pictures, for losses of detected objects and (5.17.0, no more 5.23.0) for drafts of answers.
+Where SciPy and scikit-learn are installed, transformers imports them for what no run calls: losses of detected objects
+and (5.17.0, no more 5.23.0) drafts of answers. torchvision stays: who calls a processor of pictures needs it.
 """
 
 import gc
@@ -31,8 +31,6 @@ ASK_FOR = {
     "peft.tuners.lora.torchao": ("peft.import_utils", "torchao"),
     "peft.utils.quantization_utils": ("peft.import_utils", "torchao"),
     "diffusers.quantizers.torchao.torchao_quantizer": ("diffusers.utils", "torchao"),
-    "transformers.image_utils": ("transformers.utils", "torchvision"),
-    "transformers.video_utils": ("transformers.utils", "torchvision"),
     "transformers.generation.candidate_generator": ("transformers.utils", "sklearn"),
     **{f"transformers.loss.loss_{name}": ("transformers.utils", "scipy") for name in _LOSSES},
 }
