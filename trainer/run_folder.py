@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from trainer.checkpoint.adapter_files import record_checksums
+from trainer.checkpoint.adapter_form import AdapterForm
 from trainer.checkpoint.background import SaveFailed, WriteWeights
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.run_record import RESULT, make_way, note_written, place_result, write_run_record
@@ -51,6 +52,7 @@ class RunFolder:
         self._config, self._task, self._ranks = config, task, ranks
         self._console, self._course, self._lock = console, course, lock
         self._metrics: Metrics | None = None
+        self._form: AdapterForm | None = None
 
     def check(self) -> None:
         """Raise FolderLost if another run has the folder by now: called before anything is written there."""
@@ -170,7 +172,9 @@ class RunFolder:
             save_full_model(model, folder, is_main=is_main)
         else:
             initial = self.path / INITIAL_ADAPTER if changes_base_weights(self._config.lora) else None
-            save_adapter(model, folder, is_main=is_main, must_have_moved=must_have_moved, initial=initial)
+            save_adapter(
+                model, folder, is_main=is_main, must_have_moved=must_have_moved, initial=initial, form=self._form
+            )
         if is_main:
             self._task.files_beside()(folder)
 
@@ -185,7 +189,8 @@ class RunFolder:
             if whole:
                 write_full_model(model, weights, folder)
             else:
-                write_adapter(model, weights, folder, must_have_moved=must_have_moved, initial=initial)
+                self._form = self._form or AdapterForm.of(model, weights)
+                write_adapter(self._form, weights, folder, must_have_moved=must_have_moved, initial=initial)
             if save_beside is not None:
                 save_beside(folder)
 
