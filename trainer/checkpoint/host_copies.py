@@ -6,7 +6,10 @@ import torch
 
 # Page-locked memory cannot be swapped: a model that is trained whole is copied the slow way.
 MOST_KEPT_BYTES = 8 * 2**30
+OWN_BLOCK_BYTES = 32 * 2**20
 ALIGNMENT = 512
+Size = tuple[int, torch.device]
+"""Bytes of a tensor, and where it lies."""
 
 
 class HostCopies:
@@ -21,10 +24,18 @@ class HostCopies:
         self._buffers: dict[str, torch.Tensor] = {}
         self._event: torch.cuda.Event | None = None
 
-    def reserve(self, sizes: Sequence[int], device: torch.device) -> None:
-        """Allocate, for copies of tensors on `device`, a block for each size in bytes: page-locking takes tenths of a
-        second. From any thread, but not while another is in `copy`."""
-        for size in sizes:
+    def reserve(self, tensors: Sequence[Size]) -> None:
+        """Allocate what copies of these will take, which is tenths of a second where it is page-locked.
+
+        From any thread, but not while another one is in `copy`.
+        """
+        small: dict[torch.device, int] = {}
+        for size, device in tensors:
+            if size >= OWN_BLOCK_BYTES:
+                self._allocate(size, device)
+            else:
+                small[device] = small.get(device, 0) + _aligned(size)
+        for device, size in small.items():
             self._allocate(size, device)
 
     def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -61,7 +72,12 @@ class HostCopies:
     def _allocate(self, size: int, device: torch.device) -> "_Block | None":
         if sum(len(block.memory) for block in self._blocks) + size > MOST_KEPT_BYTES:
             return None
-        block = _Block(torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda"), device)
+        if device.type == "cuda":
+            with torch.cuda.device(device):  # a new thread begins at the first one
+                memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        else:
+            memory = torch.empty(size, dtype=torch.uint8).zero_()  # the system gives memory when it is written to
+        block = _Block(memory, device)
         self._blocks.append(block)
         return block
 
@@ -80,5 +96,9 @@ class _Block:
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
         """Room for a tensor, as one of its shape."""
         piece = self.memory.narrow(0, self._taken, tensor.nbytes)
-        self._taken += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        self._taken += _aligned(tensor.nbytes)
         return piece.view(tensor.dtype).view(tensor.shape)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

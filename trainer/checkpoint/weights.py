@@ -53,6 +53,7 @@ def write_adapter(
         raise RuntimeError(f"{folder}: every lora_B is still zero after training; nothing was learned")
     if initial is not None:
         form, stored = form.as_difference(), difference(stored, load_file(initial / WEIGHTS))
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / WEIGHTS
     if write_tensors(file, stored, {"format": "pt"}) != checksum(file):
         raise RuntimeError(f"{file}: read back, it differs from what is trained")
