@@ -63,8 +63,9 @@ def float_pieces(path: Path) -> Iterator[tuple[list[str], torch.Tensor]]:
             continue
         count = (end - begin) // _FLOATS[kind].itemsize
         values = torch.frombuffer(mapped, dtype=_FLOATS[kind], count=count, offset=8 + length + begin)
+        names = [name for name, _ in tensors]
         for piece in values.split(_PIECE):
-            yield [name for name, _ in tensors], piece
+            yield names, piece
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
