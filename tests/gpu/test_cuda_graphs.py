@@ -145,12 +145,12 @@ def test_what_cannot_be_recorded_is_launched_and_told(even: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"adapter": "qlora"}])
 def test_memory_and_time_of_a_small_step(even: Path, settings: dict[str, Any]) -> None:
-    """cuBLAS keeps 32 MiB for each of two threads and the stream on which graphs are recorded."""
+    """cuBLAS keeps 32 MiB for each thread and stream: two threads record on theirs, one launches what is left."""
     shape = {"base_model": "random:smollm2-135m", "dataset__max_length": LENGTH, "training__batch_size": 4}
     launched, played = both(even, **shape, **settings)
     print(f"{settings}: {launched.reserved:.0f} MiB launched, {played.reserved:.0f} MiB played back")
     assert played.graphed[-1] == 1.0, played.graph_lines()
-    assert played.reserved < 1.05 * launched.reserved + 64
+    assert played.reserved < 1.05 * launched.reserved + 3 * 32
     assert played.step_ms < launched.step_ms
 
 

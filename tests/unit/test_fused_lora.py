@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
 
 from tests.tiny import make_model
 from trainer.config import LoraSection, ModelSection, QuantizationSection
@@ -174,3 +175,13 @@ def test_the_self_test_tries_the_kernels_for_many_tokens(folder: Path, monkeypat
     check_operators([group])
     with pytest.raises(ValueError, match=r"4096 tokens: output is off by"):
         check_operators([group], many=True)
+
+
+def test_the_self_test_of_a_wide_layer_stays_in_the_range_of_fp16() -> None:
+    """4096 tokens are summed into the gradients of the factors, here of Granite's 6448 outputs."""
+    from trainer.patches import fused_lora as module
+
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"wide": nn.Linear(64, 6448, bias=False, dtype=torch.float16)})
+    get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules=["wide"]), autocast_adapter_dtype=False)
+    check_operators([module._Group([module._Member(model["wide"])])], many=True)

@@ -291,7 +291,8 @@ def _check_group(members: Sequence[_Member], repeats: Sequence[int]) -> None:
     x = draw(TEST_TOKENS, first.down.shape[1])
     downs = [draw(*member.down.shape) for member in members]
     ups = [draw(*member.up.shape) for member in members]
-    grads = [draw(TEST_TOKENS, up.shape[0]).detach() for up in ups]
+    # Of a size at which the sums over all tokens stay in the range of fp16.
+    grads = [draw(TEST_TOKENS, up.shape[0]).detach() / up.shape[0] ** 0.5 for up in ups]
     exact = [tensor.detach().float().requires_grad_() for tensor in (x, *downs, *ups)]
     truth = _in_plain_torch(members, exact[0], exact[1 : 1 + len(members)], exact[1 + len(members) :])
     grad_x, *others = torch.autograd.grad(truth, exact, [grad.float() for grad in grads])
