@@ -61,7 +61,8 @@ class Saves:
         self._run_dir, self._ranks = run_dir, ranks
         self._copies = HostCopies()
         self._current: _Save | None = None
-        self._preparing = threading.Thread()
+        self._preparing: threading.Thread | None = None
+        self._has_memory = threading.Event()
 
     def prepare(self, engine: Engine, also: Callable[[], None]) -> None:
         """Have a thread do what the first save would stop the training for: page-locked memory, and `also`."""
@@ -71,7 +72,10 @@ class Saves:
 
     def _prepare(self, sizes: list[Size], also: Callable[[], None]) -> None:
         with suppress(Exception):  # the save that needs it meets the same again, and raises it
-            self._copies.reserve(sizes)
+            try:
+                self._copies.reserve(sizes)
+            finally:
+                self._has_memory.set()
             also()
 
     def begin(self, engine: Engine, position: dict[str, Any], snapshot: Snapshot, order: Order) -> None:
@@ -80,8 +84,8 @@ class Saves:
         The one before must be finished. Raises SaveFailed, on every rank, if its folder cannot be made.
         """
         assert self._current is None, "the save before was not finished"
-        if self._preparing.ident is not None:
-            self._preparing.join()
+        if self._preparing is not None:
+            self._has_memory.wait()
         final = self._run_dir / f"checkpoint-{position['step']}"
         folder = self._run_dir / f".writing-{final.name}"
         failures: list[str] = []
@@ -92,8 +96,14 @@ class Saves:
         self._agree(_Report(failures), folder)
         own = RankState.of(engine, self._ranks, position, self._copies)
         with phase("gather"):
-            write_weights = snapshot(self._copies)
+            write_copied = snapshot(self._copies)
         self._copies.begun()
+
+        def write_weights(folder: Path) -> None:
+            if self._preparing is not None:
+                self._preparing.join()
+            write_copied(folder)
+
         self._current = _Save(folder, final, own, write_weights, self._copies, order, self._ranks)
 
     def finish(self) -> list[Path] | None:
