@@ -74,7 +74,7 @@ class Course:
             position.best_loss, position.best_step, position.worse_in_a_row = math.inf, 0, 0
         return position, state
 
-    def prepare_saves(self, engine: Engine, also: Callable[[], None]) -> None:
+    def prepare_saves(self, engine: Engine, also: Callable[[], object]) -> None:
         """Have a thread do what the first save needs, and `also`, while the first step runs."""
 
         def prepare() -> None:

@@ -98,9 +98,9 @@ def main() -> None:
                 f"save {step}: its own call {in_begin * 1e3:7.1f} ms; then waited {waited * 1e3:7.1f} ms, "
                 f"at most {longest * 1e3:5.1f} at once; whole after {whole:.2f} s"
             )
-    own, waited, _ = zip(*rows, strict=True)
+    calls, waits, _ = zip(*rows, strict=True)
     for name, of in (("median", statistics.median), ("least", min)):
-        print(f"{name}: own call {of(own) * 1e3:.1f} ms, waited {of(waited) * 1e3:.1f} ms")
+        print(f"{name}: own call {of(calls) * 1e3:.1f} ms, waited {of(waits) * 1e3:.1f} ms")
 
 
 if __name__ == "__main__":

@@ -64,13 +64,13 @@ class Saves:
         self._preparing: threading.Thread | None = None
         self._has_memory = threading.Event()
 
-    def prepare(self, engine: Engine, also: Callable[[], None]) -> None:
+    def prepare(self, engine: Engine, also: Callable[[], object]) -> None:
         """Have a thread do what the first save would stop the training for: page-locked memory, and `also`."""
         sizes = sizes_of(engine, self._ranks)
         self._preparing = threading.Thread(target=self._prepare, args=(sizes, also), name="save", daemon=True)
         self._preparing.start()
 
-    def _prepare(self, sizes: list[Size], also: Callable[[], None]) -> None:
+    def _prepare(self, sizes: list[Size], also: Callable[[], object]) -> None:
         with suppress(Exception):  # the save that needs it meets the same again, and raises it
             try:
                 self._copies.reserve(sizes)

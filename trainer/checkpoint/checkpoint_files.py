@@ -176,7 +176,7 @@ def checksum(file: Path) -> str:
     digest = xxhash.xxh3_128()
     with file.open("rb", buffering=0) as stream:
         # Not filled with zeros, which the thread that trains would wait for.
-        view = memoryview(numpy.empty(min(CHUNK, file.stat().st_size) or 1, numpy.uint8))
+        view = numpy.empty(min(CHUNK, file.stat().st_size) or 1, numpy.uint8).data
         while count := stream.readinto(view):
             digest.update(view[:count])
     return digest.hexdigest()
