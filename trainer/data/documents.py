@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.config import DatasetSection, SourceSection, UserError
 from trainer.data.conversations import ChatEncoder, chat_template_of
+from trainer.data.forked_workers import ended_by_sigterm
 from trainer.data.formats import Shape, find_shape
 from trainer.data.records import Text, Turns, answers_of, read_record
 from trainer.data.source_files import where_from
@@ -141,19 +142,20 @@ def encode_source(
     shape = find_shape(source, fields_of(first), first[0], label, has_chat_template=encoder.chat is not None)
     environment = os.environ
     try:
-        documents = records.map(
-            _encode_batch,
-            batched=True,
-            batch_size=ROWS_AT_ONCE,
-            with_indices=True,
-            remove_columns=records.column_names,
-            features=Features(columns),
-            fn_kwargs={"encoder": encoder, "shape": shape, "label": where_from(source, label)},
-            num_proc=min(workers, len(records)) if workers > 1 else None,
-            cache_file_name=str(file),
-            new_fingerprint=file.stem,
-            desc=f"tokenising {source.path}",
-        )
+        with ended_by_sigterm():
+            documents = records.map(
+                _encode_batch,
+                batched=True,
+                batch_size=ROWS_AT_ONCE,
+                with_indices=True,
+                remove_columns=records.column_names,
+                features=Features(columns),
+                fn_kwargs={"encoder": encoder, "shape": shape, "label": where_from(source, label)},
+                num_proc=min(workers, len(records)) if workers > 1 else None,
+                cache_file_name=str(file),
+                new_fingerprint=file.stem,
+                desc=f"tokenising {source.path}",
+            )
     finally:
         # With several workers datasets replaces os.environ by a copy: others would keep reading the old one.
         os.environ = environment  # noqa: B003 (the very object, not its contents)
