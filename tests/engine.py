@@ -65,7 +65,23 @@ def adapted_engine(
     precision: str, stage: int, device: torch.device, *, flat: bool = False, loraplus: float = 0.0, **training: Any
 ) -> Any:
     """What `Run` makes: adapter, optimizer, engine; the guard of updates is the caller's."""
-    model = apply_adapter(tiny_model(DTYPES[precision], device), LoraSection(r=4, alpha=8), DTYPES[precision])
+    model, lora = tiny_model(DTYPES[precision], device), LoraSection(r=4, alpha=8)
+    return adapted_engine_of(model, lora, precision, stage, device, flat=flat, loraplus=loraplus, **training)
+
+
+def adapted_engine_of(
+    model: Any,
+    lora: LoraSection,
+    precision: str,
+    stage: int,
+    device: torch.device,
+    *,
+    flat: bool = False,
+    loraplus: float = 0.0,
+    **training: Any,
+) -> Any:
+    """The same around another model."""
+    model = apply_adapter(model, lora, DTYPES[precision])
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

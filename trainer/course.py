@@ -74,6 +74,20 @@ class Course:
             position.best_loss, position.best_step, position.worse_in_a_row = math.inf, 0, 0
         return position, state
 
+    def prepare_saves(self, engine: Engine, also: Callable[[], object]) -> None:
+        """Have a thread do what the first save needs, and `also`, while the first step runs."""
+
+        def prepare() -> None:
+            self._identity_of_run()
+            also()
+
+        self._saves.prepare(engine, prepare)
+
+    def _identity_of_run(self) -> dict[str, Any] | None:
+        if self._identity is None and self._ranks.is_main:
+            self._identity = run_identity(self._config, self._prepared, self._ranks.world_size, self._precision)
+        return self._identity
+
     def save(
         self,
         engine: Engine,
@@ -86,8 +100,6 @@ class Course:
         training = self._config.training
         with suppress(SaveFailed):  # of the one before: the user knows, and another is about to be made
             self.settle()
-        if self._identity is None and self._ranks.is_main:
-            self._identity = run_identity(self._config, self._prepared, self._ranks.world_size, self._precision)
         order = Order(
             keep=training.save_total_limit,
             protect=(position.best_step,) if training.best_checkpoint else (),
@@ -96,7 +108,7 @@ class Course:
             after_publishing=self._is_under_way,
         )
         with self._told():
-            self._saves.begin(engine, position.to_dict() | more | {"run": self._identity}, snapshot, order)
+            self._saves.begin(engine, position.to_dict() | more | {"run": self._identity_of_run()}, snapshot, order)
 
     def settle(self) -> None:
         """Wait until the checkpoint that is being written is whole; every rank must call it.

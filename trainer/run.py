@@ -123,6 +123,8 @@ class Run:
         position, total_steps = self._restore(engine)
         self.steering = self._steer(engine, position, total_steps)
         self.metrics = self.folder.open(model, position, total_steps, self.device, self.precision)
+        if self.measurement is None:
+            self.folder.prepare_saves(engine)
         held_out = self.prepared.data.evaluation is not None
         self.evaluation = Evaluation(self.task, engine, self.loss, self.measurement, held_out=held_out)
         before = self._evaluate_and_sample(position, "before") if position.step == 0 else None

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from trainer.checkpoint.adapter_files import record_checksums
+from trainer.checkpoint.adapter_form import AdapterForm
 from trainer.checkpoint.background import SaveFailed, WriteWeights
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.run_record import RESULT, make_way, note_written, place_result, write_run_record
@@ -23,6 +24,7 @@ from trainer.config import RunConfig
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.full_disk import disk_errors_into
 from trainer.course import Course
+from trainer.engine.flat_adapter import trained_parameters
 from trainer.engine.protocol import Engine
 from trainer.loop import Position
 from trainer.model.adapter import changes_base_weights, save_initial_adapter
@@ -51,6 +53,7 @@ class RunFolder:
         self._config, self._task, self._ranks = config, task, ranks
         self._console, self._course, self._lock = console, course, lock
         self._metrics: Metrics | None = None
+        self._form: AdapterForm | None = None
 
     def check(self) -> None:
         """Raise FolderLost if another run has the folder by now: called before anything is written there."""
@@ -113,6 +116,12 @@ class RunFolder:
         if failures:
             self._say(f"[yellow]warning:[/yellow] {what}: not written: {escape(failures[0])}")
 
+    def prepare_saves(self, engine: Engine) -> None:
+        """Where checkpoints will be written while training goes on: have a thread do what the first of them needs."""
+        training = self._config.training
+        if training.save_steps or training.save_minutes:
+            self._course.prepare_saves(engine, lambda: self._adapter_form(engine))
+
     def save_checkpoint(
         self, engine: Engine, position: Position, state: dict[str, Any], *, must_have_moved: bool
     ) -> None:
@@ -170,9 +179,16 @@ class RunFolder:
             save_full_model(model, folder, is_main=is_main)
         else:
             initial = self.path / INITIAL_ADAPTER if changes_base_weights(self._config.lora) else None
-            save_adapter(model, folder, is_main=is_main, must_have_moved=must_have_moved, initial=initial)
+            form = self._adapter_form(engine) if is_main else None
+            save_adapter(model, folder, is_main=is_main, must_have_moved=must_have_moved, initial=initial, form=form)
         if is_main:
             self._task.files_beside()(folder)
+
+    def _adapter_form(self, engine: Engine) -> AdapterForm | None:
+        """How PEFT stores this run's adapter, if there is one; of use on rank 0."""
+        if self._form is None and self._ranks.is_main and self._config.adapter != "none":
+            self._form = AdapterForm.of(engine.module, [name for name, _ in trained_parameters(engine.module)])
+        return self._form
 
     def _snapshot(self, engine: Engine, copies: HostCopies, must_have_moved: bool) -> WriteWeights:
         """The weights of now, copied; what writes them, with what they need beside them."""
@@ -185,7 +201,9 @@ class RunFolder:
             if whole:
                 write_full_model(model, weights, folder)
             else:
-                write_adapter(model, weights, folder, must_have_moved=must_have_moved, initial=initial)
+                form = self._adapter_form(engine)
+                assert form is not None, "weights are written on rank 0"
+                write_adapter(form, weights, folder, must_have_moved=must_have_moved, initial=initial)
             if save_beside is not None:
                 save_beside(folder)
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from trainer.config import load_config
 from trainer.contract.folder_lock import FolderLock, FolderLost
 from trainer.contract.lock_file import LOCK_FILE
+from trainer.contract.whole_files import write_whole
 from trainer.monitor.metric_files import METRICS_FILE
 from trainer.preflight import prepare
 from trainer.ranks.group import Ranks, end_process, leave_process_group
@@ -39,7 +40,7 @@ def lose(folder: Path) -> None:
         time.sleep(0.01)
     holder = {"host": "n7", "machine": "n7", "pid": 1, "started": 1}
     values = {"token": "t7", "since": "now", "job": "", "restarts": 0, "holders": [holder]}
-    (folder / "out" / "logs" / LOCK_FILE).write_text(json.dumps(values))
+    write_whole(folder / "out" / "logs" / LOCK_FILE, json.dumps(values))  # the run may read it at any time
 
 
 def main() -> int:

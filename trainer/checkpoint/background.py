@@ -10,15 +10,16 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from trainer.checkpoint.checkpoint import RankState
+from trainer.checkpoint.checkpoint import RankState, sizes_of
 from trainer.checkpoint.checkpoint_files import oldest_beyond, publish
-from trainer.checkpoint.host_copies import HostCopies
+from trainer.checkpoint.host_copies import HostCopies, Size
 from trainer.config import UserError
 from trainer.contract.full_disk import disk_errors_into
 from trainer.engine.protocol import Engine
@@ -60,6 +61,22 @@ class Saves:
         self._run_dir, self._ranks = run_dir, ranks
         self._copies = HostCopies()
         self._current: _Save | None = None
+        self._preparing: threading.Thread | None = None
+        self._has_memory = threading.Event()
+
+    def prepare(self, engine: Engine, also: Callable[[], object]) -> None:
+        """Have a thread do what the first save would stop the training for: page-locked memory, and `also`."""
+        sizes = sizes_of(engine, self._ranks)
+        self._preparing = threading.Thread(target=self._prepare, args=(sizes, also), name="save", daemon=True)
+        self._preparing.start()
+
+    def _prepare(self, sizes: list[Size], also: Callable[[], object]) -> None:
+        with suppress(Exception):  # the save that needs it meets the same again, and raises it
+            try:
+                self._copies.reserve(sizes)
+            finally:
+                self._has_memory.set()
+            also()
 
     def begin(self, engine: Engine, position: dict[str, Any], snapshot: Snapshot, order: Order) -> None:
         """Copy what `checkpoint-<position["step"]>` holds and let it be written; every rank must call it.
@@ -67,6 +84,8 @@ class Saves:
         The one before must be finished. Raises SaveFailed, on every rank, if its folder cannot be made.
         """
         assert self._current is None, "the save before was not finished"
+        if self._preparing is not None:
+            self._has_memory.wait()
         final = self._run_dir / f"checkpoint-{position['step']}"
         folder = self._run_dir / f".writing-{final.name}"
         failures: list[str] = []
@@ -77,8 +96,14 @@ class Saves:
         self._agree(_Report(failures), folder)
         own = RankState.of(engine, self._ranks, position, self._copies)
         with phase("gather"):
-            write_weights = snapshot(self._copies)
+            write_copied = snapshot(self._copies)
         self._copies.begun()
+
+        def write_weights(folder: Path) -> None:
+            if self._preparing is not None:
+                self._preparing.join()
+            write_copied(folder)
+
         self._current = _Save(folder, final, own, write_weights, self._copies, order, self._ranks)
 
     def finish(self) -> list[Path] | None:

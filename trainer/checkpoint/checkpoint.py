@@ -25,10 +25,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from trainer.checkpoint.checkpoint_files import FORMAT, damage, read_state
-from trainer.checkpoint.host_copies import HostCopies
+from trainer.checkpoint.host_copies import HostCopies, Size
 from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.config import UserError
+from trainer.engine.flat_adapter import trained_parameters
 from trainer.engine.optimizer_state import EngineState
+from trainer.engine.partitioned import whole_size
 from trainer.engine.protocol import Engine
 from trainer.engine.state_pieces import Pieces, whole_state
 from trainer.patches.deepspeed_workarounds import loss_scale_state, loss_scaler
@@ -82,6 +84,13 @@ class RankState:
             files.append(folder / "state.json")
             files[-1].write_text(json.dumps(self.state, indent=1))
         return files
+
+
+def sizes_of(engine: Engine, ranks: Ranks) -> list[Size]:
+    """What this rank will copy for a checkpoint of an adapter, but for a few small things."""
+    weights = trained_parameters(engine.module) if ranks.is_main else []
+    of_weights = [(whole_size(value) * value.element_size(), value.device) for _, value in weights]
+    return EngineState(engine).sizes() + of_weights
 
 
 def agreed_damage(checkpoint: Path, ranks: Ranks) -> str | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import xxhash
 
 from trainer.config import UserError
@@ -23,7 +24,7 @@ READABLE = (1, 2, 3)
 """1 has no checksums, up to 2 the state of all ranks is one file."""
 STATE_KEYS = ("step", "optimizer_steps", "schedule_steps", "world_size", "zero_stage", "loss_scale", "skipped_steps")
 MOST_HEADER_BYTES = 100_000_000  # the format's own bound
-CHUNK = 1 << 22
+CHUNK = 1 << 25
 NAME = re.compile(r"checkpoint-(\d+)")
 NO_SUCH_CALL = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
 
@@ -172,10 +173,11 @@ def _damage_without_sums(checkpoint: Path) -> str | None:
 
 def checksum(file: Path) -> str:
     """XXH3 of a file, 128 bits: as fast as the disk."""
-    digest, buffer = xxhash.xxh3_128(), bytearray(CHUNK)
-    view = memoryview(buffer)
+    digest = xxhash.xxh3_128()
     with file.open("rb", buffering=0) as stream:
-        while count := stream.readinto(buffer):
+        # Not filled with zeros, which the thread that trains would wait for.
+        view = numpy.empty(min(CHUNK, file.stat().st_size) or 1, numpy.uint8).data
+        while count := stream.readinto(view):
             digest.update(view[:count])
     return digest.hexdigest()
 

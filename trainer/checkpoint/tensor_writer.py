@@ -1,25 +1,34 @@
-"""Safetensors files written from the tensors' own memory, without holding Python's global lock.
+"""Safetensors files written from the tensors' own memory and looked through, in few calls that let Python's lock go.
 
-safetensors' `save_file` copies every tensor into a bytes object first, under that lock: the thread that writes a
-checkpoint would keep the one that launches kernels from doing so.
+A loop over tensors holds that lock or asks for it at each of them: the thread that writes a checkpoint would keep the
+one that launches kernels from doing so.
 """
 
+import ctypes
+import itertools
 import json
+import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+import xxhash
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+_FLOATS = {name: dtype for dtype, name in _NAMES.items() if dtype.is_floating_point}
 _ALIGNMENT = 8
+_PIECE = 1 << 22
+"""Elements that are looked at together: what is computed of them takes as much memory again."""
+_MOST_AT_ONCE = 1024
+"""Buffers in one call: Linux takes no more."""
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write contiguous tensors of the CPU."""
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
+    """Write contiguous tensors of the CPU; returns the checksum (`checkpoint_files.checksum`) of what memory held."""
     # A tensor is read where it begins, which must be a multiple of its element's size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -29,14 +38,47 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
+    buffers = [memoryview(len(text).to_bytes(8, "little") + text)]
+    buffers += [_bytes_of(tensor) for _, tensor in ordered if tensor.nbytes]
     with path.open("wb", buffering=0) as file:
-        _write(file.fileno(), len(text).to_bytes(8, "little") + text)
-        for _, tensor in ordered:
-            if tensor.nbytes:
-                _write(file.fileno(), tensor.reshape(-1).view(torch.uint8).numpy().data)
+        _write(file.fileno(), buffers)
+    digest = xxhash.xxh3_128()
+    for buffer in buffers:
+        digest.update(buffer)
+    return digest.hexdigest()
 
 
-def _write(descriptor: int, content: bytes | memoryview) -> None:
-    rest = memoryview(content)
+def float_pieces(path: Path) -> Iterator[tuple[list[str], torch.Tensor]]:
+    """The floating-point values of a file in flat pieces, across tensors; with the names of those they may be of."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(length))
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    entries.pop("__metadata__", None)
+    ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
+    for kind, neighbours in itertools.groupby(ordered, key=lambda item: item[1]["dtype"]):
+        tensors = list(neighbours)
+        begin, end = tensors[0][1]["data_offsets"][0], tensors[-1][1]["data_offsets"][1]
+        if kind not in _FLOATS or begin == end:
+            continue
+        count = (end - begin) // _FLOATS[kind].itemsize
+        values = torch.frombuffer(mapped, dtype=_FLOATS[kind], count=count, offset=8 + length + begin)
+        names = [name for name, _ in tensors]
+        for piece in values.split(_PIECE):
+            yield names, piece
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The tensor's own memory, by no operation of torch: each of those gives the lock away and waits for it again."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.stride(), tensor.device)
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def _write(descriptor: int, buffers: list[memoryview]) -> None:
+    rest = buffers[::-1]
     while rest:
-        rest = rest[os.write(descriptor, rest) :]
+        written = os.writev(descriptor, rest[: -_MOST_AT_ONCE - 1 : -1])
+        while rest and written >= len(rest[-1]):
+            written -= len(rest.pop())
+        if written:
+            rest[-1] = rest[-1][written:]

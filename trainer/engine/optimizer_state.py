@@ -77,6 +77,12 @@ class EngineState:
             tensors |= {f"scales/{quantity}/{number}": entry[scale] for quantity, (_, scale, _) in EIGHT_BIT.items()}
         return Pieces(tensors, shards, shapes, offsets, self._layout())
 
+    def sizes(self) -> list[tuple[int, torch.device]]:
+        """Bytes and device of what `pieces` has once there are moments, but for the scales of 8-bit ones."""
+        if not self._engine.zero_optimization_stage() and self._engine.global_rank:
+            return []
+        return [(4 * holder.numel(), holder.device) for holder in self._holders for _ in QUANTITIES]
+
     def misfit(self, state: dict[str, torch.Tensor]) -> str | None:
         """Where `state`, as `whole_state` gives it, has other trained tensors than this engine; None if it fits."""
         for name, parameter in self._trained:

@@ -31,12 +31,3 @@ class ExpertFactor(nn.Module):
         name = f"{prefix}weight"
         if name in state and state[name].dim() == 2:
             state[name] = self.from_peft_form(state[name])
-
-
-def in_peft_form(model: nn.Module, trained: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Trained tensors by name, the experts' factors as PEFT has them in files."""
-    factors = {f"{path}.weight": module for path, module in model.named_modules() if isinstance(module, ExpertFactor)}
-    return {
-        name: factors[name].in_peft_form(value).contiguous() if name in factors else value
-        for name, value in trained.items()
-    }

@@ -1,0 +1,126 @@
+"""What the thread that writes a checkpoint does beside training: files from memory as it is, and nothing of PEFT's."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.runs_in_process import make_ground, train
+from trainer.checkpoint.adapter_form import AdapterForm
+from trainer.checkpoint.checkpoint_files import checksum
+from trainer.checkpoint.host_copies import ALIGNMENT, HostCopies
+from trainer.checkpoint.tensor_writer import float_pieces, write_tensors
+from trainer.checkpoint.weights import gathered, write_adapter
+
+CPU = torch.device("cpu")
+
+
+def content(files: dict[str, torch.Tensor]) -> dict[str, tuple[Any, ...]]:
+    return {name: (value.dtype, value.shape, value.tolist()) for name, value in files.items()}
+
+
+def test_more_tensors_than_one_call_takes_are_written_though_the_system_takes_them_bit_by_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {f"t{number}": torch.full((number % 3, 5), float(number)) for number in range(1700)}
+    tensors |= {"odd": torch.arange(7, dtype=torch.uint8), "one": torch.tensor(3, dtype=torch.int64)}
+    write, calls = os.writev, []
+
+    def grudging(descriptor: int, buffers: list[memoryview]) -> int:
+        calls.append(len(buffers))
+        return write(descriptor, [*buffers[:3], buffers[3][:1]] if len(buffers) > 3 else [buffers[0][:5]])
+
+    assert write_tensors(tmp_path / "whole", tensors, {"format": "pt"}) == checksum(tmp_path / "whole")
+    monkeypatch.setattr(os, "writev", grudging)
+    write_tensors(tmp_path / "bits", tensors, {"format": "pt"})
+    assert max(calls) == 1024
+    assert (tmp_path / "bits").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert content(load_file(tmp_path / "whole")) == content(tensors)
+    with safe_open(str(tmp_path / "whole"), framework="pt") as handle:
+        assert handle.metadata() == {"format": "pt"}
+
+
+def test_what_is_not_finite_is_found_wherever_it_lies_in_a_file(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.ones(3, 7, dtype=torch.bfloat16), "b": torch.arange(9), "c": torch.ones(11),
+        "d": torch.ones(5, dtype=torch.float16), "empty": torch.ones(0, 4),
+    }  # fmt: skip
+    for name in "acd":
+        damaged = {key: value.clone() for key, value in tensors.items()}
+        damaged[name].view(-1)[-1] = float("nan")
+        save_file(damaged, tmp_path / name)
+        found = [names for names, piece in float_pieces(tmp_path / name) if not torch.isfinite(piece).all()]
+        assert len(found) == 1 and name in found[0]
+    save_file(tensors, tmp_path / "whole")
+    pieces = list(float_pieces(tmp_path / "whole"))
+    assert sum(piece.numel() for _, piece in pieces) == 21 + 11 + 5
+    assert all(torch.isfinite(piece).all() for _, piece in pieces)
+
+
+def test_copies_of_every_save_lie_in_the_memory_that_was_reserved() -> None:
+    tensors = {"m": torch.randn(40), "n": torch.randn(3, 5).bfloat16(), "z": torch.randn(8, 6).T, "e": torch.ones(0)}
+    copies = HostCopies()
+    copies.reserve([(value.nbytes, CPU) for value in tensors.values()])
+    first = {name: copies.copy(name, value) for name, value in tensors.items()}
+    copies.begun()
+    copies.wait()
+    places = sorted(value.data_ptr() for name, value in first.items() if name != "e")
+    assert [place - places[0] for place in places] == [0, ALIGNMENT, 2 * ALIGNMENT]
+    assert content(first) == content(tensors)
+    before = {name: value.clone() for name, value in tensors.items()}
+    for value in tensors.values():
+        value.add_(1)
+    assert content(first) == content(before)
+    second = {name: copies.copy(name, value) for name, value in tensors.items()}
+    assert content(second) == content(tensors)
+    assert [value.data_ptr() for value in second.values()] == [value.data_ptr() for value in first.values()]
+    grown = copies.copy("m", torch.ones(4000))  # of another shape, and more than is left
+    assert grown.tolist() == [1.0] * 4000 and content(second) == content(tensors)
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_an_adapter_is_written_as_peft_writes_it(tmp_path: Path, dora: bool) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 2}
+    settings: dict[str, Any] = {"target_modules": "all-linear", "exclude_modules": "lm_head", "use_dora": dora}
+    more: dict[str, Any] = {"modules_to_save": ["lm_head"], "trainable_token_indices": {"embed_tokens": [1, 5]}}
+    config = LoraConfig(r=4, rank_pattern={"q_proj": 2}, task_type="CAUSAL_LM", **settings, **more)
+    model = get_peft_model(LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape)), config)
+    trained = gathered(model)
+    for value in trained.values():
+        value.normal_()
+    write_adapter(AdapterForm.of(model, trained), trained, tmp_path / "ours", must_have_moved=True)
+    model.save_pretrained(tmp_path / "theirs", state_dict=trained)
+    theirs = tmp_path / "theirs"
+    expected = load_file(theirs / "adapter_model.safetensors")
+    assert len(expected) == len(trained) and any("token_adapter" in name for name in expected)
+    assert content(load_file(tmp_path / "ours/adapter_model.safetensors")) == content(expected)
+    assert (tmp_path / "ours/adapter_config.json").read_text() == (theirs / "adapter_config.json").read_text()
+    broken = {name: value.clone() for name, value in trained.items()}
+    last = next(name for name in broken if "lora_B" in name)
+    broken[last].view(-1)[0] = float("inf")
+    with pytest.raises(RuntimeError, match=r"lora_B\.weight is not finite; the last good weights"):
+        write_adapter(AdapterForm.of(model, trained), broken, tmp_path / "broken", must_have_moved=True)
+    with pytest.raises(RuntimeError, match="every lora_B is still zero"):
+        still = {name: torch.zeros_like(value) if "lora_B" in name else value for name, value in trained.items()}
+        write_adapter(AdapterForm.of(model, trained), still, tmp_path / "still", must_have_moved=True)
+
+
+def test_peft_is_asked_once_in_a_run_how_it_stores_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_ground(tmp_path)
+    save, asked = PeftModel.save_pretrained, []
+
+    def counted(model: PeftModel, where: str, **options: Any) -> None:
+        asked.append(where)
+        save(model, where, **options)
+
+    monkeypatch.setattr(PeftModel, "save_pretrained", counted)
+    train(folder, training__save_steps=1, training__max_steps=3)
+    assert len(list((folder / "run").glob("checkpoint-*/adapter_model.safetensors"))) == 3
+    assert len(asked) == 1 and not Path(asked[0]).is_relative_to(folder)
