@@ -36,6 +36,7 @@ VALUES = {
     "trainer/compare/__main__.py: lambdas": "argparse's options",
     "trainer/compare/__main__.py: ramps": "argparse's options",
     "launcher/entry.py: stdout": "Python's",
+    "ops/seeds.py: draw": "of a thread, ours",
     "ops/groups.py: register_forward_pre_hook": "removed in the same function",
     "trainer/checkpoint/checkpoint.py: global_steps": "counters of DeepSpeed's engine, from a checkpoint",
     "trainer/checkpoint/checkpoint.py: setattr": "the loss scale, from a checkpoint",

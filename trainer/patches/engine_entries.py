@@ -161,6 +161,17 @@ AFTER_THE_MODEL = (
         ("trainer/monitor/expert_load.py: register_forward_pre_hook",),
     ),
     Patch(
+        "the model's forward, for a micro-step that is played back",
+        "transformers",
+        "5.23.0",
+        "a recorded pass has its inputs already, and the engine's hooks around the model's own are still to run",
+        "training.cuda_graphs, in micro-steps that were recorded",
+        "trainer/patches/graphed_loss.py: forward_replaced",
+        "when the pass ends",
+        "tests/unit/test_static_shapes.py",
+        ("trainer/patches/graphed_loss.py: forward",),
+    ),
+    Patch(
         "engine.backward and engine.step, within named ranges",
         "deepspeed",
         "0.19.8",
