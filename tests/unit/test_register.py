@@ -234,7 +234,12 @@ def test_each_entry_of_the_patches_is_installed_by_a_step_of_the_list() -> None:
     listed = {name for step in INSTALLATIONS for name in step.replaces}
     apart = [patch for patch in PATCHES if patch.replaces not in listed]
     head = "trainer/patches/loss_head.py"
-    of_one_pass = {"trainer/patches/model_facts.py: why_head_apart", f"{head}: _head_replaced", f"{head}: adapter_off"}
+    of_one_pass = {
+        "trainer/patches/graphed_loss.py: forward_replaced",
+        "trainer/patches/model_facts.py: why_head_apart",
+        f"{head}: _head_replaced",
+        f"{head}: adapter_off",
+    }
     assert {patch.installed_by for patch in apart if "trainer/patches/" in patch.installed_by} == of_one_pass
 
 
