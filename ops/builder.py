@@ -30,10 +30,10 @@ from torch.utils import cpp_extension
 from ops import prebuilt
 from ops.build_lock import build_lock
 from ops.toolkit import (
-    PTX,
     BuildError,
     all_architectures,
     architecture,
+    capability_of_ptx,
     check_capability,
     check_toolkit,
     gencode,
@@ -67,9 +67,7 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return sorted(str(path) for path in CSRC.iterdir())  # files include each other by name
 
     def cxx_args(self) -> list[str]:
-        ptx = [name.removeprefix(PTX) for name in self._architectures or () if name.startswith(PTX)]
-        alone = bool(ptx) and len(ptx) == len(self._architectures or ())
-        return ["-O3", self._standard(), *([f"-DZEROLORA_CAPABILITY={max(map(int, ptx))}"] if alone else [])]
+        return ["-O3", self._standard(), *capability_of_ptx(self._architectures or ())]
 
     def nvcc_args(self) -> list[str]:
         # Not DeepSpeed's: it adds --use_fast_math, and never emits sm_90a.
@@ -192,10 +190,8 @@ class LoraOpBuilder(deepspeed_builder.CUDAOpBuilder):
         return prebuilt.find(self._sources_digest(), self._versions(), {architecture(card) for card in cards})
 
     def _sources_digest(self) -> str:
-        hasher = hashlib.sha256()
-        for path in sorted(CSRC.glob("*/*")):
-            hasher.update(path.name.encode() + path.read_bytes())
-        return hasher.hexdigest()[:12]
+        content = b"".join(path.name.encode() + path.read_bytes() for path in sorted(CSRC.glob("*/*")))
+        return hashlib.sha256(content).hexdigest()[:12]
 
     def _versions(self) -> tuple[str, str, str]:
         """Of torch, of its CUDA, and of Python with the machine it is for."""

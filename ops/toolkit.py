@@ -79,6 +79,12 @@ def all_architectures(toolkit: tuple[int, int]) -> list[str]:
     ]
 
 
+def capability_of_ptx(names: Sequence[str]) -> list[str]:
+    """The flag that says for which cards a build of PTX alone is: those that run it tell no capability of theirs."""
+    ptx = [int(name.removeprefix(PTX)) for name in names if name.startswith(PTX)]
+    return [f"-DZEROLORA_CAPABILITY={max(ptx)}"] if ptx and len(ptx) == len(names) else []
+
+
 def gencode(name: str) -> str:
     """nvcc's flag for machine code of "90a", or for PTX that the driver compiles, of "compute_80"."""
     if name.startswith(PTX):

@@ -118,7 +118,7 @@ class Loop:
         self._save_asked, self._saved_time, self._save_s = False, time.monotonic(), 0.0
         self._stopped_early = False
         self._gradient_check = parts.gradient_check
-        self._in_flight: tuple[int, StepInFlight, float, float] | None = None  # step, numbers, learning rate, graphed
+        self._in_flight: tuple[int, StepInFlight, dict[str, float]] | None = None  # what is known of it at its launch
         self._before: StepInFlight | None = None
         self._started = 0.0
         self._stop = False
@@ -161,8 +161,10 @@ class Loop:
         position.offset += consumed
         if parts.batches.samples_per_epoch and position.offset >= parts.batches.samples_per_epoch:
             position.epoch, position.offset = position.epoch + 1, 0
-        graphed = parts.graphs.take_share() if parts.graphs is not None else 0.0
-        self._in_flight = position.step, launched, float(parts.schedule.get_last_lr()[0]), graphed
+        known = {"train/learning_rate": float(parts.schedule.get_last_lr()[0])}
+        if parts.graphs is not None:
+            known["perf/graphed"] = parts.graphs.take_share()
+        self._in_flight = position.step, launched, known
         if not launched.on_device:
             self._settle()
 
@@ -199,7 +201,7 @@ class Loop:
         """Take in the numbers of the step under way, if there is one: before the next update, or where they matter."""
         if self._in_flight is None:
             return
-        (step, launched, learning_rate, graphed), self._in_flight = self._in_flight, None
+        (step, launched, known), self._in_flight = self._in_flight, None
         parts, position = self._parts, self.position
         result = launched.result()
         self._check_finite(step, result)
@@ -218,7 +220,7 @@ class Loop:
             self._of_start = start.values()
             if parts.tell_start is not None:
                 parts.tell_start(start)
-        self._report(step, result, learning_rate, seconds, graphed)
+        self._report(step, result, known, seconds)
 
     def _check_finite(self, step: int, result: StepResult) -> None:
         """A step that was not applied changed no weight: stop, or go on to the next one."""
@@ -238,7 +240,7 @@ class Loop:
             "`zerolora inspect`"
         )
 
-    def _report(self, step: int, result: StepResult, learning_rate: float, seconds: float, graphed: float) -> None:
+    def _report(self, step: int, result: StepResult, known: dict[str, float], seconds: float) -> None:
         parts, position = self._parts, self.position
         is_logged = step % self._training.logging_steps == 0 or step == self._total_steps
         # Of all ranks: before those that report nothing leave.
@@ -248,7 +250,6 @@ class Loop:
         values = {
             "train/loss": result.loss_sum / max(result.target_tokens, 1),
             "train/grad_norm": result.grad_norm,
-            "train/learning_rate": learning_rate,
             "train/epoch": position.epoch + position.offset / (parts.batches.samples_per_epoch or math.inf),
             f"train/{parts.counted}": float(position.tokens),
             "train/nonfinite_steps": float(position.nonfinite_steps),
@@ -256,11 +257,9 @@ class Loop:
             f"perf/{parts.counted}_per_second": result.tokens / seconds,
             f"perf/{parts.counted}_per_second_per_gpu": result.tokens / seconds / parts.ranks.world_size,
             "memory/peak_gib": peak_memory_gib(),
-        }
+        } | known
         if parts.counted == "tokens":
             values["train/target_tokens"] = float(position.target_tokens)
-        if parts.graphs is not None:
-            values["perf/graphed"] = graphed
         if parts.mfu is not None:
             values |= parts.mfu.values(step, seconds)
         if parts.steering is not None:

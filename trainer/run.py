@@ -18,7 +18,7 @@ from trainer.data.step_count import count_steps
 from trainer.decisions import VARLEN, Decisions
 from trainer.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
 from trainer.engine.eight_bit_moments import elements_per_buffer
-from trainer.engine.flat_adapter import flat_adapter_of, flatten_adapter
+from trainer.engine.flat_adapter import flatten_adapter
 from trainer.engine.optimizer import build_optimizer, build_schedule, planned_rates, rate_floor, restore_schedule
 from trainer.engine.protocol import Engine
 from trainer.evaluation import Evaluation, Measurement
@@ -281,14 +281,11 @@ class Run:
 
     def _graphed_loss(self, engine: Engine, *, mixture: bool) -> GraphedLoss | None:
         """The loss of training, where micro-steps may be played back from CUDA graphs."""
-        decided, flat, mode = self.decided.cuda_graphs, flat_adapter_of(engine.module), self.config.training.cuda_graphs
-        if decided.value is False or mode == "off" or flat is None or not isinstance(self.loss, TokenLoss):
+        mode, wanted = self.config.training.cuda_graphs, self.decided.cuda_graphs.value is not False
+        if mode == "off" or not wanted or not isinstance(self.loss, TokenLoss):
             return None
-        if mixture:
-            self.say("CUDA graphs: off, for every batch visits other experts")
-            return None
-        graphs = GraphedLoss(self.loss, engine.module, flat, mode, self.say)
-        if self.steering is not None:
+        graphs = GraphedLoss.of(self.loss, engine.module, mode, self.say, mixture=mixture)
+        if graphs is not None and self.steering is not None:
             self.steering.play_back(graphs.term)
         return graphs
 

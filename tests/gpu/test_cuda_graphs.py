@@ -84,25 +84,24 @@ def both(ground: Path, **settings: Any) -> tuple[Trained, Trained]:
 
 
 @pytest.fixture(scope="module")
-def even(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every document fills its sample."""
-    if not torch.cuda.is_available():
-        pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
-    ground = make_ground(tmp_path_factory.mktemp("even"))
-    base = yaml.safe_load((ground / "base.yaml").read_text())
-    texts = write_texts(ground / "texts.jsonl", 2 * LENGTH, 200)
-    base["dataset"] |= {"path": str(texts), "max_length": LENGTH, "shuffle": False}
-    base["training"]["save_steps"] = 0
-    (ground / "base.yaml").write_text(yaml.safe_dump(base))
-    return ground
+def ragged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ground_without_saves(tmp_path_factory.mktemp("ragged"))
 
 
 @pytest.fixture(scope="module")
-def ragged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def even(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every document fills its sample."""
+    folder = tmp_path_factory.mktemp("even")
+    texts = write_texts(folder / "texts.jsonl", 2 * LENGTH, 200)
+    return ground_without_saves(folder, path=str(texts), max_length=LENGTH, shuffle=False)
+
+
+def ground_without_saves(folder: Path, **dataset: Any) -> Path:
     if not torch.cuda.is_available():
         pytest.skip("needs an NVIDIA GPU: torch.cuda.is_available() is False")
-    ground = make_ground(tmp_path_factory.mktemp("ragged"))
+    ground = make_ground(folder)
     base = yaml.safe_load((ground / "base.yaml").read_text())
+    base["dataset"] |= dataset
     base["training"]["save_steps"] = 0
     (ground / "base.yaml").write_text(yaml.safe_dump(base))
     return ground

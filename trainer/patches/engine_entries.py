@@ -6,6 +6,21 @@ WITH_ENGINE = "with the engine, whose own attribute it is"
 
 AFTER_THE_MODEL = (
     Patch(
+        "the weights that PEFT's factors read in a forward pass",
+        "peft",
+        "0.21.2",
+        "all factors are views of one Parameter: one gradient, one reduction and one update instead of hundreds",
+        "ops.flat: true, but for stage 3 by DeepSpeed, reentrant checkpointing and torch.compile",
+        "trainer/engine/flat_adapter.py: flatten_adapter",
+        "in every pass without gradients",
+        "tests/unit/test_flat_adapter.py",
+        (
+            "trainer/engine/flat_adapter.py: __dict__[]",
+            "trainer/engine/flat_adapter.py: flat_adapter",
+            "trainer/engine/flat_adapter.py: register_forward_pre_hook",
+        ),
+    ),
+    Patch(
         "the configuration of DeepSpeed where it says nothing",
         "deepspeed",
         "0.19.8",

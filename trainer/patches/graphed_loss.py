@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trainer.data.batches import MicroBatch
 from trainer.data.static_shapes import StaticShape, padded, shape_of, sizes_of
 from trainer.engine.cuda_graphs import NotRecordable, Recorder, Recording
-from trainer.engine.flat_adapter import FlatAdapter
+from trainer.engine.flat_adapter import FlatAdapter, flat_adapter_of
 from trainer.patches.loss_head import TokenLoss
 
 UNMEASURED = 3
@@ -74,6 +74,19 @@ class GraphedLoss:
         self._calls = self._played = 0
         self.why_not = ""
         """Why nothing is played back any more."""
+
+    @classmethod
+    def of(
+        cls, loss: TokenLoss, module: nn.Module, mode: Literal["auto", "on"], say: Say, *, mixture: bool
+    ) -> "GraphedLoss | None":
+        """None where passes cannot be played back: without a flat adapter, or with experts."""
+        flat = flat_adapter_of(module)
+        if flat is None:
+            return None
+        if mixture:
+            say("CUDA graphs: off, for every batch visits other experts")
+            return None
+        return cls(loss, module, flat, mode, say)
 
     @property
     def balancing(self) -> Tensor | float:

@@ -237,7 +237,7 @@ bool start_staying(const Args& args, const Device& device, cudaStream_t stream) 
   const int64_t vectors = args.job.K / kVector, warps = (vectors + kLanes - 1) / kLanes;
   if (device.capability < 80 || warps > kThreads / 32) return false;
   const int threads = static_cast<int>(warps) * 32, bytes = kStages * kHeld * threads * 16;
-  constexpr int kOther = 2048;  // bytes that a CTA has besides
+  constexpr int kOther = 2048;  // bytes that a CTA has beside them
   constexpr auto kernel = quantize_kernel<T, kFp8, kFactors>;
   if (bytes + kOther > device.shared_bytes || allow_shared_bytes<kernel>(bytes) != cudaSuccess) return false;
   // Several CTAs are to find room at once, not one.
