@@ -35,8 +35,11 @@ _SIGNALS = {signal.strsignal(number): number for number in signal.Signals}
 class Reach(Protocol):
     """The way from the launcher's process to the ranks below it."""
 
-    def stop(self, process: subprocess.Popen[bytes], logs: Path) -> None:
-        """Tell the ranks to save and stop; one that hears it is enough, for they agree by all-reduce."""
+    def stop(self, process: subprocess.Popen[bytes], logs: Path) -> bool:
+        """Tell the ranks to save and stop; False if there is none yet that could be told.
+
+        One that hears it is enough, for they agree by all-reduce.
+        """
 
     def end(self, process: subprocess.Popen[bytes], logs: Path) -> None:
         """End every rank now."""
@@ -60,8 +63,9 @@ class ThroughLauncher:
     def awaited(self) -> str:
         return "waiting for its launcher to say so"
 
-    def stop(self, process: subprocess.Popen[bytes], logs: Path) -> None:
+    def stop(self, process: subprocess.Popen[bytes], logs: Path) -> bool:
         process.send_signal(signal.SIGUSR1)
+        return True
 
     def end(self, process: subprocess.Popen[bytes], logs: Path) -> None:
         # SIGKILL would end the launcher alone.
@@ -115,11 +119,12 @@ class ThroughSsh:
     def awaited(self) -> str:
         return "waiting for its connection to end"
 
-    def stop(self, process: subprocess.Popen[bytes], logs: Path) -> None:
+    def stop(self, process: subprocess.Popen[bytes], logs: Path) -> bool:
         alive = {rank: beat for rank, beat in sorted(read_heartbeats(logs).items()) if beat.exit_code is None}
         rank, beat = next(iter(alive.items()), (0, None))
         if beat is not None:
             run_on(self._host_of_rank[rank], f"kill -USR1 {beat.pid}")
+        return beat is not None
 
     def end(self, process: subprocess.Popen[bytes], logs: Path) -> None:
         if process.poll() == 0:

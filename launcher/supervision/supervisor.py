@@ -82,6 +82,7 @@ class Supervisor:
         self._failed_at: float | None = None
         self._log_before_end = ""
         self._stop_sent_at: float | None = None
+        self._has_told_stop = False
         self._reminded_at = 0.0
         self._looked_at = 0.0
         self._locks_due_at = 0.0
@@ -196,23 +197,24 @@ class Supervisor:
             again = "Ctrl-C" if first == signal.SIGUSR1 else "once more"
             doing = "saving a checkpoint, then stopping" if self._trains else "stopping, before the first step"
             say(f"{first.name}: {doing}; {again} stops at once")
-            self._send_stop(signal.SIGTERM if first == signal.SIGHUP else first)
             self._stop_sent_at = self._reminded_at = now
-        elif not self._trains and now - self._stop_sent_at > FAILURE_PATIENCE_S:
+        self._has_told_stop = self._has_told_stop or self._send_stop()
+        if not self._trains and now - self._stop_sent_at > FAILURE_PATIENCE_S:
             # One that waits for the others in native code does not hear the signal, and there is nothing to save.
             self._trains = any(beat.step for beat in read_heartbeats(self.logs).values())
             return not self._trains
-        elif now - self._reminded_at > REMINDER_S:
+        if now - self._reminded_at > REMINDER_S:
             say("still saving; Ctrl-C stops at once")
             self._reminded_at = now
         return False
 
-    def _send_stop(self, number: signal.Signals) -> None:
+    def _send_stop(self) -> bool:
         """To the ranks of this host; to others by the way that is known, and one of them is enough to stop all."""
         if self.reach is not None:
-            self.reach.stop(self.processes[0], self.logs)
-        else:
-            send(self.ranks.values(), number)
+            return self.reach.stop(self.processes[0], self.logs)
+        first = signal.Signals(self.signals[0])
+        send(self.ranks.values(), signal.SIGTERM if first == signal.SIGHUP else first)
+        return True
 
     def _end_after_failure(self) -> None:
         """Once a rank has failed the others wait for it in vain: end them soon, all together."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from tests.cluster.slurm_cluster import SlurmCluster
@@ -42,9 +43,11 @@ def extensions(tmp_path: Path) -> Path:
     """A folder of built extensions of the test's own, with what DeepSpeed has built already: a minute of compiling."""
     folder = tmp_path / "extensions"
     folder.mkdir()
-    for built in (Path.home() / ".cache" / "torch_extensions").glob("py*/deepspeed_shm_comm"):
-        if (built / "deepspeed_shm_comm.so").exists():
-            shutil.copytree(built, folder / built.name, ignore=shutil.ignore_patterns("lock"))
+    python = "".join(map(str, sys.version_info[:2]))
+    compute = "cpu" if torch.version.cuda is None else f"cu{torch.version.cuda.replace('.', '')}"
+    built = Path.home() / ".cache" / "torch_extensions" / f"py{python}_{compute}" / "deepspeed_shm_comm"
+    if (built / "deepspeed_shm_comm.so").exists():
+        shutil.copytree(built, folder / built.name, ignore=shutil.ignore_patterns("lock"))
     return folder
 
 

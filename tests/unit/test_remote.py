@@ -1,10 +1,14 @@
 """How ranks ended that nobody on this host has seen end, from what their launcher wrote."""
 
+import os
+import signal
+import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 
-from launcher.supervision import supervisor
+from launcher.supervision import remote, supervisor
 from launcher.supervision.launcher_log import LauncherLog
 from launcher.supervision.remote import Reach, ThroughLauncher, ThroughSrun, ThroughSsh
 from launcher.targets.local import Command
@@ -131,6 +135,21 @@ def test_a_host_that_is_cut_off_does_not_keep_the_launcher(tmp_path: Path, monke
     run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=ThroughSsh({}))
     assert run.run() == 1
     assert run.processes[0].poll() == -9
+
+
+def test_a_stop_that_comes_before_a_rank_is_known_reaches_it_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pdsh passes no signal on: without a heartbeat nobody could be told, and the run would go on."""
+    monkeypatch.setattr(remote, "run_on", lambda host, command: subprocess.run(["sh", "-c", command]))
+    (tmp_path / "line").write_bytes(beats()[0].line().replace(b'"pid": 1,', b'"pid": PID,'))
+    known = 'until [ -e go ]; do sleep 0.1; done; sed "s/PID/$$/" line > heartbeat-0.json'
+    script = f"trap 'exit 130' USR1; cd {tmp_path}; {known}; while :; do sleep 0.1; done"
+    run = supervisor.Supervisor(Command(("sh", "-c", script), 1, {}, ()), tmp_path, reach=ThroughSsh({"n1": [0]}))
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    threading.Timer(1.5, (tmp_path / "go").touch).start()
+    assert run.run() == 130
+    assert run.processes[0].poll() == 130
 
 
 def test_a_rank_that_said_itself_how_it_ended_is_not_the_one_that_was_killed() -> None:

@@ -128,6 +128,30 @@ def test_the_folder_is_not_made_and_the_launcher_reads_what_ranks_write(tmp_path
     assert list(logs.iterdir()) == []
 
 
+def test_a_rank_is_known_before_its_first_step_however_soon_that_comes(tmp_path: Path) -> None:
+    """Only by its heartbeat does a launcher on another host know whom to tell to stop, and who was killed."""
+    logs = tmp_path / "logs"
+    watchdog = Watchdog(Ranks(0, 1, 0), logs, hang_timeout_minutes=0.0)
+    try:
+        watchdog.writes = False
+        logs.mkdir()
+        PROGRESS.at_step(1)
+        assert read_heartbeats(logs) == {}, "the folder may be another run's"
+        watchdog.writes = True
+        assert read_heartbeats(logs)[0].pid == os.getpid()
+    finally:
+        watchdog.end(0)
+    clear_beats(logs)
+    logs.rmdir()
+    watchdog = Watchdog(Ranks(0, 1, 0), logs, hang_timeout_minutes=0.0)
+    try:
+        logs.mkdir()  # as under torchrun, where the ranks make it themselves
+        PROGRESS.at_step(2)
+        assert read_heartbeats(logs)[0].step == 2
+    finally:
+        watchdog.end(0)
+
+
 def test_one_verdict_is_left_and_an_old_one_does_not_count(tmp_path: Path) -> None:
     old = tmp_path / "hang.json"
     old.write_text('{"ranks": [3], "text": "of yesterday"}')

@@ -10,6 +10,7 @@ All hosts share the folder: a run in which they do not is refused before it begi
 import json
 import os
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -104,17 +105,24 @@ class Folder:
         self._rank = rank
         self._world_size = world_size
         self._file: int | None = None
+        self._opening = threading.Lock()
         self._started = time.time()
         self.writes = True
         """False while the folder may be another run's."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank has left a line."""
+        return self._file is not None
 
     def publish(self, beat: Heartbeat) -> None:
         """Write this rank's line over its last one; a full disk or a lost file system is not this thread's to tell."""
         try:
             if not self.writes:
                 return
-            if self._file is None and self._logs.is_dir():
-                self._file = os.open(self._path(self._rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            with self._opening:
+                if self._file is None and self._logs.is_dir():
+                    self._file = os.open(self._path(self._rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             if self._file is not None:
                 os.pwrite(self._file, beat.line(), 0)
         except OSError as error:

@@ -51,7 +51,7 @@ class Watchdog:
         self._timeout_s = hang_timeout_minutes * 60.0
         self._interval_s = min(max(self._timeout_s / 20.0, 0.25), 2.0) if self._timeout_s else 2.0
         self._folder = Folder(logs, ranks.rank, ranks.world_size)
-        PROGRESS.tell_step = self._folder.note_step
+        PROGRESS.tell_step = self._tell_step
         self._host = host_name()
         self._work = Work()
         self._worked_at = time.monotonic()
@@ -73,6 +73,8 @@ class Watchdog:
     @writes.setter
     def writes(self, value: bool) -> None:
         self._folder.writes = value
+        if value:
+            self._folder.publish(self._look_inward())  # not an interval later: a small model has made steps by then
 
     def end(self, exit_code: int) -> int:
         """Note the rank's exit code in its last heartbeat; returns the code."""
@@ -80,6 +82,11 @@ class Watchdog:
         self._thread.join(timeout=self._interval_s)
         self._folder.publish(replace(self._look_inward(), exit_code=exit_code))
         return exit_code
+
+    def _tell_step(self, step: int, first: int) -> None:
+        if not self._folder.is_open:
+            self._folder.publish(self._look_inward())  # the launcher knows nobody else to pass a signal on to
+        self._folder.note_step(step, first)
 
     def _run(self) -> None:
         while not self._ended.wait(self._interval_s):
