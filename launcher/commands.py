@@ -29,7 +29,10 @@ from trainer.contract.exit_codes import EXIT_FAILED, EXIT_USAGE
 
 # Subcommand -> module with its arguments and help. `zerolora X --help` shows the module's own.
 MODULES = {
-    "prepare": ("trainer.preflight", "Check a configuration and its data, and tokenise, without loading weights."),
+    "prepare": (
+        "trainer.commands.prepare_run",
+        "Check a configuration and its data, and tokenise, without loading weights.",
+    ),
     "validate": ("trainer.commands.validate", "Check a configuration without training, and say what it means."),
     "estimate": (
         "trainer.commands.estimate",

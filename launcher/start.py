@@ -183,7 +183,7 @@ def start(
 def _check(arguments: Sequence[str], ranks: int) -> int:
     """Check and tokenise here for ranks elsewhere; the exit code."""
     # Of what it finds it shows only how far it is: rank 0 says the rest later.
-    prepare = ["trainer.preflight", "--phases", *arguments, f"--world-size={ranks}"]
+    prepare = ["trainer.commands.prepare_run", "--phases", *arguments, f"--world-size={ranks}"]
     return run_child([sys.executable, "-m", "launcher.module", *prepare], FAILED)
 
 

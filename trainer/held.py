@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepared | None]:
-    """What `python -m trainer.preflight` does: 0 and what was found, or another exit code after one line."""
+    """What `zerolora prepare` does: 0 and what was found, or another exit code after one line."""
     show = partial(print, flush=True)
     with _ended_in_order(), _quiet(), phase("checks"):
         try:

@@ -1,14 +1,12 @@
 """Everything that can be known before a weight is loaded: the model's config, the tokenizer, the targets, the data.
 
-`python -m trainer.preflight CONFIG [key=value ...]` runs the checks and fills the cache of tokenised data, so that the
-ranks find both done. Every failure is a UserError: one line, exit code 2, nothing written to the output folder.
+`zerolora prepare` (trainer/commands/prepare_run.py) runs the checks and fills the cache of tokenised data; ranks find
+both done. Every failure is a UserError: one line, exit code 2, nothing written to the output folder.
 """
 
 import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from trainer.checkpoint.adapter_files import damage_of_adapter
 from trainer.checkpoint.checkpoint_files import choose_checkpoint
 from trainer.checkpoint.output_folder import check_free, check_place
 from trainer.checkpoint.resume_comparison import Resumption, plan_resumption
-from trainer.config import CommandParser, RunConfig, UserError, load_config
+from trainer.config import RunConfig, UserError
 from trainer.contract.hub_patience import ask_once_without_network
 from trainer.data import Samples, prepare_data
 from trainer.data.conversations import chat_template_of
@@ -257,30 +255,3 @@ def _check_adapter_on_hub(name: str) -> None:
         PeftConfig.from_pretrained(name)
     except Exception as error:  # what its values make of PEFT's classes is as bad as a file that is not there
         raise unreadable("lora.adapter_path", name, error) from None
-
-
-def main(argv: list[str] | None = None) -> int:
-    """`python -m trainer.preflight CONFIG [key=value ...]`: exit code 0, or 2 after one line on stderr."""
-    parser = CommandParser(prog="zerolora prepare", description="Check a run and tokenise its data.")
-    parser.add_argument("config", help="YAML file")
-    parser.add_argument("overrides", nargs="*", help="key=value")
-    parser.add_argument("--world-size", type=int, help="how many ranks will train")
-    parser.add_argument("--phases", action="store_true", help="print what is being done, and not what was found")
-    arguments = parser.parse_intermixed_args(argv)
-    show = partial(print, flush=True) if arguments.phases else lambda phase: None
-    try:
-        config = load_config(arguments.config, arguments.overrides).config
-        begin_to_build(config)
-        prepared, resumption = prepare_to_resume(config, arguments.world_size, show)
-        if not arguments.phases:
-            for line in (*prepared.data.stats.lines(), *resumption.warnings, *resumption.notes):
-                print(line)
-        build_operators(config, show)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

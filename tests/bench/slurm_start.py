@@ -67,7 +67,7 @@ def main() -> int:
             prepare = [
                 sys.executable,
                 "-m",
-                "trainer.preflight",
+                "trainer.commands.prepare_run",
                 str(folder / "config.yaml"),
                 f"output_dir={folder}/run",
             ]

@@ -45,7 +45,7 @@ def kill_launcher(run: Chaos) -> None:
 
 
 def kill_preparation(run: Chaos) -> None:
-    for process in run.processes("trainer.preflight"):
+    for process in run.processes("trainer.commands.prepare_run"):
         process.kill()
 
 

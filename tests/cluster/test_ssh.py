@@ -38,6 +38,7 @@ def test_a_hostfile_trains_on_both_hosts(
     done = hosts.run(LOGIN, train(workplace, "pdsh", "--hostfile", str(hostfile)), env=ssh, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "world        2 ranks on n1, n2: cpu" in done.stdout
+    assert "torchao" not in done.stdout + done.stderr, "imported for nothing, and its warnings are the user's to read"
     assert losses(workplace / "pdsh") == pytest.approx(reference, rel=1e-4)
 
 

@@ -1,7 +1,7 @@
 """Mistakes of the user: one line with the setting, its value and the fix, exit code 2, and nothing written.
 
 The first table goes through `zerolora train`, which reads the configuration before it starts any process; the second
-through `trainer.preflight`, which looks at model, tokenizer, data and folders before a weight is loaded.
+through `zerolora prepare`, which looks at model, tokenizer, data and folders before a weight is loaded.
 """
 
 import importlib
@@ -300,7 +300,7 @@ def test_content_that_cannot_be_trained_on(
 ) -> None:
     import torch
 
-    from trainer.preflight import main as prepare
+    from trainer.commands.prepare_run import main as prepare
 
     if ("loftq" in overrides or "fp16" in overrides) and torch.cuda.is_available():
         pytest.skip("with a GPU this setting is fine")
@@ -312,7 +312,7 @@ def test_content_that_cannot_be_trained_on(
 def test_a_full_disk_is_noticed_before_training(
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from trainer.preflight import main as prepare
+    from trainer.commands.prepare_run import main as prepare
 
     full = tmp_path / "full"
     full.mkdir()

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model, write_chats
 from trainer.checkpoint.checkpoint_files import damage, reseal, whole_checkpoints
+from trainer.commands.prepare_run import main as prepare
 from trainer.commands.validate import main as validate
 from trainer.config import UserError
 from trainer.engine.state_pieces import Pieces, whole_state
 from trainer.monitor.metrics import read_metrics
-from trainer.preflight import main as prepare
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def run_dir(ground: Path) -> Iterator[Path]:
 
 
 def refusal(ground: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
-    """The lines with which `trainer.preflight` refuses to go on; nothing is written then."""
+    """The lines with which `zerolora prepare` refuses to go on; nothing is written then."""
     before = {path: path.stat().st_mtime_ns for path in (ground / "run").rglob("*")}
     capsys.readouterr()
     code = prepare([str(ground / "base.yaml"), "training.resume_from_checkpoint=latest", *overrides])

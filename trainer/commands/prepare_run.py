@@ -1,0 +1,37 @@
+"""`zerolora prepare CONFIG [key=value ...]`: check a run and tokenise its data, without loading weights.
+
+`--phases` is for `zerolora train` with ranks on other hosts, which runs this before it starts them.
+"""
+
+import sys
+from functools import partial
+
+from trainer.config import CommandParser, UserError, load_config
+from trainer.preflight import begin_to_build, build_operators, prepare_to_resume
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code 0, or 2 after one line on stderr."""
+    parser = CommandParser(prog="zerolora prepare", description="Check a run and tokenise its data.")
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", help="key=value")
+    parser.add_argument("--world-size", type=int, help="how many ranks will train")
+    parser.add_argument("--phases", action="store_true", help="print what is being done, and not what was found")
+    arguments = parser.parse_intermixed_args(argv)
+    show = partial(print, flush=True) if arguments.phases else lambda phase: None
+    try:
+        config = load_config(arguments.config, arguments.overrides).config
+        begin_to_build(config)
+        prepared, resumption = prepare_to_resume(config, arguments.world_size, show)
+        if not arguments.phases:
+            for line in (*prepared.data.stats.lines(), *resumption.warnings, *resumption.notes):
+                print(line)
+        build_operators(config, show)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
