@@ -2,7 +2,8 @@
 # What is to be measured of bases in 8 bits, on one GPU; tables are printed last, files lie in $OUT.
 #   tests/bench/eight_bit.sh parts      the operators against float64; the times of their parts (about 120 s)
 #   tests/bench/eight_bit.sh speed      zerolora bench: bf16, fp8, int8, with the time by category (about 200 s)
-#   tests/bench/eight_bit.sh quality    SmolLM2, 300 steps, three seeds each of bf16, fp8, int8 and NF4 (about 200 s)
+#   tests/bench/eight_bit.sh quality    SmolLM2, 300 steps, three seeds each of bf16, fp8, int8, NF4 and two checkpoints that
+#                                       are stored in FP8: by blocks, and by rows with 8-bit products (about 200 s)
 # PYTHON (default python3), OUT (default runs/eight-bit) and GGUF (default /tmp/smollm2.gguf) may be set.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -43,10 +44,20 @@ quality)
     training.save_steps=0 training.precision=bf16 logging.sample_prompts=[])
   # The first prepares the data, which the others find.
   "$python" -m launcher.cli validate configs/demo.yaml "${common[@]}" output_dir="$scratch/none" > "$out/validate.log" 2>&1
+  DS_ACCELERATOR=cpu "$python" - "$scratch" << 'STORE'
+import shutil, sys
+from pathlib import Path
+from tests.eight_bits import store_in_fp8
+for form, block in (("blocks", 128), ("channel", 1)):
+    folder = Path(shutil.copytree(f"{sys.argv[1]}/model", f"{sys.argv[1]}/{form}"))
+    store_in_fp8(folder, form, block=block)
+STORE
   for seed in 1 2 3; do
-    for kind in bf16 fp8 int8 nf4; do
+    for kind in bf16 fp8 int8 nf4 blocks channel; do
       settings=(adapter=qlora quantization.quant_type="$kind")
       [[ $kind == bf16 ]] && settings=(adapter=lora)
+      [[ $kind == blocks ]] && settings=(adapter=lora base_model="$scratch/blocks")
+      [[ $kind == channel ]] && settings=(adapter=qlora quantization.quant_type=fp8 base_model="$scratch/channel")
       timeout 300 "$python" -m launcher.cli train configs/demo.yaml "${common[@]}" "${settings[@]}" seed="$seed" \
         output_dir="$scratch/runs/$kind-$seed" > "$out/$kind-$seed.log" 2>&1 &
     done

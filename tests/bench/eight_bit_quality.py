@@ -9,7 +9,7 @@ import statistics
 import sys
 from pathlib import Path
 
-KINDS = ("bf16", "fp8", "int8", "nf4")
+KINDS = ("bf16", "fp8", "int8", "nf4", "blocks", "channel")
 # Two-sided 95 % quantiles of Student's t by degrees of freedom.
 T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571}
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SmolLM2-135M, three seeds: trained for int8 and int4 (training.qat) beside a plain run that is rounded afterwards; the
-# held-out loss of the merged models as transformers loads them is printed last. About 10 minutes on one card (estimated).
+# held-out loss of the merged models as transformers loads them is printed last. Seeds run side by side.
 #   OUT=runs/qat STEPS=300 SEEDS="1 2 3" KINDS="plain int8 int4" DOCUMENTS=224 tests/bench/qat_experiment.sh [key=value ...]
 # PYTHON (default python3) and MODEL_AND_DATA (what `python -m trainer.commands.demo` prints) may be set. Further settings go to
 # every run. `pip install 'zerolora[qat]'` first.
@@ -12,7 +12,8 @@ read -ra common <<< "${MODEL_AND_DATA:-$("$python" -m trainer.commands.demo | ta
 common+=(training.max_steps="${STEPS:-300}" training.save_steps=0 dataset.evaluation.max_samples="${DOCUMENTS:-224}"
   logging.sample_prompts=[] output.overwrite=true "$@")
 mkdir -p "$out"
-for seed in ${SEEDS:-1 2 3}; do
+one_seed() {
+  local seed=$1 kind setting run form
   for kind in ${KINDS:-plain int8 int4}; do
     setting=(training.qat="$kind")
     [[ $kind == plain ]] && setting=()
@@ -27,5 +28,12 @@ for seed in ${SEEDS:-1 2 3}; do
     "$python" -m launcher.cli merge "$out/plain-$seed" --quantize $form
     "$python" -m launcher.cli merge "$out/$form-$seed" --quantize $form
   done
+}
+# Side by side: small models leave most of a card idle.
+ends=()
+for seed in ${SEEDS:-1 2 3}; do
+  one_seed "$seed" &
+  ends+=($!)
 done
+for end in "${ends[@]}"; do wait "$end"; done
 "$python" -m tests.bench.qat_quality "$out"

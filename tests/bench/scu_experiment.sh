@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# The experiments of docs/lab/scu.md on one GPU, with SmolLM2's real weights; `zerolora compare` prints its tables last.
+# The experiments of docs/lab/scu.md on the GPUs of a machine, with SmolLM2's real weights.
 #   tests/bench/scu_experiment.sh trial     two runs side by side: does it work, how fast is a step
 #   tests/bench/scu_experiment.sh hold SEEDS      384 records: every controller; 64 records of another text
 #   tests/bench/scu_experiment.sh kl SEEDS        what is forgotten: kl at three targets, none, the norm term, three rates
 # Runs are written as they end, seed after seed: what a limit cuts off leaves whole seeds. What every run measured comes
 # back in $OUT/scu-MODE-SEEDS.tgz; unpacked into one folder, several calls' runs are one experiment (scu_figures.py).
-# PYTHON (default python3), OUT (default runs/scu), GGUF (default /tmp/smollm2.gguf), SECONDS_LIMIT (500), PARALLEL (8) and
-# TEXTS (a folder of scu_texts.py, made elsewhere) may be set.
+# PYTHON (default python3), OUT (default runs/scu), GGUF (default /tmp/smollm2.gguf), SECONDS_LIMIT (500), GPUS (all),
+# PARALLEL (runs side by side on each GPU, 9), WORK (a folder that stays: the same command goes on there), TEXTS (a folder of
+# scu_texts.py, made elsewhere) and MORE ("key=value ..." for every run) may be set.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 mode=${1:?trial, hold or kl}
@@ -14,9 +15,10 @@ seeds=${2:-1,2,3}
 python=${PYTHON:-python3}
 out=${OUT:-runs/scu}
 limit=${SECONDS_LIMIT:-500}
-parallel=${PARALLEL:-8}
-scratch=$(mktemp -d)
-mkdir -p "$out"
+parallel=${PARALLEL:-9}
+scratch=${WORK:-$(mktemp -d)}
+IFS=, read -ra gpus <<< "${GPUS:-$("$python" -c 'import torch; print(",".join(map(str, range(torch.cuda.device_count()))))')}"
+mkdir -p "$out" "$scratch"
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 export TRITON_CACHE_DIR=$scratch/triton
 export PYTHONPATH="$PWD:${PYTHONPATH:-}"
@@ -38,18 +40,24 @@ echo "texts and model after $SECONDS s"
 wait
 echo "operators after $SECONDS s"
 
-# compare NAME SEED SEEDS OPTIONS...: runs of SEEDS seeds from SEED on, as long as there is time
+# compare NAME SEED SEEDS OPTIONS...: runs of SEEDS seeds from SEED on, as long as there is time; `slots` of them at a time
+# on each of the GPUs that `cards` names
 compare() {
   local name=$1 seed=$2 seeds=$3 left=$((limit - SECONDS))
   shift 3
   ((left < 60)) && { echo "no time left for $name, seed $seed"; return; }
   timeout -s TERM -k 20 "$left" "$python" -m trainer.compare configs/compare-smollm2.yaml base_model="$scratch/model" \
-    seed="$seed" --seeds "$seeds" --output "$scratch/runs/$name" --parallel "${slots:-$parallel}" \
-    --forgetting "$scratch/prose/unseen.jsonl" dataset.cache_dir="$scratch/cache" "$@" > "$out/$name-$seed.log" 2>&1
+    seed="$seed" --seeds "$seeds" --output "$scratch/runs/$name" --parallel "$slots" \
+    ${all:+--gpus "${cards:-$all}"} --forgetting "$scratch/prose/unseen.jsonl" dataset.cache_dir="$scratch/cache" "$@" \
+    ${MORE:-} > "$out/$name-$seed.log" 2>&1
   echo "$name, seed $seed: exit code $? after $SECONDS s"
   grep -E "FAILED|error" "$out/$name-$seed.log" | head -5
 }
 
+all=$(IFS=,; echo "${gpus[*]}")
+first=${seeds%%,*}
+count=$(tr ',' '\n' <<< "$seeds" | wc -l)
+slots=$((parallel * (${#gpus[@]} > 1 ? ${#gpus[@]} : 1)))
 stdlib=(dataset.path="$scratch/stdlib/train.jsonl" dataset.evaluation.path="$scratch/stdlib/eval.jsonl")
 # 64 records, seen 50 times in 200 steps
 torch=(dataset.path="$scratch/torch/train.jsonl" dataset.evaluation.path="$scratch/torch/eval.jsonl"
@@ -76,13 +84,11 @@ CURVE
     done
     ;;
   hold)
-    first=${seeds%%,*}
-    count=$(tr ',' '\n' <<< "$seeds" | wc -l)
     # Both texts in one pool of processes; the second, of short runs, goes on with PI under a floor of the rate.
-    slots=$((parallel * 3 / 4)) compare stdlib "$first" "$count" "${stdlib[@]}" training.eval_steps=30 \
+    slots=$((slots * 3 / 4)) compare stdlib "$first" "$count" "${stdlib[@]}" training.eval_steps=30 \
       --controllers none,fixed,linear,cosine,pi --lambdas $lambdas --ramps 3 --targets $targets &
     (
-      slots=$((parallel / 4))
+      slots=$((slots / 4))
       compare torch "$first" "$count" "${torch[@]}" --controllers none,fixed,pi --lambdas $lambdas --targets $targets
       compare floor "$first" "$count" "${stdlib[@]}" training.eval_steps=30 --controllers pi --targets 0.02 \
         scu.rate_floor=0.1
@@ -92,14 +98,18 @@ CURVE
     tail -n 60 "$out/torch-$first.log" | cut -c1-130
     ;;
   kl)
+    # Six comparisons at once, each on one of the GPUs, so that the slowest runs of one do not leave a GPU idle.
     reference=scu.reference="$scratch/prose/reference.jsonl"
-    for seed in ${seeds//,/ }; do
-      for rate in 1e-3 5e-4 2e-3; do
-        more=(training.learning_rate=$rate)
-        compare "kl-$rate" "$seed" 1 "${stdlib[@]}" "${more[@]}" "$reference" --measures kl --controllers none,pi \
-          --targets 0.02,0.05,0.1
-        compare "norm-$rate" "$seed" 1 "${stdlib[@]}" "${more[@]}" --controllers fixed --lambdas 0.1,0.3,1,3,10,30
-      done
+    slots=$((slots < 6 ? 1 : slots / 6)) at=0 slices=$((${#gpus[@]} > 1 ? ${#gpus[@]} : 1))
+    for rate in 1e-3 5e-4 2e-3; do
+      more=("${stdlib[@]}" training.learning_rate=$rate training.eval_steps=50)
+      cards=${gpus[at % slices]:-} compare "kl-$rate" "$first" "$count" "${more[@]}" "$reference" --measures kl \
+        --controllers none,pi --targets 0.02,0.05,0.1 &
+      at=$((at + 1))
+      cards=${gpus[at % slices]:-} compare "norm-$rate" "$first" "$count" "${more[@]}" --controllers fixed \
+        --lambdas 0.5,1,2,4 &
+      at=$((at + 1))
     done
+    wait
     ;;
 esac

@@ -23,10 +23,12 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from tests.chaos.case import Result, try_case
 from tests.chaos.faults import FAULTS, Fault
 from tests.chaos.page import PAGE, page, read_records
-from tests.chaos.places import PLACES, Place, open_place
+from tests.chaos.places import HERE, PLACES, OnGpus, Place, open_place
 from tests.chaos.series import run_series
 from tests.chaos.together import try_together
 from tests.chaos.workplace import adapter, commit, prepare, start
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare(folder)
     if arguments.series:
         return 0 if run_series(folder, arguments.series, until) else 1
-    well = all([_run_all(name, arguments, folder, until) for name in PLACES if arguments.place in name])
+    well = all([_run_all(name, arguments, folder, until) for name in _places(arguments.place)])
     if not arguments.part:
         PAGE.write_text(page(folder))
     return 0 if well else 1
@@ -66,6 +68,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no case, and kill no more, after so many")
     parser.add_argument("--page", action="store_true", help="only write the page from the records")
     return parser.parse_args(argv)
+
+
+def _places(words: str) -> list[str]:
+    """Those whose names hold the words; the GPUs where there are two, or where they are asked for."""
+    chosen = [name for name in PLACES if words in name]
+    return [name for name in chosen if name != OnGpus.name or words or torch.cuda.device_count() > 1]
 
 
 def _run_all(name: str, arguments: argparse.Namespace, folder: Path, until: float) -> bool:
@@ -90,7 +98,7 @@ def _run_all(name: str, arguments: argparse.Namespace, folder: Path, until: floa
             well = all(result.is_well for result in found)
             cases = [case for case in cases if case not in passing]
         try_one = partial(_try, folder, place, expected, until)
-        with ThreadPoolExecutor(arguments.beside if name == PLACES[0] else 1) as pool:
+        with ThreadPoolExecutor(arguments.beside if name in HERE else 1) as pool:
             return all([well, *pool.map(try_one, cases)])
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from tests.chaos import outside as acts
 from tests.chaos.disks import Disk, FileServer, SmallDisk
 from tests.chaos.outside import Outside
-from tests.chaos.places import Local, Place, ThroughSlurm, ThroughSsh
+from tests.chaos.places import HERE, Local, OnGpus, Place, ThroughSlurm, ThroughSsh
 from tests.chaos.workplace import Chaos, start
 
 # Calls of the functions that tests/cluster/mischief wraps: two sums a step and one an evaluation, two files a save.
 CALL = {"tokenise": 1, "load": 1, "first step": 3, "step": 22, "data": 14, "evaluate": 2, "save": 3, "end": 1}
 EVERY = ("tokenise", "load", "first step", "step", "evaluate", "save", "end")
 CLOCK = Path(__file__).with_name("clock.c")
-HERE, SSH, SLURM = Local.name, ThroughSsh.name, ThroughSlurm.name
+CPU, GPUS, SSH, SLURM = Local.name, OnGpus.name, ThroughSsh.name, ThroughSlurm.name
 FAILED = "the run failed"
 
 
@@ -38,7 +38,7 @@ class Fault:
     """What is done from outside when the rank calls."""
     disk: type[SmallDisk] | type[FileServer] | None = None
     settings: tuple[str, ...] = ()
-    places: tuple[str, ...] = (HERE,)
+    places: tuple[str, ...] = (CPU,)
     clock: bool = False
     """Whether the run sees a clock that can be set."""
     passes: bool = False
@@ -46,7 +46,7 @@ class Fault:
 
     def phases_at(self, place: str) -> tuple[str, ...]:
         """Elsewhere no rank has been started while a process of its own tokenises."""
-        return tuple(phase for phase in self.phases if place == HERE or phase != "tokenise" or not self.blames)
+        return tuple(phase for phase in self.phases if place in HERE or phase != "tokenise" or not self.blames)
 
     def own_disk(self, folder: Path, place: Place) -> Disk | None:
         """The disk that a run of it lies on, mounted."""
@@ -57,7 +57,7 @@ class Fault:
         where = "step" if phase == "first step" else phase
         rank = str(self.rank)
         if phase in ("tokenise", "end"):
-            rank = "" if phase == "tokenise" and place.name != HERE else "0"
+            rank = "" if phase == "tokenise" and place.name not in HERE else "0"
         settings, variables = self.settings, {}
         if phase == "tokenise":
             settings += (f"dataset.cache_dir={out}-cache",)
@@ -125,7 +125,7 @@ REFUSED = r"second run: exit code 2: error: .*another run is in this"
 STOPPING = r"SIGTERM: (saving|stopping)|stopped by SIGTERM"
 # A host that cannot be reached before there are ranks is a mistake in the hostfile.
 LOST = rf"({FAILED}|error: ).*n2"
-ANYWHERE, HOSTS = (HERE, SSH, SLURM), (SSH, SLURM)
+ANYWHERE, HOSTS, MACHINE = (CPU, GPUS, SSH, SLURM), (SSH, SLURM), (CPU, GPUS)
 MOUNT_PHASES = ("load", "first step", "step", "evaluate", "save", "end")
 FAULTS = (
     *[
@@ -138,10 +138,13 @@ FAULTS = (
     ],
     Fault("SIGKILL of the tokenising process", ("tokenise",), f"{FAILED}.*: process \\d+ on login was killed",
           outside=acts.kill_preparation, places=HOSTS),
-    on_rank("exception in rank 1", ("load", "first step", "step", "evaluate", "save"), 1, RAISED, action="raise"),
+    on_rank("exception in rank 1", ("load", "first step", "step", "evaluate", "save"), 1, RAISED, action="raise",
+            places=MACHINE),
     on_rank("exception in rank 0", EVERY[1:], 0, RAISED, action="raise"),
     on_rank("loader that raises", ("data",), 1, RAISED, action="raise"),
-    on_rank("rank that hangs", ("load", "first step", "step", "evaluate", "save"), 1, HANGS, action="hang"),
+    on_rank("rank that hangs", ("load", "first step", "step", "evaluate", "save"), 1, HANGS, action="hang",
+            places=MACHINE),
+    on_rank("kernel that never ends", ("first step", "step"), 1, HANGS, action="spin", places=(GPUS,)),
     Fault("NaN in a loss", ("first step", "step"), RAISED, "nan", places=ANYWHERE),
     on_rank("OOM of the host", ("load", "first step", "step", "evaluate", "save"), 1, KILLED, action="eat",
             outside=acts.starve),
@@ -153,14 +156,15 @@ FAULTS = (
     Fault("SIGTERM, and again", EVERY, f"{STOPPING}|stopping at once", outside=acts.terminate_twice, places=ANYWHERE),
     Fault("disk full", MOUNT_PHASES, "No space left on device", rank=0, outside=acts.fill_disk, disk=SmallDisk,
           places=ANYWHERE),
-    Fault("disk read-only", MOUNT_PHASES, "Read-only file system", rank=0, outside=acts.protect_disk, disk=SmallDisk),
+    Fault("disk read-only", MOUNT_PHASES, "Read-only file system", rank=0, outside=acts.protect_disk, disk=SmallDisk,
+          places=MACHINE),
     Fault("file server mute for 10 s", MOUNT_PHASES, "", outside=acts.halt_file_server, disk=FileServer, passes=True),
     Fault("file server mute for 45 s", MOUNT_PHASES, "", outside=acts.halt_file_server_for_long, disk=FileServer),
     Fault("file server gone", MOUNT_PHASES, "Transport endpoint is not connected", outside=acts.kill_file_server,
           disk=FileServer),
     *[
         Fault(f"checkpoint {what}, rank killed", ("step",), "passed over checkpoint-8",
-              outside=acts.damage_checkpoint(how))
+              outside=acts.damage_checkpoint(how), places=MACHINE)
         for what, how in (("with a flipped bit", "flip"), ("cut in half", "cut"), ("that lacks a file", "remove"))
     ],
     Fault("two runs in one folder", EVERY[1:], REFUSED, outside=acts.start_second_run, passes=True,

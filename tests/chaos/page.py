@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.faults import FAULTS
-from tests.chaos.places import PLACES, Local, ThroughSlurm, ThroughSsh
+from tests.chaos.places import PLACES, Local, OnGpus, ThroughSlurm, ThroughSsh
 
 PAGE = Path(__file__).parents[2] / "docs" / "lab" / "faults.md"
 HEAD = """\
@@ -28,6 +28,7 @@ COLUMNS = (
 )
 TITLES = {
     Local.name: "Two ranks of this machine",
+    OnGpus.name: "Two ranks of one machine, each on a GPU",
     ThroughSsh.name: "A rank on each of two hosts, by ssh",
     ThroughSlurm.name: "A rank on each of two nodes, under SLURM",
 }

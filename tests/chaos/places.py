@@ -1,4 +1,4 @@
-"""Where the ranks of a run are: on this machine, on two hosts behind ssh, or on two nodes of a SLURM cluster."""
+"""Where the ranks of a run are: cores or GPUs of this machine, two hosts behind ssh, two nodes of a SLURM cluster."""
 
 import os
 import shutil
@@ -53,6 +53,19 @@ class Local:
         return environment()
 
 
+class OnGpus(Local):
+    """Two ranks of this machine, each on a GPU; they meet by NCCL."""
+
+    name = "two GPUs"
+
+    def environment(self) -> dict[str, str]:
+        """Without what makes CPU ranks of them."""
+        found = environment()
+        del found["DS_ACCELERATOR"]
+        found["PYTHONPATH"] = os.pathsep.join(filter(None, [found["PYTHONPATH"], os.environ.get("PYTHONPATH")]))
+        return found
+
+
 class ThroughSsh:
     """A rank on each of two hosts, started from a third by pdsh."""
 
@@ -102,8 +115,8 @@ class ThroughSlurm:
 
 def open_place(name: str, stack: ExitStack) -> Place:
     """The place of that name; hosts and daemons end with the stack."""
-    if name == Local.name:
-        return Local()
+    if name in HERE:
+        return Local() if name == Local.name else OnGpus()
     needs_root("bindfs")
     folder = Path(tempfile.mkdtemp(prefix=f"chaos-{os.getpid()}-"))
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -118,4 +131,6 @@ def open_place(name: str, stack: ExitStack) -> Place:
     return ThroughSsh(network, env, folder / "hostfile", disk)
 
 
-PLACES = (Local.name, ThroughSsh.name, ThroughSlurm.name)
+HERE = (Local.name, OnGpus.name)
+"""Those of one machine, whose cases may run side by side."""
+PLACES = (*HERE, ThroughSsh.name, ThroughSlurm.name)

@@ -6,8 +6,8 @@ from itertools import cycle
 from pathlib import Path
 
 from tests.chaos.case import Result
-from tests.chaos.faults import CALL, HERE, Fault, clock_variables
-from tests.chaos.places import Place
+from tests.chaos.faults import CALL, Fault, clock_variables
+from tests.chaos.places import HERE, Place
 from tests.chaos.workplace import PATIENCE_S, Chaos, adapter, damaged, left_behind, start
 
 # Where there are several calls each fault has one of its own, as far as they go.
@@ -56,7 +56,7 @@ def _plan(cases: Iterable[tuple[Fault, str]]) -> Plan:
 def _mischief(phase: str, call: int, place: Place) -> str:
     rank = "1"
     if phase in ("tokenise", "end"):
-        rank = "" if phase == "tokenise" and place.name != HERE else "0"
+        rank = "" if phase == "tokenise" and place.name not in HERE else "0"
     return f"{rank}:call@{'step' if phase == 'first step' else phase}:{call}"
 
 
