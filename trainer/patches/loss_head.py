@@ -143,6 +143,8 @@ class TokenLoss:
         """
         self._observe(batch, device)
         inputs, targets = self._inputs(batch, device)
+        if "cu_seqlens" in inputs:
+            inputs |= equal_documents_first(batch)
         flat = targets.flatten()
         found = (flat != IGNORED).nonzero().squeeze(1)
         places, chosen = to_device(found, device), to_device(flat[found[:own]], device)
@@ -266,6 +268,17 @@ def _divergence(logits_KV: torch.Tensor, base_log_q_KV: torch.Tensor) -> torch.T
     """The plain form, where there is no head to make logits with in chunks."""
     log_p_KV = logits_KV.log_softmax(-1)
     return (log_p_KV.exp() * (log_p_KV - base_log_q_KV)).sum()
+
+
+def equal_documents_first(batch: MicroBatch) -> dict[str, int]:
+    """What `varlen_attention` is told where documents of one length have shorter ones behind them: training text that
+    fills its sequences, and reference text. Dense kernels take the former, which is most of the work."""
+    assert batch.cu_seqlens is not None
+    lengths = batch.cu_seqlens.diff().tolist()
+    equal = next((at for at, length in enumerate(lengths) if length != batch.max_seqlen), len(lengths))
+    if equal in (0, len(lengths)):
+        return {}
+    return {"equal_documents": equal, "others_seqlen": max(lengths[equal:])}
 
 
 @torch.no_grad()

@@ -121,6 +121,8 @@ def varlen_attention(
     scaling: float | None = None,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
+    equal_documents: int = 0,
+    others_seqlen: int = 0,
     sliding_window: int | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
@@ -128,6 +130,7 @@ def varlen_attention(
     """Causal attention within each document; query, key, value [1, heads, T, head_dim] -> [1, T, heads, head_dim].
 
     Documents are the runs [cu_seqlens[i], cu_seqlens[i+1]). Without them (text generation) it is transformers' sdpa.
+    The first `equal_documents` of them, if any, have max_seqlen tokens each, and the others `others_seqlen` at most.
     With a `sliding_window` of W tokens a query sees itself and the W - 1 tokens before it.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -153,7 +156,30 @@ def varlen_attention(
         return flash_with_sinks(query, key, value, sinks, cu_seqlens, max_seqlen, scaling, window), None
     if documents * max_seqlen == tokens and window is None:
         return _of_equal_lengths(query, key, value, documents, scaling, dropout).unsqueeze(0), None
+    if not equal_documents or window is not None:
+        return _of_any_lengths(query, key, value, cu_seqlens, max_seqlen, scaling, dropout, window).unsqueeze(0), None
+    # Split, not sliced: the derivative of a slice is a copy into zeros.
+    at = equal_documents * max_seqlen
+    (q, others_q), (k, others_k), (v, others_v) = (each.split([at, tokens - at], 2) for each in (query, key, value))
+    of_equal = _of_equal_lengths(q, k, v, equal_documents, scaling, dropout)
+    bounds = cu_seqlens[equal_documents:] - at
+    of_others = _of_any_lengths(others_q, others_k, others_v, bounds, others_seqlen, scaling, dropout, None)
+    return torch.cat([of_equal, of_others]).unsqueeze(0), None
+
+
+def _of_any_lengths(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Documents end to end, by variable-length flash attention, [T, heads, head_dim]."""
     # The operator below varlen_attn: in torch 2.11 that one knows no shared key heads, and copies them.
+    out: torch.Tensor
     out, *_ = torch.ops.aten._flash_attention_forward(
         *(tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)),
         cu_seqlens,
@@ -167,7 +193,7 @@ def varlen_attention(
         window_size_left=None if window is None else window - 1,
         window_size_right=None if window is None else 0,
     )
-    return out.unsqueeze(0), None
+    return out
 
 
 def _of_equal_lengths(
