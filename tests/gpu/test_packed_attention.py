@@ -14,7 +14,9 @@ pytestmark = pytest.mark.gpu
 def one_by_one(leaves: list[torch.Tensor], lengths: list[int], grad: torch.Tensor) -> list[torch.Tensor]:
     """Output [1, T, heads, head_dim] and derivatives of q, k, v, in the leaves' own numbers."""
     pieces = [leaf.split(lengths, 2) for leaf in leaves]
-    found = [scaled_dot_product_attention(*each, is_causal=True, enable_gqa=True) for each in zip(*pieces, strict=True)]
+    found = [
+        scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in zip(*pieces, strict=True)
+    ]
     out = torch.cat(found, 2).transpose(1, 2)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
