@@ -25,7 +25,8 @@ def doubts(config: RunConfig) -> list[str]:
     if training.torch_compile and config.adapter != "none" and config.ops.backend != "peft":
         lines.append(
             "training.torch_compile=true: turns off what is computed together here (siblings, one buffer for the "
-            "adapter, norms, SwiGLU, rotary embedding); measure both with `zerolora bench training.torch_compile=true`"
+            "adapter, norms, SwiGLU, rotary embedding), which was slower and took more memory where it was measured "
+            "(docs/lab/performance.md); leave it out, or measure: `zerolora bench training.torch_compile=true`"
         )
     if training.adam_epsilon > 1e-3:
         lines.append(
