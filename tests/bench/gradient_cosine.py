@@ -22,7 +22,7 @@ from torch.nn.functional import cosine_similarity
 from transformers import AutoTokenizer
 
 from ops.eight_bit import STORAGE
-from ops.reference import quantize_rows
+from ops.reference import eight_bit_values, quantize_rows
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
@@ -45,7 +45,7 @@ def adapted(folder: Path, kind: str, device: torch.device, ids: Tensor) -> Any:
         for name, layer in model.named_modules():
             if isinstance(layer, torch.nn.Linear) and not name.endswith("lm_head"):
                 values, scale = quantize_rows(layer.weight.detach(), STORAGE["fp8"])
-                layer.weight.data = values.float() * scale.view(-1, 1)
+                layer.weight.data = eight_bit_values(values) * scale[:, None]
     torch.manual_seed(0)
     model = apply_adapter(model.to(device), LoraSection(r=16, alpha=32), dtype)
     fuse(
@@ -74,12 +74,11 @@ def cosines(found: dict[str, Tensor], true: dict[str, Tensor]) -> dict[tuple[int
         layer = LAYER.search(name)
         assert layer is not None, name
         together.setdefault((int(layer.group(1)), "A" if "lora_A" in name else "B"), []).append(name)
-    return {
-        key: float(
-            cosine_similarity(*(torch.cat([of[name].flatten() for name in names]) for of in (found, true)), dim=0)
-        )
-        for key, names in together.items()
-    }
+    found_values, true_values = (
+        {key: torch.cat([of[name].flatten() for name in names]) for key, names in together.items()}
+        for of in (found, true)
+    )
+    return {key: float(cosine_similarity(found_values[key], true_values[key], dim=0)) for key in together}
 
 
 def main() -> None:
@@ -118,11 +117,11 @@ def main() -> None:
     print("|---" * (len(COLUMNS) + 1) + "|")
     layers = sorted({layer for layer, _ in table["bf16"]})
     least = {kind: {side: min(of[layer, side] for layer in layers) for side in "AB"} for kind, of in table.items()}
-    for layer in layers:
-        print(
-            f"| {layer} | " + " | ".join(f"{of[layer, 'A']:.3f}, {of[layer, 'B']:.3f}" for of in table.values()) + " |"
-        )
-    print("| least | " + " | ".join(f"{of['A']:.3f}, {of['B']:.3f}" for of in least.values()) + " |")
+    by_layer = {
+        str(layer): {kind: {side: of[layer, side] for side in "AB"} for kind, of in table.items()} for layer in layers
+    }
+    for label, row in (by_layer | {"least": least}).items():
+        print(f"| {label} | " + " | ".join(f"{of['A']:.3f}, {of['B']:.3f}" for of in row.values()) + " |")
 
 
 if __name__ == "__main__":
