@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import ops
-from ops import reference
-from tests.numerics import cases
+from ops import eight_bit, reference
+from tests.numerics import cases, eight_bit_cases
 
 pytestmark = [
     pytest.mark.gpu,
@@ -158,3 +158,25 @@ def test_nf4_alone(count):
         packed.cpu(), [s.cpu() for s in state], rows, cols, 64, 1, torch.bfloat16
     )
     assert torch.equal(got.cpu(), expected)
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.int8], ids=str)
+@pytest.mark.parametrize("widths", [(264,), (136, 72), (77,), (40, 13)], ids=str)
+def test_quantised_rows_alone(widths, storage):
+    ops.load("cuda")
+    torch.manual_seed(0)
+    parts = [torch.randn(131, width).bfloat16() for width in widths]
+    for factors in ([], [torch.rand(width) for width in widths]):
+        given = [[each.cuda() for each in group] for group in (parts, factors)]
+        q, scale = torch.ops.zerolora.quantize_rows(*given, storage)
+        wanted_q, wanted_scale = eight_bit.reference_quantize_rows(parts, factors, storage)
+        assert torch.equal(q.cpu(), wanted_q) and torch.equal(scale.cpu(), wanted_scale)
+
+
+@pytest.mark.parametrize("kind", eight_bit_cases.KINDS)
+@pytest.mark.parametrize(("T", "width", "out"), [(300, 272, 144), (65, 77, 129)])
+def test_eight_bit_forward_and_backward(kind, T, width, out):
+    """Weights are turned over for dX."""
+    ops.load("cuda")
+    problem = eight_bit_cases.make(kind, T, width, out, 16, device="cuda", p=0.1, bias=True)
+    eight_bit_cases.check(problem, tensor_cores=kind == "fp8")
