@@ -1,7 +1,8 @@
-"""The experts' operator on CUDA cards: our kernels around torch's grouped products, nothing waits for the host.
+"""The experts' operator on CUDA cards: our kernels around torch's grouped products.
 
-Symbols and formulas: ops/experts.py. What the kernels do not take (32 bits, widths that are no multiple of 8, cards
-before Ampere) goes expert by expert, which asks the device for the counts.
+Symbols and formulas: ops/experts.py. Nothing waits for the host where torch's product has a kernel (bf16 on 9.0 and
+10.0) or is not used (fp16 on Hopper); elsewhere it multiplies expert by expert and asks the device for the counts. So
+does what goes in plain torch: 32 bits, widths that are no multiple of 8, cards before Ampere.
 """
 
 from collections.abc import Callable, Sequence

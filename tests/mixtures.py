@@ -93,3 +93,47 @@ def store_in_mxfp4(folder: Path) -> Path:
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": left}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def store_dequantised(source: Path, target: Path, *, four_bit: bool, device: str = "cpu") -> Path:
+    """The model of `source` in 32 bits with the values that it is trained on, its own MXFP4's or, `four_bit`, NF4's.
+
+    `device` quantises, as training does.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tests.tiny import make_tokenizer
+    from trainer.config import ModelSection, QuantizationSection
+    from trainer.model.base import load_base_model
+    from trainer.model.four_bit import FrozenLinear4bit, dequantized
+    from trainer.model.packed_experts import PackedExperts
+
+    packed = load_base_model(
+        str(source),
+        ModelSection(),
+        dtype=torch.float32,
+        device=torch.device(device),
+        attention="eager",
+        quantization=QuantizationSection() if four_bit else None,
+    )
+    config = AutoConfig.from_pretrained(source)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    whole = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    buffers = dict(whole.named_buffers())
+    with torch.no_grad():
+        for path, module in packed.named_modules():
+            for name, own in module.named_parameters(recurse=False):
+                value: Any = own
+                if isinstance(own, PackedExperts):
+                    value = own.dequantized()
+                elif isinstance(module, FrozenLinear4bit) and name == "weight":
+                    value = dequantized(own, module.quant_state, torch.float32)
+                whole.get_submodule(path).get_parameter(name).copy_(value)
+        for name, buffer in packed.named_buffers():
+            if name in buffers:
+                buffers[name].copy_(buffer)
+    whole.save_pretrained(target)
+    make_tokenizer(target)
+    return target

@@ -3,11 +3,13 @@
 torch's own grouped product is left out under initcheck (-k alone), which does not see what the copy engine writes.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import ops
-from ops import experts_plain
+from ops import experts_kernels, experts_plain
 from tests.numerics import expert_cases
 
 pytestmark = [
@@ -17,14 +19,40 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("T", "H", "inner", "rank", "p", "interleaved"),
-    [(130, 264, 72, 16, 0.0, False), (70, 136, 200, 24, 0.2, True), (40, 72, 40, 80, 0.1, False)],
+    ("T", "H", "inner", "rank", "p", "interleaved", "dtype"),
+    [
+        (130, 264, 72, 16, 0.0, False, torch.bfloat16),
+        (70, 136, 200, 24, 0.2, True, torch.bfloat16),
+        (40, 72, 40, 80, 0.1, False, torch.bfloat16),
+        (130, 264, 72, 16, 0.1, False, torch.float16),
+        (70, 136, 200, 24, 0.0, True, torch.float16),
+    ],
 )
-def test_forward_and_backward(T, H, inner, rank, p, interleaved):
+def test_forward_and_backward(T, H, inner, rank, p, interleaved, dtype):
     ops.load("cuda")
     more = {"p": p, "interleaved": interleaved, "activation": "clamped" if interleaved else "silu", "bias": interleaved}
-    problem = expert_cases.make(T, 3, 5, H, inner, rank, torch.bfloat16, **more).to(torch.bfloat16, "cuda")
-    y, grads = expert_cases.run(problem)
+    check(expert_cases.make(T, 3, 5, H, inner, rank, dtype, **more).to(dtype, "cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("storage", ["nf4", "nested", "mxfp4"])
+def test_packed_experts(storage, dtype):
+    """Dequantised for the products of both directions."""
+    ops.load("cuda")
+    E, H, inner, generator = 5, 288, 96, torch.Generator().manual_seed(0)
+    shapes = (E, 2 * inner, H), (E, H, inner)
+    gate_up, down = (expert_cases.draw_packed(storage, shape, generator) for shape in shapes)
+    problem = replace(
+        expert_cases.make(90, 3, E, H, inner, 16, dtype, bias=True),
+        gate_up=gate_up.dequantized(dtype),
+        down=down.dequantized(dtype),
+    ).to(dtype, "cuda")
+    on_card = [expert_cases.moved(matrix, "cuda") for matrix in (gate_up, down)]
+    check(problem, replace(problem.frozen(), gate_up=on_card[0], down=on_card[1]))
+
+
+def check(problem, frozen=None):
+    y, grads = expert_cases.run(problem, frozen)
     true_y, true_grads = expert_cases.truth(problem)
     for name, value in {"y": y, **grads}.items():
         true = {"y": true_y, **true_grads}[name]
@@ -32,8 +60,22 @@ def test_forward_and_backward(T, H, inner, rank, p, interleaved):
         assert error <= 0.03 * true.square().mean().sqrt() + 1e-6, name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("storage", "rows", "cols"), [("nf4", 72, 136), ("nested", 72, 136), ("nested", 8, 8), ("mxfp4", 72, 96)]
+)
+def test_dequantising_alone(storage, rows, cols, dtype):
+    """To the bit; no matrix fills the last block of threads."""
+    ops.load("cuda")
+    matrix = expert_cases.draw_packed(storage, (3, rows, cols), torch.Generator().manual_seed(0))
+    on_card, shape = expert_cases.moved(matrix, "cuda"), [3, rows, cols, matrix.block, matrix.nested_block]
+    here = experts_kernels.dense_weight(on_card.tensors, matrix.storage, shape, dtype)
+    assert torch.equal(here.cpu(), matrix.dequantized(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("routing", ["ragged", "one"])
-def test_rows_alone(routing):
+def test_rows_alone(routing, dtype):
     """Sorting, projecting, expanding, the gate and the sums, without a product between them."""
     ops.load("cuda")
     run, E, K, H, inner, rank = torch.ops.zerolora, 5, 3, 136, 72, 16
@@ -42,7 +84,7 @@ def test_rows_alone(routing):
     N = index.numel()
 
     def normal(*shape):
-        return torch.randn(shape, generator=generator).bfloat16().cuda()
+        return torch.randn(shape, generator=generator).to(dtype).cuda()
 
     order, ends = run.expert_sort(index.cuda(), E)
     assert all(map(torch.equal, (order.cpu(), ends.cpu()), experts_plain.sort_rows(index, E)))
@@ -57,7 +99,7 @@ def test_rows_alone(routing):
         act, *gate[:4], h_d, normal(E, inner, rank), w, *gate[4:], normal(E, rank, 2 * inner), 0.5, 0.1, seed
     )
     run.expert_gradient(back[0], h_d, *rows, 0, 13, False, torch.float32, 0.1, seed)
-    run.expert_gradient(back[1], h, *rows, 0, 16, True, torch.bfloat16, 0.0, None)
+    run.expert_gradient(back[1], h, *rows, 0, 16, True, dtype, 0.0, None)
     run.expert_expand_(copied, h, normal(E, H, rank), normal(E, H), *rows, 0.1, seed)
     y = run.expert_combine(copied, place, ends, w, K)
     assert torch.isfinite(y).all() and all(torch.isfinite(t).all() for t in back)

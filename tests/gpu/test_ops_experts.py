@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from ops import experts_kernels, experts_plain
-from ops.experts import ExpertMatrix, ExpertWeights
+from ops.experts import ExpertMatrix
 from tests.numerics import expert_cases
-from tests.numerics.expert_cases import Problem, make, run
+from tests.numerics.expert_cases import Problem, draw_packed, make, moved, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("kernels")]
 HALVES = [torch.bfloat16, torch.float16]
@@ -105,6 +105,26 @@ def test_adapters_in_fp32(monkeypatch):
     assert got["gate_up.A"].dtype == got["gate_up.B"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("rank", [8, 24, 64])
+@pytest.mark.parametrize("routing", ["ragged", "one", "doubled"])
+def test_products_of_torch(routing, rank, dtype, monkeypatch):
+    """As on every card but Hopper: torch's grouped products, behind which our kernel adds the adapter's term."""
+    monkeypatch.setattr(experts_kernels, "OWN_PRODUCTS", False)
+    layout = {"interleaved": rank == 24, "transposed": rank == 64, "p": 0.1 if rank == 24 else 0.0}
+    problem = on_card(dtype, 300, 3, 7, 264, 136, rank, routing=routing, bias=rank == 64, **layout)
+    if routing == "ragged":
+        problem.index[7:90, 1], problem.index[100:140] = 7, -1
+    first = check(problem, monkeypatch)
+    assert all(torch.equal(value, first[name]) for name, value in results(problem, monkeypatch).items())
+
+
+def test_products_of_torch_with_packed_weights(monkeypatch):
+    monkeypatch.setattr(experts_kernels, "OWN_PRODUCTS", False)
+    for storage in ("nf4", "nested", "mxfp4"):
+        check_packed(storage, torch.bfloat16, monkeypatch)
+
+
 def test_no_tokens(monkeypatch):
     got = results(on_card(torch.bfloat16, 0, 2, 4, 128, 64, 16, routing="one"), monkeypatch)
     assert got["y"].shape == (0, 128) and not got["gate_up.A"].any() and not got["down.B"].any()
@@ -170,16 +190,20 @@ def test_packed_weights_are_dequantised_to_the_bit(dtype):
     assert torch.equal(here.cpu(), ExpertMatrix.mxfp4(codes, scales).dequantized(dtype))
 
 
-def test_packed_weights_give_what_dense_ones_do(monkeypatch):
-    problem = on_card(torch.bfloat16, 300, 2, 4, 128, 64, 16, interleaved=True, activation="clamped")
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("storage", ["nf4", "nested", "mxfp4"])
+def test_packed_weights_give_what_dense_ones_do(storage, dtype, monkeypatch):
+    check_packed(storage, dtype, monkeypatch)
 
-    def mxfp4(rows: int, cols: int) -> ExpertMatrix:
-        codes = torch.randint(0, 256, (4, rows, cols // 32, 16), dtype=torch.uint8)
-        return ExpertMatrix.mxfp4(codes.cuda(), torch.full((4, rows, cols // 32), 123, dtype=torch.uint8).cuda())
 
-    gate_up, down = mxfp4(128, 128), mxfp4(128, 64)
-    packed = ExpertWeights(gate_up, down, None, None, "clamped", True, problem.alpha, problem.limit)
-    dense = replace(problem, gate_up=gate_up.dequantized(torch.bfloat16), down=down.dequantized(torch.bfloat16))
+def check_packed(storage: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gpt-oss's gate, to the bit."""
+    problem = on_card(dtype, 300, 2, 4, 128, 64, 16, interleaved=True, activation="clamped")
+    generator = torch.Generator().manual_seed(0)
+    shapes = (4, 128, 128), (4, 128, 64)
+    gate_up, down = (draw_packed(storage, shape, generator) for shape in shapes)
+    packed = replace(problem.frozen(), gate_up=moved(gate_up, "cuda"), down=moved(down, "cuda"))
+    dense = replace(problem, gate_up=gate_up.dequantized(dtype).cuda(), down=down.dequantized(dtype).cuda())
     y, grads = run(problem, packed)
     expected = results(dense, monkeypatch)
     assert torch.equal(y, expected.pop("y")) and all(torch.equal(grads[name], expected[name]) for name in expected)

@@ -127,6 +127,30 @@ def make(
     return problem
 
 
+def draw_packed(storage: str, shape: tuple[int, int, int], generator: torch.Generator) -> ExpertMatrix:
+    """A random matrix of every expert [E, rows, cols] as "nf4", "nested" (double-quantised NF4) or "mxfp4"."""
+    E, rows, cols = shape
+
+    def bytes_of(*shape: int, low: int = 0, high: int = 256) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.uint8)
+
+    if storage == "mxfp4":
+        # Values up to 6 / 64, from scales that differ.
+        return ExpertMatrix.mxfp4(bytes_of(E, rows, cols // 32, 16), bytes_of(E, rows, cols // 32, low=118, high=122))
+    blocks, code = rows * cols // 64, torch.linspace(-1, 1, 16)
+    state = [torch.rand(E, blocks, generator=generator) * 0.1, code]
+    if storage == "nested":
+        nested = torch.rand(E, -(-blocks // 64), generator=generator) * 0.1
+        offset = torch.rand(E, generator=generator) * 0.1
+        state = [bytes_of(E, blocks), code, nested, torch.linspace(-1, 1, 256), offset]
+    return ExpertMatrix.nf4(bytes_of(E, rows * cols // 2), state, rows, cols, 64, 64)
+
+
+def moved(matrix: ExpertMatrix, device: str) -> ExpertMatrix:
+    """The matrix with its tensors on another device."""
+    return replace(matrix, tensors=tuple(tensor.to(device) for tensor in matrix.tensors))
+
+
 def truth(problem: Problem) -> tuple[Tensor, dict[str, Tensor]]:
     """y and the gradients in float64 by autograd, nothing sorted and nothing grouped."""
     wide = problem.to(torch.float64)

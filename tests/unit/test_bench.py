@@ -10,10 +10,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.mixtures import make_mixture
 from trainer.bench.__main__ import Bench, _parse, main
 from trainer.bench.assignment import Assignment
 from trainer.bench.cases import AS_CONFIGURED, CASES, peer_case, prepared, resolve, text_count, write_texts
-from trainer.bench.floor import measure_floor
+from trainer.bench.floor import Experts as ExpertsShape
+from trainer.bench.floor import _time_grouped, measure_floor
 from trainer.bench.peers import missing_package
 from trainer.bench.report import (
     PRODUCT,
@@ -261,3 +263,42 @@ def test_the_floor_counts_every_operation(monkeypatch: pytest.MonkeyPatch) -> No
     assert plain[HEAD] == again[HEAD] > 2.0
     assert plain[ADAPTER] == again[ADAPTER] > 0
     assert plain[NORMS] < again[NORMS] < 2 * plain[NORMS]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen2_moe", "llama4_text"])
+def test_the_floor_of_a_mixture_has_its_experts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two layers each the products into the experts and out of them beside the linear layers."""
+    timed: list[tuple[Any, tuple[int, int]]] = []
+
+    def time_grouped(tokens: int, layer: ExpertsShape, product: tuple[int, int], *_: Any) -> tuple[float, float]:
+        timed.append((layer, product))
+        return 1.0, 2.0
+
+    monkeypatch.setattr("trainer.bench.floor._median", lambda *_: 1.0)
+    monkeypatch.setattr("trainer.bench.floor._time_grouped", time_grouped)
+    base = str(make_mixture(tmp_path, name))
+    settings: dict[str, Any] = {"batch_size": 2, "length": 64, "rank": 4, "device": torch.device("cpu")}
+    once, again = (measure_floor(base, recompute=share, **settings) for share in (0.0, 1.0))
+    visited = 4 if name == "llama4_text" else 2
+    width = 32 if name == "qwen2_moe" else 128
+    layer = ExpertsShape(4, visited, 64, width, gated=True)
+    assert timed == [(layer, (64, 2 * width)), (layer, (width, 64))] * 2
+    # q, k, v together and o; of shared experts gate and up together, down, and in one model a gate of their own.
+    linear = 2 * {"qwen2_moe": 5, "llama4_text": 4}.get(name, 2)
+    assert (once[FROZEN], again[FROZEN]) == (2 * linear + 2 * 2 * 3.0, 3 * linear + 2 * 2 * 4.0)
+    # Where nothing is adapted the sorted copies are left, of x and dY, and of x again.
+    frozen, twice = (measure_floor(base, recompute=share, **settings | {"rank": 0}) for share in (0.0, 1.0))
+    assert twice[ADAPTER] == pytest.approx(1.5 * frozen[ADAPTER])
+    copied, bytes_a_token = 2 * 2 * (visited + 1) * 64, 128 * 4
+    per_byte = 1.0 / (2 * 2**30 // 64)
+    assert frozen[ADAPTER] == pytest.approx(copied * bytes_a_token * per_byte)
+    gates_and_sums = 2 * (2 * (visited + 1) * 64 + 8 * visited * width)
+    assert once[NORMS] > gates_and_sums * bytes_a_token * per_byte
+
+
+@pytest.mark.parametrize("visited", [1, 4])
+def test_grouped_products_are_timed_on_this_machine(visited: int) -> None:
+    layer = ExpertsShape(4, visited, 16, 24, gated=False)
+    assert layer.products() == ((16, 24), (24, 16))
+    for product in layer.products():
+        assert min(_time_grouped(3, layer, product, torch.float32, torch.device("cpu"), 2)) > 0.0

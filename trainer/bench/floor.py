@@ -8,6 +8,9 @@ norms        2 a layer: read and write forward; read x, dY and write dX backward
 activation   SwiGLU: read 2, write 1 forward; read 3, write 2 backward; rotary: read and write q, k both ways
 adapter      X of every group of siblings and dY of every layer read once
 head         logits and their gradient as products, and one pass over the logits
+experts      grouped products of the K rows a token that are sorted by expert, as many for each expert; the gate as
+             above for each row; with the norms the weighted sum and that of dX, with the adapter, whose kernels make
+             them, the sorted copies of x and dY: of H each K + 1 a token
 
 Recomputation adds the forward pass of every layer. Dequantisation is not in it: a product may read 4 bits itself.
 """
@@ -18,7 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,12 +29,47 @@ from torch import nn
 from trainer.bench.trace import ADAPTER, ATTENTION, FROZEN, HEAD, NORMS
 from trainer.config import CommandParser, ModelSection, UserError
 from trainer.model.base import empty_model, load_model_config
+from trainer.model.expert_layers import (
+    DOWN,
+    GATE_UP,
+    expert_modules,
+    expert_names,
+    expert_shape,
+    expert_width,
+    is_transposed,
+    takes_all_tokens,
+    visited_experts,
+)
 from trainer.monitor.mfu import is_attention
 
 # Siblings that read one input are one product here.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 COPY_BYTES = 2**30
 Product = tuple[int, int]  # in, out
+
+
+class Experts(NamedTuple):
+    """The experts of a layer: how many there are and how many a token visits, H, I, and whether they have a gate."""
+
+    number: int
+    visited: int
+    hidden: int
+    width: int
+    gated: bool
+
+    def products(self) -> tuple[Product, Product]:
+        """Into an expert and out of it."""
+        return (self.hidden, (2 if self.gated else 1) * self.width), (self.width, self.hidden)
+
+    @property
+    def between(self) -> int:
+        """Elements a token that the two products write and read between them: u[.., 2I] and the activation."""
+        return self.visited * (self.products()[0][1] + self.width)
+
+    @property
+    def sorted(self) -> int:
+        """Elements a token for a copy of its hidden state to every visited expert, or the sum of their outputs."""
+        return (self.visited + 1) * self.hidden
 
 
 def measure_floor(
@@ -46,7 +84,7 @@ def measure_floor(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     tokens, hidden, vocabulary = batch_size * length, text.hidden_size, text.vocab_size
     repeats = 10 if device.type == "cuda" else 2
-    products = _products(model)
+    products, experts = _products(model), _experts(model)
     per_byte = _milliseconds_per_byte(device, repeats)
     width = torch.empty((), dtype=dtype).element_size()
 
@@ -54,17 +92,23 @@ def measure_floor(
     for (fan_in, fan_out), count in products.items():
         one, other = _time_product(tokens, fan_in, fan_out, dtype, device, repeats)
         forward, backward = forward + count * one, backward + count * other
+    for layer, count in experts.items():
+        for product in layer.products():
+            one, other = _time_grouped(tokens, layer, product, dtype, device, repeats)
+            forward, backward = forward + count * one, backward + count * other
     layers, attention, attention_back = _attention_layers(model), 0.0, 0.0
     if layers:
         attention, attention_back = _time_attention(text, batch_size, length, dtype, device, repeats)
-    passes = _passes(model, text)
+    passes = _passes(model, text, experts)
     moved = sum(count * (fan_in + fan_out) for (fan_in, fan_out), count in products.items())
+    moved += sum(count * (2 * layer.hidden + layer.between) for layer, count in experts.items())
+    copied = sum(count * layer.sorted for layer, count in experts.items())
     head, head_back = _time_product(tokens, hidden, vocabulary, dtype, device, repeats)
     again = 1.0 + recompute
     return {
         FROZEN: again * forward + backward,
         ATTENTION: layers * (again * attention + attention_back),
-        ADAPTER: moved * tokens * width * per_byte if rank else 0.0,
+        ADAPTER: ((moved if rank else 0) + (again + 1.0) * copied) * tokens * width * per_byte,
         NORMS: (again * passes[0] + passes[1]) * tokens * width * per_byte,
         HEAD: head + head_back + 2 * tokens * vocabulary * width * per_byte,
     }
@@ -86,18 +130,31 @@ def _products(model: nn.Module) -> Counter[Product]:
     return products
 
 
+def _experts(model: nn.Module) -> Counter[Experts]:
+    """The layers of experts by their shape; those of Llama 4 are all given all tokens."""
+    found: Counter[Experts] = Counter()
+    for module in expert_modules(model).values():
+        number, *matrix = expert_shape(module, DOWN)
+        hidden = matrix[-1 if is_transposed(module) else 0]
+        visited = number if takes_all_tokens(module) else visited_experts(model.config)
+        found[Experts(number, visited, hidden, expert_width(module), GATE_UP in expert_names(module))] += 1
+    return found
+
+
 def _attention_layers(model: nn.Module) -> int:
     return sum(is_attention(module) for module in model.modules())
 
 
-def _passes(model: nn.Module, text: Any) -> tuple[float, float]:
-    """Elements a token that norms, activations and the rotary embedding must move, forward and backward."""
+def _passes(model: nn.Module, text: Any, experts: Counter[Experts]) -> tuple[float, float]:
+    """Elements a token that norms, activations, experts' sums and rotary embedding must move, forward and backward."""
     norms = sum("Norm" in type(module).__name__ for module in model.modules())
-    gates = [m.in_features for name, m in model.named_modules() if name.endswith(("down_proj", "output_linear"))]
+    sums = sum(count * layer.sorted for layer, count in experts.items())
+    gates = [layer.visited * layer.width * count for layer, count in experts.items() if layer.gated]
+    gates += [m.in_features for name, m in model.named_modules() if name.endswith(("down_proj", "output_linear"))]
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     rotary = _attention_layers(model) * 2 * head_dim * (text.num_attention_heads + text.num_key_value_heads)
-    forward = norms * 2 * text.hidden_size + 3 * sum(gates) + rotary
-    return float(forward), float(norms * 3 * text.hidden_size + 5 * sum(gates) + rotary)
+    forward = norms * 2 * text.hidden_size + 3 * sum(gates) + rotary + sums
+    return float(forward), float(norms * 3 * text.hidden_size + 5 * sum(gates) + rotary + sums)
 
 
 def _time_product(
@@ -108,6 +165,30 @@ def _time_product(
     weight = _drawn(fan_out, fan_in, dtype=dtype, device=device) * 0.02
     forward = _median(lambda: torch.mm(x, weight.t()), device, repeats)
     return forward, _median(lambda: torch.mm(grad_y, weight), device, repeats)
+
+
+def _time_grouped(
+    tokens: int, experts: Experts, product: Product, dtype: torch.dtype, device: torch.device, repeats: int
+) -> tuple[float, float]:
+    """The same of rows sorted by expert, each with its expert's matrix: by torch's grouped product, else one by one."""
+    rows, number, (fan_in, fan_out) = tokens * experts.visited, experts.number, product
+    x, grad_y = (_drawn(rows, size, dtype=dtype, device=device) for size in product)
+    weight = _drawn(number, fan_out, fan_in, dtype=dtype, device=device).mul_(0.02)
+    ends = [rows * (expert + 1) // number for expert in range(number)]
+    on_card = torch.tensor(ends, dtype=torch.int32, device=device)
+    grouped = getattr(torch.nn.functional, "grouped_mm", None)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        grouped = None
+
+    def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+        if grouped is not None:
+            return grouped(left, right, offs=on_card)
+        for matrix, begin, end in zip(right, [0, *ends], ends, strict=False):
+            torch.mm(left[begin:end], matrix)
+        return None
+
+    forward = _median(lambda: multiply(x, weight.transpose(1, 2)), device, repeats)
+    return forward, _median(lambda: multiply(grad_y, weight), device, repeats)
 
 
 def _time_attention(

@@ -40,9 +40,10 @@ CATEGORIES = (
 _COMMUNICATION = re.compile(r"nccl|gloo:|c10d::", re.I)
 _ATTENTION = re.compile(r"flash|fmha|sdpa|attention|varlen", re.I)
 _HEAD = re.compile(r"cross_entropy|softmax|nll_loss|token_loss", re.I)
-_DEQUANTISATION = re.compile(r"quantize|nf4|turn_kernel|turn_any_kernel|rescale_kernel", re.I)
+_DEQUANTISATION = re.compile(r"quantize|nf4|mxfp4|turn_kernel|turn_any_kernel|rescale_kernel", re.I)
 _PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|aten::(mm|addmm|addmm_|bmm|baddbmm|matmul|linear)$", re.I)
-_NORMS = re.compile(r"rms_?norm|layer_?norm|silu|swiglu|gelu|rope|rotary", re.I)
+# gate_kernel and combine_kernel: the experts' activation and weighted sum.
+_NORMS = re.compile(r"rms_?norm|layer_?norm|silu|swiglu|gelu|rope|rotary|gate_kernel|combine_kernel", re.I)
 FROZEN_PRODUCT = "zerolora::frozen_product"  # ops/csrc/operator/products.h
 _OUR_KERNEL = re.compile(r"zerolora::")
 _ENGINE = re.compile(rf"{OPTIMIZER}|AccumulateGrad|Optimizer\.step|multi_tensor", re.I)
@@ -137,6 +138,8 @@ def categorise(
         FROZEN_PRODUCT,
         "aten::_scaled_mm",
         "aten::_int_mm",
+        "aten::_grouped_mm",
+        "aten::grouped_mm",
     ):  # by cuBLAS, torch, or by our kernel with the adapter's term in it
         return FROZEN
     if _OUR_KERNEL.search(name):
