@@ -31,6 +31,8 @@ def plain_losses(config: RunConfig, *, ranks: int, device: torch.device = CPU) -
     pipeline = getattr(diffusers, family.pipeline).from_pretrained(config.base_model, dtype=torch.float32)
     denoiser = getattr(pipeline, family.denoiser)
     denoiser.requires_grad_(False)
+    if config.adapter == "qlora":
+        in_four_bits(denoiser)
     _add_adapter(config, denoiser, family)
     denoiser.to(device).train()
     encoders = _trained_encoders(config, pipeline)
@@ -64,6 +66,32 @@ def plain_losses(config: RunConfig, *, ranks: int, device: torch.device = CPU) -
         if offset >= len(prepared.data.train):
             epoch, offset = epoch + 1, 0
     return losses, pipeline
+
+
+def in_four_bits(model: Any) -> None:
+    """Every linear layer as bitsandbytes' NF4 layer, double quantisation and blocks of 64, as diffusers loads them.
+
+    Where rows do not hold whole blocks bitsandbytes 0.50.2 takes wrong scales on a CPU: such a layer, of the outermost
+    ones of tiny models, has the values that its quantisation gives of the same numbers in rows of 64.
+    """
+    import bitsandbytes as bnb
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    for path, linear in list(model.named_modules()):
+        if type(linear) is not torch.nn.Linear:
+            continue
+        weight = linear.weight.data
+        if weight.shape[1] % 64:
+            packed, state = quantize_4bit(weight.reshape(-1, 64), quant_type="nf4", compress_statistics=True)
+            linear.weight.data = dequantize_4bit(packed, state).view(weight.shape)
+            continue
+        layer = bnb.nn.Linear4bit(
+            linear.in_features, linear.out_features, linear.bias is not None, torch.float32, quant_type="nf4"
+        )
+        layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
+        layer.bias = linear.bias
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, layer.to("cpu"))
 
 
 def _add_adapter(config: RunConfig, denoiser: Any, family: Any) -> None:
