@@ -28,6 +28,7 @@ DRAWS = {"sdxl": 2, "sd": 2, "sd3": 3, "flux": 2, "flux2": 2}
 SIZES: dict[str, Any] = {"attention_head_dim": 32, "axes_dims_rope": (8, 12, 12)}
 """Rows of whole blocks of 64, which bitsandbytes' layers need on a CPU."""
 RECOMPUTED = {"training__gradient_checkpointing": "non_reentrant"}
+HOST = {"zero__stage": 3, "zero__offload_parameters": True, "zero__offload_optimizer": True}
 PROMPTS = ["a red circle"]
 
 
@@ -42,6 +43,10 @@ def plan(folder: Path) -> list[dict[str, Any]]:
     ]
     cases += [case("sdxl-module", **MODULE)]
     cases += [case("sdxl-recomputed", **RECOMPUTED), case("flux-recomputed-3", zero__stage=3, **RECOMPUTED, **flux)]
+    cases += [
+        case("sdxl-activations", training__offload_activations=True, **RECOMPUTED),
+        case("sd3-host", **HOST, **sd3),
+    ]
     cases += [case(f"flux-nf4-{stage}", zero__stage=stage, **wide, **drawn) for stage in (2, 3)]
     cases += [case("flux-fused", ops__backend="reference", **flux), case("sdxl-fused", ops__backend="reference")]
     cases += [case("with-class", image__prior={"path": str(folder / "class")}, image__prior_weight=0.5)]
@@ -124,9 +129,14 @@ def test_losses_of_sdxl_are_those_of_plain_diffusers(
 @pytest.mark.parametrize("family", ["sd", "sd3", "flux", "flux2"])
 def test_losses_of_the_others_are_those_of_plain_diffusers(runs: Matrix, family: str) -> None:
     expected, _ = plain(runs, f"base_model={runs['sdxl-0'].folder.parent / family}")
-    more = {"flux": ["flux-recomputed-3", "flux-fused"]}.get(family, [])
+    more = {"sd3": ["sd3-host"], "flux": ["flux-recomputed-3", "flux-fused"]}.get(family, [])
     for name in (*(f"{family}-{stage}" for stage in STAGES), *more):
         assert runs[name].losses == pytest.approx(expected, rel=RELATIVE), name
+
+
+def test_losses_with_activations_or_weights_and_optimizer_on_the_host_are_those_without(runs: Matrix) -> None:
+    assert runs["sdxl-activations"].losses == pytest.approx(runs["sdxl-recomputed"].losses, rel=RELATIVE)
+    assert runs["sd3-host"].losses == pytest.approx(runs["sd3-3"].losses, rel=RELATIVE)
 
 
 @pytest.mark.parametrize(
