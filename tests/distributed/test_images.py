@@ -256,8 +256,9 @@ def test_what_is_exported_for_kohya_draws_the_same(runs: Matrix, name: str, tmp_
     assert _farthest(_drawn(pipeline), Image.open(run.folder / "samples" / "00-after.png")) <= 1
 
 
-@pytest.mark.parametrize("name", ["text-sdxl-3"])
+@pytest.mark.parametrize("name", ["text-sdxl-3", "sd3-3", "flux-2", "flux-nf4-2"])
 def test_the_merged_pipeline_draws_what_pipeline_and_adapter_draw(runs: Matrix, name: str, tmp_path: Path) -> None:
+    """After training on 4 bits the adapter is added to the whole weights."""
     from trainer.checkpoint.finished_run import find_run
     from trainer.commands.image_adapter import merge_images
 
