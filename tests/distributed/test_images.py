@@ -29,11 +29,11 @@ SIZES: dict[str, Any] = {"attention_head_dim": 32, "axes_dims_rope": (8, 12, 12)
 """Rows of whole blocks of 64, which bitsandbytes' layers need on a CPU."""
 RECOMPUTED = {"training__gradient_checkpointing": "non_reentrant"}
 HOST = {"zero__stage": 3, "zero__offload_parameters": True, "zero__offload_optimizer": True}
-PROMPTS = ["a red circle"]
+PROMPTS = ["a red circle", "a blue square"]
 
 
 def plan(folder: Path) -> list[dict[str, Any]]:
-    drawn = {"logging__sample_prompts": PROMPTS}
+    drawn = {"logging__sample_prompts": PROMPTS[:1]}
     flux, sd3 = {"base_model": str(folder / "flux")}, {"base_model": str(folder / "sd3")}
     wide = {"base_model": str(folder / "flux-wide"), "adapter": "qlora"}
     cases = [
@@ -48,6 +48,8 @@ def plan(folder: Path) -> list[dict[str, Any]]:
         case("sd3-host", **HOST, **sd3),
     ]
     cases += [case(f"flux-nf4-{stage}", zero__stage=stage, **wide, **drawn) for stage in (2, 3)]
+    sampled = {"logging__sample_prompts": PROMPTS, "image__sample_every": 1, "logging__report_to": "tensorboard"}
+    cases += [case("sampled", **sampled)]
     cases += [case("flux-fused", ops__backend="reference", **flux), case("sdxl-fused", ops__backend="reference")]
     cases += [case("with-class", image__prior={"path": str(folder / "class")}, image__prior_weight=0.5)]
     cases += [case("shown", **SHOWN)]
@@ -269,6 +271,33 @@ def test_the_merged_pipeline_draws_what_pipeline_and_adapter_draw(runs: Matrix, 
     pipeline.load_lora_weights(run.folder)
     assert _farthest(merged, _drawn(pipeline)) <= 1
     assert _farthest(merged, without) > 1, "the adapter changes nothing that could differ"
+
+
+def test_samples_of_a_run_are_files_events_of_tensorboard_and_on_its_page(runs: Matrix) -> None:
+    import io
+
+    from PIL import Image
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = runs["sampled"].folder
+    whens = ["before", *(f"step-{step}" for step in range(1, STEPS)), "after"]
+    files = {(at, when): folder / "samples" / f"{at:02d}-{when}.png" for at in range(len(PROMPTS)) for when in whens}
+    assert set((folder / "samples").glob("*.png")) == set(files.values())
+    reader = EventAccumulator(str(next((folder / "tensorboard").iterdir())), size_guidance={"images": 0})
+    reader.Reload()
+    assert sorted(reader.Tags()["images"]) == sorted(f"samples/{prompt}" for prompt in PROMPTS)
+    page = (folder / "report.html").read_text()
+    for at, prompt in enumerate(PROMPTS):
+        events = reader.Images(f"samples/{prompt}")
+        assert [event.step for event in events] == list(range(STEPS + 1))
+        for when, event in zip(whens, events, strict=True):
+            shown = Image.open(io.BytesIO(event.encoded_image_string))
+            assert _farthest(shown, Image.open(files[at, when])) == 0, (prompt, when)
+        row = page.split(f"<h2>{prompt}</h2>")[1].split("</section>")[0]
+        assert [part.partition("<")[0] for part in row.split("<figcaption>")[1:]] == whens
+        assert row.count('src="data:image/jpeg;base64,') == len(whens)
+        drawn = [files[at, when].read_bytes() for when in whens]
+        assert len(set(drawn[1:])) == STEPS and drawn[0] == drawn[1], "the first step warms up and learns nothing"
 
 
 def _pipeline(folder: Path) -> Any:
