@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Pack the pinned packages for a GPU machine without registry access, whose torch and big libraries are its own.
 # Usage: tests/gpu/pack_packages.sh OUT.tgz [PACKAGE ...]      There: tests/gpu/run_checked.sh OUT.tgz [TEST_FILE ...]
-# PACKAGEs come along as well: `diffusers importlib_metadata` for image models.
+# Each PACKAGE comes along as well: `diffusers importlib_metadata` for image models.
 # Versions are those of constraints.txt and hide the machine's. PYTHON (default .venv/bin/python) needs torch, to build
 # DeepSpeed's wheel; PYTHON_VERSION (default 3.12) is the Python of that machine (x86-64 Linux).
 set -euo pipefail
