@@ -318,4 +318,5 @@ def _farthest(one: Any, other: Any) -> int:
     """The largest difference of a channel, of 255."""
     from PIL import ImageChops
 
-    return max(high for _, high in ImageChops.difference(one, other).getextrema())
+    bands: Any = ImageChops.difference(one, other).getextrema()
+    return max(high for _, high in bands)

@@ -46,7 +46,7 @@ def test_size_and_crop_are_those_of_sdxls_own_pipeline(tmp_path: Path) -> None:
     expected = []
     for entry in samples.entries:
         picture = Image.open(entry.name)
-        seen = fit(*picture.size, [(entry.width, entry.height)]).apply(picture)
+        seen: Any = fit(*picture.size, [(entry.width, entry.height)]).apply(picture)
         left, top, _ = seen.getpixel((0, 0))
         assert max(left, top) == 2, "nothing was cut off that could be told wrongly"
         given = ((picture.height, picture.width), (top, left), (seen.height, seen.width))
