@@ -1,5 +1,6 @@
 """The plain way to train the same adapter of an image model: diffusers, PEFT, torch's AdamW, a loop of some lines."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from trainer.ranks.group import set_seed
 
 TARGETS = ["to_k", "to_q", "to_v", "to_out.0", "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
 FEED_FORWARD = ["ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "proj_mlp"]
+CPU = torch.device("cpu")
 
 
-def plain_losses(config: RunConfig, *, ranks: int, dtype: torch.dtype = torch.float32) -> tuple[list[float], Any]:
-    """Mean loss a picture at each step of `config`, and the pipeline with the trained adapter in it.
+def plain_losses(config: RunConfig, *, ranks: int, device: torch.device = CPU) -> tuple[list[float], Any]:
+    """Mean loss a picture at each step of `config` in 32 bits, and the pipeline with the trained adapter in it.
 
     The pictures, noise and times are those that `ranks` ranks of zerolora draw; noising, prediction, loss and
     update are written as diffusers' own training scripts have them.
@@ -29,8 +31,10 @@ def plain_losses(config: RunConfig, *, ranks: int, dtype: torch.dtype = torch.fl
     pipeline = getattr(diffusers, family.pipeline).from_pretrained(config.base_model, dtype=torch.float32)
     denoiser = getattr(pipeline, family.denoiser)
     denoiser.requires_grad_(False)
+    if config.adapter == "qlora":
+        in_four_bits(denoiser)
     _add_adapter(config, denoiser, family)
-    denoiser.train()
+    denoiser.to(device).train()
     encoders = _trained_encoders(config, pipeline)
     models = [denoiser, *encoders]
     trained = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
@@ -46,7 +50,7 @@ def plain_losses(config: RunConfig, *, ranks: int, dtype: torch.dtype = torch.fl
         parts, taken = batches.step(epoch, offset)
         total = 0.0
         for part in parts:
-            for group in part.groups:
+            for group in (_on(device, each) for each in part.groups):
                 given = dict(group.conditions)
                 if encoders:
                     given |= _encoded(pipeline, family.name, group.captions)
@@ -62,6 +66,32 @@ def plain_losses(config: RunConfig, *, ranks: int, dtype: torch.dtype = torch.fl
         if offset >= len(prepared.data.train):
             epoch, offset = epoch + 1, 0
     return losses, pipeline
+
+
+def in_four_bits(model: Any) -> None:
+    """Every linear layer as bitsandbytes' NF4 layer, double quantisation and blocks of 64, as diffusers loads them.
+
+    Where rows do not hold whole blocks bitsandbytes 0.50.2 takes wrong scales on a CPU: such a layer, of the outermost
+    ones of tiny models, has the values that its quantisation gives of the same numbers in rows of 64.
+    """
+    import bitsandbytes as bnb
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    for path, linear in list(model.named_modules()):
+        if type(linear) is not torch.nn.Linear:
+            continue
+        weight = linear.weight.data
+        if weight.shape[1] % 64:
+            packed, state = quantize_4bit(weight.reshape(-1, 64), quant_type="nf4", compress_statistics=True)
+            linear.weight.data = dequantize_4bit(packed, state).view(weight.shape)
+            continue
+        layer = bnb.nn.Linear4bit(
+            linear.in_features, linear.out_features, linear.bias is not None, torch.float32, quant_type="nf4"
+        )
+        layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4")
+        layer.bias = linear.bias
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, layer.to("cpu"))
 
 
 def _add_adapter(config: RunConfig, denoiser: Any, family: Any) -> None:
@@ -136,6 +166,13 @@ def _batches(config: RunConfig, prepared: Any, ranks: int) -> ImageBatches:
     )
 
 
+def _on(device: torch.device, group: Group) -> Group:
+    """In 32 bits: on a GPU the text encoders compute in 16."""
+    conditions = {name: value.to(device, torch.float32) for name, value in group.conditions.items()}
+    moved = {name: getattr(group, name).to(device) for name in ("latents", "noise", "times", "weights")}
+    return replace(group, conditions=conditions, **moved)
+
+
 def _loss(config: RunConfig, family: str, scheduler: Any, denoiser: Any, group: Group, given: Any) -> torch.Tensor:
     """As train_text_to_image_lora_sdxl.py, train_dreambooth_lora_sd3.py and train_dreambooth_lora_flux.py."""
     from diffusers.training_utils import compute_snr
@@ -156,8 +193,9 @@ def _loss(config: RunConfig, family: str, scheduler: Any, denoiser: Any, group: 
             below = ratio + 1 if scheduler.config.prediction_type == "v_prediction" else ratio
             errors = errors * torch.stack([ratio, gamma * torch.ones_like(ratio)], dim=1).min(dim=1)[0] / below
         return (errors * group.weights).sum()
-    timesteps = scheduler.timesteps[steps - 1 - index]
-    sigmas = scheduler.sigmas[[(scheduler.timesteps == each).nonzero().item() for each in timesteps]]
+    known = scheduler.timesteps.to(latents.device)
+    timesteps = known[steps - 1 - index]
+    sigmas = scheduler.sigmas.to(latents.device)[[(known == each).nonzero().item() for each in timesteps]]
     sigmas = sigmas.view(-1, 1, 1, 1)
     noisy = (1.0 - sigmas) * latents + sigmas * noise
     if family == "sd3":
@@ -176,10 +214,10 @@ def _flux(denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, given: An
     predicted = denoiser(
         hidden_states=FluxPipeline._pack_latents(noisy, count, channels, height, width),
         timestep=timesteps / 1000,
-        guidance=torch.ones(count),
+        guidance=torch.ones(count, device=noisy.device),
         pooled_projections=given["pooled"],
         encoder_hidden_states=given["text"],
-        txt_ids=torch.zeros(given["text"].shape[1], 3),
+        txt_ids=torch.zeros(given["text"].shape[1], 3, device=noisy.device),
         img_ids=places,
     ).sample
     return FluxPipeline._unpack_latents(predicted, 2 * height, 2 * width, 2)
@@ -193,7 +231,7 @@ def _flux2(denoiser: Any, noisy: torch.Tensor, timesteps: torch.Tensor, given: A
         hidden_states=Flux2KleinPipeline._pack_latents(noisy),
         timestep=timesteps / 1000,
         encoder_hidden_states=given["text"],
-        txt_ids=Flux2KleinPipeline._prepare_text_ids(given["text"]),
-        img_ids=places,
+        txt_ids=Flux2KleinPipeline._prepare_text_ids(given["text"]).to(noisy.device),
+        img_ids=places.to(noisy.device),
     ).sample
     return Flux2KleinPipeline._unpack_latents_with_ids(predicted, places, *noisy.shape[2:])

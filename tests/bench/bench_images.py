@@ -1,11 +1,14 @@
 """Peak memory and pictures a second of image models of true shape with random weights, beside diffusers with PEFT.
 
-python -m tests.bench.bench_images OUT ours|diffusers CASE ...     JSON for each case, also in OUT/images.jsonl
+python -m tests.bench.bench_images OUT ours|diffusers CASE ... [--profile]
+A line of JSON for each case, also in OUT/images.jsonl; `--profile` (ours): the time of a few more steps by category, as
+`zerolora bench --profile` has it.
 
 Both train LoRA r 16 on attention and feed-forward in bf16, batch 1, with latents and conditions at hand. The other loop
 is that of diffusers' scripts: factors in 32 bits, autocast, torch's fused AdamW, clipping.
 """
 
+import argparse
 import json
 import subprocess
 import sys
@@ -30,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
         "adapter": "qlora",
         "cudnn": False,
     },
+    "tiny-unet": {"family": "sdxl", "resolution": 64},
     "tiny": {
         "base_model": "random:sd3.5-medium,num_layers=2,num_attention_heads=2,caption_projection_dim=128",
         "resolution": 64,
@@ -38,37 +42,40 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def settings(case: dict[str, Any], out: Path, name: str) -> dict[str, Any]:
-    """The configuration of one case."""
+def settings(case: dict[str, Any], out: Path, name: str, profiled: int) -> dict[str, Any]:
+    """The configuration of one case; `profiled` more steps are recorded."""
     return {
-        "base_model": case["base_model"],
+        "base_model": case.get("base_model") or str(out / "pipelines" / case["family"]),
         "adapter": case.get("adapter", "lora"),
         "output_dir": str(out / name),
         "lora": {"r": 16, "alpha": 16},
         "dataset": {"path": str(out / f"pictures-{case['resolution']}"), "cache_dir": str(out / "cache")},
         "image": {"resolution": case["resolution"]},
         "training": {
-            "max_steps": STEPS,
+            "max_steps": STEPS + profiled,
             "gradient_checkpointing": bool(case.get("recompute")),
             "precision": "bf16",
             "save_steps": 0,
             "learning_rate": 1e-4,
         },
-        "logging": {"report_to": "none", "progress": "off"},
+        "logging": {"report_to": "none", "progress": "off", "profile_steps": profiled},
         "output": {"overwrite": "delete"},
     }
 
 
-def ours(out: Path, name: str) -> dict[str, Any]:
+def ours(out: Path, name: str, *, profile: bool = False) -> dict[str, Any]:
     """A whole run in a process of its own."""
-    from tests.pipelines import write_pictures
+    from tests.pipelines import make_pipeline, write_pictures
+    from trainer.bench.cases import PROFILED
 
     case = CASES[name]
     side = case["resolution"]
     if not (out / f"pictures-{side}").exists():
         write_pictures(out / f"pictures-{side}", 4, sizes=((side, side),))
+    if "family" in case:
+        make_pipeline(out / "pipelines" / case["family"], case["family"])
     config = out / f"{name}.yaml"
-    config.write_text(yaml.safe_dump(settings(case, out, name)))
+    config.write_text(yaml.safe_dump(settings(case, out, name, PROFILED if profile else 0)))
     began = time.perf_counter()
     with (out / f"{name}.log").open("w") as log:
         done = subprocess.run([sys.executable, "-m", "trainer.train", str(config)], stdout=log, stderr=log, check=False)
@@ -77,7 +84,18 @@ def ours(out: Path, name: str) -> dict[str, Any]:
     lines = [json.loads(line) for line in (out / name / "metrics.jsonl").read_text().splitlines()]
     steps = [line["perf/step_ms"] for line in lines if "perf/step_ms" in line]
     peak = max(line["memory/peak_gib"] for line in lines if "memory/peak_gib" in line)
-    return summary(peak, [each / 1e3 for each in steps], time.perf_counter() - began)
+    found = summary(peak, [each / 1e3 for each in steps[:STEPS]], time.perf_counter() - began)
+    return found | ({"profile": profile_of(out / name)} if profile else {})
+
+
+def profile_of(run: Path) -> dict[str, Any]:
+    """Milliseconds of a step by category, and the kernels that take most of each."""
+    from trainer.bench.trace import Shape, breakdown, longest, read_trace, work_of
+
+    works = work_of(read_trace(run / "profile" / "rank-0.json.gz"), Shape(vocabulary=-1, rank=16))
+    by_category, step_ms, steps = breakdown(works)
+    most = {category: longest(works, category) for category in by_category}
+    return {"steps": steps, "step_ms": step_ms, "by_category_ms": by_category, "floor_ms": None, "longest": most}
 
 
 def diffusers_loop(out: Path, name: str) -> dict[str, Any]:
@@ -176,14 +194,31 @@ def summary(peak: float, seconds: list[float], wall: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    out, who = Path(sys.argv[1]), sys.argv[2]
-    out.mkdir(parents=True, exist_ok=True)
-    for name in sys.argv[3:]:
-        found = ours(out, name) if who == "ours" else diffusers_loop(out, name)
-        line = json.dumps({"case": name, "who": who, **found})
-        print(line, flush=True)
-        with (out / "images.jsonl").open("a") as file:
+    from rich.console import Console
+
+    from trainer.bench.report import profile_table
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("who", choices=("ours", "diffusers"))
+    parser.add_argument("cases", nargs="+", choices=CASES)
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.who != "ours" and (arguments.profile or "tiny-unet" in arguments.cases):
+        parser.error("--profile and tiny-unet: for ours")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for name in arguments.cases:
+        if arguments.who == "ours":
+            found = ours(arguments.out, name, profile=arguments.profile)
+        else:
+            found = diffusers_loop(arguments.out, name)
+        line = json.dumps({"case": name, "who": arguments.who, **found})
+        with (arguments.out / "images.jsonl").open("a") as file:
             file.write(line + "\n")
+        profile = found.pop("profile", None)
+        print(json.dumps({"case": name, "who": arguments.who, **found}), flush=True)
+        if profile is not None:
+            Console(width=100).print(profile_table(profile))
 
 
 if __name__ == "__main__":

@@ -18,22 +18,38 @@ pytestmark = pytest.mark.distributed
 
 STEPS, RANKS, STAGES = 3, 2, (0, 1, 2, 3)
 RELATIVE = 1e-6
-FAMILIES = ("sd", "sdxl", "sd3", "flux", "flux2")
 MODULE = {"zero__stage": 3, "zero__gather": "module", "zero__persistence_threshold": 0}
 TEXT = {"image__train_text_encoders": True}
 SHOWN = {"image__flip": True, "image__caption_dropout": 0.5, "image__min_snr_gamma": 5.0}
 
 
+DRAWS = {"sdxl": 2, "sd": 2, "sd3": 3, "flux": 2, "flux2": 2}
+"""The stage at which each kind draws samples."""
+SIZES: dict[str, Any] = {"attention_head_dim": 32, "axes_dims_rope": (8, 12, 12)}
+"""Rows of whole blocks of 64, which bitsandbytes' layers need on a CPU."""
+RECOMPUTED = {"training__gradient_checkpointing": "non_reentrant"}
+HOST = {"zero__stage": 3, "zero__offload_parameters": True, "zero__offload_optimizer": True}
+PROMPTS = ["a red circle", "a blue square"]
+
+
 def plan(folder: Path) -> list[dict[str, Any]]:
-    drawn = {"logging__sample_prompts": ["a red circle"]}
+    drawn = {"logging__sample_prompts": PROMPTS[:1]}
     flux, sd3 = {"base_model": str(folder / "flux")}, {"base_model": str(folder / "sd3")}
-    cases = [case(f"sdxl-{stage}", zero__stage=stage, **(drawn if stage == 2 else {})) for stage in STAGES]
-    cases += [case("sdxl-module", **MODULE), case("sd-2", base_model=str(folder / "sd"), **drawn)]
-    cases += [case("sd3-2", **sd3), case("sd3-3", zero__stage=3, **sd3, **drawn)]
-    cases += [case("flux-2", **flux, **drawn), case("flux-3", zero__stage=3, **flux)]
-    recomputed = {"training__gradient_checkpointing": "non_reentrant"}
-    cases += [case("sdxl-recomputed", **recomputed), case("flux-recomputed-3", zero__stage=3, **recomputed, **flux)]
-    cases += [case(f"flux-nf4-{stage}", adapter="qlora", zero__stage=stage, **flux) for stage in (2, 3)]
+    wide = {"base_model": str(folder / "flux-wide"), "adapter": "qlora"}
+    cases = [
+        case(f"{kind}-{stage}", zero__stage=stage, base_model=str(folder / kind), **(drawn if draws == stage else {}))
+        for kind, draws in DRAWS.items()
+        for stage in STAGES
+    ]
+    cases += [case("sdxl-module", **MODULE)]
+    cases += [case("sdxl-recomputed", **RECOMPUTED), case("flux-recomputed-3", zero__stage=3, **RECOMPUTED, **flux)]
+    cases += [
+        case("sdxl-activations", training__offload_activations=True, **RECOMPUTED),
+        case("sd3-host", **HOST, **sd3),
+    ]
+    cases += [case(f"flux-nf4-{stage}", zero__stage=stage, **wide, **drawn) for stage in (2, 3)]
+    sampled = {"logging__sample_prompts": PROMPTS, "image__sample_every": 1, "logging__report_to": "tensorboard"}
+    cases += [case("sampled", **sampled)]
     cases += [case("flux-fused", ops__backend="reference", **flux), case("sdxl-fused", ops__backend="reference")]
     cases += [case("with-class", image__prior={"path": str(folder / "class")}, image__prior_weight=0.5)]
     cases += [case("shown", **SHOWN)]
@@ -42,8 +58,6 @@ def plan(folder: Path) -> list[dict[str, Any]]:
     cases += [case("v-prediction", image__prediction="v_prediction", image__min_snr_gamma=5.0)]
     convolutions = {"lora__target_modules": ["to_q", "to_v", "conv1", "conv2"]}
     cases += [case(f"convolutions-{stage}", zero__stage=stage, **convolutions) for stage in (2, 3)]
-    flux2 = {"base_model": str(folder / "flux2")}
-    cases += [case("flux2-2", **flux2, **drawn), case("flux2-3", zero__stage=3, **flux2)]
     cases += [
         case(f"text-sdxl-{stage}", zero__stage=stage, **TEXT, **(drawn if stage == 3 else {})) for stage in (2, 3)
     ]
@@ -57,8 +71,9 @@ def plan(folder: Path) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     folder = tmp_path_factory.mktemp("images")
-    for family in FAMILIES:
+    for family in DRAWS:
         make_pipeline(folder / family, family)
+    make_pipeline(folder / "flux-wide", "flux", **SIZES)
     write_pictures(folder / "pictures", 10, sizes=((64, 64), (96, 64), (64, 96)))
     write_pictures(folder / "class", 3, seed=9)
     (folder / "base.yaml").write_text(yaml.safe_dump(base(folder)))
@@ -116,10 +131,14 @@ def test_losses_of_sdxl_are_those_of_plain_diffusers(
 @pytest.mark.parametrize("family", ["sd", "sd3", "flux", "flux2"])
 def test_losses_of_the_others_are_those_of_plain_diffusers(runs: Matrix, family: str) -> None:
     expected, _ = plain(runs, f"base_model={runs['sdxl-0'].folder.parent / family}")
-    for name in {"sd": ["sd-2"], "sd3": ["sd3-2", "sd3-3"], "flux2": ["flux2-2", "flux2-3"]}.get(
-        family, ["flux-2", "flux-3", "flux-recomputed-3", "flux-fused"]
-    ):
+    more = {"sd3": ["sd3-host"], "flux": ["flux-recomputed-3", "flux-fused"]}.get(family, [])
+    for name in (*(f"{family}-{stage}" for stage in STAGES), *more):
         assert runs[name].losses == pytest.approx(expected, rel=RELATIVE), name
+
+
+def test_losses_with_activations_or_weights_and_optimizer_on_the_host_are_those_without(runs: Matrix) -> None:
+    assert runs["sdxl-activations"].losses == pytest.approx(runs["sdxl-recomputed"].losses, rel=RELATIVE)
+    assert runs["sd3-host"].losses == pytest.approx(runs["sd3-3"].losses, rel=RELATIVE)
 
 
 @pytest.mark.parametrize(
@@ -163,10 +182,14 @@ def test_velocity_and_convolutions_are_trained_as_plain_diffusers_and_peft_do(ru
     assert any(tensor.dim() == 4 for tensor in runs["convolutions-2"].adapter().values())
 
 
-def test_a_four_bit_base_trains_alike_on_stages_2_and_3_and_nearly_as_the_whole_one(runs: Matrix) -> None:
-    assert runs["flux-nf4-3"].losses == pytest.approx(runs["flux-nf4-2"].losses, rel=RELATIVE)
-    assert runs["flux-nf4-2"].losses != runs["flux-2"].losses
-    assert runs["flux-nf4-2"].losses == pytest.approx(runs["flux-2"].losses, rel=0.05)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_losses_on_a_four_bit_base_are_those_of_plain_diffusers_with_bitsandbytes(runs: Matrix, stage: int) -> None:
+    wide = f"base_model={runs['sdxl-0'].folder.parent / 'flux-wide'}"
+    expected, _ = plain(runs, wide, "adapter=qlora")
+    whole, _ = plain(runs, wide)
+    assert runs[f"flux-nf4-{stage}"].losses == pytest.approx(expected, rel=RELATIVE)
+    assert expected != pytest.approx(whole, rel=100 * RELATIVE), "4 bits are too near to the whole base to tell"
+    assert expected == pytest.approx(whole, rel=0.05)
 
 
 def test_text_encoders_are_trained_on_a_four_bit_base_too(runs: Matrix) -> None:
@@ -207,48 +230,93 @@ DRAWN = ["sdxl-2", "sd-2", "sd3-3", "flux-2", "flux2-2", "text-sdxl-3", "text-sd
 
 @pytest.mark.parametrize(("name", "family"), [(name, name.removeprefix("text-").partition("-")[0]) for name in DRAWN])
 def test_diffusers_loads_the_adapter_and_draws_the_sample_of_the_run(runs: Matrix, name: str, family: str) -> None:
-    import diffusers
-    from PIL import Image, ImageChops
+    from PIL import Image
 
     folder = runs[name].folder
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder.parent / family, dtype=torch.float32)
-    pipeline.set_progress_bar_config(disable=True)
-    arguments: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 2}
-    without = pipeline(prompt="a red circle", generator=torch.Generator().manual_seed(42), **arguments).images[0]
+    pipeline = _pipeline(folder.parent / family)
+    without = _drawn(pipeline)
     pipeline.load_lora_weights(folder)
-    image = pipeline(prompt="a red circle", generator=torch.Generator().manual_seed(42), **arguments).images[0]
+    image = _drawn(pipeline)
     ours = Image.open(folder / "samples" / "00-after.png")
-    assert _farthest(ImageChops.difference(image, ours)) <= 1, "the adapter loaded by diffusers draws another picture"
-    assert _farthest(ImageChops.difference(without, Image.open(folder / "samples" / "00-before.png"))) <= 1
-    assert _farthest(ImageChops.difference(without, image)) > 1, "the adapter changes nothing that could differ"
+    assert _farthest(image, ours) <= 1, "the adapter loaded by diffusers draws another picture"
+    assert _farthest(without, Image.open(folder / "samples" / "00-before.png")) <= 1
+    assert _farthest(without, image) > 1, "the adapter changes nothing that could differ"
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [*(("text-sdxl-3", form) for form in ("kohya", "merged")), ("text-sd-2", "kohya"), ("flux2-2", "kohya")],
-)
-def test_what_is_exported_and_merged_draws_the_same(runs: Matrix, name: str, form: str, tmp_path: Path) -> None:
-    import diffusers
-    from PIL import Image, ImageChops
+@pytest.mark.parametrize("name", ["text-sdxl-3", "text-sd-2", "flux2-2"])
+def test_what_is_exported_for_kohya_draws_the_same(runs: Matrix, name: str, tmp_path: Path) -> None:
+    from PIL import Image
 
     from trainer.checkpoint.finished_run import find_run
     from trainer.commands.export.__main__ import export
-    from trainer.commands.image_adapter import KOHYA, merge_images
+    from trainer.commands.image_adapter import KOHYA
 
     run = find_run(runs[name].folder)
-    base = Path(run.config.base_model)
-    if form == "merged":
-        base = merge_images(run, tmp_path / "merged", dtype="auto", scale=1.0)
-    pipeline = diffusers.DiffusionPipeline.from_pretrained(base, dtype=torch.float32)
-    if form == "kohya":
-        export(run, "kohya", tmp_path / "kohya")
-        pipeline.load_lora_weights(tmp_path / "kohya", weight_name=KOHYA)
+    pipeline = _pipeline(Path(run.config.base_model))
+    export(run, "kohya", tmp_path / "kohya")
+    pipeline.load_lora_weights(tmp_path / "kohya", weight_name=KOHYA)
+    assert _farthest(_drawn(pipeline), Image.open(run.folder / "samples" / "00-after.png")) <= 1
+
+
+@pytest.mark.parametrize("name", ["text-sdxl-3", "sd3-3", "flux-2", "flux-nf4-2"])
+def test_the_merged_pipeline_draws_what_pipeline_and_adapter_draw(runs: Matrix, name: str, tmp_path: Path) -> None:
+    """After training on 4 bits the adapter is added to the whole weights."""
+    from trainer.checkpoint.finished_run import find_run
+    from trainer.commands.image_adapter import merge_images
+
+    run = find_run(runs[name].folder)
+    merged = _drawn(_pipeline(merge_images(run, tmp_path / "merged", dtype="auto", scale=1.0)))
+    pipeline = _pipeline(Path(run.config.base_model))
+    without = _drawn(pipeline)
+    pipeline.load_lora_weights(run.folder)
+    assert _farthest(merged, _drawn(pipeline)) <= 1
+    assert _farthest(merged, without) > 1, "the adapter changes nothing that could differ"
+
+
+def test_samples_of_a_run_are_files_events_of_tensorboard_and_on_its_page(runs: Matrix) -> None:
+    import io
+
+    from PIL import Image
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = runs["sampled"].folder
+    whens = ["before", *(f"step-{step}" for step in range(1, STEPS)), "after"]
+    files = {(at, when): folder / "samples" / f"{at:02d}-{when}.png" for at in range(len(PROMPTS)) for when in whens}
+    assert set((folder / "samples").glob("*.png")) == set(files.values())
+    reader = EventAccumulator(str(next((folder / "tensorboard").iterdir())), size_guidance={"images": 0})
+    reader.Reload()
+    assert sorted(reader.Tags()["images"]) == sorted(f"samples/{prompt}" for prompt in PROMPTS)
+    page = (folder / "report.html").read_text()
+    for at, prompt in enumerate(PROMPTS):
+        events = reader.Images(f"samples/{prompt}")
+        assert [event.step for event in events] == list(range(STEPS + 1))
+        for when, event in zip(whens, events, strict=True):
+            shown = Image.open(io.BytesIO(event.encoded_image_string))
+            assert _farthest(shown, Image.open(files[at, when])) == 0, (prompt, when)
+        row = page.split(f"<h2>{prompt}</h2>")[1].split("</section>")[0]
+        assert [part.partition("<")[0] for part in row.split("<figcaption>")[1:]] == whens
+        assert row.count('src="data:image/jpeg;base64,') == len(whens)
+        drawn = [files[at, when].read_bytes() for when in whens]
+        assert len(set(drawn[1:])) == STEPS and drawn[0] == drawn[1], "the first step warms up and learns nothing"
+
+
+def _pipeline(folder: Path) -> Any:
+    import diffusers
+
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _drawn(pipeline: Any) -> Any:
+    """As a run draws its first prompt."""
     seed = torch.Generator().manual_seed(42)
-    image = pipeline(prompt="a red circle", height=32, width=32, num_inference_steps=2, generator=seed).images[0]
-    ours = Image.open(run.folder / "samples" / "00-after.png")
-    assert _farthest(ImageChops.difference(image, ours)) <= 1
+    return pipeline(prompt=PROMPTS[0], height=32, width=32, num_inference_steps=2, generator=seed).images[0]
 
 
-def _farthest(difference: Any) -> int:
-    return max(high for _, high in difference.getextrema())
+def _farthest(one: Any, other: Any) -> int:
+    """The largest difference of a channel, of 255."""
+    from PIL import ImageChops
+
+    bands: Any = ImageChops.difference(one, other).getextrema()
+    return max(high for _, high in bands)

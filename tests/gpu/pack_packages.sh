@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
 # Pack the pinned packages for a GPU machine without registry access, whose torch and big libraries are its own.
-# Usage: tests/gpu/pack_packages.sh OUT.tgz        There: tests/gpu/run_checked.sh OUT.tgz [pytest arguments]
+# Usage: tests/gpu/pack_packages.sh OUT.tgz [PACKAGE ...]      There: tests/gpu/run_checked.sh OUT.tgz [TEST_FILE ...]
+# Each PACKAGE comes along as well: `diffusers importlib_metadata` for image models.
 # Versions are those of constraints.txt and hide the machine's. PYTHON (default .venv/bin/python) needs torch, to build
 # DeepSpeed's wheel; PYTHON_VERSION (default 3.12) is the Python of that machine (x86-64 Linux).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=$(realpath -m "${1:?OUT.tgz}")
+shift
 python="${PYTHON:-.venv/bin/python}"
 packages=(
   transformers peft accelerate bitsandbytes liger-kernel datasets dill multiprocess hjson tokenizers safetensors
   huggingface_hub hf-xet httpx2 httpcore2 truststore h11 anyio fsspec filelock click typer rich pydantic pydantic_core
-  annotated-types typing-inspection typing_extensions gguf sentencepiece xxhash py-cpuinfo pytest pytest-timeout
+  annotated-types typing-inspection typing_extensions gguf sentencepiece xxhash py-cpuinfo pytest pytest-timeout "$@"
 )
 most_mib=48  # beside the checkout, of the 64 that may travel
 scratch=$(mktemp -d)

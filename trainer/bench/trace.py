@@ -21,12 +21,16 @@ from trainer.monitor.profiler import BACKWARD, OPTIMIZER, SCU, STEP
 FROZEN, DEQUANTISATION, ATTENTION, ADAPTER = "frozen products", "quantisation", "attention", "adapter"
 NORMS, HEAD, ELEMENTWISE, INFORMATION = "norms, activations", "head and loss", "element-wise", "SCU"
 ENGINE, COMMUNICATION, COPIES, IDLE = "engine, optimizer", "communication", "host copies", "idle"
+CONVOLUTIONS, GROUP_NORM = "convolutions", "group norm"
+OF_SOME = (CONVOLUTIONS, GROUP_NORM)  # named only of models that have them
 # Where two run at once the time is that of the first of them: what is hidden behind computing costs nothing.
 CATEGORIES = (
     FROZEN,
+    CONVOLUTIONS,
     DEQUANTISATION,
     ATTENTION,
     ADAPTER,
+    GROUP_NORM,
     NORMS,
     HEAD,
     ELEMENTWISE,
@@ -42,6 +46,9 @@ _ATTENTION = re.compile(r"flash|fmha|sdpa|attention|varlen", re.I)
 _HEAD = re.compile(r"cross_entropy|softmax|nll_loss|token_loss", re.I)
 _DEQUANTISATION = re.compile(r"quantize|nf4|mxfp4|turn_kernel|turn_any_kernel|rescale_kernel", re.I)
 _PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma|cublas|splitk|aten::(mm|addmm|addmm_|bmm|baddbmm|matmul|linear)$", re.I)
+# torch's own: a fused layer of Mamba is named after its conv1d.
+_CONVOLUTION = re.compile(r"aten::\w*conv(\dd|olution)")
+_GROUP_NORM = re.compile(r"aten::\w*group_norm")
 # gate_kernel and combine_kernel: the experts' activation and weighted sum.
 _NORMS = re.compile(r"rms_?norm|layer_?norm|silu|swiglu|gelu|rope|rotary|gate_kernel|combine_kernel", re.I)
 FROZEN_PRODUCT = "zerolora::frozen_product"  # ops/csrc/operator/products.h
@@ -55,6 +62,7 @@ class Shape:
     """What tells one matrix product from another: rows of the output head, and R of the adapter."""
 
     vocabulary: int
+    """-1 where there is no such head."""
     rank: int
 
 
@@ -134,6 +142,10 @@ def categorise(
         return HEAD
     if _ATTENTION.search(name) or _ATTENTION.search(around):
         return ATTENTION
+    if _GROUP_NORM.search(around):
+        return GROUP_NORM
+    if _CONVOLUTION.search(around):
+        return CONVOLUTIONS
     if innermost in (
         FROZEN_PRODUCT,
         "aten::_scaled_mm",
@@ -174,7 +186,8 @@ def breakdown(works: list[Work]) -> tuple[dict[str, float], float, int]:
         totals[next((kind for kind in CATEGORIES if running[kind]), IDLE)] += time - now
         running[category] += change
         now = time
-    return {kind: total / count / 1e3 for kind, total in totals.items()}, (end - begin) / count / 1e3, count
+    named = {kind: total for kind, total in totals.items() if total or kind not in OF_SOME}
+    return {kind: total / count / 1e3 for kind, total in named.items()}, (end - begin) / count / 1e3, count
 
 
 def longest(works: list[Work], category: str, count: int = 5) -> list[tuple[str, int, float]]:
