@@ -1,7 +1,8 @@
 """Axolotl's model for `trainer.bench.peers`: its own loader on a configuration as its examples have it.
 
 Its packages are pinned to other versions than zerolora's, so it needs a folder of its own:
-`pip install --target FOLDER axolotl` and `zerolora bench --peer axolotl --peer-packages axolotl=FOLDER`.
+`pip install --target FOLDER axolotl`, or tests/bench/pack_axolotl.sh where there is no registry, and
+`zerolora bench --peer axolotl --peer-packages axolotl=FOLDER`.
 """
 
 from pathlib import Path
@@ -21,6 +22,7 @@ def axolotl_model(case: Case, folder: Path) -> Any:
     """Axolotl's model from a checkpoint of zeros that takes no room on the disk, its weights then drawn in place."""
     from axolotl.cli.config import load_cfg
     from axolotl.loaders import ModelLoader, load_tokenizer
+    from peft.tuners.lora import LoraLayer
 
     checkpoint = folder / "axolotl" / case.base_model.replace(":", "-")
     if not (checkpoint / "config.json").exists():
@@ -31,11 +33,18 @@ def axolotl_model(case: Case, folder: Path) -> Any:
     model, _ = ModelLoader(cfg, load_tokenizer(cfg)).load()
     with torch.no_grad():
         draw_weights(model, skewed=is_skewed(case.base_model))
+        for module in model.modules():
+            if isinstance(module, LoraLayer):
+                module.reset_lora_parameters("default", True)  # the adapter is in the model already, and was drawn too
     return model
 
 
 def _configuration(case: Case, checkpoint: Path) -> dict[str, Any]:
-    """With the kernels for LoRA that its documentation advises on one GPU."""
+    """With what its documentation advises for LoRA on one GPU and pip installs: its own kernels for LoRA, and Liger's.
+
+    Liger's SwiGLU would be replaced by `lora_mlp_kernel`. Flash Attention 2 has to be compiled, and Axolotl's fork of
+    cut cross-entropy comes from git alone.
+    """
     return {
         "base_model": str(checkpoint),
         "adapter": "qlora" if case.four_bit else "lora",
@@ -47,6 +56,10 @@ def _configuration(case: Case, checkpoint: Path) -> dict[str, Any]:
         "lora_mlp_kernel": True,
         "lora_qkv_kernel": True,
         "lora_o_kernel": True,
+        "plugins": ["axolotl.integrations.liger.LigerPlugin"],
+        "liger_rope": True,
+        "liger_rms_norm": True,
+        "liger_fused_linear_cross_entropy": True,
         "sequence_len": case.length,
         "sample_packing": False,
         "micro_batch_size": case.batch_size,

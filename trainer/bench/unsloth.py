@@ -84,7 +84,11 @@ def draw_weights(model: torch.nn.Module, *, skewed: bool = False) -> None:
         if state is not None:
             weight = torch.empty(state.shape, dtype=torch.bfloat16, device=parameter.device).normal_(std=0.02)
             packed, fresh = quantize_4bit(
-                weight, blocksize=state.blocksize, quant_type=state.quant_type, compress_statistics=state.nested
+                weight,
+                blocksize=state.blocksize,
+                quant_type=state.quant_type,
+                compress_statistics=state.nested,
+                quant_storage=parameter.dtype,
             )
             parameter.data.copy_(packed.view_as(parameter))
             state.absmax.copy_(fresh.absmax)
