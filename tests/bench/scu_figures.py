@@ -102,6 +102,7 @@ def show(file: Path) -> None:
         with tempfile.TemporaryDirectory() as folder:
             print(write_results(comparison, Path(folder))[0].read_text(encoding="utf-8"))
         print(_by_sigma(comparison))
+        print(_held(comparison))
 
 
 def _by_sigma(comparison: Comparison) -> str:
@@ -113,6 +114,8 @@ def _by_sigma(comparison: Comparison) -> str:
         f"| --- |{' ---: |' * 11}",
     ]
     for run in comparison.results:
+        if "param_bpt" not in run.records[-1]:
+            continue
         last, was = run.records[-TRAINING_MEAN_OVER:], float(run.trial.config.scu.sigma)
         data, held = (float(np.mean([record[name] for record in last])) for name in ("data_bpt", "param_bpt"))
         highest = max(run.records, key=lambda record: float(record["s_smoothed"]))
@@ -122,6 +125,33 @@ def _by_sigma(comparison: Comparison) -> str:
             ratio = bits / (bits + data)
             cells += [f"{sigma:g}", f"{lambda_:.3g}", f"{ratio:.4f}", f"{lambda_ * ratio:.3f}"]
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _held(comparison: Comparison) -> str:
+    """K of each run under kl on text that it was not held on, at the end and where it would have been stopped.
+
+    Beside the fixed lambda that ends lowest: both stopped early, the difference paired.
+    """
+    runs = [run for run in comparison.results if run.trial.setting.measure == "kl" and run.trial.setting.target]
+    other = comparison.best_fixed("delta", "final")
+    if not runs or other is None:
+        return ""
+    lines = [
+        "| target | seed | K on unseen text | over the target | other texts | best BPT | K there |",
+        f"| --- |{' ---: |' * 6}",
+    ]
+    for run in runs:
+        at, target = run.index("best"), float(run.trial.setting.target or 0.0)
+        kl, rise = run.forgetting(len(run.steps) - 1)
+        kl_there, _ = run.forgetting(at)
+        assert kl is not None and rise is not None and kl_there is not None
+        cells = [f"{target:g}", str(run.trial.seed), f"{kl:.4f}", f"{kl / target:.2f}", f"{rise:+.4f}"]
+        lines.append("| " + " | ".join([*cells, f"{run.bpt('best'):.4f}", f"{kl_there:.4f}"]) + " |")
+    for setting in dict.fromkeys(run.trial.setting for run in runs):
+        found = comparison.difference(setting, other, "stopped")
+        if found is not None:
+            lines.append(f"- stopped BPT, {setting.label} - {other.label}: {found.text('+')}")
     return "\n".join(lines) + "\n"
 
 

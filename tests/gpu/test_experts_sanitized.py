@@ -54,10 +54,12 @@ def test_packed_experts(storage, dtype):
 def check(problem, frozen=None):
     y, grads = expert_cases.run(problem, frozen)
     true_y, true_grads = expert_cases.truth(problem)
+    # A value that rounding moves over the clamp's limit has another derivative: 0.046 was seen for one in a thousand.
+    bound = 0.1 if problem.activation == "clamped" else 0.03
     for name, value in {"y": y, **grads}.items():
         true = {"y": true_y, **true_grads}[name]
         error = (value.double().cpu() - true).square().mean().sqrt()
-        assert error <= 0.03 * true.square().mean().sqrt() + 1e-6, name
+        assert error <= bound * true.square().mean().sqrt() + 1e-6, name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -78,6 +78,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "lora.target_modules=all-linear,q_proj": ("lora.target_modules=[all-linear, q_proj]", "all-linear stands alone"),
     "lora.init=zero": ("lora.init=zero: must be 'default'",),
     "quantization.bits=3": ("quantization.bits=3: must be 4 or 8",),
+    "adapter=none ; quantization.bits=8": ("quantization.bits=8: adapter is none", "write adapter: qlora"),
+    "adapter=lora ; quantization.bits=8": ("quantization.bits=8: adapter is lora", "quant_type: fp8, or int8"),
     "adapter=qlora ; quantization.bits=8": ("quantization.bits=8: quant_type is nf4", "add quantization.quant_type"),
     "adapter=qlora ; quantization.bits=4 ; quantization.type=fp8": ("quantization.bits=4: quant_type is fp8", "nf4"),
     "adapter=none ; quantization.type=int8": ("quantization.type=int8: adapter is none", "adapter: qlora"),

@@ -323,9 +323,12 @@ def test_kl_waits_for_ever() -> None:
     assert state.lambda_ == 0.0 and not state.started
 
 
-@pytest.mark.parametrize(("kp", "ki"), [(0.5, 0.2), (0.0, 0.1), (500.0, 0.1)])
-def test_gains_that_swing_are_refused_with_stable_ones(kp: float, ki: float) -> None:
-    said = rf"kp={kp:g}: with scu.ki={ki:g} .* swings ever wider; kp: .* is stable"
+@pytest.mark.parametrize(
+    ("kp", "ki", "wrong"),
+    [(0.5, 0.2, "ki=0.2: with scu.kp=0.5"), (0.5, 3.0, "ki=3: with scu.kp=0.5"), (0.0, 0.1, "kp=0: with scu.ki=0.1")],
+)
+def test_gains_that_swing_are_refused_with_stable_ones(kp: float, ki: float, wrong: str) -> None:
+    said = rf"^{wrong} .* swings ever wider; kp: .* is stable"
     with pytest.raises(ValueError, match=said) as refused:
         ours(kp=kp, ki=ki)
     words = str(refused.value).replace(";", " ").split()
@@ -334,6 +337,12 @@ def test_gains_that_swing_are_refused_with_stable_ones(kp: float, ki: float) -> 
     assert max(abs(state.error or 0.0) for state in run_on_lagging_plant(law, 3.0, 33.0, 6000)[-200:]) <= law.deadband
     with pytest.raises(ValueError, match="ki=0: without it"):
         ours(ki=0.0)
+
+
+def test_a_gain_that_makes_jumps_of_noise_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^kp=200: an error of 0\.05, which is noise, multiplies lambda by 2\.2e\+04"):
+        ours(kp=200.0)
+    assert ours(kp=20.0).kp == 20.0
 
 
 def test_refused_gains_do_swing() -> None:

@@ -42,6 +42,11 @@ def _of_adapter(config: RunConfig) -> Iterator[str]:
             f"quantization.quant_type={config.quantization.quant_type}: adapter is {config.adapter}, whose base stays "
             "as it is; write adapter: qlora, or remove it"
         )
+    elif config.adapter != "qlora" and config.quantization.bits == 8:
+        yield (
+            f"quantization.bits=8: adapter is {config.adapter}, whose base stays as it is; write adapter: qlora and "
+            "quantization.quant_type: fp8, or int8, or remove it"
+        )
     if not lora.target_modules:
         yield "lora.target_modules=[]: no targets; write all-linear or names such as q_proj"
     if "all-linear" in lora.target_modules and len(lora.target_modules) > 1:

@@ -200,9 +200,9 @@ def _unanswer(engine: Engine) -> None:
     undo_on(engine)
 
 
-def _guard(engine: Any, wanted: Wanted) -> list[str]:
+def _guard(engine: Engine, wanted: Wanted) -> list[str]:
     if wanted.clips_on_device:
-        engine.update_guard = UpdateGuard(engine, wanted.config.training.max_grad_norm)
+        vars(engine)["update_guard"] = UpdateGuard(engine, wanted.config.training.max_grad_norm)
     return []
 
 

@@ -80,7 +80,7 @@ def _pays(wanted: Literal["auto"] | bool, size: int, visits: int, texts: int) ->
     return size <= MOST_STATES and visits >= 2 * texts if wanted == "auto" else wanted
 
 
-def _bytes_of_states(engine: Any, texts: list[Sample]) -> int:
+def _bytes_of_states(engine: Engine, texts: list[Sample]) -> int:
     base = engine.module.get_base_model()
     width: int = base.config.get_text_config().hidden_size
     return sum(len(text.input_ids) - 1 for text in texts) * width * base.dtype.itemsize

@@ -31,6 +31,9 @@ SLOPE = {"logit": 3.0, "kl": 2.0}
 K as 1 / lambda^2; DataBPT rises meanwhile, by a power of 0.33 to 0.68 in docs/lab/data/scu-compare-controllers.csv."""
 LAG_STEPS = 20.0
 """Optimizer steps by which the weights answer lambda late, as a first-order lag (docs/lab/scu.md)."""
+SMALL_ERROR = 0.05
+"""What the smoothed error does by itself from step to step: 5 % of the ratio of ParamBPT to DataBPT, or of K."""
+USUAL_KI = 0.025
 PATIENCE_LAGS, PATIENCE_FRACTION = 5.0, 0.1
 """Lags of the weights, and fraction of the run, by which S has come to rest under a lambda that stands still."""
 TINY = 1e-12
@@ -267,16 +270,24 @@ def _refuse_swinging(law: Law) -> None:
     slope = SLOPE[law.form]
     if law.ki == 0.0:
         raise ValueError(
-            f"ki={law.ki:g}: without it lambda follows changes of the error but never removes it; use 0.025"
+            f"ki={law.ki:g}: without it lambda follows changes of the error but never removes it; use {USUAL_KI:g}"
+        )
+    if law.kp * SMALL_ERROR > 1.0:
+        raise ValueError(
+            f"kp={law.kp:g}: an error of {SMALL_ERROR:g}, which is noise, multiplies lambda by "
+            f"{math.exp(min(law.kp * SMALL_ERROR, 100.0)):.3g}; use 0.5, or at most {1.0 / SMALL_ERROR:g}"
         )
     if is_stable(law, slope):
         return
     kp, ki = law.kp, law.ki
-    while not _gains_stable(law, kp, ki, slope):
-        kp, ki = min(kp, 1.0) / 2.0, min(ki, 0.1) / 2.0
+    if _gains_stable(law, kp, USUAL_KI, slope):
+        ki, wrong = USUAL_KI, f"ki={law.ki:g}: with scu.kp={law.kp:g}"
+    else:
+        while not _gains_stable(law, kp, ki, slope):
+            kp, ki = min(kp, 1.0) / 2.0, min(ki, 0.1) / 2.0
+        wrong = f"kp={law.kp:g}: with scu.ki={law.ki:g}"
     raise ValueError(
-        f"kp={law.kp:g}: with scu.ki={law.ki:g} and scu.ema={law.ema:g} lambda swings ever wider; "
-        f"kp: {kp:.3g} with ki: {ki:.3g} is stable"
+        f"{wrong} and scu.ema={law.ema:g} lambda swings ever wider; kp: {kp:.3g} with ki: {ki:.3g} is stable"
     )
 
 
