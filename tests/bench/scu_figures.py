@@ -11,6 +11,7 @@ five digits.
 
 import gzip
 import json
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -148,6 +149,9 @@ def _held(comparison: Comparison) -> str:
         assert kl is not None and rise is not None and kl_there is not None
         cells = [f"{target:g}", str(run.trial.seed), f"{kl:.4f}", f"{kl / target:.2f}", f"{rise:+.4f}"]
         lines.append("| " + " | ".join([*cells, f"{run.bpt('best'):.4f}", f"{kl_there:.4f}"]) + " |")
+    for setting, every in comparison.by_setting.items():
+        kl_each = [run.forgetting(run.index("best"))[0] or math.nan for run in every]
+        lines.append(f"- K at the best evaluation, {setting.label}: {np.mean(kl_each):.4f}")
     for setting in dict.fromkeys(run.trial.setting for run in runs):
         found = comparison.difference(setting, other, "stopped")
         if found is not None:

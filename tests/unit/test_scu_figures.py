@@ -10,6 +10,7 @@ from trainer.compare.plots import draw_comparison
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "lab" / "data" / "scu-hold.json.gz"
+NOW = ROOT / "docs" / "lab" / "data" / "scu-defaults.json.gz"
 
 
 def test_every_figure_of_the_page_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -22,6 +23,16 @@ def test_every_figure_of_the_page_is_printed(capsys: pytest.CaptureFixture[str])
     assert figures - set(re.findall(r"\d\.\d{4}", printed)) == set()
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| PI, S = 0.005")]
     assert [row[1] for row in rows] == re.findall(r"\| delta-pi-0.005 \| (\d\S+ \[.*?\])", printed)
+
+
+def test_what_is_said_of_todays_defaults_and_of_kl_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "lab" / "scu.md").read_text(encoding="utf-8")
+    section = page[page.index("<!-- defaults -->") : page.index("<!-- end of defaults -->")]
+    scu_figures.show(NOW)
+    printed = capsys.readouterr().out
+    figures = set(re.findall(r"\d\.\d{4}", section))
+    assert len(figures) > 100
+    assert figures - set(re.findall(r"\d\.\d{4}", printed)) == set()
 
 
 def test_the_task_is_drawn_against_forgetting_where_that_was_measured(tmp_path: Path) -> None:

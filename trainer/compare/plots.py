@@ -119,6 +119,11 @@ def _draw_forgetting(figure: Figure, comparison: Comparison) -> None:
             ends = [np.mean([_path(run)[-1] for run in comparison.by_setting[each]], axis=0) for each in settings]
             if not ends:
                 continue
+            if measure == "kl":  # does not stop overfitting: where its runs end is not where they would be stopped
+                color = GREEN
+                paths = [np.mean([_path(run) for run in comparison.by_setting[each]], axis=0)[1:] for each in settings]
+                stops = np.array([path[int(np.argmin(path[:, 1]))] for path in paths])
+                axes.plot(*stops.T, "*", color=color, markersize=11, label=f"{_words(settings)}, stopped at their best")
             axes.plot(*np.array(ends).T, "o", linestyle=LINES[measure], color=color, label=_words(settings))
             for end, setting in zip(ends, settings, strict=True):
                 number = setting.target if controller == "pi" else setting.lambda_
