@@ -37,6 +37,7 @@ UNTIL_THE_MODEL = (
         "ops/builder.py: LoraOpBuilder._compile",
         "nothing is replaced: a file is removed",
         "tests/unit/test_workarounds.py: test_torchs_build_lock_outlives_its_builder",
+        upstream="https://github.com/pytorch/pytorch/issues/189245",
     ),
     Patch(
         "os.environ after Dataset.map",
@@ -48,6 +49,7 @@ UNTIL_THE_MODEL = (
         "it is the undoing",
         "tests/unit/test_workarounds.py: test_datasets_puts_another_object_in_the_place_of_the_environment",
         ("trainer/data/documents.py: environ",),
+        upstream="https://github.com/huggingface/datasets/issues/2115",
     ),
     Patch(
         "`legacy` among a tokenizer's saved settings",
@@ -290,6 +292,7 @@ UNTIL_THE_MODEL = (
         "when the adapter is there",
         "tests/unit/test_workarounds.py: test_peft_takes_dense_layers_for_experts",
         ("trainer/model/older_names.py: convert_peft_config_for_transformers",),
+        upstream="https://github.com/huggingface/peft/issues/3711",
     ),
     Patch(
         "forward of PEFT's LoRA layers",

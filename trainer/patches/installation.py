@@ -202,7 +202,8 @@ def _unanswer(engine: Engine) -> None:
 
 def _guard(engine: Engine, wanted: Wanted) -> list[str]:
     if wanted.clips_on_device:
-        vars(engine)["update_guard"] = UpdateGuard(engine, wanted.config.training.max_grad_norm)
+        ours: Any = engine  # DeepSpeed's has no such attribute
+        ours.update_guard = UpdateGuard(engine, wanted.config.training.max_grad_norm)
     return []
 
 
