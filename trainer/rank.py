@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, load_config
 from trainer.contract import command_typed
+from trainer.contract.exit_codes import TO_SPEAK_S
 from trainer.contract.folder_lock import FolderLock, refuse_if_held
 from trainer.contract.rank_variables import host_name
 from trainer.data.prepared import Prepared
@@ -22,9 +23,6 @@ from trainer.ranks.signals import StopRequest
 from trainer.ranks.training_process import LAUNCHER_WATCH
 from trainer.ranks.watchdog import Watchdog
 from trainer.run import Run
-
-# mpirun and torchrun end all ranks with the first that ends: it must not be one that is silent.
-TO_SPEAK_S = 3.0
 
 
 def main(argv: list[str] | None = None, found: Prepared | ModelFiles | None = None) -> int:

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from trainer.commands.demo import demo_data
 from trainer.config import UserError, load_config
 from trainer.config.scu_flags import CONFIG_FILE, open_log, parse, settings
 from trainer.config.yaml_core import dump
+from trainer.contract.exit_codes import TO_SPEAK_S
 from trainer.contract.rank_variables import read_place
 from trainer.ranks.training_process import begin
 
@@ -35,6 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     except (UserError, ValueError) as error:
         if local_rank == 0:
             print(f"error: {error}", file=sys.stderr)
+        else:
+            time.sleep(TO_SPEAK_S)
         return UserError.exit_code
 
 

@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import yaml
 
 from launcher.doctor.requirements import check_requirements
+from tests.cluster.hosts import needs_programs
 from tests.tiny import make_model, write_chats
 from trainer.config import RunConfig, UserError, load_config, scu_flags
+from trainer.contract.exit_codes import TO_SPEAK_S
 from trainer.contract.ports import free_port
 
 CHECKOUT = Path(__file__).parents[2]
@@ -286,16 +289,38 @@ GRANITE = (
 )
 
 
-def test_granite_under_the_scu_by_torchs_older_launcher(tmp_path: Path) -> None:
+def start_of_ranks(launcher: str) -> list[str]:
+    """What docs/lab/scu.md has before the flags, on a port of its own where other tests' ranks could have the usual."""
+    beside, port = Path(sys.executable).parent, f"--master_port={free_port()}"
+    module = ["-m", "trainer.scu_train"]
+    older = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2", port, *module]
+    return {
+        "torch.distributed.launch": older,
+        "torchrun": [str(beside / "torchrun"), "--nproc_per_node", "2", port, *module],
+        "deepspeed": [str(beside / "deepspeed"), "--num_gpus", "2", port, "--module", "trainer.scu_train"],
+        "mpirun": ["mpirun", "-np", "2", "--oversubscribe", str(beside / "zerolora-scu-rank")],
+    }[launcher]
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "torch.distributed.launch",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("torchrun", "deepspeed", "mpirun")),
+    ],
+)
+def test_granite_under_the_scu_by_ranks_that_others_start(tmp_path: Path, launcher: str) -> None:
+    if launcher == "mpirun":
+        needs_programs("mpirun")
     model, data = GRANITE, tmp_path / "text.jsonl"
     data.write_text("".join(json.dumps({"text": f"{number} of many words " * 40}) + "\n" for number in range(8)))
-    launch = [sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node=2", f"--master_port={free_port()}"]
     flags = ["--test-run", "--max-steps=3", "--multi-gpu", "--control-frequency=1", "--output-dir=out"]
     files = [f"--model={model}", f"--data={data}", f"dataset.cache_dir={tmp_path}/cache"]
-    result = run([*launch, "-m", "trainer.scu_train", *flags, *files], tmp_path)
+    result = run([*start_of_ranks(launcher), *flags, *files], tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     records = json.loads((tmp_path / "out" / "scu_metrics.json").read_text())
     assert [record["step"] for record in records] == [1, 2, 3] and records[2]["param_bpt"] > 0
+    assert "world        2 ranks" in result.stdout
     assert "mamba: 2 layers" in result.stdout and "cut to" not in result.stdout
     assert "step 3/3" in (tmp_path / "logs" / "cuda_optimized_training.log").read_text()
 
@@ -307,6 +332,28 @@ def test_a_rank_with_a_bad_flag_is_one_line_and_2(tmp_path: Path, flag: str) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_rank_that_says_nothing_of_a_bad_flag_lets_the_first_speak(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trainer.scu_train", "--data=x.jsonl", "--batchsize=8"]
+    began = time.monotonic()
+    result = run(["env", "RANK=1", "WORLD_SIZE=2", "LOCAL_RANK=1", *command], tmp_path)
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", "")
+    assert time.monotonic() - began >= TO_SPEAK_S
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun"])
+def test_ranks_that_others_start_say_what_is_wrong_with_a_flag(tmp_path: Path, launcher: str) -> None:
+    """torchrun and mpirun end all ranks with the first that ends: that is not one that says nothing."""
+    if launcher == "mpirun":
+        needs_programs("mpirun")
+    result = run([*start_of_ranks(launcher), "--data=x.jsonl", "--batchsize=8"], tmp_path)
+    assert result.returncode != 0
+    shown = result.stdout + result.stderr
+    assert shown.count("error: zerolora scu-train: unrecognized arguments: --batchsize=8") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def run(command: list[str], cwd: Path) -> "subprocess.CompletedProcess[str]":
     environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "DS_ACCELERATOR": "cpu", "COLUMNS": "120"}
+    # Open MPI refuses root otherwise.
+    environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)

@@ -10,6 +10,9 @@ EXIT_PREEMPTED = 75
 EXIT_RESTART = 77
 """Of a rank to its launcher: it has left a note (trainer/contract/restart_note.py)."""
 
+TO_SPEAK_S = 3.0
+"""How long a rank that says nothing waits before it ends: mpirun and torchrun end all ranks with the first."""
+
 
 def exit_code_after(number: int) -> int:
     """75 after SIGUSR1, which schedulers send before they take the machine away, else 128 + signal, as in a shell."""
