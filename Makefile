@@ -12,7 +12,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 # so are all slow ones: much of their time they wait, for SLURM or for a watchdog.
 LAUNCHING := $(wildcard tests/distributed tests/integration tests/cluster)
 # What tests/cluster makes hosts and clusters of; it skips with a reason what is missing.
-CLUSTER := slurm-wlm munge openmpi-bin openssh-server openssh-client pdsh iproute2
+CLUSTER := slurm-wlm munge openmpi-bin openssh-server openssh-client pdsh iproute2 bindfs
 SYSTEM := chromium $(CLUSTER)
 OTHERS := $(wildcard tests/unit tests/numerics tests/gpu)
 
