@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.tiny import make_model
+from trainer.commands.estimate import main as estimate
 from trainer.config import UserError, load_config
 from trainer.data.conversations import ChatEncoder
 from trainer.data.records import Turns
@@ -149,7 +150,7 @@ def test_the_table_of_the_tiers_is_complete() -> None:
         "convergence": ("SmolLM2-135M", 100, ["training loss", "held-out loss"]),
         "convergence_qlora": ("SmolLM2-135M", 100, ["training loss", "held-out loss", "peak memory"]),
         "memory": ("TinyLlama-1.1B", 50, ["peak memory"]),
-        "extended": ("TinyLlama-1.1B", 500, ["memory is flat", "throughput", "smoothed loss falls"]),
+        "extended": ("TinyLlama-1.1B", 500, ["peak memory", "memory is flat", "throughput", "smoothed loss falls"]),
         "full": ("Llama-2-7b", 1000, ["peak memory", "checkpoints", "resumes", "training loss"]),
     }
     assert list(expected) == list(TIERS)
@@ -164,6 +165,18 @@ def test_the_table_of_the_tiers_is_complete() -> None:
     assert (full.lora.r, full.lora.target_modules) == (8, ("q_proj", "k_proj", "v_proj", "o_proj"))
     assert load_config(TIERS["memory"].config).config.training.batch_size == 1
     assert full.training.max_steps is not None and full.training.max_steps - full.training.max_steps // 2 > 0
+
+
+@pytest.mark.parametrize(("name", "limit_gib"), [("quick", 0.25), ("extended", 2.0)])
+def test_a_tier_that_promises_little_memory_is_estimated_to_need_less(
+    name: str, limit_gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tier = TIERS[name]
+    assert load_config(tier.config).config.tier.peak_memory_gib == limit_gib
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert estimate([str(tier.config), f"base_model=random:{tier.shape}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["estimate"]["peak_bytes"] <= limit_gib * 2**30
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,8 @@ def _memory(limits: TierSection) -> Assertions:
 
 
 def _extended(limits: TierSection) -> Assertions:
-    return checks.finite, checks.memory_is_flat, checks.throughput_holds, checks.smoothed_loss_falls
+    memory = checks.peak_memory(_set(limits.peak_memory_gib, "peak_memory_gib")), checks.memory_is_flat
+    return checks.finite, *memory, checks.throughput_holds, checks.smoothed_loss_falls
 
 
 def _full(limits: TierSection) -> Assertions:
@@ -115,11 +116,11 @@ def _full(limits: TierSection) -> Assertions:
 TIERS = {
     tier.name: tier
     for tier in (
-        Tier("quick", "smollm2-135m", 0.5, _quick),
+        Tier("quick", "smollm2-135m", 0.25, _quick),
         Tier("convergence", "smollm2-135m", 2.0, _convergence),
         Tier("convergence_qlora", "smollm2-135m", 1.0, _convergence),
         Tier("memory", "tinyllama-1.1b", 2.0, _memory),
-        Tier("extended", "tinyllama-1.1b", 5.0, _extended),
+        Tier("extended", "tinyllama-1.1b", 2.0, _extended),
         Tier("full", "llama2-7b", 12.0, _full, resume_at=990),
     )
 }
