@@ -29,6 +29,7 @@ AFTER_THE_MODEL = (
         "trainer/engine/deepspeed_engine.py: deepspeed_config",
         "nothing is replaced: keys are written out",
         "tests/unit/test_workarounds.py: test_deepspeed_clips_if_nothing_is_said, test_stage_0_knows_no_hysteresis",
+        upstream="https://github.com/deepspeedai/DeepSpeed/pull/8068 (of the clipping)",
     ),
     Patch(
         "state and masters of the 16-bit optimizer of stage 0 after its start",
@@ -40,6 +41,7 @@ AFTER_THE_MODEL = (
         "trainer/patches/deepspeed_workarounds.py: undo_the_step_of_zeros",
         "once, at the start",
         "tests/unit/test_workarounds.py: test_stage_0_takes_a_step_of_zeros",
+        upstream="https://github.com/deepspeedai/DeepSpeed/issues/5151 (the same in BF16_Optimizer)",
     ),
     Patch(
         "optimizer.step and _update_scale",
@@ -57,6 +59,7 @@ AFTER_THE_MODEL = (
             "trainer/patches/deepspeed_workarounds.py: _update_scale",
             "trainer/patches/deepspeed_workarounds.py: step",
         ),
+        upstream="https://github.com/deepspeedai/DeepSpeed/pull/8588",
     ),
     Patch(
         "engine.backward",
@@ -68,6 +71,7 @@ AFTER_THE_MODEL = (
         WITH_ENGINE,
         "tests/unit/test_workarounds.py: test_stage_0_divides_by_a_loss_scale_that_it_never_applied",
         ("trainer/patches/deepspeed_workarounds.py: backward",),
+        upstream="https://github.com/deepspeedai/DeepSpeed/pull/8393",
     ),
     Patch(
         "get_grad_norm_direct",

@@ -49,7 +49,7 @@ UNTIL_THE_MODEL = (
         "it is the undoing",
         "tests/unit/test_workarounds.py: test_datasets_puts_another_object_in_the_place_of_the_environment",
         ("trainer/data/documents.py: environ",),
-        upstream="https://github.com/huggingface/datasets/issues/2115",
+        upstream="https://github.com/huggingface/datasets/issues/2115 (of the copy's type alone, which was mended)",
     ),
     Patch(
         "`legacy` among a tokenizer's saved settings",
@@ -128,6 +128,7 @@ UNTIL_THE_MODEL = (
         "trainer/ranks/group.py: extend_timeouts",
         "with the groups",
         "tests/unit/test_workarounds.py: test_deepspeeds_own_groups_wait_as_long_as_torch_says",
+        upstream="https://github.com/huggingface/transformers/issues/38933",
     ),
     Patch(
         "cuDNN among the kernels of scaled_dot_product_attention",
@@ -150,6 +151,7 @@ UNTIL_THE_MODEL = (
         "trainer/patches/packed_attention.py: share_heads_again; without it it stays for the process",
         "tests/unit/test_workarounds.py: test_transformers_leaves_shared_heads_to_torch",
         ("trainer/patches/packed_attention.py: AttentionInterface.register",),
+        upstream="https://github.com/huggingface/transformers/issues/48633",
     ),
     Patch(
         "modules and parameters of the empty model",
@@ -179,6 +181,7 @@ UNTIL_THE_MODEL = (
         "nothing is replaced: subclasses",
         "tests/unit/test_workarounds.py: test_bitsandbytes_keeps_the_packed_weight_until_the_backward_pass, "
         "test_bitsandbytes_makes_a_new_parameter_where_nothing_moves",
+        upstream="https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2034 (of the kept weight)",
     ),
     Patch(
         "the forward of the experts of a mixture",
@@ -243,6 +246,7 @@ UNTIL_THE_MODEL = (
         "trainer/patches/replace.py: undo; without it it stays for the process",
         "tests/unit/test_architectures.py",
         ("trainer/patches/mamba.py: WHOLE_LAYER_KERNEL",),
+        upstream="https://github.com/huggingface/peft/issues/2274",
     ),
     Patch(
         "how stage 3 gathers a frozen base",

@@ -2,7 +2,8 @@
 
 Each forward holds the one that was there before it. On one adapted layer up to five may lie on each other, from the
 inside: PEFT's forward, the fused operator, recomputation of its input, the checkpoint of its layer, hooks that gather.
-What is replaced for one pass alone (the head, the empty model's forwards) is not here; entries.py lists everything.
+What belongs to the whole process, to how a layer is built, or to one pass alone is not here: entries.py lists
+everything, docs/decisions/11-patches.md says why.
 """
 
 from collections.abc import Callable
