@@ -31,7 +31,8 @@ pytestmark = [
 def test_forward_and_backward(T, H, inner, rank, p, interleaved, dtype):
     ops.load("cuda")
     more = {"p": p, "interleaved": interleaved, "activation": "clamped" if interleaved else "silu", "bias": interleaved}
-    check(expert_cases.make(T, 3, 5, H, inner, rank, dtype, **more).to(dtype, "cuda"))
+    # Rounding moves few values over a limit this far out, on whose other side they have another derivative.
+    check(expert_cases.make(T, 3, 5, H, inner, rank, dtype, **more, limit=8.0).to(dtype, "cuda"))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -54,12 +55,10 @@ def test_packed_experts(storage, dtype):
 def check(problem, frozen=None):
     y, grads = expert_cases.run(problem, frozen)
     true_y, true_grads = expert_cases.truth(problem)
-    # A value that rounding moves over the clamp's limit has another derivative: 0.046 was seen for one in a thousand.
-    bound = 0.1 if problem.activation == "clamped" else 0.03
     for name, value in {"y": y, **grads}.items():
         true = {"y": true_y, **true_grads}[name]
         error = (value.double().cpu() - true).square().mean().sqrt()
-        assert error <= bound * true.square().mean().sqrt() + 1e-6, name
+        assert error <= 0.03 * true.square().mean().sqrt() + 1e-6, name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -168,17 +168,22 @@ class Engine:
         self.optimizer.zero_grad()
 
 
-def test_a_real_trace(tmp_path: Path) -> None:
-    """Recorded by the trainer's own profiler, which leaves the engine as it was."""
-    engine = Engine()
-    profiler = StepProfiler(tmp_path, rank=0, first_step=2, engine=engine, steering=None)
-    for step in range(1, 6):
+def recorded(engine: Engine, folder: Path, *, first_step: int, steps: int) -> list[Work]:
+    """What the kernels of some steps did, recorded by the trainer's own profiler."""
+    profiler = StepProfiler(folder, rank=0, first_step=first_step, engine=engine, steering=None)
+    for step in range(1, steps + 1):
         profiler.before_step(step)
         engine.backward(engine.loss())
         engine.step()
     profiler.finish()
+    return work_of(read_trace(folder / "profile" / "rank-0.json.gz"), Shape(vocabulary=1000, rank=4))
+
+
+def test_a_real_trace(tmp_path: Path) -> None:
+    """The profiler leaves the engine as it was."""
+    engine = Engine()
+    works = recorded(engine, tmp_path, first_step=2, steps=5)
     assert "backward" not in vars(engine)
-    works = work_of(read_trace(tmp_path / "profile" / "rank-0.json.gz"), Shape(vocabulary=1000, rank=4))
     by_category, step_ms, steps = breakdown(works)
     assert steps == 3
     assert sum(by_category.values()) == pytest.approx(step_ms)
@@ -202,14 +207,7 @@ class Residual(Engine):
 
 
 def test_group_norm_and_convolutions_are_named_where_there_are_any(tmp_path: Path) -> None:
-    engine = Residual()
-    profiler = StepProfiler(tmp_path, rank=0, first_step=1, engine=engine, steering=None)
-    for step in range(1, 4):
-        profiler.before_step(step)
-        engine.backward(engine.loss())
-        engine.step()
-    profiler.finish()
-    works = work_of(read_trace(tmp_path / "profile" / "rank-0.json.gz"), Shape(vocabulary=1000, rank=4))
+    works = recorded(Residual(), tmp_path, first_step=1, steps=3)
     by_category, step_ms, _ = breakdown(works)
     assert sum(by_category.values()) == pytest.approx(step_ms) and set(by_category) == set(CATEGORIES)
     for category, backward in ((GROUP_NORM, "native_group_norm_backward"), (CONVOLUTIONS, "convolution_backward")):

@@ -13,26 +13,26 @@ DATA = ROOT / "docs" / "lab" / "data" / "scu-hold.json.gz"
 NOW = ROOT / "docs" / "lab" / "data" / "scu-defaults.json.gz"
 
 
-def test_every_figure_of_the_page_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def held_to_its_data(data: Path, mark: str, least: int, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    """A section of the page and what its data print; fails where the page has a figure that they have not."""
     page = (ROOT / "docs" / "lab" / "scu.md").read_text(encoding="utf-8")
-    section = page[page.index("<!-- hold -->") : page.index("<!-- end of hold -->")]
-    scu_figures.show(DATA)
+    section = page[page.index(f"<!-- {mark} -->") : page.index(f"<!-- end of {mark} -->")]
+    scu_figures.show(data)
     printed = capsys.readouterr().out
     figures = set(re.findall(r"\d\.\d{4}", section))
-    assert len(figures) > 150
+    assert len(figures) > least
     assert figures - set(re.findall(r"\d\.\d{4}", printed)) == set()
+    return section, printed
+
+
+def test_every_figure_of_the_page_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    section, printed = held_to_its_data(DATA, "hold", 150, capsys)
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| PI, S = 0.005")]
     assert [row[1] for row in rows] == re.findall(r"\| delta-pi-0.005 \| (\d\S+ \[.*?\])", printed)
 
 
 def test_what_is_said_of_todays_defaults_and_of_kl_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs" / "lab" / "scu.md").read_text(encoding="utf-8")
-    section = page[page.index("<!-- defaults -->") : page.index("<!-- end of defaults -->")]
-    scu_figures.show(NOW)
-    printed = capsys.readouterr().out
-    figures = set(re.findall(r"\d\.\d{4}", section))
-    assert len(figures) > 100
-    assert figures - set(re.findall(r"\d\.\d{4}", printed)) == set()
+    held_to_its_data(NOW, "defaults", 100, capsys)
 
 
 def test_the_task_is_drawn_against_forgetting_where_that_was_measured(tmp_path: Path) -> None:

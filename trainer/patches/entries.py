@@ -1,146 +1,13 @@
-"""What is replaced in libraries until the model is built, in the order in which a run comes to it; then all of it."""
+"""What is replaced in libraries while a model is built, in the order in which a run comes to it; then all of it."""
 
 from trainer.patches.engine_entries import AFTER_THE_MODEL
 from trainer.patches.patch import Patch
+from trainer.patches.process_entries import BEFORE_THE_MODEL
 
 WITH_MODEL = "with the model, whose own attribute it is"
 UNDONE = "trainer/patches/replace.py: undo; without it with the model"
 
-UNTIL_THE_MODEL = (
-    Patch(
-        "the table of DeepSpeed's operators",
-        "deepspeed",
-        "0.19.8",
-        "our operators are built and listed by DeepSpeed's op builder, as its own are",
-        "`zerolora ops` and its report",
-        "ops/builder.py: register",
-        "with the process",
-        "tests/numerics/test_builder.py",
-        ("ops/builder.py: ALL_OPS[]", "ops/builder.py: _inside()[]"),
-    ),
-    Patch(
-        "nvcc's flags",
-        "deepspeed",
-        "0.19.8",
-        "CUDAOpBuilder compiles with --use_fast_math, which would change results",
-        "building the CUDA operators",
-        "ops/builder.py: LoraOpBuilder.nvcc_args",
-        "nothing is replaced: a method of a subclass",
-        "tests/unit/test_workarounds.py: test_deepspeeds_builder_asks_for_fast_math",
-    ),
-    Patch(
-        "torch's lock of extension builds",
-        "torch",
-        "2.13.0",
-        "a build that was killed leaves it, and every later build waits for it without end",
-        "building the CUDA operators, behind a lock of ours; `zerolora doctor` finds old ones",
-        "ops/builder.py: LoraOpBuilder._compile",
-        "nothing is replaced: a file is removed",
-        "tests/unit/test_workarounds.py: test_torchs_build_lock_outlives_its_builder",
-        upstream="https://github.com/pytorch/pytorch/issues/189245",
-    ),
-    Patch(
-        "os.environ after Dataset.map",
-        "datasets",
-        "5.2.0",
-        "with several workers a copy of the environment stays in its place, and later changes miss the real one",
-        "tokenising",
-        "trainer/data/documents.py",
-        "it is the undoing",
-        "tests/unit/test_workarounds.py: test_datasets_puts_another_object_in_the_place_of_the_environment",
-        ("trainer/data/documents.py: environ",),
-        upstream="https://github.com/huggingface/datasets/issues/2115 (of the copy's type alone, which was mended)",
-    ),
-    Patch(
-        "`legacy` among a tokenizer's saved settings",
-        "transformers",
-        "5.23.0",
-        "it is not saved, and the tokenizer read again would cut words in another way",
-        "loading a tokenizer that has it",
-        "trainer/model/base.py: load_tokenizer",
-        "with the tokenizer",
-        "tests/unit/test_workarounds.py: test_transformers_does_not_save_legacy",
-    ),
-    Patch(
-        "torch.compile while bitsandbytes, or DeepSpeed's Muon, is imported",
-        "bitsandbytes",
-        "0.50.2",
-        "both compile functions that no run here calls, for which torch imports Inductor: as long as all of torch",
-        "ranks, once; compiled when they are called, the functions are the same",
-        "trainer/ranks/lean_imports.py: import_lean",
-        "at the end of each import",
-        "tests/unit/test_workarounds.py: test_bitsandbytes_and_deepspeed_compile_while_they_are_imported",
-        (
-            "trainer/ranks/lean_imports.py: __loader__",
-            "trainer/ranks/lean_imports.py: compile",
-            "trainer/ranks/lean_imports.py: loader",
-        ),
-    ),
-    Patch(
-        "is_torchao_available while the modules for torchao of transformers, PEFT and diffusers are imported",
-        "transformers",
-        "5.23.0",
-        "they import torchao wherever it is installed, and Inductor with it, to ask whether a weight is its own",
-        "ranks, once; it says yes as soon as torchao has been imported",
-        "trainer/ranks/lean_imports.py: import_lean",
-        "at the end of each import; these modules keep the answer",
-        "tests/unit/test_workarounds.py: test_transformers_imports_torchao_unasked",
-        ("trainer/ranks/lean_imports.py: setattr",),
-    ),
-    Patch(
-        "whether SciPy and scikit-learn are there while modules of transformers are imported",
-        "transformers",
-        "5.23.0",
-        "it imports them wherever they are installed, for losses of detected objects and for drafts of answers",
-        "ranks, once; the answer is yes as soon as the package has been imported",
-        "trainer/ranks/lean_imports.py: import_lean",
-        "at the end of each import; these modules keep the answer",
-        "tests/unit/test_workarounds.py: test_transformers_imports_what_no_run_calls",
-        ("trainer/ranks/lean_imports.py: setattr",),
-    ),
-    Patch(
-        "what transformers keeps of the names in its files",
-        "transformers",
-        "5.23.0",
-        "128 folders, fewer than it has: they are all read again for the second of two lists, a quarter of a second",
-        "ranks, once",
-        "trainer/ranks/lean_imports.py: import_lean",
-        "with the process",
-        "tests/unit/test_workarounds.py: test_transformers_reads_its_files_twice",
-        ("trainer/ranks/lean_imports.py: create_import_structure_from_path",),
-    ),
-    Patch(
-        "the name of DeepSpeed's shared memory",
-        "deepspeed",
-        "0.19.8",
-        "CPU ranks reduce through 66 MiB in /dev/shm whose name is never removed: each run would leave them",
-        "ranks on a CPU",
-        "trainer/ranks/group.py: _unlink_shared_buffer",
-        "nothing is replaced: a file is removed",
-        "tests/unit/test_workarounds.py: test_deepspeed_leaves_its_shared_memory_behind",
-    ),
-    Patch(
-        "the time limits of DeepSpeed's process groups",
-        "deepspeed",
-        "0.19.8",
-        "the limit given to the first group is not passed on to the groups that DeepSpeed makes itself",
-        "training on several ranks",
-        "trainer/ranks/group.py: extend_timeouts",
-        "with the groups",
-        "tests/unit/test_workarounds.py: test_deepspeeds_own_groups_wait_as_long_as_torch_says",
-        upstream="https://github.com/huggingface/transformers/issues/38933",
-    ),
-    Patch(
-        "cuDNN among the kernels of scaled_dot_product_attention",
-        "torch",
-        "2.13.0",
-        "its gradients are no numbers with a mask where 64 tokens of a tile of 128 are left, and at FLUX's shapes",
-        "training on a GPU; causal attention without a mask over whole tiles still takes it",
-        "trainer/ranks/torch_settings.py: leave_out_cudnn",
-        "with the process",
-        "tests/unit/test_attention.py: test_cudnn_is_left_to_whole_tiles",
-        upstream="https://github.com/pytorch/pytorch/issues/196678",
-    ),
+WHILE_THE_MODEL_IS_BUILT = (
     Patch(
         "transformers' attention `sdpa`",
         "transformers",
@@ -351,4 +218,4 @@ UNTIL_THE_MODEL = (
     ),
 )
 
-PATCHES = (*UNTIL_THE_MODEL, *AFTER_THE_MODEL)
+PATCHES = (*BEFORE_THE_MODEL, *WHILE_THE_MODEL_IS_BUILT, *AFTER_THE_MODEL)
