@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from rich.markup import escape
 
-from trainer.checkpoint.background import Order, SaveFailed, Saves, Snapshot
+from trainer.checkpoint.background import Order, SaveFailed, Saves, WriteWeights
 from trainer.checkpoint.checkpoint import agreed_damage, restore_checkpoint
 from trainer.checkpoint.checkpoint_files import later_checkpoints
+from trainer.checkpoint.host_copies import HostCopies
+from trainer.checkpoint.position import Position
 from trainer.checkpoint.resume_comparison import agree_on_resumption, nothing_left, run_identity
 from trainer.config import RunConfig, UserError
 from trainer.data.prepared import Prepared
 from trainer.engine.protocol import Engine
-from trainer.loop import Position
 from trainer.monitor.metrics import close_earlier_course
 from trainer.ranks.group import Ranks
 from trainer.ranks.progress import phase
@@ -88,18 +89,26 @@ class Course:
             self._identity = run_identity(self._config, self._prepared, self._ranks.world_size, self._precision)
         return self._identity
 
+    def copy(self, engine: Engine, weights: Callable[[HostCopies], object]) -> None:
+        """Copy what a checkpoint holds, behind the step that the device is in; every rank must call it."""
+        with suppress(SaveFailed):  # of the one before: the user knows, and another is about to be made
+            self.settle()
+        self._saves.copy(engine, weights)
+
+    def hold_changes(self) -> None:
+        """Before an update: have the device make the copies first."""
+        self._saves.hold_changes()
+
     def save(
         self,
         engine: Engine,
         position: Position,
         more: dict[str, Any],
-        snapshot: Snapshot,
+        write_weights: WriteWeights,
         before_publishing: Callable[[], None],
     ) -> None:
-        """Begin to write a checkpoint; every rank must call it. Raises SaveFailed after telling the user."""
+        """Let what was copied be written; every rank must call it. Raises SaveFailed after telling the user."""
         training = self._config.training
-        with suppress(SaveFailed):  # of the one before: the user knows, and another is about to be made
-            self.settle()
         order = Order(
             keep=training.save_total_limit,
             protect=(position.best_step,) if training.best_checkpoint else (),
@@ -108,8 +117,10 @@ class Course:
             after_publishing=self._is_under_way,
         )
         with self._told():
-            self._saves.begin(engine, position.to_dict() | more | {"run": self._identity_of_run()}, snapshot, order)
+            state = position.to_dict() | more | {"run": self._identity_of_run()}
+            self._saves.begin(engine, state, write_weights, order)
 
+    @phase("save")
     def settle(self) -> None:
         """Wait until the checkpoint that is being written is whole; every rank must call it.
 

@@ -5,10 +5,11 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trainer.checkpoint.background import SaveFailed
+from trainer.checkpoint.position import Position
 from trainer.config import TrainingSection
 from trainer.engine.protocol import Engine
 from trainer.memory.oom_recovery import Recovery
@@ -31,39 +32,6 @@ from trainer.task import BatchSource, StepLoss
 NONFINITE_IN_A_ROW = 10
 
 
-@dataclass
-class Position:
-    """Where a run stands; all of it is in a checkpoint."""
-
-    step: int = 0
-    epoch: int = 0
-    offset: int = 0
-    """Samples of the epoch that were used, over all ranks."""
-    tokens: int = 0
-    target_tokens: int = 0
-    last_evaluation: float | None = None
-    evaluated_at: int = -1
-    """Step of the last evaluation."""
-    best_loss: float = math.inf
-    best_step: int = 0
-    worse_in_a_row: int = 0
-    nonfinite_in_a_row: int = 0
-    nonfinite_steps: int = 0
-    """All that changed no weight, or had a loss that was not finite."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON."""
-        return asdict(self) | {"best_loss": None if math.isinf(self.best_loss) else self.best_loss}
-
-    @classmethod
-    def from_dict(cls, state: dict[str, Any]) -> "Position":
-        """The inverse of `to_dict`; other keys are ignored."""
-        known = {key: state[key] for key in cls.__dataclass_fields__ if key in state}
-        if known.get("best_loss") is None:
-            known["best_loss"] = math.inf
-        return cls(**known)
-
-
 class Reporter(Protocol):
     """Where numbers go; rank 0 has a real one."""
 
@@ -83,8 +51,12 @@ class Parts:
     reporter: Reporter | None
     stop: StopRequest
     evaluate: Callable[[], tuple[float, int]] | None
+    copy_for_save: Callable[[], None]
+    """Copies what a checkpoint holds, behind the step that the device is in."""
     save: Callable[[Position], None]
-    """Begins to write a checkpoint."""
+    """Begins to write what was copied."""
+    hold_changes: Callable[[], None]
+    """Before an update: what is being copied is copied first."""
     settle_save: Callable[[], None]
     """Waits until it is whole."""
     recovery: Recovery
@@ -186,11 +158,15 @@ class Loop:
             steering=parts.steering,
             stop=bool(parts.stop),
             save=self._wants_save(),
-            before_update=self._settle,
+            before_update=self._before_update,
             recovery=parts.recovery,
             stragglers=parts.stragglers,
         )
         return launched, consumed
+
+    def _before_update(self) -> None:
+        self._settle()
+        self._parts.hold_changes()
 
     def _wants_save(self) -> bool:
         """Rank 0's clock decides; the others learn it from the numbers of the step."""
@@ -308,13 +284,18 @@ class Loop:
             self._save()
 
     def _save(self, *, at_the_end: bool = False) -> None:
-        """A disk that is full ends no training: the run has said so, and the next save tries again."""
+        """A disk that is full ends no training: the run has said so, and the next save tries again.
+
+        All that can be is asked for before the numbers of the step are waited for: from then on the device is idle.
+        """
         self._save_asked = False
         if self._saved_at == self.position.step:
             return
-        self._settle()
-        self._before = None
         started = time.perf_counter()
+        self._parts.copy_for_save()
+        waiting = time.perf_counter()
+        self._settle()
+        self._before, started = None, started + time.perf_counter() - waiting
         try:
             self._parts.save(self.position)
         except SaveFailed:

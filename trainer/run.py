@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from trainer.build import build_model, patches_wanted
+from trainer.checkpoint.position import Position
 from trainer.config import LoadedConfig, RunConfig, collective_timeout, engine_zero
 from trainer.contract.folder_lock import FolderLock
 from trainer.course import Course
@@ -24,7 +25,7 @@ from trainer.engine.protocol import Engine
 from trainer.evaluation import Evaluation, Measurement
 from trainer.joining import join
 from trainer.language import LanguageTask
-from trainer.loop import Loop, Parts, Position, report_evaluation
+from trainer.loop import Loop, Parts, report_evaluation
 from trainer.memory.oom_recovery import Recovery
 from trainer.memory.preflight import MemoryPlan, peak_over_ranks, record_memory
 from trainer.model.adapter import GradientCheck
@@ -234,7 +235,7 @@ class Run:
         return steering
 
     def _parts(self, engine: Engine, total_steps: int) -> Parts:
-        experts = self._expert_load(engine)
+        experts = ExpertLoad.of(engine.module, compiled=self.config.training.torch_compile)
         graphs = self._graphed_loss(engine, mixture=experts is not None)
         let_go = graphs.drop if graphs is not None else None
         common = (self.config, self.ranks, engine, self.batches, self.task.small_pass, self.say)
@@ -250,8 +251,10 @@ class Run:
             reporter=self.metrics,
             stop=self.stop,
             evaluate=self.evaluation.loss if self.evaluation.has_data else None,
+            copy_for_save=lambda: self._copy_for_save(engine),
             save=lambda position: self._save_checkpoint(engine, position),
-            settle_save=self._settle_save,
+            hold_changes=self.course.hold_changes,
+            settle_save=self.course.settle,
             recovery=self.recovery,
             steering=self.steering,
             gradient_check=GradientCheck(engine.module, finite=self.precision != "fp16"),
@@ -289,9 +292,10 @@ class Run:
             self.steering.play_back(graphs.term)
         return graphs
 
-    def _expert_load(self, engine: Engine) -> ExpertLoad | None:
-        compiled = self.config.training.torch_compile
-        return ExpertLoad.of(engine.module, compiled=compiled)
+    @phase("save")
+    def _copy_for_save(self, engine: Engine) -> None:
+        if self.measurement is None:
+            self.folder.copy_checkpoint(engine)
 
     @phase("save")
     def _save_checkpoint(self, engine: Engine, position: Position) -> None:
@@ -304,10 +308,6 @@ class Run:
             state["scu"] = self.steering.state_dict()
             self.folder.save_steering(self.steering)
         self.folder.save_checkpoint(engine, position, state, must_have_moved=self._must_have_moved())
-
-    @phase("save")
-    def _settle_save(self) -> None:
-        self.course.settle()
 
     @phase("save")
     def _save_result(self, engine: Engine) -> None:

@@ -18,6 +18,7 @@ from trainer.checkpoint.adapter_files import record_checksums
 from trainer.checkpoint.adapter_form import AdapterForm
 from trainer.checkpoint.background import SaveFailed, WriteWeights
 from trainer.checkpoint.host_copies import HostCopies
+from trainer.checkpoint.position import Position
 from trainer.checkpoint.run_record import RESULT, make_way, note_written, place_result, write_run_record
 from trainer.checkpoint.weights import gathered, save_adapter, save_full_model, write_adapter, write_full_model
 from trainer.config import RunConfig
@@ -26,7 +27,6 @@ from trainer.contract.full_disk import disk_errors_into
 from trainer.course import Course
 from trainer.engine.flat_adapter import trained_parameters
 from trainer.engine.protocol import Engine
-from trainer.loop import Position
 from trainer.model.adapter import changes_base_weights, save_initial_adapter
 from trainer.monitor.metrics import Metrics
 from trainer.monitor.report.model_card import CARD, is_own_card
@@ -54,6 +54,7 @@ class RunFolder:
         self._console, self._course, self._lock = console, course, lock
         self._metrics: Metrics | None = None
         self._form: AdapterForm | None = None
+        self._copied: dict[str, torch.Tensor] = {}
 
     def check(self) -> None:
         """Raise FolderLost if another run has the folder by now: called before anything is written there."""
@@ -122,10 +123,19 @@ class RunFolder:
         if training.save_steps or training.save_minutes:
             self._course.prepare_saves(engine, lambda: self._adapter_form(engine))
 
+    def copy_checkpoint(self, engine: Engine) -> None:
+        """Copy engine and weights, behind the step that the device is in; every rank must call it."""
+        only_trained = self._config.adapter != "none"
+
+        def weights(copies: HostCopies) -> None:
+            self._copied = gathered(engine.module, only_trained=only_trained, copy=copies.copy)
+
+        self._course.copy(engine, weights)
+
     def save_checkpoint(
         self, engine: Engine, position: Position, state: dict[str, Any], *, must_have_moved: bool
     ) -> None:
-        """Let engine, position, `state` and weights be written while training goes on; every rank must call it.
+        """Let what was copied, position and `state` be written while training goes on; every rank must call it.
 
         `must_have_moved`: a learning rate was above zero by now. Raises SaveFailed, of which the user has been told.
         """
@@ -133,11 +143,8 @@ class RunFolder:
             self.check()
             name = f"checkpoint-{position.step}"
             note_written(self.path, [name, f".writing-{name}"])
-
-        def snapshot(copies: HostCopies) -> WriteWeights:
-            return self._snapshot(engine, copies, must_have_moved)
-
-        self._course.save(engine, position, state, snapshot, self.check)
+        write_weights = self._writer(engine, self._copied, must_have_moved)
+        self._course.save(engine, position, state, write_weights, self.check)
 
     def save_result(self, engine: Engine, *, must_have_moved: bool) -> None:
         """What training ends with, written beside and moved into the folder when it is whole; every rank must call it.
@@ -190,10 +197,9 @@ class RunFolder:
             self._form = AdapterForm.of(engine.module, [name for name, _ in trained_parameters(engine.module)])
         return self._form
 
-    def _snapshot(self, engine: Engine, copies: HostCopies, must_have_moved: bool) -> WriteWeights:
-        """The weights of now, copied; what writes them, with what they need beside them."""
+    def _writer(self, engine: Engine, weights: dict[str, torch.Tensor], must_have_moved: bool) -> WriteWeights:
+        """What writes copied weights, with what they need beside them."""
         model, whole = engine.module, self._config.adapter == "none"
-        weights = gathered(model, only_trained=not whole, copy=copies.copy)
         save_beside = self._task.files_beside() if self._ranks.is_main else None
         initial = self.path / INITIAL_ADAPTER if changes_base_weights(self._config.lora) else None
 

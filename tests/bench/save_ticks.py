@@ -19,7 +19,7 @@ import torch
 
 from tests.engine import adapted_engine_of, one_rank
 from trainer.checkpoint.adapter_form import AdapterForm
-from trainer.checkpoint.background import Order, Saves, WriteWeights
+from trainer.checkpoint.background import Order, Saves
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.weights import gathered, write_adapter
 from trainer.config import LoraSection
@@ -82,13 +82,18 @@ def main() -> None:
         saves.prepare(engine, lambda: forms.append(AdapterForm.of(engine.module, gathered(engine.module))))
         time.sleep(2.0)  # steps, in a run
 
-        def snapshot(copies: HostCopies) -> WriteWeights:
-            weights = gathered(engine.module, copy=copies.copy)
-            return lambda folder: write_adapter(forms[0], weights, folder, must_have_moved=False)
+        weights: dict[str, torch.Tensor] = {}
+
+        def copied(copies: HostCopies) -> None:
+            weights.update(gathered(engine.module, copy=copies.copy))
+
+        def write(folder: Path) -> None:
+            write_adapter(forms[0], weights, folder, must_have_moved=False)
 
         for step in range(1, arguments.saves + 1):
             begun = time.perf_counter()
-            saves.begin(engine, {"step": step}, snapshot, order)
+            saves.copy(engine, copied)
+            saves.begin(engine, {"step": step}, write, order)
             in_begin = time.perf_counter() - begun
             waited, longest = waited_until(run_dir / f"checkpoint-{step}")
             saves.finish()

@@ -1,9 +1,10 @@
 """Checkpoints written while training goes on: copied to host memory in passing, written by a thread of every rank.
 
-The training waits for two things only. `begin` gathers what a partitioned model has to gather and asks for the copies;
-`finish`, called before the next save and at the end, has the ranks tell each other how their writing went. In between
-each rank writes its files, flushes them and leaves a mark beside them; when rank 0 has seen all marks it seals the
-folder and gives it its name. Until then the older checkpoints are as they were, whoever is killed.
+`copy` gathers what a partitioned model has to gather and asks for the copies while the device is still in the step;
+`begin`, once the numbers of the step are known, has them written; `finish`, called before the next `copy` and at the
+end, has the ranks tell each other how their writing went. In between each rank writes its files, flushes them and
+leaves a mark beside them; when rank 0 has seen all marks it seals the folder and gives it its name. Until then the
+older checkpoints are as they were, whoever is killed.
 """
 
 import os
@@ -28,8 +29,7 @@ from trainer.ranks.progress import phase
 
 LOOK_EVERY_S = 0.05
 WriteWeights = Callable[[Path], None]
-Snapshot = Callable[[HostCopies], WriteWeights]
-"""Copies the weights, on every rank; what writes them later, on rank 0 alone."""
+"""Writes copied weights, on rank 0 alone."""
 
 
 class SaveFailed(UserError):
@@ -60,6 +60,7 @@ class Saves:
     def __init__(self, run_dir: Path, ranks: Ranks) -> None:
         self._run_dir, self._ranks = run_dir, ranks
         self._copies = HostCopies()
+        self._copied: RankState | None = None
         self._current: _Save | None = None
         self._preparing: threading.Thread | None = None
         self._has_memory = threading.Event()
@@ -78,14 +79,30 @@ class Saves:
                 self._has_memory.set()
             also()
 
-    def begin(self, engine: Engine, position: dict[str, Any], snapshot: Snapshot, order: Order) -> None:
-        """Copy what `checkpoint-<position["step"]>` holds and let it be written; every rank must call it.
+    def copy(self, engine: Engine, weights: Callable[[HostCopies], object]) -> None:
+        """Ask for copies of the engine's state, and of what `weights` copies; every rank must call it.
 
-        The one before must be finished. Raises SaveFailed, on every rank, if its folder cannot be made.
+        They are of when the device has done what it was given until now. The save before must be finished.
         """
         assert self._current is None, "the save before was not finished"
         if self._preparing is not None:
             self._has_memory.wait()
+        self._copied = RankState.of(engine, self._ranks, self._copies)
+        with phase("gather"):
+            weights(self._copies)
+        self._copies.begun()
+
+    def hold_changes(self) -> None:
+        """Before what is copied is changed by the next update: have the device wait for the copies, not the host."""
+        self._copies.hold_changes()
+
+    def begin(self, engine: Engine, position: dict[str, Any], write_copied: WriteWeights, order: Order) -> None:
+        """Let what was copied be written as `checkpoint-<position["step"]>`; every rank must call it.
+
+        Raises SaveFailed, on every rank, if its folder cannot be made.
+        """
+        assert self._copied is not None, "nothing was copied"
+        own, self._copied = self._copied.at(position, engine, self._ranks), None
         final = self._run_dir / f"checkpoint-{position['step']}"
         folder = self._run_dir / f".writing-{final.name}"
         failures: list[str] = []
@@ -94,10 +111,6 @@ class Saves:
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True)
         self._agree(_Report(failures), folder)
-        own = RankState.of(engine, self._ranks, position, self._copies)
-        with phase("gather"):
-            write_copied = snapshot(self._copies)
-        self._copies.begun()
 
         def write_weights(folder: Path) -> None:
             if self._preparing is not None:

@@ -14,7 +14,7 @@ Frozen weights are not in it. How it is written while training goes on: trainer/
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,26 +52,32 @@ class RankState:
     """Of `state.json`, which rank 0 writes."""
 
     @classmethod
-    def of(cls, engine: Engine, ranks: Ranks, position: dict[str, Any], copies: HostCopies) -> "RankState":
-        """The engine's state now; `copies` are valid once they have been waited for. No rank waits for another."""
+    def of(cls, engine: Engine, ranks: Ranks, copies: HostCopies) -> "RankState":
+        """The engine's state behind what the device has been given, but for `state`; nothing is waited for.
+
+        `copies` are valid once they have been waited for.
+        """
         engine_state = EngineState(engine)
-        steps = engine_state.steps_taken()  # read from the device, so before it has copies to make
         pieces = engine_state.pieces()
         if pieces is not None:
             tensors = {name: copies.copy(name, tensor) for name, tensor in pieces.tensors.items()}
             pieces = Pieces(tensors, pieces.shards, pieces.shapes, pieces.offsets, pieces.layout)
         raw = {f"moments/{name}": value for name, value in engine_state.raw().items()}
         own = {name: copies.copy(name, value) for name, value in (_random_states() | raw).items()}
+        return cls(ranks.rank, pieces, own, {"python_rng": json.dumps(random.getstate())}, {})
+
+    def at(self, position: dict[str, Any], engine: Engine, ranks: Ranks) -> "RankState":
+        """The same with `state`, once the device has made what was copied."""
         state = {
             "format": FORMAT,
             **position,
-            "optimizer_steps": steps,
+            "optimizer_steps": EngineState(engine).steps_taken(),
             "world_size": ranks.world_size,
             "zero_stage": engine.zero_optimization_stage(),
             "loss_scale": _loss_scale(engine),
             "skipped_steps": engine.skipped_steps,
         }
-        return cls(ranks.rank, pieces, own, {"python_rng": json.dumps(random.getstate())}, state)
+        return replace(self, state=state)
 
     def write(self, folder: Path) -> list[Path]:
         """This rank's files; returns them."""

@@ -1,6 +1,7 @@
 """Copies of tensors in host memory that the device makes in passing, for a thread to write while training goes on."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -15,14 +16,16 @@ Size = tuple[int, torch.device]
 class HostCopies:
     """Buffers by name, page-locked for what is on a GPU; the copies of one save are valid until those of the next.
 
-    A copy from a GPU stands in its stream like any kernel: what changes the tensor later in that stream does not reach
-    it, and the host does not wait.
+    A copy from a GPU stands in a stream of its own behind what was queued before it, so that neither the host nor the
+    next forward and backward pass waits. What changes the tensors has to stand behind `hold_changes`.
     """
 
     def __init__(self) -> None:
         self._blocks: list[_Block] = []
         self._buffers: dict[str, torch.Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
+        self._is_held = True
 
     def reserve(self, tensors: Sequence[Size]) -> None:
         """Allocate what copies of these will take, which is tenths of a second where it is page-locked.
@@ -44,18 +47,38 @@ class HostCopies:
         buffer = self._buffer(name, tensor)
         if buffer is None:
             return tensor.to("cpu", copy=True).contiguous()
-        return buffer.copy_(tensor.contiguous(), non_blocking=True)
+        tensor = tensor.contiguous()
+        with self._behind(tensor):
+            return buffer.copy_(tensor, non_blocking=True)
 
     def begun(self) -> None:
         """Mark that all copies of a save have been queued."""
-        if any(block.device.type == "cuda" for block in self._blocks):
-            self._event = torch.cuda.Event()
-            self._event.record()
+        if self._stream is not None:
+            # The thread that waits for it must not keep a core busy, or the lock of CUDA's library.
+            self._event = torch.cuda.Event(blocking=True)
+            self._event.record(self._stream)
+            self._is_held = False
+
+    def hold_changes(self) -> None:
+        """Have what is queued after this wait until the copies are made; the host does not wait."""
+        if self._event is not None and not self._is_held:
+            torch.cuda.current_stream(self._event.device).wait_event(self._event)
+            self._is_held = True
 
     def wait(self) -> None:
         """Block until the values are there; called by the thread that reads them."""
         if self._event is not None:
             self._event.synchronize()
+
+    def _behind(self, tensor: torch.Tensor) -> "torch.cuda.StreamContext | nullcontext[None]":
+        """The stream of copies, behind what makes this tensor; its memory is not given away before it was copied."""
+        if tensor.device.type != "cuda":
+            return nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(tensor.device)
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        tensor.record_stream(self._stream)
+        return torch.cuda.stream(self._stream)
 
     def _buffer(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """The buffer of that name; None where too much memory would be kept."""

@@ -1,0 +1,38 @@
+"""Where a run stands in its data and its evaluations."""
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass
+class Position:
+    """Where a run stands; all of it is in a checkpoint."""
+
+    step: int = 0
+    epoch: int = 0
+    offset: int = 0
+    """Samples of the epoch that were used, over all ranks."""
+    tokens: int = 0
+    target_tokens: int = 0
+    last_evaluation: float | None = None
+    evaluated_at: int = -1
+    """Step of the last evaluation."""
+    best_loss: float = math.inf
+    best_step: int = 0
+    worse_in_a_row: int = 0
+    nonfinite_in_a_row: int = 0
+    nonfinite_steps: int = 0
+    """All that changed no weight, or had a loss that was not finite."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers for JSON."""
+        return asdict(self) | {"best_loss": None if math.isinf(self.best_loss) else self.best_loss}
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> "Position":
+        """The inverse of `to_dict`; other keys are ignored."""
+        known = {key: state[key] for key in cls.__dataclass_fields__ if key in state}
+        if known.get("best_loss") is None:
+            known["best_loss"] = math.inf
+        return cls(**known)
