@@ -55,8 +55,9 @@ def table(run: Path, saves: int) -> list[str]:
     records = {int(line["step"]): line for line in lines if "train/loss" in line}
     at = {step: record["time"] for step, record in records.items()}
     last = saves * EVERY + 4
-    # Steps that no save is near: what one costs is what it adds to these.
-    usual = [at[step] - at[step - 1] for step in range(5, last) if (step - 1) % EVERY > AFTER or step < EVERY]
+    # Steps that no save is near: what one costs is what it adds to these. The record of a step that ends in a save is
+    # written before the next step runs, half a step earlier than the others: its time is the save's.
+    usual = [at[step] - at[step - 1] for step in range(5, last) if (step - 1) % EVERY > AFTER and step % EVERY]
     step_s, costs = statistics.mean(usual), []
     rows = [f"mean step {step_s * 1e3:8.1f} ms"]
     for save in range(EVERY, last, EVERY):

@@ -82,7 +82,8 @@ def experts(capability: Capability) -> Checks:
         yield partial(of.test_pairs_of_no_expert_give_nothing, patch)
         yield partial(of.test_sorting, 1000, 3, 1024)
         yield from (partial(of.test_packed_weights_are_dequantised_to_the_bit, dtype) for dtype in TYPES)
-        yield partial(of.test_packed_weights_give_what_dense_ones_do, patch)
+        for dtype in HALVES:
+            yield from (partial(of.check_packed, storage, dtype, patch) for storage in ("nf4", "nested", "mxfp4"))
 
 
 def eight_bit(capability: Capability) -> Checks:

@@ -85,7 +85,7 @@ def test_rows_alone(routing, dtype):
     N = index.numel()
 
     def normal(*shape):
-        return torch.randn(shape, generator=generator).to(dtype).cuda()
+        return (torch.randn(shape, generator=generator) / 5).to(dtype).cuda()  # sums that fp16 holds
 
     order, ends = run.expert_sort(index.cuda(), E)
     assert all(map(torch.equal, (order.cpu(), ends.cpu()), experts_plain.sort_rows(index, E)))

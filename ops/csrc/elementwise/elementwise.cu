@@ -8,10 +8,20 @@ namespace {
 
 constexpr int kThreads = 256, kUnroll = 2;
 
-template <typename T> __device__ __forceinline__ float sigmoid(float v) {
-  // The fast forms are good to 2^-21: far below the rounding of 16-bit types, and the kernel stays bound by memory.
-  if constexpr (sizeof(T) == 4) return 1.f / (1.f + expf(-v));
-  else return __fdividef(1.f, 1.f + __expf(-v));
+// 1 / (1 + exp(-v)), and 1 less that.
+struct Sigmoid {
+  float value, rest;
+};
+template <typename T> __device__ __forceinline__ Sigmoid sigmoid(float v) {
+  if constexpr (sizeof(T) == 4) {
+    // Subtracting from 1 would leave 2^-25 of noise, which the slope of GELU multiplies by v^3.
+    const float e = expf(-fabsf(v)), large = 1.f / (1.f + e), small = e * large;
+    return v < 0.f ? Sigmoid{small, large} : Sigmoid{large, small};
+  } else {
+    // The fast forms are good to 2^-21: far below the rounding of 16-bit types, and the kernel stays bound by memory.
+    const float s = __fdividef(1.f, 1.f + __expf(-v));
+    return {s, 1.f - s};
+  }
 }
 
 // f(v) and, where it is wanted, its slope.
@@ -20,13 +30,13 @@ struct Value {
 };
 template <typename T, Activation kActivation> __device__ __forceinline__ Value activated(float v) {
   if constexpr (kActivation == Activation::silu) {
-    const float s = sigmoid<T>(v);
-    return {v * s, s * (1.f + v * (1.f - s))};
+    const auto [s, rest] = sigmoid<T>(v);
+    return {v * s, s * (1.f + v * rest)};
   }
   // (1 + tanh(z)) / 2 is sigmoid(2 z).
   constexpr float kTwice = 1.5957691216057308f, kCube = 0.044715f;
-  const float s = sigmoid<T>(kTwice * v * (1.f + kCube * v * v));
-  return {v * s, s * (1.f + v * (1.f - s) * kTwice * (1.f + 3.f * kCube * v * v))};
+  const auto [s, rest] = sigmoid<T>(kTwice * v * (1.f + kCube * v * v));
+  return {v * s, s * (1.f + v * rest * kTwice * (1.f + 3.f * kCube * v * v))};
 }
 
 // A block takes kThreads * kUnroll vectors of one row, of which there are `chunks` such pieces.
