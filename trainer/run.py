@@ -43,8 +43,8 @@ from trainer.ranks.signals import StopRequest
 from trainer.ranks.start_times import StartTimes
 from trainer.ranks.stragglers import StragglerWatch
 from trainer.run_folder import RunFolder
-from trainer.scu.begin import begin_steering
 from trainer.scu.controller import Steering
+from trainer.scu.in_a_run import begin_steering, fit_to_target
 from trainer.step import evaluate_loss
 from trainer.task import BatchSource, StepLoss, Task
 
@@ -133,8 +133,10 @@ class Run:
         after = None
         if not self.stop:
             self.course.return_to_best(engine, position)
+            if (factor := fit_to_target(self.steering, engine.module, self.say)) != 1.0:
+                position.evaluated_at = -1  # what was measured before is another adapter's
             after = self._evaluate_and_sample(position, "after")
-            self._save_result(engine)
+            self._save_result(engine, factor)
             if self.measurement is not None:
                 self.measurement.at_the_end(engine)
         self.stop.saved = True
@@ -310,8 +312,8 @@ class Run:
         self.folder.save_checkpoint(engine, position, state, must_have_moved=self._must_have_moved())
 
     @phase("save")
-    def _save_result(self, engine: Engine) -> None:
-        self.folder.save_result(engine, must_have_moved=self._must_have_moved())
+    def _save_result(self, engine: Engine, factor: float) -> None:
+        self.folder.save_result(engine, must_have_moved=self._must_have_moved(), factor=factor)
 
     def _must_have_moved(self) -> bool:
         """The first steps of a warm-up have a learning rate of zero."""

@@ -146,9 +146,10 @@ class RunFolder:
         write_weights = self._writer(engine, self._copied, must_have_moved)
         self._course.save(engine, position, state, write_weights, self.check)
 
-    def save_result(self, engine: Engine, *, must_have_moved: bool) -> None:
+    def save_result(self, engine: Engine, *, must_have_moved: bool, factor: float = 1.0) -> None:
         """What training ends with, written beside and moved into the folder when it is whole; every rank must call it.
 
+        `factor` of the adapter's update is written.
         Raises SaveFailed.
         """
         result = self.path / RESULT
@@ -158,7 +159,7 @@ class RunFolder:
                 self.check()
                 shutil.rmtree(result, ignore_errors=True)
                 result.mkdir()
-            self._save_weights(engine, result, must_have_moved)
+            self._save_weights(engine, result, must_have_moved, factor)
             if self._ranks.is_main:
                 self.check()
                 self._write_card(result)
@@ -180,14 +181,22 @@ class RunFolder:
         for line in end_summary(self.path, self._config, page, before, after):
             self._say(line)
 
-    def _save_weights(self, engine: Engine, folder: Path, must_have_moved: bool) -> None:
+    def _save_weights(self, engine: Engine, folder: Path, must_have_moved: bool, factor: float) -> None:
         model, is_main = engine.module, self._ranks.is_main
         if self._config.adapter == "none":
             save_full_model(model, folder, is_main=is_main)
         else:
             initial = self.path / INITIAL_ADAPTER if changes_base_weights(self._config.lora) else None
             form = self._adapter_form(engine) if is_main else None
-            save_adapter(model, folder, is_main=is_main, must_have_moved=must_have_moved, initial=initial, form=form)
+            save_adapter(
+                model,
+                folder,
+                is_main=is_main,
+                must_have_moved=must_have_moved,
+                initial=initial,
+                form=form,
+                factor=factor,
+            )
         if is_main:
             self._task.files_beside()(folder)
 

@@ -315,7 +315,7 @@ class Loop:
         torch.manual_seed(3)
         lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
         self.model: Any = get_peft_model(LlamaForCausalLM(TINY), lora)
-        divergence = Divergence(engine_of(self.model), TokenLoss(self.model), reference(), drawn=True)
+        divergence = Divergence(engine_of(self.model), TokenLoss(self.model), reference(), drawn=documents())
         section = ScuSection(**({"enabled": True, "measure": "kl", "target": 0.05, "deadband": 0.0} | settings))
         self.steering = Steering(
             section, self.model, target_tokens=None, total_steps=10, base_parameters=1, divergence=divergence

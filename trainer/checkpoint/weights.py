@@ -24,9 +24,15 @@ def save_adapter(
     must_have_moved: bool,
     initial: Path | None = None,
     form: AdapterForm | None = None,
+    factor: float = 1.0,
 ) -> None:
-    """Write the adapter in PEFT's format, read it back, and compare. Every rank must call it; rank 0 writes."""
+    """Write the adapter in PEFT's format, read it back, and compare. Every rank must call it; rank 0 writes.
+
+    `factor` of its update is written: W + factor s B A.
+    """
     trained = gathered(model)
+    if factor != 1.0:
+        trained |= {name: value * factor for name, value in trained.items() if "lora_B" in name}
     if is_main:
         form = form or AdapterForm.of(model, trained)
         write_adapter(form, trained, folder, must_have_moved=must_have_moved, initial=initial)

@@ -32,13 +32,14 @@ from trainer.checkpoint.finished_run import (
     saved_tokenizer,
 )
 from trainer.commands.image_adapter import refuse_images
-from trainer.commands.scale import AUTO, SCALES, best_scale, chosen_on_the_other_half, scale_of, scaled_adapter
+from trainer.commands.scale import AUTO, SCALES, best_scale, chosen_on_the_other_half, scale_of
 from trainer.config import CommandParser, DatasetSection, SourceSection, UserError
 from trainer.config.command_parser import from_one
 from trainer.contract.output_file import check_result_file
 from trainer.data import Sample, Samples, prepare_data
 from trainer.data.batches import MicroBatch, collate
 from trainer.engine.deepspeed_engine import resolve_precision
+from trainer.model.adapter_scale import scaled_adapter
 from trainer.model.base import context_length, load_model_config
 from trainer.patches.loss_head import TokenLoss
 

@@ -30,10 +30,11 @@ from trainer.commands.evaluate import evaluate, held_out_documents
 from trainer.commands.image_adapter import is_of_images, merge_images
 from trainer.commands.integers import InIntegers
 from trainer.commands.requantised import in_mxfp4_again
-from trainer.commands.scale import AUTO, scale_adapter, scale_of
+from trainer.commands.scale import AUTO, scale_of
 from trainer.commands.whole_output import check_output, put_in_place, writing
 from trainer.config import CommandParser, UserError
 from trainer.engine.deepspeed_engine import DTYPES
+from trainer.model.adapter_scale import scale_adapter
 from trainer.model.base import load_base_model, load_model_config
 from trainer.model.integer_weights import BITS, Integers
 from trainer.model.model_kind import is_mxfp4

@@ -1,4 +1,4 @@
-"""How strongly a finished adapter counts: W + c s B A for a factor c, which held-out text can choose.
+"""How strongly a finished adapter is to count (trainer/model/adapter_scale.py), which held-out text can choose.
 
 An adapter that was trained too long says too much with the same words: a part of its update is often better than all
 of it (docs/lab/scu.md has measurements).
@@ -6,9 +6,6 @@ of it (docs/lab/scu.md has measurements).
 
 import argparse
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,31 +13,6 @@ from numpy.typing import NDArray
 SCALES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """What `auto` chooses from."""
 AUTO = "auto"
-
-
-@contextmanager
-def scaled_adapter(model: Any, factor: float) -> Iterator[None]:
-    """The PEFT model with `factor` of its adapter's update."""
-    trained = [(scaling, dict(scaling)) for scaling in _scalings(model)]
-    scale_adapter(model, factor)
-    try:
-        yield
-    finally:
-        for scaling, values in trained:
-            scaling.update(values)
-
-
-def scale_adapter(model: Any, factor: float) -> None:
-    """Let the update of every LoRA layer count `factor` times what it does."""
-    for scaling in _scalings(model):
-        for name in scaling:
-            scaling[name] *= factor
-
-
-def _scalings(model: Any) -> list[dict[str, float]]:
-    from peft.tuners.lora import LoraLayer
-
-    return [module.scaling for module in model.modules() if isinstance(module, LoraLayer)]
 
 
 def best_scale(losses_FD: NDArray[np.float64]) -> int:

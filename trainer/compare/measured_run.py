@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from trainer.checkpoint.run_record import note_written
 from trainer.commands.evaluate import row_losses
-from trainer.commands.scale import SCALES, scaled_adapter
+from trainer.commands.scale import SCALES
 from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, load_config
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.whole_files import write_json
@@ -27,6 +27,7 @@ from trainer.data.reference_text import reference_samples
 from trainer.engine.protocol import Engine
 from trainer.evaluation import Measurement
 from trainer.model.adapter import changes_base_weights
+from trainer.model.adapter_scale import scaled_adapter
 from trainer.monitor.console import open_console
 from trainer.monitor.metrics import read_metrics
 from trainer.patches.loss_head import TokenLoss, adapter_off

@@ -71,6 +71,9 @@ class ScuSection(Section):
     reference_cache: Literal["auto"] | bool = "auto"
     """`kl`: keep the base's last hidden states of the reference text on the host, so that no step makes a forward pass
     of the base. `auto`: where they take at most 1 GiB a rank and the run comes to each text twice or more."""
+    scale_to_target: bool = True
+    """`kl` with `pi`: keep an eighth of the reference texts apart, 64 at most, and where K is over the target on them
+    when training ends, save only as large a part of the adapter's update as is within it. Of 64 texts and more."""
     every: PositiveInt = 1
     """Optimizer steps between updates of lambda."""
     tokens: Annotated[int, Field(ge=1, le=10**16)] | None = None

@@ -7,6 +7,7 @@ with the very same.
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from trainer.engine.protocol import Engine
 from trainer.patches.loss_head import TokenLoss, adapter_off
 from trainer.ranks.group import Ranks
 from trainer.scu.divergence import REFERENCE_FILE, BaseStates, Divergence, Reference
+from trainer.scu.fit import FEWEST, keep_apart
 
 SAMPLES, LENGTH, AT_A_TIME, SHORTEST = 512, 128, 64, 8
 MOST_STATES = 2**30
@@ -49,13 +51,15 @@ def divergence_of(
     documents: Samples | list[Sample] | None = prepared.reference
     if documents is None:
         documents = base_samples(engine, prepared.tokenizer, config, resumes=resumes, ranks=ranks)
-    texts = [documents[index] for index in range(len(documents))]
+    everything = [documents[index] for index in range(len(documents))]
+    fits = scu.controller == "pi" and scu.scale_to_target
+    texts, apart = keep_apart(everything) if fits else (everything, [])
     theirs = sum(len(text.input_ids) for text in texts) / len(texts)
     stats = prepared.data.stats
     ours = stats.tokens / len(prepared.data.train) if isinstance(prepared.data.train, Samples) else theirs
     wanted = scu.reference_share * training.batch_size * training.gradient_accumulation_steps
-    reference = Reference(
-        texts,
+    made_of = partial(
+        Reference,
         rows=min(max(1, round(wanted * ours / theirs)), max(1, len(texts) // ranks.world_size)),
         rank=ranks.rank,
         world_size=ranks.world_size,
@@ -64,15 +68,24 @@ def divergence_of(
         packed=config.dataset.packing,
         flat=flat,
     )
+    reference = made_of(texts)
     whose = "the base's own samples" if prepared.reference is None else escape(str(scu.reference))
     say(f"scu: {reference.rows} of {len(texts):,} reference texts a rank and step, {whose}")
+    if fits and not apart:
+        say(f"scu: too few reference texts to keep some apart, fewer than {FEWEST}: scu.scale_to_target does nothing")
     states = None
     if _pays(scu.reference_cache, size := _bytes_of_states(engine, texts), steps * reference.rows, len(texts)):
         states = BaseStates.compute(engine, token_loss, reference)
         kept = f"kept on the host, {size / 2**20:,.0f} MiB a rank: it makes no forward pass in a step"
         say(f"scu: the base's hidden states are {kept if states else 'not kept: this head needs whole logits'}")
     return Divergence(
-        engine, token_loss, reference, drawn=prepared.reference is None, base_states=states, packed=packed
+        engine,
+        token_loss,
+        reference,
+        drawn=everything if prepared.reference is None else (),
+        base_states=states,
+        packed=packed,
+        kept=made_of(apart) if apart else None,
     )
 
 

@@ -14,7 +14,7 @@ Evaluation never comes here. A fault raises ScuFault on every rank; nothing fall
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from trainer.contract.whole_files import write_json
 from trainer.ranks.group import sum_over_ranks
 from trainer.scu import law as scu
 from trainer.scu.divergence import Divergence
+from trainer.scu.fit import Fit
 from trainer.scu.information import AdapterInformation, data_bpt
 from trainer.scu.law_settings import as_the_law_allows, information_of, law_of
 
@@ -83,6 +84,8 @@ class Steering:
         self.law = law_of(section, total_steps=total_steps, base_parameters=base_parameters)
         self.state = scu.initial(self.law)
         self.records: list[dict[str, Any]] = []
+        self.fitted: Fit | None = None
+        """Set at the end of a run whose target the adapter was scaled to."""
         self._pending: _Pending | None = None
         self._measured: Tensor | None = None
         self._squares = self.information.squares if self.information is not None else None
@@ -297,6 +300,8 @@ class Steering:
             "tokens": self.tokens,
             "total_updates": self.law.total_updates,
         }
+        if self.fitted is not None:
+            config["fitted"] = asdict(self.fitted)
         if self.divergence is None:
             config["gain_bound"] = scu.gain_bound(self.law.target)
         on_gpu = torch.cuda.is_available()

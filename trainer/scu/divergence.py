@@ -20,6 +20,7 @@ from trainer.data.batches import MicroBatch, collate, with_documents
 from trainer.data.samples import Sample
 from trainer.engine.protocol import Engine
 from trainer.patches.loss_head import TokenLoss, to_device
+from trainer.ranks.group import sum_over_ranks
 
 REFERENCE_FILE = "scu_reference.json"
 
@@ -102,15 +103,17 @@ class Divergence:
         token_loss: TokenLoss,
         reference: Reference,
         *,
-        drawn: bool = False,
+        drawn: Sequence[Sample] = (),
         base_states: BaseStates | None = None,
         packed: bool = False,
+        kept: Reference | None = None,
     ) -> None:
-        """`drawn`: the documents are the base's own samples, which a run that goes on needs again.
+        """`drawn`: all of the base's own samples, which a run that goes on needs again.
 
         With `base_states` the base makes no pass in a step. `packed`: `loss` may compute them with the training text.
+        `kept` are documents that no step sees.
         """
-        self.drawn, self._base_states, self.packed = drawn, base_states, packed
+        self.drawn, self._base_states, self.packed, self.kept = drawn, base_states, packed, kept
         self._engine, self._token_loss, self.reference = engine, token_loss, reference
         self._sum: Tensor | None = None
         self._of_pack: Tensor | None = None
@@ -157,7 +160,26 @@ class Divergence:
         """K of a step, bits a token, from the sum over the ranks. What rounding leaves below 0 is 0."""
         return max(0.0, sum_global / self.reference.tokens(step) / math.log(2.0))
 
+    def of_kept(self) -> float:
+        """K of the model as it is on the documents kept apart, bits a token, by forward passes over all of them.
+
+        Every rank must call it, and gets the number of rank 0.
+        """
+        kept, device = self.kept, self._engine.device
+        assert kept is not None, "no documents were kept apart"
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for begin in range(0, len(kept.documents), kept.rows):
+            batch = kept.batch(range(begin, min(begin + kept.rows, len(kept.documents))))
+            base_states = self._token_loss.of_base(self._engine, batch, device)
+            total += self._token_loss.divergence(
+                self._engine, batch, device, base_states=base_states, with_gradient=False
+            )
+        if self.reference.rank:
+            total.zero_()
+        tokens = sum(len(document.input_ids) - 1 for document in kept.documents)
+        return max(0.0, sum_over_ranks(total).item() / tokens / math.log(2.0))
+
     def write(self, run_dir: Path) -> None:
         """Keep documents that are nowhere else."""
         if self.drawn:
-            write_json(run_dir / REFERENCE_FILE, [document.input_ids for document in self.reference.documents])
+            write_json(run_dir / REFERENCE_FILE, [document.input_ids for document in self.drawn])

@@ -1,0 +1,71 @@
+"""`scu.scale_to_target`: texts that are kept apart, and the part of an update that is within the target."""
+
+import math
+from itertools import pairwise
+
+import pytest
+
+from tests.unit.test_divergence import CPU, Loop, engine_of, reference
+from trainer.patches.loss_head import TokenLoss
+from trainer.scu.fit import Fit, fit, keep_apart
+from trainer.scu.in_a_run import fit_to_target
+
+
+def test_a_part_of_the_update_that_is_within_the_target_is_found() -> None:
+    asked: list[float] = []
+
+    def kl_bits(factor: float) -> float:
+        asked.append(factor)
+        return 0.08 * factor**2
+
+    found = fit(kl_bits, 0.02, 64)
+    assert found.factor == pytest.approx(0.5, abs=1 / 256) and found.kl_bits_before == 0.08 and len(asked) == 9
+    assert found.kl_bits == 0.08 * found.factor**2 <= 0.02
+    assert fit(kl_bits, 0.08, 64) == Fit(1.0, 0.08, 0.08, 64)
+    assert "0.5" in found.line(0.02) and "within the target" in fit(kl_bits, 0.1, 64).line(0.1)
+
+
+def test_an_adapter_no_part_of_which_is_within_the_target_stays_as_it_is() -> None:
+    """DoRA's magnitudes are no part of what is scaled."""
+    found = fit(lambda factor: 1.0 + factor, 0.02, 8)
+    assert found.factor == 1.0 and found.kl_bits == 2.0 and "it stays as it is" in found.line(0.02)
+
+
+@pytest.mark.parametrize("count", [64, 65, 100, 512, 700, 5000])
+def test_texts_kept_apart_are_an_eighth_in_groups_of_neighbours(count: int) -> None:
+    texts, kept = keep_apart(range(count))
+    assert sorted([*texts, *kept]) == list(range(count))
+    assert len(kept) == min(64, count // 8 // 8 * 8)
+    starts = kept[::8]
+    assert kept == [start + place for start in starts for place in range(8)]
+    gaps = [start - before for before, start in pairwise(starts)]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_of_few_texts_none_is_kept_apart() -> None:
+    assert keep_apart(range(63)) == (list(range(63)), [])
+
+
+def test_k_of_the_texts_kept_apart_is_that_of_all_of_them_at_once_and_follows_the_factor() -> None:
+    loop = Loop(controller="none")
+    loop.run(1, 20)
+    divergence = loop.steering.divergence
+    assert divergence is not None
+    whole = reference()
+    divergence.kept = whole
+    token_loss, engine = TokenLoss(loop.model), engine_of(loop.model)
+    batch = whole.batch(range(len(whole.documents)))
+    base_states = token_loss.of_base(engine, batch, CPU)
+    at_once = token_loss.divergence(engine, batch, CPU, base_states=base_states, with_gradient=False)
+    tokens = sum(len(document.input_ids) - 1 for document in whole.documents)
+    assert divergence.of_kept() == pytest.approx(at_once.item() / tokens / math.log(2), rel=1e-5)
+    steering = Loop(target=divergence.of_kept() / 4).steering
+    steering.divergence = divergence
+    lines: list[str] = []
+    loop.model.train()
+    factor = fit_to_target(steering, loop.model, lines.append)
+    assert 0.3 < factor < 0.7 and loop.model.training and len(lines) == 1
+    assert divergence.of_kept() == pytest.approx(steering.law.target, rel=0.02)
+    assert steering.fitted is not None and divergence.of_kept() == pytest.approx(steering.fitted.kl_bits, rel=1e-5)
+    divergence.kept = None
+    assert fit_to_target(steering, loop.model, lines.append) == 1.0 and len(lines) == 1
