@@ -2,6 +2,7 @@
 # The experiments of docs/lab/scu.md on the GPUs of a machine, with SmolLM2's real weights.
 #   tests/bench/scu_experiment.sh trial     two runs side by side: does it work, how fast is a step
 #   tests/bench/scu_experiment.sh hold SEEDS      384 records: every controller; 64 records of another text
+#   tests/bench/scu_experiment.sh ramps SEEDS     384 records: linear and cosine to the best lambda, PI under a floor of the rate
 #   tests/bench/scu_experiment.sh kl SEEDS        what is forgotten: kl at three targets, none, the norm term, three rates
 # Runs are written as they end, seed after seed: what a limit cuts off leaves whole seeds. What every run measured comes
 # back in $OUT/scu-MODE-SEEDS.tgz; unpacked into one folder, several calls' runs are one experiment (scu_figures.py).
@@ -10,7 +11,7 @@
 # scu_texts.py, made elsewhere) and MORE ("key=value ..." for every run) may be set.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
-mode=${1:?trial, hold or kl}
+mode=${1:?trial, hold, ramps or kl}
 seeds=${2:-1,2,3}
 python=${PYTHON:-python3}
 out=${OUT:-runs/scu}
@@ -96,6 +97,13 @@ CURVE
     wait
     tail -n 75 "$out/stdlib-$first.log" | cut -c1-130
     tail -n 60 "$out/torch-$first.log" | cut -c1-130
+    ;;
+  ramps)
+    slots=$((slots * 2 / 3)) compare ramps "$first" "$count" "${stdlib[@]}" training.eval_steps=50 --controllers linear,cosine \
+      --ramps 4 &
+    slots=$((slots / 3)) compare floor "$first" "$count" "${stdlib[@]}" training.eval_steps=50 --controllers pi \
+      --targets 0.02 scu.rate_floor=0.1 &
+    wait
     ;;
   kl)
     # Six comparisons at once, each on one of the GPUs, so that the slowest runs of one do not leave a GPU idle.
