@@ -23,7 +23,7 @@ recipe() { # NAME, GiB of its card, flags
   shift 2
   [[ " $names " == *" $name "* ]] || return 0
   fraction=$("$python" -c "print(round(min(1.0, ($gib - 0.75) / $total), 4))")
-  timeout 120 "$python" -m launcher.cli scu-train "$@" --model "$model" --data long.jsonl --target-s 0.000001 \
+  timeout 240 "$python" -m launcher.cli scu-train "$@" --model "$model" --data long.jsonl --target-s 0.000001 \
     --max-steps "$steps" --output-dir "$name" --memory-fraction "$fraction" dataset.val_split=0 \
     dataset.cache_dir="$out/datasets" output.overwrite=delete > "$name.txt" 2>&1
   echo "$name: exit $?"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import torch
 import yaml
 from safetensors.torch import load_file
 
@@ -214,7 +215,7 @@ def adapter(out: Path) -> bytes | None:
     file = out / "adapter_model.safetensors"
     if not file.is_file():
         return None
-    return b"".join(value.numpy().tobytes() for _, value in sorted(load_file(file).items()))
+    return b"".join(value.view(torch.uint8).numpy().tobytes() for _, value in sorted(load_file(file).items()))
 
 
 def damaged(out: Path) -> list[str]:

@@ -48,8 +48,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
             "cache_dir": str(folder / "cache"),
         },
         "training": {"max_steps": STEPS, "batch_size": 2, "learning_rate": 5e-3, "precision": "bf16"},
-        # A few steps cannot reach the target of a whole run, which is refused.
-        "scu": {"enabled": True, "target": 1e-6},
+        # A few steps cannot reach the target of a whole run, which is refused; for this one lambda would begin at its
+        # largest value.
+        "scu": {"enabled": True, "target": 1e-6, "lambda_start": 1.0},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "launcher.cli", "train", str(folder / "run.yaml"), "--num-gpus", "1"]

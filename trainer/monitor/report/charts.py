@@ -151,7 +151,8 @@ def draw(chart: Chart) -> str:
     parts = [f'<line class="grid" x1="0" x2="{SIDE:g}" y1="{y:.1f}" y2="{y:.1f}"/>' for y in
              (SIDE * down(mark) for mark in marks)]  # fmt: skip
     if chart.band:
-        upper, lower = (SIDE * down(value) for value in reversed(chart.band))
+        # Powers of ten do not reach down to a band that begins at 0 or below.
+        upper, lower = (SIDE * down(min(max(value, bottom), top)) for value in reversed(chart.band))
         parts.append(f'<rect class="band" x="0" width="{SIDE:g}" y="{upper:.1f}" height="{lower - upper:.1f}"/>')
     for curve in chart.curves:
         points = [
