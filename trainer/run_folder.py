@@ -5,6 +5,7 @@ is still this run's.
 """
 
 import shutil
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -177,7 +178,14 @@ class RunFolder:
         """The page and its plots, and the last lines on the console, with the held-out loss before and after."""
         page = None
         with self.while_there_is_room("report.html and plots"):
-            page = write_report(self.path)
+            try:
+                page = write_report(self.path)
+            except OSError:
+                raise
+            except Exception as error:  # the run is whole: what a page shows of it must not have it started again
+                traceback.print_exc()
+                found = escape(f"{type(error).__name__}: {error}")
+                self._say(f"[yellow]warning:[/yellow] report.html and plots: not drawn: {found}; the run is whole")
         for line in end_summary(self.path, self._config, page, before, after):
             self._say(line)
 

@@ -13,8 +13,8 @@ pytestmark = [
 ]
 TYPES = [torch.float32, torch.float16, torch.bfloat16]
 FLOOR = {torch.float32: 1e-7, torch.float16: 1e-5, torch.bfloat16: 1e-4}  # of the largest value
-# In fp32 the error is that of the exponential, 2 units in the last place, of the division and of three products: torch's
-# own, over a few elements, may happen to be less than half of it.
+# In fp32 the error is that of the exponential, 2 units in the last place, of the division and of three products; over a
+# few elements torch's may happen to be less than half of it.
 GATED_FLOOR = FLOOR | {torch.float32: 4 * 2.0**-23}
 
 

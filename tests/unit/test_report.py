@@ -17,8 +17,8 @@ from trainer.config import LoggingSection, RunConfig, UserError
 from trainer.contract.command_typed import as_argument
 from trainer.monitor.metrics import Metrics, read_metrics
 from trainer.monitor.report.__main__ import main
-from trainer.monitor.report.charts import SIDE, Chart, Curve, charts, draw
-from trainer.monitor.report.curves import Series, running_mean, series
+from trainer.monitor.report.charts import charts, draw
+from trainer.monitor.report.curves import running_mean, series
 from trainer.monitor.report.plots import draw_chart
 from trainer.monitor.report.recorded import keep_times, read_times
 from trainer.monitor.report.together import write_page_of_runs
@@ -375,15 +375,3 @@ def test_a_record_of_another_shape_is_one_line(
     line = capsys.readouterr().err
     assert line.startswith(f"error: {tmp_path / name}: ") and words in line and line.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before, "nothing is written"
-
-
-@pytest.mark.parametrize("band", [(-0.1, 0.5), (0.0, 500.0), (-2.0, -1.0)])
-def test_a_band_that_powers_of_ten_do_not_reach_is_drawn_as_far_as_they_do(band: tuple[float, float]) -> None:
-    line = Series(np.arange(5), np.array([1e-3, 1e-2, 1e-1, 1.0, 10.0]))
-    chart = Chart("S", "%", (Curve(line, "line", "blue", ""),), low=0.0, band=band, name="s")
-    assert chart.logarithmic
-    [(y, height)] = re.findall(r'class="band"[^>]* y="([\d.-]+)" height="([\d.-]+)"', draw(chart))
-    assert 0.0 <= float(y) <= SIDE and 0.0 <= float(height) <= SIDE - float(y)
-    figure = Figure()
-    draw_chart(figure.add_subplot(), chart)
-    figure.savefig(BytesIO())
