@@ -25,6 +25,11 @@ def test_a_part_of_the_update_that_is_within_the_target_is_found() -> None:
     assert "0.5" in found.line(0.02) and "within the target" in fit(kl_bits, 0.1, 64).line(0.1)
 
 
+def test_a_k_that_is_no_number_scales_nothing() -> None:
+    found = fit(lambda _: math.nan, 0.02, 8)
+    assert found.factor == 1.0 and "K is nan bits" in found.line(0.02) and "it stays as it is" in found.line(0.02)
+
+
 def test_an_adapter_no_part_of_which_is_within_the_target_stays_as_it_is() -> None:
     """DoRA's magnitudes are no part of what is scaled."""
     found = fit(lambda factor: 1.0 + factor, 0.02, 8)

@@ -177,7 +177,8 @@ class Divergence:
         if self.reference.rank:
             total.zero_()
         tokens = sum(len(document.input_ids) - 1 for document in kept.documents)
-        return max(0.0, sum_over_ranks(total).item() / tokens / math.log(2.0))
+        bits = sum_over_ranks(total).item() / tokens / math.log(2.0)
+        return 0.0 if bits < 0.0 else bits  # what rounding leaves; a NaN stays one
 
     def write(self, run_dir: Path) -> None:
         """Keep documents that are nowhere else."""
