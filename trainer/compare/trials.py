@@ -36,9 +36,7 @@ OF_EVERY_TRIAL = (
 OF_NO_EFFECT = {"output_dir", "logging", "output"}
 OF_PI_ALONE = {
     f"scu.{name}"
-    for name in (
-        "target", "law", "kp", "ki", "deadband", "leak", "integral_bound", "lambda_min", "rate_floor", "scale_to_target",
-    )  # fmt: skip
+    for name in "target law kp ki deadband leak integral_bound lambda_min rate_floor scale_to_target".split()
 }
 NO_REPORT = "logging.report_to=none"
 Process = subprocess.Popen[bytes]
