@@ -5,7 +5,8 @@ told, whether the right rank and host were named, steps that were made twice, ch
 left behind, and whether the adapter is, to the bit, that of a run without a fault: by itself, or where the run ended,
 when the same command goes on. Faults that a run is to go through undisturbed share one. A case that is in the records
 of FOLDER and went as it should is not run again: a command that was ended goes on where it was. `--series` kills a rank
-N times in one run. The page, docs/lab/faults.md, is written from the records.
+N times in one run. A FOLDER without records begins with the published ones, docs/lab/data/faults; they and the page,
+docs/lab/faults.md, are written from it. `--again` tries all cases anew.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import torch
 
 from tests.chaos.case import Result, try_case
 from tests.chaos.faults import FAULTS, Fault
-from tests.chaos.page import PAGE, page, read_records
+from tests.chaos.page import PUBLISHED, RECORDS, copy_records, publish, read_records
 from tests.chaos.places import HERE, PLACES, OnGpus, Place, open_place
 from tests.chaos.series import run_series
 from tests.chaos.together import try_together
@@ -44,15 +45,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     folder = (arguments.folder or Path(tempfile.mkdtemp(prefix="chaos-"))).absolute()
     until = time.monotonic() + 60.0 * arguments.minutes
+    if not (arguments.part or (folder / RECORDS).exists()):
+        copy_records(PUBLISHED, folder)
     if arguments.page:
-        PAGE.write_text(page(folder))
+        publish(folder)
         return 0
     prepare(folder)
     if arguments.series:
         return 0 if run_series(folder, arguments.series, until) else 1
     well = all([_run_all(name, arguments, folder, until) for name in _places(arguments.place)])
     if not arguments.part:
-        PAGE.write_text(page(folder))
+        publish(folder)
     return 0 if well else 1
 
 
@@ -117,7 +120,7 @@ def _try(folder: Path, place: Place, expected: bytes, until: float, case: tuple[
 
 def _note(folder: Path, result: Result) -> None:
     record = asdict(result) | {"well": result.is_well, "commit": commit(), "at": round(time.time())}
-    with _WRITING, (folder / "results.jsonl").open("a") as file:
+    with _WRITING, (folder / RECORDS).open("a") as file:
         file.write(json.dumps(record) + "\n")
     print("ok  " if result.is_well else "BAD ", result, flush=True)
 

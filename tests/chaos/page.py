@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 from tests.chaos.faults import FAULTS
 from tests.chaos.places import PLACES, Local, OnGpus, ThroughSlurm, ThroughSsh
 
-PAGE = Path(__file__).parents[2] / "docs" / "lab" / "faults.md"
+LAB = Path(__file__).parents[2] / "docs" / "lab"
+PAGE, PUBLISHED = LAB / "faults.md", LAB / "data" / "faults"
+RECORDS, SERIES = "results.jsonl", "series*.json"
 HEAD = """\
 # Faults, and what becomes of a run
 
@@ -42,9 +45,23 @@ NOT_RUN = """
 """
 
 
+def copy_records(source: Path, folder: Path) -> None:
+    """What cases and series have left in one folder, into another one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in (source / RECORDS, *source.glob(SERIES)):
+        if file.is_file():
+            shutil.copy(file, folder / file.name)
+
+
+def publish(folder: Path) -> None:
+    """Write the page, and the records that it is made of beside it."""
+    PAGE.write_text(page(folder))
+    copy_records(folder, PUBLISHED)
+
+
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """Every case that was run, in the order in which they ended."""
-    file = folder / "results.jsonl"
+    file = folder / RECORDS
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
@@ -97,7 +114,14 @@ def _missing(tried: set[tuple[str, str, str]]) -> str:
     for place, name, phase in cases:
         if (place, name, phase) not in tried:
             missing.setdefault((name, place), []).append(phase)
-    listed = [f"{name} ({', '.join(phases)}; {place})" for (name, place), phases in missing.items()]
+    untouched = [place for place in PLACES if place not in {tried_place for tried_place, _, _ in tried}]
+    listed = [
+        f'Every case of {place} (`python -m tests.chaos --place "{place}"`, {sum(case[0] == place for case in cases)} of them)'
+        for place in untouched
+    ]
+    listed += [
+        f"{name} ({', '.join(phases)}; {place})" for (name, place), phases in missing.items() if place not in untouched
+    ]
     return f"\n## Not run yet\n\n{'; '.join(listed)}.\n" if listed else ""
 
 
@@ -113,7 +137,7 @@ def _row(record: Mapping[str, Any]) -> str:
 
 def read_series(folder: Path) -> list[dict[str, Any]]:
     """Every series of kills."""
-    return [json.loads(file.read_text()) for file in sorted(folder.glob("series*.json"))]
+    return [json.loads(file.read_text()) for file in sorted(folder.glob(SERIES))]
 
 
 def _series(series: Mapping[str, Any]) -> str:
