@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import shutil
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,9 +116,9 @@ def _missing(tried: set[tuple[str, str, str]]) -> str:
         if (place, name, phase) not in tried:
             missing.setdefault((name, place), []).append(phase)
     untouched = [place for place in PLACES if place not in {tried_place for tried_place, _, _ in tried}]
+    counts = Counter(place for place, _, _ in cases)
     listed = [
-        f'Every case of {place} (`python -m tests.chaos --place "{place}"`, {sum(case[0] == place for case in cases)} of them)'
-        for place in untouched
+        f'Every case of {place}, {counts[place]} (`python -m tests.chaos --place "{place}"`)' for place in untouched
     ]
     listed += [
         f"{name} ({', '.join(phases)}; {place})" for (name, place), phases in missing.items() if place not in untouched
