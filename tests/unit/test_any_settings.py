@@ -140,6 +140,7 @@ def nested(name: str, value: Any) -> dict[str, Any]:
 
 
 @given(name=st.sampled_from(NAMES), value=python_values | word_values)
+@example("adapter", {"lora": None})
 @tries(250)
 def test_any_value_of_a_setting_in_a_file(file: Path, name: str, value: Any) -> None:
     try:

@@ -103,7 +103,8 @@ class Given:
                 )
                 return
             node = child
-        if dotted == "adapter" and {node.get(last), value} == {"lora", "qlora"} and self._has_8_bits(name):
+        either = (node.get(last), value) in (("lora", "qlora"), ("qlora", "lora"))
+        if dotted == "adapter" and either and self._has_8_bits(name):
             value = "qlora"  # which Axolotl calls lora, with load_in_8bit beside it
         elif replace:
             self.mistakes.override(dotted)
