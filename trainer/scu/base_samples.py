@@ -27,6 +27,8 @@ from trainer.scu.fit import FEWEST, keep_apart
 
 SAMPLES, LENGTH, AT_A_TIME, SHORTEST = 512, 128, 64, 8
 MOST_STATES = 2**30
+AT_ONCE = 8
+"""Texts kept apart that are measured together."""
 
 
 def divergence_of(
@@ -85,7 +87,7 @@ def divergence_of(
         drawn=everything if prepared.reference is None else (),
         base_states=states,
         packed=packed,
-        kept=made_of(apart) if apart else None,
+        kept=made_of(apart, rows=AT_ONCE) if apart else None,
     )
 
 

@@ -117,6 +117,7 @@ class Divergence:
         self._engine, self._token_loss, self.reference = engine, token_loss, reference
         self._sum: Tensor | None = None
         self._of_pack: Tensor | None = None
+        self._kept_states: BaseStates | None = None
 
     def loss(self, step: int, batch: MicroBatch) -> Tensor:
         """The loss sum of a packed batch, nats, by a pass that computes K of step `step` too, for `term` to take."""
@@ -163,14 +164,18 @@ class Divergence:
     def of_kept(self) -> float:
         """K of the model as it is on the documents kept apart, bits a token, by forward passes over all of them.
 
-        Every rank must call it, and gets the number of rank 0.
+        Those of the base are made by the first call alone, where what they give is no logits. Every rank must call it,
+        and gets the number of rank 0.
         """
         kept, device = self.kept, self._engine.device
         assert kept is not None, "no documents were kept apart"
+        if self._kept_states is None:
+            self._kept_states = BaseStates.compute(self._engine, self._token_loss, kept)
         total = torch.zeros((), dtype=torch.float64, device=device)
         for begin in range(0, len(kept.documents), kept.rows):
-            batch = kept.batch(range(begin, min(begin + kept.rows, len(kept.documents))))
-            base_states = self._token_loss.of_base(self._engine, batch, device)
+            places = range(begin, min(begin + kept.rows, len(kept.documents)))
+            batch, states = kept.batch(places), self._kept_states
+            base_states = states.of(places, device) if states else self._token_loss.of_base(self._engine, batch, device)
             total += self._token_loss.divergence(
                 self._engine, batch, device, base_states=base_states, with_gradient=False
             )
