@@ -41,6 +41,8 @@ POLL_S = 0.1
 FAILURE_PATIENCE_S = 8.0
 # A host that is cut off never says that its ranks have ended, and ssh waits for it for as long as TCP does.
 END_PATIENCE_S = 30.0
+# srun waits without end for a node whose slurmstepd was killed after the rank there had ended.
+OUTLIVED_S = 60.0
 REMINDER_S = 60.0
 LOCKS_EVERY_S = 10.0
 # `timeout` and some schedulers signal both the process and its group: what comes so close together was meant once.
@@ -92,6 +94,8 @@ class Supervisor:
         self._is_silent = False
         self._cut_short = False
         self._cut_off = False
+        self._all_ended_at: float | None = None
+        self._is_outlived = False
 
     def run(self) -> int:
         """Start, wait, and leave nothing behind; returns 0 done, 1 failed, 2 usage, 75 preempted, 128 + signal."""
@@ -138,12 +142,20 @@ class Supervisor:
             self._look_around()
             self._note_deaths()
             self._cut_short = bool(self.signals) and self._stop()
-            if self._cut_short or self._is_silent:
+            if self._cut_short or self._is_silent or self._outlives_its_ranks():
                 return
             self._end_after_failure()
             if self._cut_off:
                 return
             time.sleep(POLL_S)
+
+    def _outlives_its_ranks(self) -> bool:
+        """Whether what started the ranks elsewhere is still there long after all of them have said how they ended."""
+        ended = self._all_ended_at
+        self._is_outlived = ended is not None and time.monotonic() - ended > OUTLIVED_S
+        if self._is_outlived:
+            say(f"all ranks have ended {OUTLIVED_S:.0f} s ago, and what started them still waits: it is ended")
+        return self._is_outlived
 
     def _note_deaths(self) -> None:
         """Ranks that have ended since the last look: with their exit status where this process is their parent."""
@@ -168,6 +180,8 @@ class Supervisor:
         if self.reach is not None:
             self.ranks = find_noted_ranks(beats.values()) | self.ranks
             self._has_failed = self._has_failed or self.log.tells_of_failure()
+            ended = len(beats) == self.command.ranks and all(beat.exit_code is not None for beat in beats.values())
+            self._all_ended_at = (self._all_ended_at or now) if ended else None
             for host in self._silent_hosts.newly_silent(beats, now):
                 say(f"no sign of life from {host} for {SILENCE_S:.0f} s; {self.reach.awaited()}")
         waiting = [beat for beat in beats.values() if beat.waits_for_build]
@@ -282,7 +296,7 @@ class Supervisor:
 
     def _launcher_fell(self) -> bool:
         """Whether what starts the ranks elsewhere was itself killed, before anything was known of them."""
-        if self.reach is None or self._failed_at is not None:
+        if self.reach is None or self._failed_at is not None or self._is_outlived:
             return False
         return self.reach.is_own_end(self.processes[0].wait(), self.log.text())
 
@@ -304,6 +318,6 @@ class Supervisor:
         return fallen
 
     def _all_succeeded(self, codes: list[int]) -> bool:
-        if any(codes):
+        if any(codes) and (self.signals or not self._is_outlived):
             return False
         return self.reach is None or all(beat.exit_code == 0 for beat in read_heartbeats(self.logs).values())

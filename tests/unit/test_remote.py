@@ -137,6 +137,22 @@ def test_a_host_that_is_cut_off_does_not_keep_the_launcher(tmp_path: Path, monke
     assert run.processes[0].poll() == -9
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_what_started_the_ranks_is_ended_long_after_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int
+) -> None:
+    """They have said how they ended; srun waits for a node whose daemon was killed."""
+    monkeypatch.setattr(supervisor, "OUTLIVED_S", 1.0)
+    for rank, beat in beats(r0=0, r1=code).items():
+        if rank < 2:
+            (tmp_path / f"line-{rank}").write_bytes(beat.line())
+    script = f"cd {tmp_path}; for r in 0 1; do cp line-$r heartbeat-$r.json; done; exec sleep 600"
+    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=ThroughSsh({}))
+    assert run.run() == code
+    assert run.processes[0].poll() == -9
+    assert "what started them still waits: it is ended" in capfd.readouterr().err
+
+
 def test_a_stop_that_comes_before_a_rank_is_known_reaches_it_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
