@@ -1,4 +1,4 @@
-"""`python -m tests.chaos [FOLDER] [--place WORDS] [--only WORDS] [--part] [--series N] [--page]`: faults by phases.
+"""`python -m tests.chaos [FOLDER] [--place WORDS] [--only WORDS] [--part] [--series N] [--page]`: faults by phase.
 
 Every case is a real run of two CPU ranks into which one fault is put. What is recorded: seconds until the user was
 told, whether the right rank and host were named, steps that were made twice, checkpoints lost or damaged, processes

@@ -27,7 +27,7 @@ WHOLE_FILE = 'import pytest\npytest.importorskip("no_such_module", reason="needs
 
 
 @pytest.mark.parametrize(("ci", "failed"), [("true", 2), ("", 0)])
-def test_a_skip_for_want_of_a_package_fails_in_ci_alone(tmp_path: Path, ci: str, failed: int) -> None:
+def test_a_skip_for_lack_of_a_package_fails_in_ci_alone(tmp_path: Path, ci: str, failed: int) -> None:
     (tmp_path / "conftest.py").write_text(HOOKS)
     (tmp_path / "test_cases.py").write_text(CASES)
     (tmp_path / "test_whole_file.py").write_text(WHOLE_FILE)
