@@ -140,10 +140,12 @@ def test_what_is_waited_for_is_said_while_a_node_is_silent(slurm: SlurmCluster, 
             said = "no sign of life from n2 for 60 s; SLURM gives a lost node up after its SlurmdTimeout (80 sec)"
             wait_for(lambda: said in (workplace / "dark.log").read_text(), lambda: log_of(workplace, "dark"))
             wait_for(lambda: slurm.restarts(job) == 1, lambda: log_of(workplace, "dark"))
-            slurm.run("scancel", job)  # how it goes on is seen above
+            # How it goes on is seen above. While the job still leaves its nodes, its queueing again undoes a scancel.
+            wait_for(lambda: slurm.state(job) == "PENDING", lambda: slurm.run("scontrol", "show", "job", job))
+            slurm.run("scancel", job)
+            assert end_of(slurm, job) == "CANCELLED", slurm.run("scontrol", "show", "job", job)
         finally:
             slurm.switch_on("n2")
-        end_of(slurm, job)
     finally:
         slurm.reconfigure("SlurmdTimeout=80", "SlurmdTimeout=15")
 

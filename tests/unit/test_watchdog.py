@@ -216,6 +216,9 @@ def test_phases_nest_and_steps_count() -> None:
         with progress.phase("gather"):
             assert progress.phases == ("save", "gather")
         assert progress.phases == ("save",) and progress.changed_at > before
+        with progress.phase("save"):
+            assert progress.phases == ("save",), "a phase within itself is not named twice"
+        assert progress.phases == ("save",)
     assert (progress.phases, progress.step, progress.first_step) == ((), 5, 5)
 
 

@@ -44,11 +44,11 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Note that what follows is `name`, until the block ends."""
+        """Note that what follows is `name`, until the block ends; within a phase of that name it is the same one."""
         outer = self.phases
         begun = time.monotonic()
         self.first_phase_at = self.first_phase_at or begun
-        self._change((*outer, name))
+        self._change(outer if outer[-1:] == (name,) else (*outer, name))
         try:
             yield
         finally:
