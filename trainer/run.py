@@ -43,6 +43,7 @@ from trainer.ranks.signals import StopRequest
 from trainer.ranks.start_times import StartTimes
 from trainer.ranks.stragglers import StragglerWatch
 from trainer.run_folder import RunFolder
+from trainer.scu.base_samples import SteeringInputs
 from trainer.scu.controller import Steering
 from trainer.scu.in_a_run import begin_steering, fit_to_target
 from trainer.step import evaluate_loss
@@ -220,18 +221,17 @@ class Run:
         if not self.config.scu.enabled:
             return None
         assert isinstance(self.task, LanguageTask) and isinstance(self.loss, TokenLoss)
-        steering, notes = begin_steering(
+        given = SteeringInputs(
             self.config, self.prepared, self.ranks, engine, self.loss,
-            flat=self.task.flat_packs, packed_reference=self.decided.reference.value == "packed",
-            total_steps=total_steps, step=position.step,
-            restored=self.restored_scu, run_dir=self.folder.path, say=self.say,
+            flat=self.task.flat_packs, packed=self.decided.reference.value == "packed",
+            total_steps=total_steps, step=position.step, say=self.say,
         )  # fmt: skip
+        steering, notes = begin_steering(given, self.restored_scu, self.folder.path)
         batches, _ = self.batches.step(position.epoch, position.offset)
         loss, _ = evaluate_loss(engine, self.loss, batches)
         rates = planned_rates(self.schedule, total_steps)[position.step :]
         ratio = self.config.lora.loraplus_lr_ratio or 1.0
-        resumes = position.step > 0
-        warnings = steering.check_target(loss / math.log(2), rates, b_ratio=ratio, resumes=resumes)
+        warnings = steering.check_target(loss / math.log(2), rates, b_ratio=ratio, resumes=position.step > 0)
         for warning in [*notes, *warnings]:
             self.say(f"[yellow]warning:[/yellow] {escape(warning)}")
         return steering

@@ -7,6 +7,7 @@ with the very same.
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -31,28 +32,33 @@ AT_ONCE = 8
 """Texts kept apart that are measured together."""
 
 
-def divergence_of(
-    config: RunConfig,
-    prepared: Prepared,
-    ranks: Ranks,
-    engine: Engine,
-    token_loss: TokenLoss,
-    *,
-    flat: bool,
-    packed: bool,
-    steps: int,
-    resumes: bool,
-    say: Callable[[str], None],
-) -> Divergence:
-    """What measures K in this run, on texts of the user's or on the base's own samples; every rank must call it.
+@dataclass(frozen=True)
+class SteeringInputs:
+    """What a run has when its controller begins."""
 
-    `packed`: the training text takes them into its pack. `steps`: optimizer steps of the whole run, so that one that
-    goes on decides as it did at first.
-    """
+    config: RunConfig
+    prepared: Prepared
+    ranks: Ranks
+    engine: Engine
+    token_loss: TokenLoss
+    flat: bool
+    """Packs are one row of all their documents."""
+    packed: bool
+    """The training text takes the reference texts into its pack."""
+    total_steps: int
+    """Optimizer steps of the whole run, so that one that goes on decides as it did at first."""
+    step: int
+    """Optimizer steps that have been taken."""
+    say: Callable[[str], None]
+
+
+def divergence_of(given: SteeringInputs) -> Divergence:
+    """What measures K in this run, on texts of the user's or on the base's own samples; every rank must call it."""
+    config, prepared, ranks, engine, say = given.config, given.prepared, given.ranks, given.engine, given.say
     training, scu = config.training, config.scu
     documents: Samples | list[Sample] | None = prepared.reference
     if documents is None:
-        documents = base_samples(engine, prepared.tokenizer, config, resumes=resumes, ranks=ranks)
+        documents = base_samples(engine, prepared.tokenizer, config, resumes=given.step > 0, ranks=ranks)
     everything = [documents[index] for index in range(len(documents))]
     fits = scu.controller == "pi" and scu.scale_to_target
     texts, apart = keep_apart(everything) if fits else (everything, [])
@@ -68,25 +74,25 @@ def divergence_of(
         seed=config.seed,
         pad_token_id=prepared.tokenizer.pad_token_id,
         packed=config.dataset.packing,
-        flat=flat,
+        flat=given.flat,
     )
     reference = made_of(texts)
     whose = "the base's own samples" if prepared.reference is None else escape(str(scu.reference))
     say(f"scu: {reference.rows} of {len(texts):,} reference texts a rank and step, {whose}")
     if fits and not apart:
         say(f"scu: too few reference texts to keep some apart, fewer than {FEWEST}: scu.scale_to_target does nothing")
-    states = None
-    if _pays(scu.reference_cache, size := _bytes_of_states(engine, texts), steps * reference.rows, len(texts)):
-        states = BaseStates.compute(engine, token_loss, reference)
+    states, visits = None, given.total_steps * reference.rows
+    if _pays(scu.reference_cache, size := _bytes_of_states(engine, texts), visits, len(texts)):
+        states = BaseStates.compute(engine, given.token_loss, reference)
         kept = f"kept on the host, {size / 2**20:,.0f} MiB a rank: it makes no forward pass in a step"
         say(f"scu: the base's hidden states are {kept if states else 'not kept: this head needs whole logits'}")
     return Divergence(
         engine,
-        token_loss,
+        given.token_loss,
         reference,
         drawn=everything if prepared.reference is None else (),
         base_states=states,
-        packed=packed,
+        packed=given.packed,
         kept=made_of(apart, rows=AT_ONCE) if apart else None,
     )
 

@@ -6,52 +6,28 @@ from typing import Any
 
 from torch import nn
 
-from trainer.config import RunConfig
-from trainer.data.prepared import Prepared
-from trainer.engine.protocol import Engine
 from trainer.model.adapter import count_parameters
 from trainer.model.adapter_scale import scale_adapter, scaled_adapter
-from trainer.patches.loss_head import TokenLoss
-from trainer.ranks.group import Ranks
 from trainer.ranks.progress import phase
-from trainer.scu.base_samples import divergence_of
+from trainer.scu.base_samples import SteeringInputs, divergence_of
 from trainer.scu.controller import Steering
 from trainer.scu.fit import fit
 
 
-def begin_steering(
-    config: RunConfig,
-    prepared: Prepared,
-    ranks: Ranks,
-    engine: Engine,
-    token_loss: TokenLoss,
-    *,
-    flat: bool,
-    packed_reference: bool,
-    total_steps: int,
-    step: int,
-    restored: dict[str, Any] | None,
-    run_dir: Path,
-    say: Callable[[str], None],
-) -> tuple[Steering, list[str]]:
-    """The controller after optimizer step `step`, and what to warn of; every rank must call it.
+def begin_steering(given: SteeringInputs, restored: dict[str, Any] | None, run_dir: Path) -> tuple[Steering, list[str]]:
+    """The controller after optimizer step `given.step`, and what to warn of; every rank must call it.
 
     `restored` is its part of the checkpoint, `run_dir` where its records of earlier steps lie. Raises UserError for
     settings that cannot work.
     """
-    divergence = None
-    if config.scu.measure == "kl":
-        divergence = divergence_of(
-            config, prepared, ranks, engine, token_loss,
-            flat=flat, packed=packed_reference, steps=total_steps, resumes=step > 0, say=say,
-        )  # fmt: skip
+    scu, step = given.config.scu, given.step
     steering = Steering(
-        config.scu,
-        engine.module,
-        target_tokens=prepared.data.stats.target_tokens,
-        total_steps=total_steps,
-        base_parameters=count_parameters(engine.module)[1],
-        divergence=divergence,
+        scu,
+        given.engine.module,
+        target_tokens=given.prepared.data.stats.target_tokens,
+        total_steps=given.total_steps,
+        base_parameters=count_parameters(given.engine.module)[1],
+        divergence=divergence_of(given) if scu.measure == "kl" else None,
     )
     if restored:
         return steering, steering.load_state_dict(restored, step=step, run_dir=run_dir)
