@@ -260,7 +260,9 @@ class Supervisor:
         failed = [code for code in codes if not is_stopped_by_us(code) and code != 0]
         # A rank ends by the signal alone once its state is saved; what another then meets in its place is no failure.
         heard = any(death.status in STOPPED for death in self.deaths.values())
-        if self.signals and (not failed or self._cut_short or not self._trains or heard):
+        # A signal that comes while the launcher already ends a failed run, as with a lost node, does not hide why.
+        before_steps = not self._trains and self._failed_at is None
+        if self.signals and (not failed or self._cut_short or before_steps or heard):
             preempted = signal.SIGUSR1 in self.signals
             return EXIT_PREEMPTED if preempted else 128 + self.signals[-1 if self._cut_short else 0]
         stopped = [code for code in codes if code in STOPPED]

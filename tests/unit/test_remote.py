@@ -137,6 +137,18 @@ def test_a_host_that_is_cut_off_does_not_keep_the_launcher(tmp_path: Path, monke
     assert run.processes[0].poll() == -9
 
 
+def test_a_signal_at_the_end_of_a_failed_run_does_not_hide_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """SLURM ends srun for a lost node and signals the launcher in the same moment."""
+    monkeypatch.setattr(ThroughSsh, "end", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    script = f"echo '{PDSH.format('n1', 1).strip()}'; sleep 1; exit 1"
+    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=ThroughSsh({}))
+    assert run.run() == 1
+    assert run.signals == [signal.SIGTERM]
+    assert "the run failed: " in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("code", [0, 1])
 def test_what_started_the_ranks_is_ended_long_after_all_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int
