@@ -1,4 +1,4 @@
-"""Jobs on a real SLURM cluster of two nodes: trained, preempted, out of time, bereft of a node."""
+"""Jobs on a real SLURM cluster of two nodes: trained, preempted, out of time, with a lost node."""
 
 import json
 import re
@@ -87,20 +87,20 @@ def test_scancel_ends_a_job_for_good_and_the_ranks_save(slurm: SlurmCluster, wor
 def test_a_lost_node_is_named_and_the_job_queued_again(
     slurm: SlurmCluster, workplace: Path, reference: list[float]
 ) -> None:
-    run = workplace / "bereft"
-    job = batch(slurm, workplace, "bereft")
-    wait_for(lambda: whole_checkpoints(run) if run.exists() else None, lambda: log_of(workplace, "bereft"))
+    run = workplace / "lost"
+    job = batch(slurm, workplace, "lost")
+    wait_for(lambda: whole_checkpoints(run) if run.exists() else None, lambda: log_of(workplace, "lost"))
     slurm.kill_processes("n2")
     try:
-        wait_for(lambda: slurm.restarts(job) == 1, lambda: log_of(workplace, "bereft"))
+        wait_for(lambda: slurm.restarts(job) == 1, lambda: log_of(workplace, "lost"))
         named = re.compile(r"^(lost nodes: n2;|the run failed: rank 1 on n2 )", re.M)
-        wait_for(lambda: named.search((workplace / "bereft.log").read_text()), lambda: log_of(workplace, "bereft"))
+        wait_for(lambda: named.search((workplace / "lost.log").read_text()), lambda: log_of(workplace, "lost"))
     finally:
         slurm.switch_on("n2")
     wait_for(lambda: slurm.state(job) == "PENDING", lambda: slurm.run("scontrol", "show", "job", job))
     slurm.hold(job, 80)  # a minute after the node's return slurmctld ends there what had this job's number
-    assert end_of(slurm, job) == "COMPLETED", log_of(workplace, "bereft")
-    assert "resumed from" in (workplace / "bereft.log").read_text()
+    assert end_of(slurm, job) == "COMPLETED", log_of(workplace, "lost")
+    assert "resumed from" in (workplace / "lost.log").read_text()
     assert losses(run) == pytest.approx(reference, rel=1e-4)
 
 

@@ -119,7 +119,7 @@ def outcome(part: str, capability: Capability) -> str:
             check()
     except pytest.skip.Exception as reason:
         return f"skipped: {reason}"
-    except Exception as error:  # of whatever kind: told and printed, so that the other parts still run
+    except Exception as error:  # of any kind: told and printed, so that the other parts still run
         traceback.print_exc()
         return f"failed: {last}: {type(error).__name__}: {error}"
     return "agrees"
