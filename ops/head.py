@@ -95,17 +95,19 @@ class _DivergenceSum(torch.autograd.Function):
         tokens, vocabulary = hidden.shape[0], weight.shape[0]
         divergences = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
         grad_KH = torch.empty_like(hidden) if with_gradient else None
-        # Four matrices of 32 bits are there at once.
-        size = max(1, min(tokens, LOGITS_AT_ONCE // (8 * vocabulary)))
+        on_gpu = hidden.device.type == "cuda"
+        # In torch four matrices of 32 bits are there at once, on a GPU both logits alone.
+        rows, matrices = (_divergences_on_gpu, 2) if on_gpu else (_divergences_in_torch, 8)
+        size = max(1, min(tokens, LOGITS_AT_ONCE // (matrices * vocabulary)))
+        storage, base_storage = hidden.new_empty(2, size, vocabulary).unbind()
+        scale = _scale_of(hidden.dtype) if with_gradient else None
         for start in range(0, tokens, size):
-            chunk = slice(start, min(start + size, tokens))
-            log_p_CV = torch.log_softmax((hidden[chunk] @ weight.t()).float(), dim=1)
-            difference_CV = log_p_CV - torch.log_softmax((base_hidden[chunk] @ weight.t()).float(), dim=1)
-            p_CV = log_p_CV.exp_()
-            divergences[chunk] = (p_CV * difference_CV).sum(1)
+            end = min(start + size, tokens)
+            logits_CV = torch.mm(hidden[start:end], weight.t(), out=storage[: end - start])
+            base_CV = torch.mm(base_hidden[start:end], weight.t(), out=base_storage[: end - start])
+            rows(logits_CV, base_CV, divergences[start:end], scale)
             if grad_KH is not None:
-                gradient_CV = difference_CV.sub_(divergences[chunk, None]).mul_(p_CV).mul_(_scale_of(hidden.dtype))
-                torch.mm(gradient_CV.to(weight.dtype), weight, out=grad_KH[chunk])
+                torch.mm(logits_CV, weight, out=grad_KH[start:end])
         ctx.save_for_backward(*([grad_KH] if grad_KH is not None else []))
         return divergences.sum()
 
@@ -146,3 +148,19 @@ def _rows_on_gpu(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale: floa
     from ops.head_kernel import cross_entropy_rows  # triton comes with torch's CUDA builds only
 
     cross_entropy_rows(logits_CV, targets, losses, scale)
+
+
+def _divergences_in_torch(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, scale: float | None) -> None:
+    """Divergences of the rows, and in place of the logits their gradient times `scale`, if there is one."""
+    log_p_CV = torch.log_softmax(logits_CV.float(), dim=1)
+    difference_CV = log_p_CV - torch.log_softmax(base_CV.float(), dim=1)
+    p_CV = log_p_CV.exp_()
+    divergences.copy_((p_CV * difference_CV).sum(1))
+    if scale is not None:
+        logits_CV.copy_(difference_CV.sub_(divergences[:, None]).mul_(p_CV).mul_(scale))
+
+
+def _divergences_on_gpu(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, scale: float | None) -> None:
+    from ops.head_kernel import divergence_rows  # triton comes with torch's CUDA builds only
+
+    divergence_rows(logits_CV, base_CV, divergences, scale)

@@ -1,4 +1,7 @@
-"""Cross-entropy of rows of logits in Triton: one program a row, two passes, the gradient in place of the logits."""
+"""Cross-entropy and divergence of rows of logits in Triton: one program a row, two passes.
+
+The gradient takes the place of the logits.
+"""
 
 import torch
 import triton
@@ -7,6 +10,14 @@ from torch import Tensor
 
 BLOCK_V = 8192
 WARPS = 8
+
+
+@triton.jit
+def _raised(maximum, value):  # type: ignore[no-untyped-def]
+    """The new maximum of each lane, and what to take off before exp: of a lane that has seen nothing yet both are -inf,
+    and exp(-inf - -inf) is no number."""
+    larger = tl.maximum(maximum, value)
+    return larger, tl.where(larger == -float("inf"), 0.0, larger)
 
 
 @triton.jit
@@ -21,9 +32,7 @@ def _cross_entropy_row(logits, targets, losses, stride, vocabulary, scale, GRADI
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
         value = tl.load(logits + column, mask=column < vocabulary, other=-float("inf")).to(tl.float32)
-        larger = tl.maximum(maximum, value)
-        # A lane that has seen nothing yet keeps -inf, and exp(-inf - -inf) is no number.
-        shift = tl.where(larger == -float("inf"), 0.0, larger)
+        larger, shift = _raised(maximum, value)
         total = total * tl.exp(maximum - shift) + tl.exp(value - shift)
         maximum = larger
     top = tl.max(maximum, 0)
@@ -56,5 +65,78 @@ def cross_entropy_rows(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale
             scale or 1.0,
             GRADIENT=scale is not None,
             BLOCK=BLOCK_V,
+            num_warps=WARPS,
+        )
+
+
+@triton.jit
+def _divergence_row(
+    logits,
+    base_logits,
+    divergences,
+    stride,
+    base_stride,
+    vocabulary,
+    scale,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    base_logits += row * base_stride
+    maximum = tl.full((BLOCK,), -float("inf"), tl.float32)
+    base_maximum = tl.full((BLOCK,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    base_total = tl.zeros((BLOCK,), tl.float32)
+    weighted = tl.zeros((BLOCK,), tl.float32)  # as `total`, each exponential times logit - base logit
+    for start in range(0, vocabulary, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < vocabulary
+        value = tl.load(logits + column, mask=inside, other=-float("inf")).to(tl.float32)
+        base = tl.load(base_logits + column, mask=inside, other=-float("inf")).to(tl.float32)
+        larger, shift = _raised(maximum, value)
+        kept = tl.exp(maximum - shift)
+        share = tl.exp(value - shift)
+        total = total * kept + share
+        weighted = weighted * kept + share * tl.where(inside, value - base, 0.0)
+        maximum = larger
+        larger, shift = _raised(base_maximum, base)
+        base_total = base_total * tl.exp(base_maximum - shift) + tl.exp(base - shift)
+        base_maximum = larger
+    top = tl.max(maximum, 0)
+    base_top = tl.max(base_maximum, 0)
+    kept = tl.exp(maximum - top)
+    sum_of_all = tl.sum(total * kept)
+    mean = tl.sum(weighted * kept) / sum_of_all  # of logit - base logit, under p
+    normaliser = tl.log(sum_of_all) + top
+    base_sum = tl.sum(base_total * tl.exp(base_maximum - base_top))
+    # Maxima and sums apart: of two large numbers that are nearly equal the difference would have their rounding.
+    tl.store(divergences + row, mean - (top - base_top) - tl.log(sum_of_all / base_sum))
+    if GRADIENT:
+        for start in range(0, vocabulary, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < vocabulary
+            value = tl.load(logits + column, mask=inside, other=-float("inf")).to(tl.float32)
+            base = tl.load(base_logits + column, mask=inside, other=0.0).to(tl.float32)
+            gradient = scale * tl.exp(value - normaliser) * (value - base - mean)
+            tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=inside)
+
+
+def divergence_rows(logits_CV: Tensor, base_CV: Tensor, divergences: Tensor, scale: float | None) -> None:
+    """divergences_c = KL(p_c || q_c), p and q the softmax of logits_c and base_c.
+
+    The gradient, p (ln p - ln q - KL) times `scale`, then takes the logits' place.
+    """
+    with torch.cuda.device(logits_CV.device):
+        _divergence_row[(logits_CV.shape[0],)](
+            logits_CV,
+            base_CV,
+            divergences,
+            logits_CV.stride(0),
+            base_CV.stride(0),
+            logits_CV.shape[1],
+            scale or 1.0,
+            GRADIENT=scale is not None,
+            BLOCK=BLOCK_V // 2,
             num_warps=WARPS,
         )

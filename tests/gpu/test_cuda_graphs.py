@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from tests.runs_in_process import make_ground, train
 from trainer.bench.cases import write_texts
-from trainer.engine.cuda_graphs import Recorder
+from trainer.engine.cuda_graphs import Recorder, release_workspaces
 from trainer.engine.flat_adapter import FlatAdapter, Member
 
 pytestmark = pytest.mark.gpu
@@ -59,11 +59,13 @@ class Trained:
 
     def __init__(self, ground: Path, **settings: Any) -> None:
         gc.collect()
+        release_workspaces()  # of the run before: each is to have its own
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved()
+        before, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         self.console = train(ground, **COMMON | settings)
         self.reserved = (torch.cuda.max_memory_reserved() - before) / 2**20
+        self.peak = (torch.cuda.max_memory_allocated() - allocated) / 2**20
         lines = [json.loads(line) for line in (ground / "run" / "metrics.jsonl").read_text().splitlines()]
         records = [line for line in lines if "train/loss" in line]
         self.losses = [record["train/loss"] for record in records]
@@ -144,12 +146,14 @@ def test_what_cannot_be_recorded_is_launched_and_told(even: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"adapter": "qlora"}])
 def test_memory_and_time_of_a_small_step(even: Path, settings: dict[str, Any]) -> None:
-    """cuBLAS keeps 32 MiB for each thread and stream: two threads record on theirs, one launches what is left."""
+    """cuBLAS keeps 32 MiB for each thread and stream, and keeps them once; what is reserved differs by whole blocks."""
     shape = {"base_model": "random:smollm2-135m", "dataset__max_length": LENGTH, "training__batch_size": 4}
     launched, played = both(even, **shape, **settings)
-    print(f"{settings}: {launched.reserved:.0f} MiB launched, {played.reserved:.0f} MiB played back")
+    reserved = f"reserved {launched.reserved:.0f} MiB launched, {played.reserved:.0f} MiB played back"
+    print(f"{settings}: peak {launched.peak:.0f} and {played.peak:.0f} MiB, {reserved}")
     assert played.graphed[-1] == 1.0, played.graph_lines()
-    assert played.reserved < 1.05 * launched.reserved + 3 * 32
+    assert played.peak < 1.05 * launched.peak
+    assert played.reserved < 1.05 * launched.reserved + 32
     assert played.step_ms < launched.step_ms
 
 

@@ -10,8 +10,9 @@ so that the kernels, and the bits, are those of the pass that was recorded. Rand
 generator at every playback by what the pass draws.
 
 All recordings share one pool of memory: of one the forward and the backward graph are always played one after the
-other, and then nothing of it is needed any more. There is no collective in a recording, so that ranks may differ in
-what they have recorded.
+other, and then nothing of it is needed any more. cuBLAS's workspaces (32 MiB for each thread and stream on Hopper) are
+in it too; those of the stream on which passes are launched are let go of, and come back with the next of these. There
+is no collective in a recording, so that ranks may differ in what they have recorded.
 """
 
 import time
@@ -30,7 +31,7 @@ PAYS_BELOW = 0.95
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 """Relative differences of gradients beyond which a recording is wrong; in 16 bits 2e-2."""
 _STREAMS: dict[torch.device, torch.cuda.Stream] = {}
-"""On which passes are recorded; cuBLAS keeps 32 MiB for each."""
+"""On which passes are recorded."""
 _WAITS = "called a synchronizing CUDA operation"
 
 
@@ -71,8 +72,10 @@ class Recording:
 class Recorder:
     """Makes recordings over one flat adapter, in one pool of memory."""
 
-    def __init__(self, flat: FlatAdapter) -> None:
+    def __init__(self, flat: FlatAdapter, *, beside: bool = False) -> None:
+        """`beside` another Recorder, with whose workspaces passes are recorded: let go of both together."""
         self.flat = flat
+        self._has_workspaces = beside
         # In their place autograd sees the buffers without the engine's hooks.
         self._leaves = [buffer.detach().requires_grad_() for buffer in flat.buffers]
         device = self._leaves[0].device
@@ -98,19 +101,18 @@ class Recorder:
         """
         random_state = torch.cuda.get_rng_state(self._device)
         self.grad_output.fill_(1.0)
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # the passes below run on a stream, whose memory is its own
+        self._make_room()  # the passes below run on a stream, whose memory is its own
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         try:
             with self.flat.reading(self._leaves):
                 self._warm_up(compute)
                 torch.cuda.set_rng_state(random_state, self._device)
                 wanted = self._launched(compute)
-                torch.cuda.synchronize(self._device)
-                torch.cuda.empty_cache()
+                self._make_room()
                 before = torch.cuda.memory_reserved(self._device)
                 with self._mended_after_failure():
                     recording = self._recorded(compute, graphs)
+                self._has_workspaces = True
                 self._reserved += torch.cuda.memory_reserved(self._device) - before
             torch.cuda.set_rng_state(random_state, self._device)
             self._check(recording, *wanted, must_pay=must_pay)
@@ -125,6 +127,13 @@ class Recorder:
         if free < self._reserved:
             held, left = self._reserved / 2**20, free / 2**20
             raise NotRecordable(f"recordings hold {held:.0f} MiB, and {left:.0f} MiB are left for what is launched")
+
+    def _make_room(self) -> None:
+        """What is recorded next asks for its memory anew; workspaces, too, until there are some in the pool."""
+        torch.cuda.synchronize(self._device)
+        if not self._has_workspaces:
+            release_workspaces()
+        torch.cuda.empty_cache()
 
     def _warm_up(self, compute: Callable[[], Tensor]) -> None:
         """Once for what is compiled, tuned or allocated in a first pass, and once to see whether it waits."""
@@ -199,6 +208,12 @@ class Recorder:
             with suppress(Exception):
                 generator.graphsafe_set_state(generator.clone_state())
             raise
+
+
+def release_workspaces() -> None:
+    """Let go of those of cuBLAS; recordings that were made with them must be gone, or have them in their pool."""
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 class _Played(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainer.data.batches import MicroBatch
 from trainer.data.static_shapes import StaticShape, padded, shape_of, sizes_of
-from trainer.engine.cuda_graphs import NotRecordable, Recorder, Recording
+from trainer.engine.cuda_graphs import NotRecordable, Recorder, Recording, release_workspaces
 from trainer.engine.flat_adapter import FlatAdapter, flat_adapter_of
 from trainer.patches.loss_head import TokenLoss
 
@@ -127,6 +127,7 @@ class GraphedLoss:
             self._recorder = None
             for term in self._terms:
                 term.drop()
+            release_workspaces()
             torch.cuda.empty_cache()
 
     def term(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -221,7 +222,7 @@ class GraphedTerm:
 
     def record(self) -> None:
         """Between two steps; in memory of its own, for it is played beside the loss."""
-        self._recording = Recorder(self._flat).record(self._of_fresh_stacks, must_pay=False)
+        self._recording = Recorder(self._flat, beside=True).record(self._of_fresh_stacks, must_pay=False)
 
     def drop(self) -> None:
         """Launch it from here on."""
