@@ -70,7 +70,7 @@ def cross_entropy_rows(logits_CV: Tensor, targets: Tensor, losses: Tensor, scale
 
 
 @triton.jit
-def _divergence_row(
+def _divergence_row(  # type: ignore[no-untyped-def]
     logits,
     base_logits,
     divergences,
@@ -80,7 +80,7 @@ def _divergence_row(
     scale,
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     base_logits += row * base_stride

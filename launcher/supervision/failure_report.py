@@ -32,6 +32,10 @@ _CONSEQUENCE = re.compile(
     re.I,
 )
 # How a rank tells a mistake of the user: in its log, or in the launcher's where pdsh puts the host before it.
+_DEADLY = {*signal.Signals} - {
+    signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH,
+    signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU,
+}  # fmt: skip
 _MISTAKE = re.compile(r"^(?!srun: )(?:[\w.-]+: )?(error: .+(?:\nerror: .+)*)", re.M)  # found together, told together
 _CAUSES = {
     signal.SIGSEGV: "a crash in native code; its Python stack is at the end of the log",
@@ -197,10 +201,11 @@ def log_sizes(logs: Path) -> dict[str, int]:
 def status_of(code: int) -> int:
     """The exit status behind a launcher's exit code: negative for a signal.
 
-    DeepSpeed's says 256 - N for signal N, shells, srun and mpirun 128 + N; 255 is what ssh says of itself.
+    DeepSpeed's says 256 - N for signal N, shells, srun and mpirun 128 + N; 255 is what ssh says of itself. Codes that
+    would be of a signal that ends nobody are srun's own, as 151 for a node that does not answer.
     """
     for number in (256 - code, code - 128):
-        if number in {member.value for member in signal.Signals} and code != 255:
+        if number in _DEADLY and code != 255:
             return -number
     return code
 

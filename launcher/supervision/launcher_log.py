@@ -8,7 +8,7 @@ from launcher.supervision.stop_signals import STOPPED
 # Of DeepSpeed's launcher on a host, once one of its ranks has failed.
 _FAILURE = b"Killing subprocess"
 # "srun: error: n2: task 1: Exited with exit code 1", "srun: error: n2: tasks 0-7: Killed"; also of lost nodes.
-_SRUN_FAILURE = re.compile(rb"^srun: error: .*?(?:task|Node).*?(?:exit code (\d+))?$")
+_SRUN_FAILURE = re.compile(rb"^srun: error: .*?(?:[Tt]ask|Node).*?(?:exit code (\d+))?$")
 # "pdsh@login: n2: ssh exited with exit code 255": also of a host on which nothing was started.
 _PDSH_FAILURE = re.compile(rb"^pdsh@\S+: \S+: ssh exited with exit code (\d+)$")
 

@@ -22,6 +22,8 @@ _MPIRUN_WORDS = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited 
 _SRUN_WORDS = re.compile(
     r"^srun: error: \S+: tasks? ([\d,-]+): (?:Exited with exit code (\d+)|(.+?)(?: \(core.*)?)$", re.M
 )
+# "srun: error: Task launch for StepId=44.0 failed on node n2: Communication connection failure"
+_SRUN_UNSTARTED = re.compile(r"^srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.M)
 # From here on srun tells of tasks that it ends itself.
 _SRUN_ENDS = re.compile(r"^srun: (?:forcing job termination|Job step aborted)", re.M)
 # "pdsh@login: n2: ssh exited with exit code 247"
@@ -98,6 +100,9 @@ class ThroughSrun(ThroughLauncher):
         return {rank: status for rank, status in told.items() if status}
 
     def lost(self, before: str, log: str, beats: Mapping[int, Heartbeat]) -> dict[str, str]:
+        unstarted = {host: f"srun could not start its ranks: {words}" for host, words in _SRUN_UNSTARTED.findall(log)}
+        if unstarted:
+            return unstarted
         # What srun ends itself it tells of too, unless nobody is left on the node who would.
         told = _of_srun(log)
         mute = [beat.host for rank, beat in beats.items() if beat.exit_code is None and rank not in told]

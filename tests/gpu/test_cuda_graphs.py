@@ -146,14 +146,14 @@ def test_what_cannot_be_recorded_is_launched_and_told(even: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"adapter": "qlora"}])
 def test_memory_and_time_of_a_small_step(even: Path, settings: dict[str, Any]) -> None:
-    """cuBLAS keeps 32 MiB for each thread and stream, and keeps them once; what is reserved differs by whole blocks."""
+    """What is reserved differs by more: recordings have a pool of their own, with workspaces of 32 MiB in it."""
     shape = {"base_model": "random:smollm2-135m", "dataset__max_length": LENGTH, "training__batch_size": 4}
     launched, played = both(even, **shape, **settings)
     reserved = f"reserved {launched.reserved:.0f} MiB launched, {played.reserved:.0f} MiB played back"
     print(f"{settings}: peak {launched.peak:.0f} and {played.peak:.0f} MiB, {reserved}")
     assert played.graphed[-1] == 1.0, played.graph_lines()
     assert played.peak < 1.05 * launched.peak
-    assert played.reserved < 1.05 * launched.reserved + 32
+    assert played.reserved < 1.05 * launched.reserved + 3 * 32
     assert played.step_ms < launched.step_ms
 
 

@@ -96,6 +96,12 @@ REFUSED = "ssh: connect to host n1 port 22: Connection refused"
         (SRUN, FELL, ENDED, {
             "n2": "srun was not told how its ranks ended; the slurmstepd above them is gone"}),
         (SRUN, FELL, ENDED + "srun: error: n2: tasks 2-3: New\n", {}),
+        (
+            SRUN,
+            "srun: error: Task launch for StepId=44.0 failed on node n2: Communication connection failure\n",
+            "srun: Job step aborted: Waiting up to 17 seconds\nsrun: error: n1: task 0: Killed\n",
+            {"n2": "srun could not start its ranks: Communication connection failure"},
+        ),
         (SRUN, "srun: error: Unable to create step for job 1\n", ENDED, {}),
         (ThroughLauncher(), "mpirun: a word\n", "", {}),
     ],

@@ -1,5 +1,6 @@
 """Hybrids and mixtures of experts: adapters that a fused kernel would pass by, and weights that get no adapter."""
 
+import importlib
 import importlib.util
 import sys
 from collections import Counter
@@ -17,6 +18,9 @@ from trainer.patches.replace import replace
 
 # transformers' name, in its modeling files, of mamba-ssm's kernel for the whole of a Mamba-2 layer in training.
 WHOLE_LAYER_KERNEL = "mamba2_split_conv1d_scan_combined"
+SCAN_PACKAGES = ("mamba_ssm", "causal_conv1d")
+SCAN_LIBRARIES = ("selective_scan_cuda", "causal_conv1d_cuda")
+"""What building them leaves beside them; without it they cannot be imported."""
 
 
 def check_packable(model: Any) -> None:
@@ -111,16 +115,27 @@ def call_projections_of_mamba(model: Any) -> list[str]:
             replace(_file_of(module), WHOLE_LAYER_KERNEL, _no_kernel)
     if not mixers:
         return []
-    if not has_scan_kernels():
-        return [
-            f"mamba: {len(mixers)} layers in plain torch; the extra `mamba` has kernels that are faster and keep less"
-        ]
+    why_not = _why_no_scan_kernels()
+    if why_not:
+        return [f"mamba: {len(mixers)} layers in plain torch; {why_not}"]
     return [f"mamba: out_proj of {len(changed)} layers apart from mamba-ssm's kernel, which would pass its adapter by"]
 
 
 def has_scan_kernels() -> bool:
-    """Whether the packages that compute Mamba layers are there: transformers wants both."""
-    return all(importlib.util.find_spec(name) is not None for name in ("mamba_ssm", "causal_conv1d"))
+    """Whether the packages that compute Mamba layers are there with what they compile: transformers wants both."""
+    return all(importlib.util.find_spec(name) is not None for name in (*SCAN_PACKAGES, *SCAN_LIBRARIES))
+
+
+def _why_no_scan_kernels() -> str:
+    """Why transformers does not take them, which has tried to import them by now; empty where it does."""
+    if not has_scan_kernels():
+        return "the extra `mamba` has kernels that are faster and keep less"
+    for name in SCAN_PACKAGES:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # of the package's own code: transformers passes over any of them
+            return f"{name} is installed and cannot be imported ({error}): build it against this torch, or uninstall it"
+    return ""
 
 
 def _file_of(module: nn.Module) -> Any:

@@ -30,6 +30,8 @@ class Progress:
         self.first_phase_at: float | None = None
         self.tell_step: Callable[[int, int], None] | None = None
         """Where the step and the first one are written down at once, set by the watchdog."""
+        self.mark_device: Callable[[int], None] | None = None
+        """What notes, when a phase begins, where in its work the device will have come to this; set by the watchdog."""
         self._start: StartTimes | None = StartTimes()
 
     def at_step(self, step: int) -> None:
@@ -49,6 +51,8 @@ class Progress:
         begun = time.monotonic()
         self.first_phase_at = self.first_phase_at or begun
         self._change(outer if outer[-1:] == (name,) else (*outer, name))
+        if self.mark_device is not None:
+            self.mark_device(self.step)
         try:
             yield
         finally:
