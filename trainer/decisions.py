@@ -33,7 +33,7 @@ class Machine:
     flash: bool
     """Whether torch's flash attention runs there, in that precision."""
     scan_kernels: bool = False
-    """Whether mamba-ssm and causal-conv1d are installed, which compute Mamba layers."""
+    """Whether mamba-ssm is installed, whose kernels scan in Mamba layers."""
 
     @classmethod
     def assumed(cls, world_size: int, precision: str) -> "Machine":

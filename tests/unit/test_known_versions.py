@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from trainer.contract.known_versions import KNOWN, require, unproven, warning
 from trainer.engine.partitioned import require_own_values_kept, require_partitioned
 from trainer.model.expert_forward import check_computed_whole
 from trainer.patches.loss_head import adapter_off
-from trainer.patches.mamba import SCAN_LIBRARIES, WHOLE_LAYER_KERNEL, call_projections_of_mamba, has_scan_kernels
+from trainer.patches.mamba import WHOLE_LAYER_KERNEL, call_projections_of_mamba, has_scan_kernels
 
 ROOT = Path(__file__).parents[2]
 
@@ -171,18 +172,20 @@ def test_scan_kernels_that_are_installed_and_cannot_be_imported_are_told(
     from transformers import Mamba2Config, Mamba2Model
 
     (tmp_path / "mamba_ssm.py").write_text("raise ImportError('undefined symbol: a')")
-    (tmp_path / "causal_conv1d.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1, "state_size": 8}
     model = Mamba2Model(Mamba2Config(num_hidden_layers=1, vocab_size=16, **sizes))
     assert not has_scan_kernels()
     assert "the extra `mamba` has kernels" in call_projections_of_mamba(model)[0]
-    for library in SCAN_LIBRARIES:
-        (tmp_path / f"{library}.py").write_text("")
+    (tmp_path / "selective_scan_cuda.py").write_text("")
     importlib.invalidate_caches()
     assert has_scan_kernels()
     (line,) = call_projections_of_mamba(model)
     assert "in plain torch; mamba_ssm is installed and cannot be imported (undefined symbol: a)" in line
+    (tmp_path / "mamba_ssm.py").write_text("# in order")
+    scan, convolution = call_projections_of_mamba(model)
+    assert "apart from mamba-ssm's kernel" in scan and "convolutions in plain torch; the extra `mamba`" in convolution
+    monkeypatch.delitem(sys.modules, "mamba_ssm")
 
 
 def test_packed_latents_that_diffusers_unpacks_by_another_name_are_refused() -> None:

@@ -62,7 +62,7 @@ class Work:
     frozen_by_operator: bool = False
     """Our operator computes experts without an adapter too (trainer/patches/fused_experts.py)."""
     scan_by_kernel: bool = False
-    """mamba-ssm and causal-conv1d compute recurrent layers, and not plain torch."""
+    """mamba-ssm computes the scans of recurrent layers, and not plain torch."""
     recomputed_layers: int | None = None
     """training.gradient_checkpointing_layers."""
     rows_apart: int = 0

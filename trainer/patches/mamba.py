@@ -18,9 +18,8 @@ from trainer.patches.replace import replace
 
 # transformers' name, in its modeling files, of mamba-ssm's kernel for the whole of a Mamba-2 layer in training.
 WHOLE_LAYER_KERNEL = "mamba2_split_conv1d_scan_combined"
-SCAN_PACKAGES = ("mamba_ssm", "causal_conv1d")
-SCAN_LIBRARIES = ("selective_scan_cuda", "causal_conv1d_cuda")
-"""What building them leaves beside them; without it they cannot be imported."""
+SCAN, CONVOLUTION = ("mamba_ssm", "selective_scan_cuda"), ("causal_conv1d", "causal_conv1d_cuda")
+"""A package that transformers takes a kernel of where it can be imported, and what building that leaves beside it."""
 
 
 def check_packable(model: Any) -> None:
@@ -115,26 +114,27 @@ def call_projections_of_mamba(model: Any) -> list[str]:
             replace(_file_of(module), WHOLE_LAYER_KERNEL, _no_kernel)
     if not mixers:
         return []
-    why_not = _why_no_scan_kernels()
-    if why_not:
+    if why_not := _why_not_used(*SCAN):
         return [f"mamba: {len(mixers)} layers in plain torch; {why_not}"]
-    return [f"mamba: out_proj of {len(changed)} layers apart from mamba-ssm's kernel, which would pass its adapter by"]
+    lines = [f"mamba: out_proj of {len(changed)} layers apart from mamba-ssm's kernel, which would pass its adapter by"]
+    if why_not := _why_not_used(*CONVOLUTION):
+        lines.append(f"mamba: convolutions in plain torch; {why_not}")
+    return lines
 
 
 def has_scan_kernels() -> bool:
-    """Whether the packages that compute Mamba layers are there with what they compile: transformers wants both."""
-    return all(importlib.util.find_spec(name) is not None for name in (*SCAN_PACKAGES, *SCAN_LIBRARIES))
+    """Whether mamba-ssm is there with what it compiles: its scan, in Triton, keeps less than that in plain torch."""
+    return all(importlib.util.find_spec(name) is not None for name in SCAN)
 
 
-def _why_no_scan_kernels() -> str:
-    """Why transformers does not take them, which has tried to import them by now; empty where it does."""
-    if not has_scan_kernels():
+def _why_not_used(package: str, library: str) -> str:
+    """Why transformers does not take its kernels, which has tried to import it by now; empty where it does."""
+    if any(importlib.util.find_spec(name) is None for name in (package, library)):
         return "the extra `mamba` has kernels that are faster and keep less"
-    for name in SCAN_PACKAGES:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # of the package's own code: transformers passes over any of them
-            return f"{name} is installed and cannot be imported ({error}): build it against this torch, or uninstall it"
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # of the package's own code: transformers passes over any of them
+        return f"{package} is installed and cannot be imported ({error}): build it against this torch, or uninstall it"
     return ""
 
 

@@ -31,7 +31,7 @@ class Progress:
         self.tell_step: Callable[[int, int], None] | None = None
         """Where the step and the first one are written down at once, set by the watchdog."""
         self.mark_device: Callable[[int], None] | None = None
-        """What notes, when a phase begins, where in its work the device will have come to this; set by the watchdog."""
+        """Puts a mark into the device's work of this step, when a phase begins; set by the watchdog."""
         self._start: StartTimes | None = StartTimes()
 
     def at_step(self, step: int) -> None:

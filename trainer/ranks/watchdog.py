@@ -4,7 +4,7 @@ Every rank has a thread that leaves a heartbeat (trainer/contract/heartbeat.py).
 thread enters or leaves a phase, or works through a long one (tokenising, loading, saving) outside of any collective.
 While one rank makes progress the run does not hang, however long the others wait for it; when none has for
 `training.hang_timeout`, the rank behind is the one that is silent, else at the lowest step, else with the fewest
-collectives begun, else whose GPU has come least far, else outside of any collective. All ranks then write their Python
+collectives begun, else whose GPU has not come there, else outside of any collective. All ranks then write their Python
 stacks into their logs and end with exit code 1.
 """
 
@@ -26,7 +26,7 @@ from trainer.config import FIRST_STEP_FACTOR
 from trainer.contract.exit_codes import EXIT_FAILED
 from trainer.contract.heartbeat import BUILD_LOCK, Folder, Heartbeat
 from trainer.contract.rank_variables import host_name
-from trainer.ranks.device_marks import DeviceMarks
+from trainer.ranks.device_mark import DeviceMark
 from trainer.ranks.group import Ranks
 from trainer.ranks.progress import LONG_PHASES, PROGRESS
 from trainer.ranks.vital_signs import (
@@ -60,9 +60,9 @@ class Watchdog:
         self._ended = threading.Event()
         # What the user sees: descriptors 1 and 2 become the log soon.
         self._screen = os.dup(2)
-        self._marks = DeviceMarks()
+        self._mark = DeviceMark()
         if self._timeout_s:
-            PROGRESS.mark_device = self._marks.note
+            PROGRESS.mark_device = self._mark.note
             # How many collectives torch remembers; without it gloo's are not recorded at all.
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -137,7 +137,7 @@ class Watchdog:
             free_memory_gib=round(free_host_memory(), 2),
             free_shm_gib=round(free_shared_memory(), 2),
             time=time.time(),
-            device_reached=None if place is None else self._marks.reached(),
+            device_behind=place is not None and self._mark.is_ahead(),
         )
 
     def _look_around(self, own: Heartbeat) -> None:
@@ -187,10 +187,9 @@ def ranks_behind(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> list[
 
 
 def _behind_on_device(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
-    """Those whose GPU has not come as far as that of the others; none where all are at the same place, or on CPUs."""
-    reached = {rank: beat.device_reached for rank, beat in beats.items() if beat.device_reached is not None}
-    least, most = min(reached.values(), default=0), max(reached.values(), default=0)
-    return {rank: beats[rank] for rank, mark in reached.items() if least < most and mark == least}
+    """Those whose GPU has not come to their phase where that of others has, all being in the same one; else none."""
+    found = {rank: beat for rank, beat in beats.items() if beat.device_behind}
+    return found if len(found) < len(beats) and len({beat.phase for beat in beats.values()}) == 1 else {}
 
 
 def _waits_for_others(beat: Heartbeat) -> bool:
