@@ -48,7 +48,8 @@ def publish(runs: Path, file: Path) -> None:
         for source in (config["dataset"], config["dataset"]["evaluation"]):
             source["path"] = "/".join(Path(source["path"]).parts[-2:])
         config["dataset"]["cache_dir"] = "cache"
-        found.append({"experiment": folder.parent.name, "config": config, "curve": curve, **written})
+        fitted = json.loads((folder / "scu_config.json").read_text(encoding="utf-8")).get("fitted")
+        found.append({"experiment": folder.parent.name, "config": config, "fitted": fitted, "curve": curve, **written})
     with gzip.open(file, "wt", encoding="utf-8", compresslevel=9) as out:
         json.dump(found, out, separators=(",", ":"))
     print(f"{file}: {len(found)} runs, {file.stat().st_size / 2**20:.2f} MiB")
@@ -136,7 +137,7 @@ def _held(comparison: Comparison) -> str:
     """
     runs = [run for run in comparison.results if run.trial.setting.measure == "kl" and run.trial.setting.target]
     other = comparison.best_fixed("delta", "final")
-    if not runs or other is None:
+    if not runs:
         return ""
     lines = [
         "| target | seed | K on unseen text | over the target | other texts | best BPT | K there |",
@@ -153,6 +154,8 @@ def _held(comparison: Comparison) -> str:
         kl_each = [run.forgetting(run.index("best"))[0] or math.nan for run in every]
         lines.append(f"- K at the best evaluation, {setting.label}: {np.mean(kl_each):.4f}")
     for setting in dict.fromkeys(run.trial.setting for run in runs):
+        if other is None:
+            break
         found = comparison.difference(setting, other, "stopped")
         if found is not None:
             lines.append(f"- stopped BPT, {setting.label} - {other.label}: {found.text('+')}")
