@@ -4,6 +4,8 @@ A collective of NCCL is begun on the host of every rank long before the GPUs com
 there, because a kernel before it never ends, or the card has a fault, all hosts look alike: what tells is the event.
 """
 
+from contextlib import suppress
+
 import torch
 
 
@@ -23,7 +25,9 @@ class DeviceMark:
             return
         if self._event is None:
             self._event, self._device = torch.cuda.Event(), torch.cuda.current_device()
-        if torch.cuda.current_device() == self._device:  # an event belongs to the card on which it was recorded first
+        if torch.cuda.current_device() != self._device:
+            return  # an event belongs to the card on which it was recorded first
+        with suppress(RuntimeError):  # of the card: the step is about to hear of it, and says where
             self._event.record()
 
     def is_ahead(self) -> bool:
