@@ -96,8 +96,8 @@ class _DivergenceSum(torch.autograd.Function):
         divergences = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
         grad_KH = torch.empty_like(hidden) if with_gradient else None
         on_gpu = hidden.device.type == "cuda"
-        # In torch four matrices of 32 bits are there at once, on a GPU both logits alone.
-        rows, matrices = (_divergences_on_gpu, 2) if on_gpu else (_divergences_in_torch, 8)
+        # On a GPU both logits alone are there at once, in torch four matrices of 32 bits as well.
+        rows, matrices = (_divergences_on_gpu, 2) if on_gpu else (_divergences_in_torch, 12)
         size = max(1, min(tokens, LOGITS_AT_ONCE // (matrices * vocabulary)))
         storage, base_storage = hidden.new_empty(2, size, vocabulary).unbind()
         scale = _scale_of(hidden.dtype) if with_gradient else None

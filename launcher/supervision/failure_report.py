@@ -31,11 +31,12 @@ _CONSEQUENCE = re.compile(
     r"rank \d+ could not write \.writing-checkpoint",
     re.I,
 )
-# How a rank tells a mistake of the user: in its log, or in the launcher's where pdsh puts the host before it.
+# Signals that end a process. An exit code that would be of another one is srun's own.
 _DEADLY = {*signal.Signals} - {
     signal.SIGCHLD, signal.SIGCONT, signal.SIGURG, signal.SIGWINCH,
     signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU,
 }  # fmt: skip
+# How a rank tells a mistake of the user: in its log, or in the launcher's where pdsh puts the host before it.
 _MISTAKE = re.compile(r"^(?!srun: )(?:[\w.-]+: )?(error: .+(?:\nerror: .+)*)", re.M)  # found together, told together
 _CAUSES = {
     signal.SIGSEGV: "a crash in native code; its Python stack is at the end of the log",

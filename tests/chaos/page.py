@@ -80,7 +80,7 @@ def page(folder: Path) -> str:
         f"{sum(not record['told'] or bool(record['misnamed']) for record in latest.values())} with a wrong name or "
         f"none, {sum(record['code'] is None for record in latest.values())} that did not end, "
         f"{sum(record['left'] > 0 for record in latest.values())} that left a process behind. "
-        f"Machine: {_machine()}, shared with other work, so the seconds are upper bounds.\n"
+        f"Machine of the CPU ranks: {_machine()}, shared with other work, so the seconds are upper bounds.\n"
     )
     tables = [_table(place, [record for key, record in latest.items() if key[0] == place]) for place in PLACES]
     parts = [*tables, *map(_series, series), _mended(records), _missing(set(latest))]

@@ -171,21 +171,31 @@ def test_scan_kernels_that_are_installed_and_cannot_be_imported_are_told(
     """transformers goes without them and says nothing; memory and time are those of plain torch."""
     from transformers import Mamba2Config, Mamba2Model
 
-    (tmp_path / "mamba_ssm.py").write_text("raise ImportError('undefined symbol: a')")
     monkeypatch.syspath_prepend(str(tmp_path))
     sizes = {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "expand": 2, "n_groups": 1, "state_size": 8}
     model = Mamba2Model(Mamba2Config(num_hidden_layers=1, vocab_size=16, **sizes))
-    assert not has_scan_kernels()
-    assert "the extra `mamba` has kernels" in call_projections_of_mamba(model)[0]
-    (tmp_path / "selective_scan_cuda.py").write_text("")
-    importlib.invalidate_caches()
-    assert has_scan_kernels()
-    (line,) = call_projections_of_mamba(model)
-    assert "in plain torch; mamba_ssm is installed and cannot be imported (undefined symbol: a)" in line
-    (tmp_path / "mamba_ssm.py").write_text("# in order")
-    scan, convolution = call_projections_of_mamba(model)
-    assert "apart from mamba-ssm's kernel" in scan and "convolutions in plain torch; the extra `mamba`" in convolution
-    monkeypatch.delitem(sys.modules, "mamba_ssm")
+
+    def told(**modules: str) -> list[str]:
+        for name, text in modules.items():
+            (tmp_path / f"{name}.py").write_text(text)
+            sys.modules.pop(name, None)
+        importlib.invalidate_caches()
+        return call_projections_of_mamba(model)
+
+    broken = "raise ImportError('undefined symbol: a, in another size')"
+    try:
+        assert "the extra `mamba` has kernels" in told(mamba_ssm="")[0] and not has_scan_kernels()
+        (line,) = told(selective_scan_cuda=broken)
+        assert "in plain torch; mamba_ssm is installed and cannot be imported (undefined symbol: a" in line
+        assert not has_scan_kernels()
+        (line,) = told(selective_scan_cuda="", mamba_ssm=broken)
+        assert "in plain torch; mamba_ssm is installed and cannot be imported (undefined symbol: a" in line
+        scan, convolution = told(mamba_ssm="# in order")
+        assert has_scan_kernels() and "apart from mamba-ssm's kernel" in scan
+        assert "convolutions in plain torch; the extra `mamba`" in convolution
+    finally:
+        for name in ("mamba_ssm", "selective_scan_cuda"):
+            sys.modules.pop(name, None)
 
 
 def test_packed_latents_that_diffusers_unpacks_by_another_name_are_refused() -> None:

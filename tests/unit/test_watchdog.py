@@ -26,6 +26,7 @@ from trainer.ranks.watchdog import Watchdog, describe_hang, ranks_behind
 BEAT = Heartbeat(
     rank=0, host="n0", pid=100, step=412, phase="backward", collective="all_reduce", place="step.py:1 train_step",
     collectives_begun=7, idle_s=660.0, stuck=True, free_memory_gib=1.0, free_shm_gib=1.0, time=1.0,
+    device_reached=22,
 )  # fmt: skip
 
 
@@ -43,8 +44,10 @@ def beats(**of_rank_1: object) -> dict[int, Heartbeat]:
         ({"step": 411}, set(), [1]),
         ({"step": 411, "collective": None}, {2}, [2]),
         ({"collectives_begun": 6}, set(), [1]),
-        ({"device_behind": True}, set(), [1]),
-        ({"device_behind": True, "phase": "reduce"}, set(), [0, 1, 2]),
+        ({"device_reached": 21}, set(), [1]),
+        ({"device_reached": 23}, set(), [0, 2]),
+        ({"device_reached": 21, "step": 413}, set(), [0, 2]),
+        ({"device_reached": None}, set(), [0, 1, 2]),
         ({"collective": None, "phase": "forward"}, set(), [1]),
         ({"collective": None, "collectives_begun": None}, set(), [1]),
         ({"step": 413, "collective": None}, set(), [0, 2]),
@@ -56,7 +59,9 @@ def beats(**of_rank_1: object) -> dict[int, Heartbeat]:
         "silence first",
         "collective",
         "device",
-        "device in another phase",
+        "device ahead",
+        "device in the next step",
+        "no device",
         "outside",
         "no record",
         "ahead",
@@ -100,9 +105,9 @@ def test_the_sentence_names_rank_host_step_phase_and_who_waits() -> None:
 
 
 def test_a_gpu_that_does_not_come_to_where_the_others_wait_is_told() -> None:
-    told = json.loads(describe_hang(beats(device_behind=True), set()))
+    told = json.loads(describe_hang(beats(device_reached=21), set()))
     assert told["ranks"] == [1] and "rank 1 on n1" in told["text"]
-    assert "its GPU has not come there" in told["text"] and told["text"].endswith(
+    assert "the GPU has not come as far" in told["text"] and told["text"].endswith(
         "2 other ranks wait for it in all_reduce"
     )
 

@@ -49,8 +49,8 @@ class Heartbeat:
     """Set by a rank that has ended by itself."""
     first_step: int = 0
     """The optimizer step that this process began with; 0 before it."""
-    device_behind: bool = False
-    """Whether its GPU has not come to the begin of its phase; told as `place` is."""
+    device_reached: int | None = None
+    """The last mark that its GPU has come to (trainer/ranks/device_marks.py); told as `place` is."""
 
     @property
     def has_gained(self) -> bool:

@@ -123,16 +123,25 @@ def call_projections_of_mamba(model: Any) -> list[str]:
 
 
 def has_scan_kernels() -> bool:
-    """Whether mamba-ssm is there with what it compiles: its scan, in Triton, keeps less than that in plain torch."""
-    return all(importlib.util.find_spec(name) is not None for name in SCAN)
+    """Whether mamba-ssm is there, with what it compiles: its scan, in Triton, keeps less than that of plain torch."""
+    return not _why_not_loaded(*SCAN)
 
 
 def _why_not_used(package: str, library: str) -> str:
     """Why transformers does not take its kernels, which has tried to import it by now; empty where it does."""
+    return _why_not_loaded(package, library) or _why_not_imported(package, package)
+
+
+def _why_not_loaded(package: str, library: str) -> str:
+    """Why not, as far as that is known without the package itself, whose import takes seconds."""
     if any(importlib.util.find_spec(name) is None for name in (package, library)):
         return "the extra `mamba` has kernels that are faster and keep less"
+    return _why_not_imported(package, library)
+
+
+def _why_not_imported(package: str, name: str) -> str:
     try:
-        importlib.import_module(package)
+        importlib.import_module(name)
     except Exception as error:  # of the package's own code: transformers passes over any of them
         return f"{package} is installed and cannot be imported ({error}): build it against this torch, or uninstall it"
     return ""

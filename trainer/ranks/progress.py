@@ -31,7 +31,7 @@ class Progress:
         self.tell_step: Callable[[int, int], None] | None = None
         """Where the step and the first one are written down at once, set by the watchdog."""
         self.mark_device: Callable[[int], None] | None = None
-        """Puts a mark into the device's work of this step, when a phase begins; set by the watchdog."""
+        """Puts a mark into the device's work of this step, when a phase of OF_A_STEP begins; set by the watchdog."""
         self._start: StartTimes | None = StartTimes()
 
     def at_step(self, step: int) -> None:
@@ -51,7 +51,7 @@ class Progress:
         begun = time.monotonic()
         self.first_phase_at = self.first_phase_at or begun
         self._change(outer if outer[-1:] == (name,) else (*outer, name))
-        if self.mark_device is not None:
+        if self.mark_device is not None and name in OF_A_STEP:
             self.mark_device(self.step)
         try:
             yield

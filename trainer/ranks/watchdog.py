@@ -4,7 +4,7 @@ Every rank has a thread that leaves a heartbeat (trainer/contract/heartbeat.py).
 thread enters or leaves a phase, or works through a long one (tokenising, loading, saving) outside of any collective.
 While one rank makes progress the run does not hang, however long the others wait for it; when none has for
 `training.hang_timeout`, the rank behind is the one that is silent, else at the lowest step, else with the fewest
-collectives begun, else whose GPU has not come there, else outside of any collective. All ranks then write their Python
+collectives begun, else whose GPU has come least far, else outside of any collective. All ranks then write their Python
 stacks into their logs and end with exit code 1.
 """
 
@@ -26,7 +26,7 @@ from trainer.config import FIRST_STEP_FACTOR
 from trainer.contract.exit_codes import EXIT_FAILED
 from trainer.contract.heartbeat import BUILD_LOCK, Folder, Heartbeat
 from trainer.contract.rank_variables import host_name
-from trainer.ranks.device_mark import DeviceMark
+from trainer.ranks.device_marks import DeviceMarks
 from trainer.ranks.group import Ranks
 from trainer.ranks.progress import LONG_PHASES, PROGRESS
 from trainer.ranks.vital_signs import (
@@ -60,9 +60,9 @@ class Watchdog:
         self._ended = threading.Event()
         # What the user sees: descriptors 1 and 2 become the log soon.
         self._screen = os.dup(2)
-        self._mark = DeviceMark()
+        self._marks = DeviceMarks()
         if self._timeout_s:
-            PROGRESS.mark_device = self._mark.note
+            PROGRESS.mark_device = self._marks.note
             # How many collectives torch remembers; without it gloo's are not recorded at all.
             os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -137,7 +137,7 @@ class Watchdog:
             free_memory_gib=round(free_host_memory(), 2),
             free_shm_gib=round(free_shared_memory(), 2),
             time=time.time(),
-            device_behind=place is not None and self._mark.is_ahead(),
+            device_reached=None if place is None else self._marks.reached(),
         )
 
     def _look_around(self, own: Heartbeat) -> None:
@@ -174,22 +174,28 @@ def ranks_behind(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> list[
     missing = sorted(rank for rank in silent if rank in beats)
     if missing:
         return missing
-    lowest = min(beat.step for beat in beats.values())
-    behind = {rank: beat for rank, beat in beats.items() if beat.step == lowest}
-    if len(behind) == len(beats):
-        begun = [beat.collectives_begun for beat in behind.values()]
-        counts = [count for count in begun if count is not None]
-        if len(counts) == len(begun):
-            behind = {rank: beat for rank, beat in behind.items() if beat.collectives_begun == min(counts)}
-        behind = _behind_on_device(behind) or behind
+    level = _furthest_behind(beats)
+    behind = _behind_on_device(level) or level
     outside = [rank for rank, beat in behind.items() if not _waits_for_others(beat)]
     return sorted(outside or behind)
 
 
+def _furthest_behind(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
+    """Those at the lowest step; where that is all of them, with the fewest collectives begun."""
+    lowest = min(beat.step for beat in beats.values())
+    behind = {rank: beat for rank, beat in beats.items() if beat.step == lowest}
+    begun = [beat.collectives_begun for beat in behind.values()]
+    counts = [count for count in begun if count is not None]
+    if len(behind) == len(beats) and len(counts) == len(begun):
+        behind = {rank: beat for rank, beat in behind.items() if beat.collectives_begun == min(counts)}
+    return behind
+
+
 def _behind_on_device(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
-    """Those whose GPU has not come to their phase where that of others has, all being in the same one; else none."""
-    found = {rank: beat for rank, beat in beats.items() if beat.device_behind}
-    return found if len(found) < len(beats) and len({beat.phase for beat in beats.values()}) == 1 else {}
+    """Those whose GPU has not come as far as that of the others; none where all are at the same place, or on CPUs."""
+    reached = {rank: beat.device_reached for rank, beat in beats.items() if beat.device_reached is not None}
+    least, most = min(reached.values(), default=0), max(reached.values(), default=0)
+    return {rank: beats[rank] for rank, number in reached.items() if number == least < most}
 
 
 def _waits_for_others(beat: Heartbeat) -> bool:
@@ -211,9 +217,10 @@ def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> str:
             )
     else:
         text = "; ".join(_sentence(beats[rank], silent=rank in quiet) for rank in behind)
-        if not quiet and behind == sorted(_behind_on_device(beats)):
+        if not quiet and behind == sorted(_behind_on_device(_furthest_behind(beats))):
             text += (
-                ": its GPU has not come there, for a kernel before does not end (`dmesg | grep Xid` tells of faults)"
+                ": the GPU has not come as far as that of others; a kernel does not end, or the card or its link has a "
+                "fault (`dmesg | grep Xid`)"
             )
     if waiting:
         where = waiting[0].collective or waiting[0].phase or "nothing"

@@ -1,33 +1,35 @@
-"""Whether a GPU has come to the begin of a phase."""
+"""Which of its marks a GPU has come to."""
 
 import time
 
 import pytest
 import torch
 
-from trainer.ranks.device_mark import DeviceMark
+from trainer.ranks.device_marks import KEPT, DeviceMarks
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("device", [0, 1])
-def test_a_kernel_in_front_of_the_mark_keeps_the_gpu_from_it(device: int) -> None:
+def test_a_kernel_in_front_of_a_mark_keeps_the_gpu_from_it(device: int) -> None:
     if torch.cuda.device_count() <= device:
         pytest.skip(f"needs {device + 1} NVIDIA GPUs")
     torch.zeros(1, device="cuda")  # as a rank does before it is on its own card
-    mark = DeviceMark()
-    mark.note(0)
-    assert not mark.is_ahead()
+    marks = DeviceMarks()
+    marks.note(0)
+    assert marks.reached() is None
     with torch.cuda.device(device):
-        mark.note(4)
+        for _ in range(KEPT + 5):
+            marks.note(4)
         torch.cuda.synchronize()
-        assert not mark.is_ahead()
+        assert marks.reached() == KEPT + 5
         torch.cuda._sleep(10**9)  # about half a second
-        mark.note(5)
-        assert mark.is_ahead()
+        for _ in range(3):
+            marks.note(5)
+        assert marks.reached() == KEPT + 5
         torch.cuda.synchronize()
-        assert not mark.is_ahead()
+        assert marks.reached() == KEPT + 8
         started = time.perf_counter()
         for _ in range(1000):
-            mark.note(6)
+            marks.note(6)
         assert time.perf_counter() - started < 0.05
