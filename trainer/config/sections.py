@@ -65,7 +65,7 @@ class ScuSection(Section):
     """Standard deviation of the Gaussian prior on the weights. `auto`: 0.03; 0.01 for `factors`, as published."""
     reference: PathText | None = None
     """`kl`: text whose answers should stay the base's: a file, folder or hub name, read as `dataset.path` is, all of it
-    without labels. None: the base's own samples, drawn before training."""
+    without labels. None: the base's own samples, drawn before training, which keep less of other texts."""
     reference_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.125
     """`kl`: tokens of reference text a step, over the tokens trained on."""
     reference_cache: Literal["auto"] | bool = "auto"

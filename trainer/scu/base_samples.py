@@ -79,6 +79,8 @@ def divergence_of(given: SteeringInputs) -> Divergence:
     reference = made_of(texts)
     whose = "the base's own samples" if prepared.reference is None else escape(str(scu.reference))
     say(f"scu: {reference.rows} of {len(texts):,} reference texts a rank and step, {whose}")
+    if prepared.reference is None:
+        say("scu: other texts may move further from the base than its samples do: name such in scu.reference")
     if fits and not apart:
         say(f"scu: too few reference texts to keep some apart, fewer than {FEWEST}: scu.scale_to_target does nothing")
     states, visits = None, given.total_steps * reference.rows
