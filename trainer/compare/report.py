@@ -35,7 +35,7 @@ CONTROL = {
     "runs": _number("runs", "d"),
     "best at step": _number("best_step", ".0f"),
     "training BPT": _number("final_training_bpt", ".3f"),
-    "S": _number("final_s", ".4f"),
+    "S or K": _number("final_s", ".4f"),
     "reached at": _number("step_in_deadband", ".0f"),
     "in deadband": _number("fraction_in_deadband", ".0%"),
     "λ": _number("final_lambda", ".3g"),
@@ -52,8 +52,8 @@ NOTES = (
     "BPT: held-out bits per target token; final: after the last step, best: at the evaluation where it was lowest.",
     "[ ]: 95 % bootstrap interval over documents; final - none: over documents and seeds, paired.",
     "± seeds: standard deviation over the seeds. Training BPT: mean of the last 20 steps.",
-    "S, λ and penalty (λ ln 2 ParamBPT, nats/token): at the end. All these are means over the seeds.",
-    "In deadband: fraction of the steps from the one on at which S reached it.",
+    "S (of kl: K, bits), λ and penalty (λ ln 2 ParamBPT or λ K, nats/token): at the end. All are means over the seeds.",
+    "In deadband: fraction of the steps from the one on at which S or K reached it.",
     "Stopped early: at the evaluation that is best on one half of the documents, measured on the other half, and back;",
     "scaled: the same among scales of the finished adapter. Texts: bits per token from the base, at the end.",
 )
@@ -160,13 +160,15 @@ def _verdict(difference: Interval, one: Setting) -> str:
 
 
 def _steering(comparison: Comparison, setting: Setting) -> str:
-    """Whether S came to its target, and stayed."""
+    """Whether S or K came to its target, and stayed."""
+    held = "K" if setting.measure == "kl" else "S"
     runs = [run.numbers() for run in comparison.by_setting[setting]]
     reached = [run for run in runs if run["step_in_deadband"] is not None]
-    head = f"{setting.label}: S reached the deadband around {runs[0]['target']:g} in {len(reached)} of {len(runs)} runs"
+    around = f"{held} reached the deadband around {runs[0]['target']:g}"
+    head = f"{setting.label}: {around} in {len(reached)} of {len(runs)} runs"
     if not reached:
         ends = ", ".join(f"{run['final_s']:.4f}" for run in runs)
-        return f"{head}; at the end S was {ends}"
+        return f"{head}; at the end {held} was {ends}"
     steps = ", ".join(str(run["step_in_deadband"]) for run in reached)
     fractions = ", ".join(f"{run['fraction_in_deadband']:.0%}" for run in reached)
     return f"{head}, at step {steps}, and was inside it for {fractions} of the steps from there on"

@@ -13,7 +13,7 @@ from trainer.config.types import Count, Fraction, NonNegative, Positive, Positiv
 
 PUBLISHED_LAW = {"kp": 0.8, "ki": 0.15, "deadband": 0.002, "lambda_start": 1.0}
 LOGIT_LAW = {"kp": 0.5, "ki": 0.025, "deadband": 0.05, "lambda_start": 0.1}
-KL_LAW = {"kp": 0.5, "ki": 0.05, "deadband": 0.05, "lambda_start": 0.1}
+KL_LAW = {"kp": 0.5, "ki": 0.1, "deadband": 0.05, "lambda_start": 0.1}
 AUTO_TARGET = 0.02
 """S of the update at which a strong fixed lambda ends best, with scu.sigma=0.03 (docs/lab/scu.md)."""
 START_TIMES_TARGET = 0.12

@@ -6,7 +6,8 @@ What is measured, M, is S = ParamBPT / (DataBPT + ParamBPT), or K, bits a token 
     until M first reaches the target: nothing moves (logit: lambda = lambda_start, kl: lambda = 0; then lambda_start);
         logit: no longer than `patience` updates, after which lambda_start holds S below the target and must fall
     e = L_hat - L(target);   |e| <= deadband: lambda stays
-    otherwise  ln lambda <- ln lambda + Kp (e - e before) + Ki clip(e, -bound, bound), within lambda's bounds
+    otherwise  ln lambda <- ln lambda + P(e) - P(e before) + Ki clip(e, -bound, bound), within lambda's bounds
+        P(e) = Kp e;   kl, where e < 0:  P(e) = 8 Kp e, and 4 Ki in place of Ki
 `published`:   S_hat = S at first, then ema S + (1 - ema) S_hat;   e = S_hat - target
     |e| <= deadband:  I <- leak I                                 lambda stays
     otherwise:        I <- leak I, then clip(I + Ki e, -bound, bound) unless lambda is at a bound and e pushes outwards
@@ -26,6 +27,9 @@ Controller = Literal["pi", "fixed", "linear", "cosine", "none"]
 Form = Literal["published", "logit", "kl"]
 ERROR_BOUND = {"logit": 2.0, "kl": 0.5}
 """What Ki sees of an error at most: a step of noise, or a long way to go, moves lambda no faster."""
+BELOW = {"logit": (1.0, 1.0), "kl": (8.0, 4.0)}
+"""What Kp and Ki are multiplied by where M is below the target. `kl` keeps K under it, and lets go sooner than it takes
+hold: when the text is known and the learning rate falls, nothing pushes K up again (docs/lab/scu.md)."""
 SLOPE = {"logit": 3.0, "kl": 2.0}
 """The largest -dL / d ln lambda: a weight that a quadratic term holds back falls at most as 1 / lambda, so ParamBPT and
 K as 1 / lambda^2; DataBPT rises meanwhile, by a power of 0.33 to 0.68 in docs/lab/data/scu-compare-controllers.csv."""
@@ -160,8 +164,13 @@ def _proportional_integral(law: Law, state: State, measured: float) -> State:
     if abs(error) <= law.deadband:
         return after
     bound = ERROR_BOUND[law.form]
-    move = law.kp * (error - state.error) + law.ki * _clip(error, -bound, bound)
+    ki = law.ki * (BELOW[law.form][1] if error < 0.0 else 1.0)
+    move = _proportional(law, error) - _proportional(law, state.error) + ki * _clip(error, -bound, bound)
     return replace(after, lambda_=_clip(state.lambda_ * _exp(move), law.lambda_min, law.lambda_max))
+
+
+def _proportional(law: Law, error: float) -> float:
+    return law.kp * (BELOW[law.form][0] if error < 0.0 else 1.0) * error
 
 
 def _published(law: Law, state: State, error: float) -> State:
@@ -267,19 +276,21 @@ def is_stable(law: Law, slope: float) -> bool:
 
 
 def _refuse_swinging(law: Law) -> None:
+    """Raise ValueError for gains with which lambda does not come to rest, above or below the target."""
     slope = SLOPE[law.form]
+    most = 1.0 / (SMALL_ERROR * BELOW[law.form][0])
     if law.ki == 0.0:
         raise ValueError(
             f"ki={law.ki:g}: without it lambda follows changes of the error but never removes it; use {USUAL_KI:g}"
         )
-    if law.kp * SMALL_ERROR > 1.0:
+    if law.kp > most:
         raise ValueError(
             f"kp={law.kp:g}: an error of {SMALL_ERROR:g}, which is noise, multiplies lambda by "
-            f"{math.exp(min(law.kp * SMALL_ERROR, 100.0)):.3g}; use 0.5, or at most {1.0 / SMALL_ERROR:g}"
+            f"{math.exp(min(law.kp / most, 100.0)):.3g}; use 0.5, or at most {most:g}"
         )
-    if is_stable(law, slope):
-        return
     kp, ki = law.kp, law.ki
+    if _gains_stable(law, kp, ki, slope):
+        return
     if _gains_stable(law, kp, USUAL_KI, slope):
         ki, wrong = USUAL_KI, f"ki={law.ki:g}: with scu.kp={law.kp:g}"
     else:
@@ -292,7 +303,8 @@ def _refuse_swinging(law: Law) -> None:
 
 
 def _gains_stable(law: Law, kp: float, ki: float, slope: float) -> bool:
-    return is_stable(replace(law, controller="fixed", kp=kp, ki=ki), slope)
+    factors = {(1.0, 1.0), (1.0, 1.0) if law.form == "published" else BELOW[law.form]}
+    return all(is_stable(replace(law, controller="fixed", kp=p * kp, ki=i * ki), slope) for p, i in factors)
 
 
 def gain_warning(law: Law) -> str | None:
