@@ -4,6 +4,7 @@ import json
 import math
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from trainer.compare import __main__ as compare
 from trainer.compare import measured_run as compare_run
 from trainer.compare import trials as compare_trials
 from trainer.compare.measured_run import DOCUMENTS_FILE
+from trainer.compare.plots import draw_comparison
 from trainer.compare.report import result_tables, statements, write_results
 from trainer.compare.results import Comparison, Result, read_results, t_interval, t_quantile
 from trainer.compare.trials import Setting, Trial
@@ -335,6 +337,19 @@ def test_files_hold_every_run(comparison: Comparison, tmp_path: Path) -> None:
     for shown in result_tables(comparison):
         console.print(shown)
     assert "…" not in console.export_text()
+
+
+def test_a_seed_whose_adapter_was_scaled_is_drawn_with_one_whose_was_not(
+    comparison: Comparison, tmp_path: Path
+) -> None:
+    """The scaled adapter is evaluated once more at the last step."""
+    texts = {"tokens": 10.0, "kl": np.ones((4, 2)), "losses": np.ones((4, 2))}
+    results = [replace(run, texts=texts) for run in comparison.results]
+    once_more = np.concatenate([results[-1].losses_ED, results[-1].losses_ED[-1:]])
+    results[-1] = replace(results[-1], steps=[0, 5, 10, 10], losses_ED=once_more)
+    assert [run.trained for run in results[-3:]] == [3, 3, 3]
+    drawn = draw_comparison(Comparison(results, draws=10), tmp_path)
+    assert "compare_forgetting.png" in [path.name for path in drawn]
 
 
 def test_results_of_other_data_are_refused(config: Path) -> None:

@@ -323,6 +323,32 @@ def test_kl_waits_for_ever() -> None:
     assert state.lambda_ == 0.0 and not state.started
 
 
+def test_kl_lets_go_sooner_than_it_takes_hold() -> None:
+    """8 Kp and 4 Ki below the target: by hand, for an error that stays, and for one that falls through the target."""
+    law = ours(form="kl", target=0.05, kp=0.5, ki=0.1, ema=1.0)
+    held = scu.State(lambda_=1.0, measured=0.1, smoothed=0.1, error=math.log(2.0))
+    above = scu.advance(law, held, 0.1)
+    assert math.log(above.lambda_) == pytest.approx(0.1 * 0.5)  # clipped
+    below = scu.advance(law, replace(held, smoothed=0.04, error=math.log(0.8)), 0.04)
+    assert math.log(below.lambda_) == pytest.approx(0.4 * math.log(0.8))
+    through = scu.advance(law, held, 0.04)
+    assert math.log(through.lambda_) == pytest.approx(4.0 * math.log(0.8) - 0.5 * math.log(2.0) + 0.4 * math.log(0.8))
+
+
+def test_kl_comes_back_from_a_lambda_that_has_become_useless() -> None:
+    """The text is known by heart: the lambda that holds K falls by 4 % a step. K stays near its target."""
+    law = ours(form="kl", target=0.05, kp=0.5, ki=0.1)
+    state, level, lowest = scu.initial(law), math.log(0.01), 0.0
+    for step in range(400):
+        holds = 30.0 if step < 250 else 30.0 * 0.96 ** (step - 250)
+        level += (math.log(0.05) - 2.0 * math.log(max(state.lambda_, 1e-3) / holds) - level) / scu.LAG_STEPS
+        level = min(level, 0.0)
+        state = scu.advance(law, state, math.exp(level))
+        lowest = min(lowest, state.error or 0.0) if step > 250 else 0.0
+    assert -0.35 < lowest < 0.0
+    assert state.lambda_ < 0.3
+
+
 @pytest.mark.parametrize(
     ("kp", "ki", "wrong"),
     [(0.5, 0.2, "ki=0.2: with scu.kp=0.5"), (0.5, 3.0, "ki=3: with scu.kp=0.5"), (0.0, 0.1, "ki=0.1: with scu.kp=0")],
@@ -337,6 +363,14 @@ def test_gains_that_swing_are_refused_with_stable_ones(kp: float, ki: float, wro
     assert max(abs(state.error or 0.0) for state in run_on_lagging_plant(law, 3.0, 33.0, 6000)[-200:]) <= law.deadband
     with pytest.raises(ValueError, match="ki=0: without it"):
         ours(ki=0.0)
+
+
+@pytest.mark.parametrize(("form", "kp", "most"), [("logit", 21.0, "20"), ("kl", 2.6, "2.5")])
+def test_a_gain_that_makes_jumps_of_noise_is_refused_by_what_it_is_below_the_target(
+    form: scu.Form, kp: float, most: str
+) -> None:
+    with pytest.raises(ValueError, match=rf"^kp={kp:g}: .*; use 0.5, or at most {most}$"):
+        ours(form=form, target=0.05, kp=kp, ki=0.05)
 
 
 def test_a_gain_that_makes_jumps_of_noise_is_refused() -> None:

@@ -14,6 +14,7 @@ from trainer.monitor.report.plots import BLUE, DOTS_PER_INCH, GREEN, GREY, INK, 
 from trainer.scu.law import deadband_of
 
 PURPLE = "#7d5ba6"
+RED = "#b23a48"
 COLORS = {"none": INK, "fixed": GREY, "linear": GREEN, "cosine": PURPLE, "pi": ORANGE}
 LINES = {"delta": "-", "factors": "--", "kl": "-"}
 MOMENT_COLORS = {"final": ORANGE, "best": BLUE}
@@ -66,7 +67,8 @@ def _draw_curves(figure: Figure, comparison: Comparison) -> None:
     axes.set_title("Held-out bits per token over the run: mean and range of the seeds")
     lowest, highest = np.inf, 0.0
     for setting, runs in comparison.by_setting.items():
-        steps, curves = runs[0].steps, np.array([run.curve for run in runs])
+        count = runs[0].trained
+        steps, curves = runs[0].steps[:count], np.array([run.curve[:count] for run in runs])
         style = _style(comparison, setting)
         axes.plot(steps, curves.mean(0), label=setting.label, **style)
         axes.fill_between(steps, curves.min(0), curves.max(0), color=style["color"], alpha=0.1, linewidth=0)
@@ -79,9 +81,9 @@ def _draw_curves(figure: Figure, comparison: Comparison) -> None:
 
 
 def _draw_scu(figure: Figure, comparison: Comparison) -> None:
-    """S above, lambda below; fixed lambdas and schedules by their first seed, the controller by each of its seeds."""
+    """S or K above, lambda below; fixed lambdas and schedules by their first seed, the controller by each seed."""
     measured_axes, lambda_axes = figure.subplots(2, 1, sharex=True)
-    measured_axes.set_title("S (smoothed) and λ over the run")
+    measured_axes.set_title("What is held (smoothed), and λ, over the run")
     for setting, runs in comparison.by_setting.items():
         style = _style(comparison, setting)
         for index, run in enumerate(runs if setting.controller == "pi" else runs[:1]):
@@ -109,7 +111,7 @@ def _draw_forgetting(figure: Figure, comparison: Comparison) -> None:
     axes = figure.add_subplot()
     axes.set_title("The task against forgetting: low and to the left is good")
     for setting in comparison.find("none"):
-        path = np.mean([_path(run) for run in comparison.by_setting[setting]], axis=0)[1:]  # without the untrained
+        path = _mean_path(comparison.by_setting[setting])
         axes.plot(*path.T, ".-", color=INK, linewidth=1.0, label="none, over the run")
         stop = path[int(np.argmin(path[:, 1]))]
         axes.plot(*stop, "*", color=INK, markersize=15, label="none, stopped at its best")
@@ -120,8 +122,8 @@ def _draw_forgetting(figure: Figure, comparison: Comparison) -> None:
             if not ends:
                 continue
             if measure == "kl":  # does not stop overfitting: where its runs end is not where they would be stopped
-                color = GREEN
-                paths = [np.mean([_path(run) for run in comparison.by_setting[each]], axis=0)[1:] for each in settings]
+                color = RED
+                paths = [_mean_path(comparison.by_setting[each]) for each in settings]
                 stops = np.array([path[int(np.argmin(path[:, 1]))] for path in paths])
                 axes.plot(*stops.T, "*", color=color, markersize=11, label=f"{_words(settings)}, stopped at their best")
             axes.plot(*np.array(ends).T, "o", linestyle=LINES[measure], color=color, label=_words(settings))
@@ -138,6 +140,12 @@ def _draw_forgetting(figure: Figure, comparison: Comparison) -> None:
 def _path(run: Result) -> Values:
     """(rise on the texts, held-out BPT) at each evaluation."""
     return np.array([(run.forgetting(index)[1], bits) for index, bits in enumerate(run.curve)], dtype=np.float64)
+
+
+def _mean_path(runs: list[Result]) -> Values:
+    """Over the seeds, as they were trained, without the untrained model."""
+    mean: Values = np.mean([_path(run)[: run.trained] for run in runs], axis=0)[1:]
+    return mean
 
 
 def _words(settings: list[Setting]) -> str:

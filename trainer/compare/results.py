@@ -67,6 +67,11 @@ class Result:
         curve: Values = self.losses_ED.sum(1) / self.tokens_D.sum() / math.log(2)
         return curve
 
+    @property
+    def trained(self) -> int:
+        """Evaluations of the adapter as it was trained: not that of one that was scaled to its target at the end."""
+        return len(self.steps) - (self.steps[-2:].count(self.steps[-1]) == 2)
+
     def index(self, moment: str) -> int:
         """The evaluation that counts: the last one, or the one with the lowest held-out loss."""
         return len(self.steps) - 1 if moment == "final" else int(np.argmin(self.curve))

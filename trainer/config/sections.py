@@ -39,9 +39,9 @@ class ScuSection(Section):
     """S = ParamBPT / (DataBPT + ParamBPT) to hold, or K in bits a token. `auto`: 0.02 for `delta`, the published value
     by size for `factors`, 0.05 bits for `kl`."""
     kp: NonNegative | Literal["auto"] = "auto"
-    """Proportional gain. `auto`: 0.5; 0.8 by the published law."""
+    """Proportional gain; `kl`: eight times that below the target. `auto`: 0.5; 0.8 by the published law."""
     ki: NonNegative | Literal["auto"] = "auto"
-    """Integral gain. `auto`: 0.025, 0.05 for `kl`; 0.15 by the published law."""
+    """Integral gain; `kl`: four times that below the target. `auto`: 0.025, 0.1 for `kl`; 0.15 by the published law."""
     deadband: NonNegative | Literal["auto"] = "auto"
     """Error within which lambda stays. `auto`: 0.05, a twentieth of the target; 0.002 of S by the published law."""
     ema: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1

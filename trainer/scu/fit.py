@@ -2,9 +2,9 @@
 
     W + c s B A with the largest c <= 1 for which K(c) <= target
 
-The controller sees K on the texts whose term it trains on, a few of them a step. On others K is higher, and where the
-learning rate is too high for the target no lambda brings it down. Scaling the finished update does, by the one factor
-that a bisection finds: K grows with c.
+The controller sees K on the texts whose term it trains on, a few of them a step. On others it may be higher, and where
+the learning rate is too high for the target no lambda brings it down. Scaling the finished update does, by the one
+factor that a bisection finds: K grows with c.
 """
 
 from collections.abc import Callable, Sequence
