@@ -3,10 +3,12 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from launcher.places import Places
+from launcher.plan import ENVIRONMENT_FILE, OF_CPU_RANKS, Build, Plan
 from launcher.status import note_job
 from launcher.supervision.child import run_child
 from launcher.supervision.held_ranks import HeldRanks
@@ -21,14 +23,7 @@ from launcher.targets.slurm import is_requeued, job_state, lost_nodes
 from trainer.config import LoadedConfig, UserError
 from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE
 
-ENVIRONMENT_FILE = "environment"
-OF_CPU_RANKS = {"OMP_NUM_THREADS": "1"}
 DEFAULT_RESTARTS = 3
-Build = Callable[..., Command]
-"""From the arguments of a rank, and `module` if not the trainer, to the command that starts all of them."""
-Plan = tuple[Build, Reach | None]
-Replan = Callable[[frozenset[int], int | None], Plan]
-"""From the places that are left out, by number in the first start, and the most ranks, to a plan for what is there."""
 
 
 class Attempts:
@@ -39,16 +34,16 @@ class Attempts:
         arguments: Sequence[str],
         loaded: LoadedConfig,
         planned: Plan,
-        replan: Replan,
+        places: Places,
         held: HeldRanks | None,
     ) -> None:
-        """`planned` is the first start, in which ranks that are `held` take part; later ones are planned again."""
+        """`planned` is the first start, in which ranks that are `held` take part; later ones are at its `places`."""
         self._arguments, self._training, self._held = arguments, loaded.config.training, held
         self._planned: Plan | None = planned
-        self._replan = replan
+        self._of_first_start = places
         self._logs = Path(loaded.config.output_dir) / "logs"
-        self._ranks = self._full = 0
-        self._places: list[int] = []
+        self._full = 0
+        self._places: Sequence[int] = ()
         self._left_out: frozenset[int] = frozenset()
         _, reach = planned
         if isinstance(reach, ThroughSrun):
@@ -70,6 +65,8 @@ class Attempts:
         settings = list(settings)
         if self._planned is not None:
             (build, reach), self._planned = self._planned, None
+            self._full = build([]).ranks
+            self._places = range(self._full)
         else:
             try:
                 build, reach, more = self._plan_again()
@@ -80,7 +77,6 @@ class Attempts:
         with ConsolePipe() if reach is None else ConsoleFile(self._logs) as console:
             words = [*self._arguments, *settings, *console.arguments()]
             command = build(words)
-            self._note_places(command.ranks)
             if isinstance(reach, ThroughSsh):
                 write_environment(self._logs / ENVIRONMENT_FILE, OF_CPU_RANKS | os.environ)
             show(f"starting {command.ranks} rank{'s' * (command.ranks > 1)}{_where(command)}")
@@ -94,31 +90,25 @@ class Attempts:
             code = _again_if_lost(code, reach)
         return Ending.of(self._logs, code, fault, command.ranks)
 
-    def _note_places(self, ranks: int) -> None:
-        self._full = self._full or ranks
-        self._ranks = ranks
-        self._places = [place for place in range(self._full) if place not in self._left_out][:ranks]
-
     def _plan_again(self) -> tuple[Build, Reach | None, list[str]]:
         """A plan for what is there now, and the settings that keep the global batch; UserError where it is too little.
 
-        With `training.elastic` the largest number of ranks that divides the global batch, else as many as before.
+        With `training.elastic` the largest number of ranks that divides the global batch, else as many as at first.
         """
-        build, reach = self._replan(self._left_out, None)
-        available = build([]).ranks
-        if available >= self._ranks and not self._left_out:
-            return build, reach, []
-        if not self._training.elastic:
+        total = self._global_batch() if self._training.elastic else None
+        again = self._of_first_start.again(self._left_out, total)
+        ranks, (build, reach) = len(again.places), again.plan
+        if ranks < self._full and total is None:
             raise UserError(
-                f"{available} of {self._ranks} ranks can be started now; bring the others back, or set "
+                f"{ranks} of {self._full} ranks can be started now; bring the others back, or set "
                 "training.elastic=true to go on with those"
             )
-        total = self._global_batch()
-        ranks = next(number for number in range(min(available, self._full), 0, -1) if total % number == 0)
-        build, reach = self._replan(self._left_out, ranks)
+        self._places = again.places
+        if ranks == self._full:
+            return build, reach, []
         say(
             f"going on with {ranks} of {self._full} ranks"
-            + (f"; {available - ranks} more would not divide the {total} samples of a step" * (available > ranks))
+            + (f"; {again.idle} more would not divide the {total} samples of a step" * bool(again.idle))
             + f"; to come back to all {self._full}, stop the run and start it with resume_from_checkpoint=auto"
         )
         # The micro-batch stays the most that a rank takes at a time.
@@ -127,10 +117,12 @@ class Attempts:
     def _leave_out(self, ending: Ending) -> str | None:
         """Leave out the place of a rank that failed before it made a step; its name, None if no rank would be left."""
         rank = None if ending.fault is None else ending.fault.rank
-        if rank is None or rank >= len(self._places) or len(self._left_out) + 1 >= self._full:
+        unit = None if rank is None or rank >= len(self._places) else self._of_first_start.unit(self._places[rank])
+        if unit is None or len(self._left_out | unit[1]) >= self._full:
             return None
-        self._left_out |= {self._places[rank]}
-        return f"the place of rank {rank}"
+        name, places = unit
+        self._left_out |= places
+        return name
 
     def _global_batch(self) -> int:
         """Samples of a step of the run, from the settings as it resolved them."""
@@ -144,7 +136,7 @@ class Attempts:
         resolved = self._logs.parent / "training_config.json"
         if step and resolved.is_file():
             say(f"the samples of step {step}:")
-            words = [str(resolved), "--step", str(step), "--ranks", str(self._ranks)]
+            words = [str(resolved), "--step", str(step), "--ranks", str(len(self._places))]
             run_child([sys.executable, "-m", "launcher.module", "trainer.commands.inspect", *words])
 
 

@@ -14,9 +14,10 @@ from launcher.become import become_module
 from launcher.doctor.command import doctor
 from launcher.importing.command import import_
 from launcher.job_starts import settings_to_go_on
+from launcher.plan import Request
 from launcher.presets import init
 from launcher.scu_train import run as run_scu_train
-from launcher.start import Request, own_version, start
+from launcher.start import own_version, start
 from launcher.status import status
 from launcher.submit import submit
 from launcher.supervision.terminal import say

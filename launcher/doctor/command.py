@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from launcher.attempts import ENVIRONMENT_FILE, OF_CPU_RANKS
 from launcher.doctor.other_hosts import MARK, answer_lines, ask_by_srun, ask_by_ssh, check_mpi, check_srun, check_ssh
 from launcher.doctor.this_host import (
     Check,
@@ -29,7 +28,7 @@ from launcher.doctor.this_host import (
     check_port,
     check_timeouts,
 )
-from launcher.start import Request, plan
+from launcher.plan import ENVIRONMENT_FILE, OF_CPU_RANKS, Request, plan
 from launcher.supervision.processes import end_sessions
 from launcher.supervision.remote import ThroughSsh
 from launcher.targets.environment import write_environment

@@ -10,6 +10,7 @@ import pytest
 
 from tests.cluster.conftest import ROOT, ZEROLORA, kill_rank, losses, wait_for
 from tests.cluster.hosts import LOGIN, Hosts
+from tests.cluster.ssh_daemons import start_sshd
 from trainer.checkpoint.checkpoint_files import whole_checkpoints
 
 pytestmark = pytest.mark.slow
@@ -66,6 +67,28 @@ def test_a_rank_killed_on_another_host_is_137_and_takes_the_run_down(
     assert process.returncode == 137, out
     assert "the run failed: rank 1 on n2 was killed by signal 9 (SIGKILL) (" in out
     assert_no_rank_is_left(hosts)
+
+
+def test_a_host_that_is_gone_is_left_out_and_the_global_batch_stays(
+    hosts: Hosts, ssh: Mapping[str, str], tmp_path: Path, workplace: Path, reference: list[float]
+) -> None:
+    """Everything on n2 ends, its sshd too. Of the three ranks left one is idle: three do not divide 8 samples."""
+    (tmp_path / "hosts").write_text("n1 slots=3\nn2 slots=1\n")
+    run = workplace / "left"
+    options = ["training.elastic=true", "training.max_restarts=3", "training.gradient_accumulation_steps=1"]
+    command = train(workplace, run.name, "--hostfile", str(tmp_path / "hosts"), *options)
+    process = hosts.start(LOGIN, command, env=ssh, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    wait_for(lambda: process.poll() is not None or (run.exists() and whole_checkpoints(run)), lambda: "no checkpoint")
+    for found in hosts.processes("n2"):
+        found.kill()
+    try:
+        out, _ = process.communicate(timeout=600)
+    finally:
+        start_sshd(hosts, "n2", Path(ssh["PATH"].split(":")[0]).parent)
+    assert process.returncode == 0, out
+    assert "not reached by ssh: n2" in out, out
+    assert "going on with 2 of 4 ranks; 1 more would not divide the 8 samples of a step" in out, out
+    assert losses(run) == pytest.approx(reference, rel=1e-4)
 
 
 @pytest.mark.parametrize(

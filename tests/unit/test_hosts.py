@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.start import Request
+from launcher.plan import Request
 from launcher.targets.environment import exported_variables, write_environment
 from launcher.targets.hostfile import choose_slots, read_hostfile
 from launcher.targets.local import hostfile_command

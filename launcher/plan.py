@@ -1,0 +1,132 @@
+"""Which launcher starts a run's ranks, and how: from the command line to the command that starts all of them."""
+
+import os
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from launcher.supervision.remote import Reach, ThroughLauncher, ThroughSrun, ThroughSsh
+from launcher.supervision.terminal import say
+from launcher.targets.hostfile import Filters, Slots, check_reachable, choose_slots, read_hostfile
+from launcher.targets.local import CPU_RANKS, Command, hostfile_command, local_command, visible_gpus
+from launcher.targets.mpi import mpirun_command
+from launcher.targets.slurm import in_allocation, read_allocation, srun_command
+from trainer.config import UserError
+from trainer.contract.ports import check_free, free_port, random_port
+
+ENVIRONMENT_FILE = "environment"
+OF_CPU_RANKS = {"OMP_NUM_THREADS": "1"}
+Build = Callable[..., Command]
+"""From the arguments of a rank, and `module` if not the trainer, to the command that starts all of them."""
+Plan = tuple[Build, Reach | None]
+"""How to build the command, and the way to its ranks; None if they are below this process."""
+LAUNCHERS = ("auto", "local", "hostfile", "slurm", "mpi")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line says about where to run."""
+
+    launcher: str = "auto"
+    hostfile: Path | None = None
+    include: str | None = None
+    exclude: str | None = None
+    num_nodes: int | None = None
+    num_gpus: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    def filters(self) -> Filters:
+        """What cuts the hosts down."""
+        return Filters(include=self.include, exclude=self.exclude, num_nodes=self.num_nodes, num_gpus=self.num_gpus)
+
+    def chosen_launcher(self) -> str:
+        """The launcher that `auto` stands for: srun in an allocation, pdsh with a hostfile, else this machine.
+
+        Raises UserError for options that contradict each other.
+        """
+        if self.launcher not in LAUNCHERS:
+            raise UserError(f"--launcher {self.launcher}: must be one of {', '.join(LAUNCHERS)}")
+        if self.launcher != "auto":
+            chosen = self.launcher
+        elif self.hostfile is not None:
+            chosen = "hostfile"
+        else:
+            chosen = "slurm" if in_allocation(os.environ) else "local"
+        if chosen == "hostfile" and self.hostfile is None:
+            raise UserError("--launcher hostfile: which? --hostfile FILE, a line for each host, `gpu-a slots=8`")
+        if self.hostfile is not None and chosen not in ("hostfile", "mpi"):
+            raise UserError(f"--hostfile {self.hostfile}: --launcher {chosen} takes none; use hostfile or mpi")
+        if self.master_addr is not None and not re.fullmatch(r"\w[\w.:-]*", self.master_addr):
+            raise UserError(f"--master-addr {self.master_addr}: must be a host's name or address")
+        if self.master_port is not None and not 1 <= self.master_port <= 65535:
+            raise UserError(f"--master-port {self.master_port}: must be 1 to 65535")
+        if chosen == "local":
+            self._check_local()
+        return chosen
+
+    def _check_local(self) -> None:
+        if self.num_nodes not in (None, 1):
+            raise UserError(f"--num-nodes {self.num_nodes}: this is one machine; name others with --hostfile FILE")
+        for option, value in (("--include", self.include), ("--exclude", self.exclude)):
+            if value is not None:
+                raise UserError(f"{option} {value}: needs --hostfile; on one machine set CUDA_VISIBLE_DEVICES")
+        if self.master_addr not in (None, "localhost", "127.0.0.1"):
+            raise UserError(f"--master-addr {self.master_addr}: this is one machine; name others with --hostfile FILE")
+
+
+def plan(request: Request, logs: Path) -> Plan:
+    """How to build the command, and the way to its ranks (None: they are below this process). Raises UserError."""
+    launcher = request.chosen_launcher()
+    address, port = request.master_addr, request.master_port
+    if launcher == "local":
+        if port is None:
+            port = free_port()
+        else:
+            check_free(port)
+        return partial(local_command, gpus=visible_gpus(), num_gpus=request.num_gpus, port=port), None
+    if launcher == "slurm":
+        allocation = read_allocation(os.environ, **request.filters())
+        return partial(srun_command, allocation=allocation, address=address, port=port), ThroughSrun(allocation)
+    slots = slots_of(request)
+    if launcher == "mpi":
+        if address is not None and port is None:
+            port = random_port()
+        return partial(mpirun_command, slots=slots, address=address, port=port), ThroughLauncher()
+    check_reachable(list(slots), Path.cwd())
+    assert request.hostfile is not None
+    build = partial(
+        hostfile_command,
+        hostfile=request.hostfile,
+        slots=slots,
+        address=address or _address_of(next(iter(slots))),
+        port=port or random_port(),
+        environment_file=logs / ENVIRONMENT_FILE,
+    )
+    return build, ThroughSsh(slots)
+
+
+def slots_of(request: Request) -> Slots:
+    """Hosts and GPUs of a hostfile, or of this machine."""
+    if request.hostfile is not None:
+        slots = read_hostfile(request.hostfile)
+    else:
+        gpus = visible_gpus() or list(range(request.num_gpus or CPU_RANKS))
+        slots = {"localhost": list(range(len(gpus)))}
+    return choose_slots(slots, **request.filters())
+
+
+def _address_of(host: str) -> str | None:
+    """The host's name where it is one that other hosts can look up, too; else DeepSpeed asks it for its address."""
+    name = host.rpartition("@")[2]
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+    except socket.gaierror:
+        return None  # a name of ~/.ssh/config
+    if any(address.startswith("127.") or address == "::1" for address in found):
+        say(f"note: {name} is a loopback address here; the other hosts get what `hostname -I` on it begins with")
+        return None
+    return name
