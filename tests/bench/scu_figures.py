@@ -11,7 +11,6 @@ five digits.
 
 import gzip
 import json
-import math
 import sys
 import tempfile
 from pathlib import Path
@@ -28,6 +27,8 @@ from trainer.config import RunConfig, ScuSection
 
 CURVE = ("step", "data_bpt", "param_bpt", "s_smoothed", "kl_bits", "kl_smoothed", "lambda", "error", "reg_loss")
 SIGMA = float(ScuSection().sigma)
+LAST = 50
+"""Steps over which K of the steps' own reference text is averaged."""
 ORDER = ("none", "fixed", "linear", "cosine", "pi")
 
 
@@ -83,6 +84,7 @@ def _result(run: dict[str, Any], *, several: bool) -> Result:
     setting = Setting(scu.measure, scu.controller, ends.get(scu.controller), target, several and target is not None)
     trial = Trial(setting, config.seed, Path(), (), config)
     curve = [record | {"step": int(record["step"])} for record in run["curve"]]
+    curve[-1]["kept"] = (run.get("fitted") or {}).get("factor", 1.0)  # of the update, by scu.scale_to_target
     sums = [
         np.array([entry["loss_sums"] for entry in run[name]], dtype=np.float64) for name in ("evaluations", "scaled")
     ]
@@ -133,32 +135,44 @@ def _by_sigma(comparison: Comparison) -> str:
 def _held(comparison: Comparison) -> str:
     """K of each run under kl on text that it was not held on, at the end and where it would have been stopped.
 
-    Beside the fixed lambda that ends lowest: both stopped early, the difference paired.
+    Beside every fixed lambda: both stopped early, the difference paired.
     """
     runs = [run for run in comparison.results if run.trial.setting.measure == "kl" and run.trial.setting.target]
-    other = comparison.best_fixed("delta", "final")
     if not runs:
         return ""
     lines = [
-        "| target | seed | K on unseen text | over the target | other texts | best BPT | K there |",
-        f"| --- |{' ---: |' * 6}",
+        f"| target | seed | of the update | K on unseen text | over the target | of the steps' own text (last {LAST}) "
+        "| λ at its largest from step | other texts | best BPT | K there | over the target | other texts there |",
+        f"| --- |{' ---: |' * 11}",
     ]
     for run in runs:
         at, target = run.index("best"), float(run.trial.setting.target or 0.0)
         kl, rise = run.forgetting(len(run.steps) - 1)
-        kl_there, _ = run.forgetting(at)
-        assert kl is not None and rise is not None and kl_there is not None
-        cells = [f"{target:g}", str(run.trial.seed), f"{kl:.4f}", f"{kl / target:.2f}", f"{rise:+.4f}"]
-        lines.append("| " + " | ".join([*cells, f"{run.bpt('best'):.4f}", f"{kl_there:.4f}"]) + " |")
+        kl_there, rise_there = run.forgetting(at)
+        assert kl is not None and rise is not None and kl_there is not None and rise_there is not None
+        own = float(np.mean([record["kl_bits"] for record in run.records[-LAST:]]))
+        most = [record["step"] for record in run.records if record["lambda"] >= run.trial.config.scu.lambda_max]
+        cells = [
+            f"{target:g}",
+            str(run.trial.seed),
+            f"{run.records[-1]['kept']:.2f}",
+            f"{kl:.4f}",
+            f"{kl / target:.2f}",
+        ]
+        cells += [f"{own / target:.2f}", str(most[0]) if most else "", f"{rise:+.4f}", f"{run.bpt('best'):.4f}"]
+        lines.append(
+            "| " + " | ".join([*cells, f"{kl_there:.4f}", f"{kl_there / target:.2f}", f"{rise_there:+.4f}"]) + " |"
+        )
     for setting, every in comparison.by_setting.items():
-        kl_each = [run.forgetting(run.index("best"))[0] or math.nan for run in every]
-        lines.append(f"- K at the best evaluation, {setting.label}: {np.mean(kl_each):.4f}")
+        there = np.array([run.forgetting(run.index("best")) for run in every], dtype=np.float64).mean(0)
+        lines.append(f"- at the best evaluation, {setting.label}: K {there[0]:.4f}, other texts {there[1]:+.4f}")
     for setting in dict.fromkeys(run.trial.setting for run in runs):
-        if other is None:
-            break
-        found = comparison.difference(setting, other, "stopped")
-        if found is not None:
-            lines.append(f"- stopped BPT, {setting.label} - {other.label}: {found.text('+')}")
+        for other in comparison.find("fixed"):
+            found = comparison.difference(setting, other, "stopped")
+            if found is not None and found.over_seeds is not None:
+                low, high = found.over_seeds
+                seeds = f"over seeds [{low:+.4f}, {high:+.4f}]"
+                lines.append(f"- stopped BPT, {setting.label} - {other.label}: {found.text('+')}, {seeds}")
     return "\n".join(lines) + "\n"
 
 

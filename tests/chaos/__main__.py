@@ -1,12 +1,12 @@
 """`python -m tests.chaos [FOLDER] [--place WORDS] [--only WORDS] [--part] [--series N] [--page]`: faults by phase.
 
-Every case is a real run of two CPU ranks into which one fault is put. What is recorded: seconds until the user was
-told, whether the right rank and host were named, steps that were made twice, checkpoints lost or damaged, processes
-left behind, and whether the adapter is, to the bit, that of a run without a fault: by itself, or where the run ended,
-when the same command goes on. Faults that a run is to go through undisturbed share one. A case that is in the records
-of FOLDER and went as it should is not run again: a command that was ended goes on where it was. `--series` kills a rank
-N times in one run. A FOLDER without records begins with the published ones, docs/lab/data/faults; they and the page,
-docs/lab/faults.md, are written from it. `--again` tries all cases anew.
+Every case is a real run of two ranks, on CPUs or GPUs, into which one fault is put. What is recorded: seconds until
+the user was told, whether the right rank and host were named, steps that were made twice, checkpoints lost or
+damaged, processes left behind, and whether the adapter is, to the bit, that of a run without a fault: by itself, or
+where the run ended, when the same command goes on. Faults that a run is to go through undisturbed share one. A case
+that is in the records of FOLDER and went as it should is not run again: a command that was ended goes on where it
+was. `--series` kills a rank N times in one run. A FOLDER without records begins with the published ones,
+docs/lab/data/faults; they and the page, docs/lab/faults.md, are written from it. `--again` tries all cases anew.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from tests.chaos.series import run_series
 from tests.chaos.together import try_together
 from tests.chaos.workplace import adapter, commit, prepare, start
 
-# One of each kind of ending: by itself, named and not started again, and a disk.
+# One of each kind of ending: started again, stopped, and gone through.
 PART = (("SIGKILL of rank 1", "step"), ("SIGTERM", "step"), ("disk full", "save"))
 ORDER = ("step", "save", "load", "data", "evaluate", "end", "first step", "tokenise")
 _WRITING = threading.Lock()
@@ -62,11 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos")
     parser.add_argument("folder", nargs="?", type=Path, help="where the runs and their records lie")
-    parser.add_argument("--place", default="", help="only that whose name holds this: this machine, ssh, SLURM")
+    parser.add_argument(
+        "--place", default="", help="only that whose name holds this: this machine, two GPUs, ssh, SLURM"
+    )
     parser.add_argument("--only", default="", help="cases in whose `name, phase` this regular expression is found")
     parser.add_argument("--again", action="store_true", help="also those that went as they should before")
     parser.add_argument("--beside", type=int, default=1, metavar="N", help="so many cases of this machine at a time")
-    parser.add_argument("--part", action="store_true", help="a few minutes: one case of each kind")
+    parser.add_argument(
+        "--part", action="store_true", help="a few minutes: a killed rank, SIGTERM and a full disk on this machine"
+    )
     parser.add_argument("--series", type=int, default=0, metavar="N", help="N kills in one run, and no other case")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no case, and kill no more, after so many")
     parser.add_argument("--page", action="store_true", help="only write the page from the records")

@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.chaos.faults import FAULTS
 from tests.chaos.places import PLACES, Local, OnGpus, ThroughSlurm, ThroughSsh
+from tests.chaos.workplace import HANG_MINUTES
 
 LAB = Path(__file__).parents[2] / "docs" / "lab"
 PAGE, PUBLISHED = LAB / "faults.md", LAB / "data" / "faults"
@@ -18,12 +19,12 @@ RECORDS, SERIES = "results.jsonl", "series*.json"
 HEAD = """\
 # Faults, and what becomes of a run
 
-Made by `python -m tests.chaos`: every line is a real run of two ranks, on CPUs or GPUs (16 steps, a checkpoint every
-4, an evaluation every 6) into which one thing was put that goes wrong. *Told* is the time until the user's terminal
-says so, with the right rank and host where a rank is to blame. *Steps lost* were made twice. *Adapter* says whether
-the final one is, to the bit, that of the run without a fault. Where a run ends, because nothing was trained yet or
-somebody ended it, the same command with `training.resume_from_checkpoint=auto` has gone on, and its adapter is
-compared. Faults that a run is to go through undisturbed were put into one run, one after the other.
+Made by `python -m tests.chaos`: every line is a fault in a real run of two ranks, on CPUs or GPUs (16 steps, a
+checkpoint every 4, an evaluation every 6). *Told* is the time until the user's terminal says so, with the right rank
+and host where a rank is to blame. *Steps lost* were made twice. *Adapter* says whether the final one is, to the bit,
+that of the run without a fault. Where a run ends, because nothing was trained yet or somebody ended it, the same
+command with `training.resume_from_checkpoint=auto` has gone on, and its adapter is compared. Faults that a run is to
+go through undisturbed were put into one run, one after the other.
 
 """
 COLUMNS = (
@@ -39,8 +40,13 @@ TITLES = {
 NOT_RUN = """
 ## Not injected here
 
-- GPU faults (Xid, ECC, a card that falls off the bus, CUDA out of memory) need a card: `tests/gpu/test_oom.py`; out of
-  memory on CPU ranks is in `tests/distributed/test_oom.py`.
+- Faults of a card itself (Xid, ECC, a card that falls off the bus) cannot be made here. A card that is out of memory is
+  in `tests/gpu/test_oom.py`, CPU ranks that are in `tests/distributed/test_oom.py`.
+- Not every fault is tried at every place (`Fault.places` in `tests/chaos/faults.py`): a file server that stops or goes
+  away, clocks, a loader that raises and memory of the host on this machine alone; damaged checkpoints on this machine
+  and on GPUs, in steps; NaN in no evaluation.
+- Clocks are moved by a library of our own (`tests/chaos/clock.c`): with libfaketime 0.9.10 time.sleep of Python 3.11
+  fails.
 - Hosts are network namespaces of one kernel, with real daemons (sshd, slurmctld, slurmd) in them: a kernel that
   crashes, and file systems that hosts see differently, are not among the faults.
 """
@@ -72,14 +78,18 @@ def page(folder: Path) -> str:
     latest = {(record["place"], record["fault"], record["phase"]): record for record in records}
     series = read_series(folder)
     kills = sum(one["kills"] for one in series)
-    happened = kills + sum(record["happened"] for record in records)
+    # Of a first try that was not recorded is known only that it went otherwise: such a record has no commit.
+    happened = kills + sum(record["happened"] for record in records if record["commit"])
+    slowest = max(latest.values(), key=lambda record: float(record["seconds"] or 0.0))
     counted = (
         f"{happened} faults were put into runs, {kills} of them in series; "
         f"{len(latest)} cases, {sum(record['well'] for record in latest.values())} as they should be; "
         f"{sum(bool(record['damaged']) for record in latest.values())} with a checkpoint lost or damaged, "
         f"{sum(not record['told'] or bool(record['misnamed']) for record in latest.values())} with a wrong name or "
         f"none, {sum(record['code'] is None for record in latest.values())} that did not end, "
-        f"{sum(record['left'] > 0 for record in latest.values())} that left a process behind. "
+        f"{sum(record['left'] > 0 for record in latest.values())} that left a process behind, all by the last try of "
+        f"each case. A hang is told after `training.hang_timeout`, here {60 * HANG_MINUTES:.0f} s, three times that "
+        f"until the first step is made; what took longest to be told: {_name(slowest)}, {slowest['seconds']:g} s. "
         f"Machine of the CPU ranks: {_machine()}, shared with other work, so the seconds are upper bounds.\n"
     )
     tables = [_table(place, [record for key, record in latest.items() if key[0] == place]) for place in PLACES]

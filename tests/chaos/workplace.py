@@ -1,4 +1,4 @@
-"""Runs of a tiny model on two CPU ranks in which one thing goes wrong, and what came of each."""
+"""Runs of a tiny model on two ranks in which one thing goes wrong, and what came of each."""
 
 import json
 import os

@@ -7,6 +7,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from trainer.compare.results import Comparison, Result, Values
 from trainer.compare.trials import Setting
@@ -126,20 +127,26 @@ def _draw_forgetting(figure: Figure, comparison: Comparison) -> None:
                 paths = [_mean_path(comparison.by_setting[each]) for each in settings]
                 stops = np.array([path[int(np.argmin(path[:, 1]))] for path in paths])
                 axes.plot(*stops.T, "*", color=color, markersize=11, label=f"{_words(settings)}, stopped at their best")
-            axes.plot(*np.array(ends).T, "o", linestyle=LINES[measure], color=color, label=_words(settings))
-            for end, setting in zip(ends, settings, strict=True):
+            words = f"{_words(settings)}, at the end" if measure == "kl" else _words(settings)
+            faint = 0.4 if measure == "kl" else 1.0
+            axes.plot(*np.array(ends).T, "o", linestyle=LINES[measure], color=color, label=words, alpha=faint)
+            for end, setting in zip(stops if measure == "kl" else ends, settings, strict=True):
                 number = setting.target if controller == "pi" else setting.lambda_
-                beside = (6, -11) if controller == "pi" else (5, 5)
+                beside = (-8, 9) if measure == "kl" else (6, -11) if controller == "pi" else (5, 5)
                 text = "" if number is None else f"{number:g}"
                 axes.annotate(text, end, beside, color=color, textcoords="offset points", fontsize=8)
-    axes.set_xlabel("bits a token by which other texts have become dearer")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("K on other texts: bits a token between the adapted model and the base")
     axes.set_ylabel("bits per held-out target token")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=9)
 
 
 def _path(run: Result) -> Values:
-    """(rise on the texts, held-out BPT) at each evaluation."""
-    return np.array([(run.forgetting(index)[1], bits) for index, bits in enumerate(run.curve)], dtype=np.float64)
+    """(K on the texts, held-out BPT) at each evaluation."""
+    return np.array([(run.forgetting(index)[0], bits) for index, bits in enumerate(run.curve)], dtype=np.float64)
 
 
 def _mean_path(runs: list[Result]) -> Values:

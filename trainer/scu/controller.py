@@ -33,7 +33,7 @@ from trainer.scu.law_settings import as_the_law_allows, information_of, law_of
 
 MIB = 2**20
 KNOWN_BY_HEART = 1e-3
-"""DataBPT below which nothing is left to learn: runs that overfit end at 0.002 (docs/data)."""
+"""DataBPT below which nothing is left to learn: runs that overfit end at 0.002 (docs/lab/scu.md)."""
 
 
 class ScuFault(RuntimeError):

@@ -28,8 +28,8 @@ Form = Literal["published", "logit", "kl"]
 ERROR_BOUND = {"logit": 2.0, "kl": 0.5}
 """What Ki sees of an error at most: a step of noise, or a long way to go, moves lambda no faster."""
 BELOW = {"logit": (1.0, 1.0), "kl": (8.0, 4.0)}
-"""What Kp and Ki are multiplied by where M is below the target. `kl` keeps K under it, and lets go sooner than it takes
-hold: when the text is known and the learning rate falls, nothing pushes K up again (docs/lab/scu.md)."""
+"""What Kp and Ki are multiplied by where M is below the target. `kl` lowers lambda sooner than it raises it: once the
+text is known and the learning rate falls, nothing pushes K up again (docs/lab/scu.md)."""
 SLOPE = {"logit": 3.0, "kl": 2.0}
 """The largest -dL / d ln lambda: a weight that a quadratic term holds back falls at most as 1 / lambda, so ParamBPT and
 K as 1 / lambda^2; DataBPT rises meanwhile, by a power of 0.33 to 0.68 in docs/lab/data/scu-compare-controllers.csv."""
@@ -37,7 +37,7 @@ LAG_STEPS = 20.0
 """Optimizer steps by which the weights answer lambda late, as a first-order lag (docs/lab/scu.md)."""
 SMALL_ERROR = 0.05
 """What the smoothed error does by itself from step to step: 5 % of the ratio of ParamBPT to DataBPT, or of K."""
-USUAL_KI = 0.025
+USUAL_KI = {"logit": 0.025, "kl": 0.1}
 PATIENCE_LAGS, PATIENCE_FRACTION = 5.0, 0.1
 """Lags of the weights, and fraction of the run, by which S has come to rest under a lambda that stands still."""
 TINY = 1e-12
@@ -277,11 +277,11 @@ def is_stable(law: Law, slope: float) -> bool:
 
 def _refuse_swinging(law: Law) -> None:
     """Raise ValueError for gains with which lambda does not come to rest, above or below the target."""
-    slope = SLOPE[law.form]
+    slope, usual = SLOPE[law.form], USUAL_KI[law.form]
     most = 1.0 / (SMALL_ERROR * BELOW[law.form][0])
     if law.ki == 0.0:
         raise ValueError(
-            f"ki={law.ki:g}: without it lambda follows changes of the error but never removes it; use {USUAL_KI:g}"
+            f"ki={law.ki:g}: without it lambda follows changes of the error but never removes it; use {usual:g}"
         )
     if law.kp > most:
         raise ValueError(
@@ -291,8 +291,8 @@ def _refuse_swinging(law: Law) -> None:
     kp, ki = law.kp, law.ki
     if _gains_stable(law, kp, ki, slope):
         return
-    if _gains_stable(law, kp, USUAL_KI, slope):
-        ki, wrong = USUAL_KI, f"ki={law.ki:g}: with scu.kp={law.kp:g}"
+    if _gains_stable(law, kp, usual, slope):
+        ki, wrong = usual, f"ki={law.ki:g}: with scu.kp={law.kp:g}"
     else:
         while not _gains_stable(law, kp, ki, slope):
             kp, ki = min(kp, 1.0) / 2.0, min(ki, 0.1) / 2.0
