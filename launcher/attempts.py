@@ -65,8 +65,6 @@ class Attempts:
         settings = list(settings)
         if self._planned is not None:
             (build, reach), self._planned = self._planned, None
-            self._full = build([]).ranks
-            self._places = range(self._full)
         else:
             try:
                 build, reach, more = self._plan_again()
@@ -77,6 +75,8 @@ class Attempts:
         with ConsolePipe() if reach is None else ConsoleFile(self._logs) as console:
             words = [*self._arguments, *settings, *console.arguments()]
             command = build(words)
+            self._full = self._full or command.ranks
+            self._places = self._places or range(self._full)
             if isinstance(reach, ThroughSsh):
                 write_environment(self._logs / ENVIRONMENT_FILE, OF_CPU_RANKS | os.environ)
             show(f"starting {command.ranks} rank{'s' * (command.ranks > 1)}{_where(command)}")
@@ -97,20 +97,21 @@ class Attempts:
         """
         total = self._global_batch() if self._training.elastic else None
         again = self._of_first_start.again(self._left_out, total)
-        ranks, (build, reach) = len(again.places), again.plan
-        if ranks < self._full and total is None:
+        ranks, (build, reach), before = len(again.places), again.plan, len(self._places)
+        if ranks != self._full and (total is None or total % ranks):
             raise UserError(
-                f"{ranks} of {self._full} ranks can be started now; bring the others back, or set "
-                "training.elastic=true to go on with those"
+                f"{ranks} of {self._full} ranks can be started now; bring the others back"
+                + ", or set training.elastic=true to go on with those" * (total is None)
             )
         self._places = again.places
-        if ranks == self._full:
+        if ranks == before == self._full:
             return build, reach, []
-        say(
-            f"going on with {ranks} of {self._full} ranks"
-            + (f"; {again.idle} more would not divide the {total} samples of a step" * bool(again.idle))
-            + f"; to come back to all {self._full}, stop the run and start it with resume_from_checkpoint=auto"
-        )
+        if ranks < self._full:
+            say(
+                f"going on with {ranks} of {self._full} ranks"
+                + (f"; {again.idle} more would not divide the {total} samples of a step" * bool(again.idle))
+                + f"; to come back to all {self._full}, stop the run and start it with resume_from_checkpoint=auto"
+            )
         # The micro-batch stays the most that a rank takes at a time.
         return build, reach, [f"training.global_batch_size={total}", "training.gradient_accumulation_steps=1"]
 
@@ -124,10 +125,13 @@ class Attempts:
         self._left_out |= places
         return name
 
-    def _global_batch(self) -> int:
-        """Samples of a step of the run, from the settings as it resolved them."""
-        record = json.loads((self._logs.parent / "training_config.json").read_text(encoding="utf-8"))["training"]
-        run = json.loads((self._logs.parent / "run.json").read_text(encoding="utf-8"))
+    def _global_batch(self) -> int | None:
+        """Samples of a step of the run, from the settings as it resolved them; None where it has not come to that."""
+        try:
+            record = json.loads((self._logs.parent / "training_config.json").read_text(encoding="utf-8"))["training"]
+            run = json.loads((self._logs.parent / "run.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
         size: int = record["batch_size"] * record["gradient_accumulation_steps"] * run["world_size"]
         return size
 

@@ -3,7 +3,6 @@
 import os
 import re
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from trainer.contract.ports import check_free, free_port, random_port
 
 ENVIRONMENT_FILE = "environment"
 OF_CPU_RANKS = {"OMP_NUM_THREADS": "1"}
-Build = Callable[..., Command]
+Build = partial[Command]
 """From the arguments of a rank, and `module` if not the trainer, to the command that starts all of them."""
 Plan = tuple[Build, Reach | None]
 """How to build the command, and the way to its ranks; None if they are below this process."""
@@ -97,13 +96,18 @@ def plan(request: Request, logs: Path) -> Plan:
             port = random_port()
         return partial(mpirun_command, slots=slots, address=address, port=port), ThroughLauncher()
     check_reachable(list(slots), Path.cwd())
+    return on_hosts(request, logs, slots, address)
+
+
+def on_hosts(request: Request, logs: Path, slots: Slots, address: str | None) -> Plan:
+    """The plan for slots of a hostfile's hosts; the ranks meet at `address`, or at the first host."""
     assert request.hostfile is not None
     build = partial(
         hostfile_command,
         hostfile=request.hostfile,
         slots=slots,
         address=address or _address_of(next(iter(slots))),
-        port=port or random_port(),
+        port=request.master_port or random_port(),
         environment_file=logs / ENVIRONMENT_FILE,
     )
     return build, ThroughSsh(slots)

@@ -48,6 +48,7 @@ def start(
     refuse_if_held(run_dir, resumes=resumes)
     show(f"zerolora {own_version()}: {arguments[0]}")
     with HeldRanks.start(command) if reach is None else nullcontext() as held:
+        places = Places(request, logs, build)
         hang_timeout = loaded.config.training.hang_timeout
         code = held.until_checked(hang_timeout) if held is not None else _check(arguments, command.ranks)
         if code:
@@ -56,7 +57,7 @@ def start(
             if goes_on:
                 note_start(run_dir, os.environ)
             words = [*arguments, "--lock", lock.token, as_argument(sys.argv), *["--profile-start"] * profiled]
-            code = Attempts(words, loaded, (build, reach), Places(request, logs), held).train()
+            code = Attempts(words, loaded, (build, reach), places, held).train()
             if goes_on and lock.is_held:
                 note_end(run_dir, os.environ, code)
             return code

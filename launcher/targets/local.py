@@ -159,7 +159,7 @@ def visible_gpus() -> list[int]:
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         return []
-    identifiers = _installed_gpus()
+    identifiers = installed_gpus()
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not identifiers or allowed is None:
         return list(range(len(identifiers)))
@@ -195,7 +195,7 @@ def select_gpus(identifiers: Sequence[str], allowed: str) -> list[int]:
     return chosen
 
 
-def _installed_gpus() -> list[str]:
+def installed_gpus() -> list[str]:
     """UUIDs of the GPUs, or names of their device files where nvidia-smi is not installed."""
     if shutil.which("nvidia-smi"):
         try:

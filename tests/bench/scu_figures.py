@@ -84,7 +84,8 @@ def _result(run: dict[str, Any], *, several: bool) -> Result:
     setting = Setting(scu.measure, scu.controller, ends.get(scu.controller), target, several and target is not None)
     trial = Trial(setting, config.seed, Path(), (), config)
     curve = [record | {"step": int(record["step"])} for record in run["curve"]]
-    curve[-1]["kept"] = (run.get("fitted") or {}).get("factor", 1.0)  # of the update, by scu.scale_to_target
+    # What `_held` shows of scu.scale_to_target has no place of its own in a result.
+    curve[-1]["kept"] = (run.get("fitted") or {}).get("factor", 1.0)
     sums = [
         np.array([entry["loss_sums"] for entry in run[name]], dtype=np.float64) for name in ("evaluations", "scaled")
     ]

@@ -78,7 +78,7 @@ def page(folder: Path) -> str:
     latest = {(record["place"], record["fault"], record["phase"]): record for record in records}
     series = read_series(folder)
     kills = sum(one["kills"] for one in series)
-    # Of a first try that was not recorded is known only that it went otherwise: such a record has no commit.
+    # A record without a commit stands for a first try of which nothing but the failure is known.
     happened = kills + sum(record["happened"] for record in records if record["commit"])
     slowest = max(latest.values(), key=lambda record: float(record["seconds"] or 0.0))
     counted = (

@@ -339,17 +339,22 @@ def test_files_hold_every_run(comparison: Comparison, tmp_path: Path) -> None:
     assert "…" not in console.export_text()
 
 
-def test_a_seed_whose_adapter_was_scaled_is_drawn_with_one_whose_was_not(
-    comparison: Comparison, tmp_path: Path
-) -> None:
+def test_a_seed_whose_adapter_was_scaled_is_drawn_with_one_whose_was_not(config: Path, tmp_path: Path) -> None:
     """The scaled adapter is evaluated once more at the last step."""
-    texts = {"tokens": 10.0, "kl": np.ones((4, 2)), "losses": np.ones((4, 2))}
-    results = [replace(run, texts=texts) for run in comparison.results]
-    once_more = np.concatenate([results[-1].losses_ED, results[-1].losses_ED[-1:]])
-    results[-1] = replace(results[-1], steps=[0, 5, 10, 10], losses_ED=once_more)
-    assert [run.trained for run in results[-3:]] == [3, 3, 3]
+    losses_ED, tokens_D = np.outer([60.0, 40.0, 45.0], np.ones(4)), np.full(4, 20.0)
+    results = [
+        replace(result(trial, losses_ED, tokens_D, [0.1, 0.01]), texts=texts_of(3))
+        for trial in planned(config, "--measures", "kl", "--controllers", "none,pi")
+    ]
+    once_more = np.concatenate([losses_ED, losses_ED[-1:]])
+    results[-1] = replace(results[-1], steps=[0, 5, 10, 10], losses_ED=once_more, texts=texts_of(4))
+    assert {run.trial.setting.measure for run in results} == {"kl"} and [run.trained for run in results] == [3] * 6
     drawn = draw_comparison(Comparison(results, draws=10), tmp_path)
     assert "compare_forgetting.png" in [path.name for path in drawn]
+
+
+def texts_of(evaluations: int) -> dict[str, Any]:
+    return {"tokens": 10.0, "kl": np.ones((evaluations, 2)), "losses": np.ones((evaluations, 2))}
 
 
 def test_results_of_other_data_are_refused(config: Path) -> None:

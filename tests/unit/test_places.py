@@ -1,14 +1,15 @@
 """Which places take part after a failure: what is there, and of it the most that divides the global batch."""
 
-import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from launcher import places as launcher_places
 from launcher.places import Places, most_that_divide
-from launcher.plan import Request
-from launcher.targets.slurm import Allocation
+from launcher.plan import Request, plan
+from launcher.targets.local import local_command
+from launcher.targets.slurm import Allocation, srun_command
 from trainer.config import UserError
 
 NONE: frozenset[int] = frozenset()
@@ -22,17 +23,17 @@ def on_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Places, s
     monkeypatch.setattr(launcher_places, "reachable", lambda hosts, folder: [one for one in hosts if one in answering])
     monkeypatch.setattr("launcher.plan.check_reachable", lambda hosts, folder: None)
     monkeypatch.setattr("launcher.plan._address_of", lambda host: host)
-    return Places(Request(hostfile=tmp_path / "hostfile"), tmp_path), answering
+    request = Request(hostfile=tmp_path / "hostfile", master_addr="a.cluster")
+    return Places(request, tmp_path, plan(request, tmp_path)[0]), answering
 
 
 @pytest.fixture
 def on_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Places, list[str]]:
     """Four nodes with two ranks each; and those that are lost."""
     lost: list[str] = []
-    allocation = Allocation(7, ("n1", "n2", "n3", "n4"), 2)
-    monkeypatch.setattr(launcher_places, "read_allocation", lambda env, **filters: allocation)
+    build = partial(srun_command, allocation=Allocation(7, ("n1", "n2", "n3", "n4"), 2))
     monkeypatch.setattr(launcher_places, "lost_nodes", lambda allocation: list(lost))
-    return Places(Request(launcher="slurm"), tmp_path), lost
+    return Places(Request(launcher="slurm", master_addr="n1-ib"), tmp_path, build), lost
 
 
 def included(places: Places, left_out: frozenset[int], total: int | None) -> str:
@@ -52,8 +53,24 @@ def test_slots_of_the_hosts_that_answer_and_divide(
     assert included(places, NONE, 8) == "--include=a:0,1,2,3"
     assert included(places, NONE, 12) == "--include=a:0,1,2,3@c:0,1"
     answering.clear()
-    with pytest.raises(UserError, match="none of its hosts can be reached"):
+    with pytest.raises(UserError, match="no slot is left of hosts that can be reached"):
         places.again(NONE, 8)
+
+
+def test_ranks_meet_where_they_were_told_to_while_that_host_takes_part(on_hosts: tuple[Places, set[str]]) -> None:
+    places, answering = on_hosts
+    assert "--master_addr=a.cluster" in places.again(NONE, 8).plan[0]([]).argv
+    answering.remove("a")
+    assert "--master_addr=b" in places.again(NONE, 8).plan[0]([]).argv
+
+
+def test_another_host_in_the_file_takes_part_where_all_are_taken(
+    on_hosts: tuple[Places, set[str]], tmp_path: Path
+) -> None:
+    places, answering = on_hosts
+    answering.add("d")
+    (tmp_path / "hostfile").write_text("a slots=4\nd slots=2\nc slots=2\n")
+    assert included(places, NONE, None) == "--include=a:0,1,2,3@d:0,1@c:0,1"
 
 
 def test_a_slot_that_failed_is_left_out_by_its_host(on_hosts: tuple[Places, set[str]]) -> None:
@@ -75,6 +92,7 @@ def test_a_slot_that_failed_is_left_out_by_its_host(on_hosts: tuple[Places, set[
         (["n2"], 16, "--ntasks=4", 2),  # three nodes of two: six ranks would not divide
         (["n2"], 12, "--ntasks=6", 0),
         (["n2"], 9, "--ntasks=3", 3),  # one rank on each
+        ([], 4, "--nodelist=n1,n2", 4),  # of two with four ranks the one on fewer nodes
         (["n1", "n2", "n3"], 16, "--ntasks=2", 0),
     ],
 )
@@ -86,7 +104,9 @@ def test_nodes_that_are_left_and_divide(
     again = places.again(NONE, total)
     command = again.plan[0]([])
     assert shape in command.argv and command.ranks == len(again.places) and again.idle == idle
-    assert not {f"n{place // 2 + 1}" for place in again.places} & set(lost)
+    taking_part = [f"n{place // 2 + 1}" for place in again.places]
+    assert not set(taking_part) & set(lost)
+    assert command.set_variables["MASTER_ADDR"] == ("n1-ib" if "n1" in taking_part else taking_part[0])
 
 
 def test_a_node_whose_rank_failed_is_left_out_as_a_whole(on_nodes: tuple[Places, list[str]]) -> None:
@@ -99,24 +119,33 @@ def test_a_node_whose_rank_failed_is_left_out_as_a_whole(on_nodes: tuple[Places,
         places.again(frozenset({2, 3}), 12)
 
 
-def test_ranks_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(os.environ, "DS_ACCELERATOR", "cpu")
-    places = Places(Request(launcher="local", num_gpus=6), tmp_path)
-    assert places.unit(4) == ("the place of rank 4", {4})
-    again = places.again(frozenset({4}), 12)
-    assert again.places == (0, 1, 2, 3) and again.idle == 1
-    assert places.again(NONE, None).places == tuple(range(6))
+def test_ranks_of_this_machine(tmp_path: Path) -> None:
+    request = Request(launcher="local", num_gpus=2)
+    places = Places(request, tmp_path, partial(local_command, gpus=[], num_gpus=2, port=1))
+    assert places.unit(1) == ("the place of rank 1", {1})
+    again = places.again(frozenset({1}), 12)
+    assert again.places == (0,) and again.idle == 0 and again.plan[0]([]).ranks == 1
+    assert places.again(NONE, None).places == (0, 1)
 
 
-def test_gpus_of_this_machine_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = [2, 3, 5, 7]
-    monkeypatch.setattr(launcher_places, "visible_gpus", lambda: list(there))
-    places = Places(Request(launcher="local"), tmp_path)
+def test_a_gpu_is_known_by_its_own_name_where_the_numbers_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CUDA_VISIBLE_DEVICES=2,3,5,7 of eight."""
+    there = [f"GPU-{number}" for number in range(8)]
+    monkeypatch.setattr(launcher_places, "installed_gpus", lambda: list(there))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
+    request = Request(launcher="local")
+    places = Places(request, tmp_path, partial(local_command, gpus=[2, 3, 5, 7], num_gpus=None, port=1))
     assert places.unit(2) == ("GPU 5", {2})
-    assert places.again(frozenset({2}), None).places == (0, 1, 3)
-    there.remove(7)
-    assert places.again(NONE, None).places == (0, 1, 2)
+    there.remove("GPU-2")
+    again = places.again(frozenset({2}), None)
+    variables = [rank["CUDA_VISIBLE_DEVICES"] for rank in again.plan[0]([]).of_each_rank]
+    assert again.places == (1, 3) and variables == ["2,6", "2,6"]  # those that were 3 and 7
+    assert "the driver no longer shows GPU 2" in capsys.readouterr().err
     there.clear()
+    with pytest.raises(UserError, match="no GPU of this machine is left"):
+        places.again(NONE, 8)
 
 
 @pytest.mark.parametrize(("total", "most"), [(None, 7), (16, 4), (7, 7), (11, 1)])
