@@ -235,7 +235,8 @@ def test_the_losses_are_those_of_plain_torch_and_torchao(ground: Path, kind: str
     overrides = [f"{name.replace('__', '.')}={value}" for name, value in settings.items() if name != "output_dir"]
     config = load_config(ground / "base.yaml", [*overrides, f"output_dir={ground / 'elsewhere'}"]).config
     assert len(losses) == 12 and losses[-1] < losses[0] - 0.05
-    assert losses == pytest.approx(plain_losses(config, ranks=1, device=CPU), abs=1e-6)
+    # On some processors a value falls on the other side of a rounding to int8: 2.4e-6 was seen.
+    assert losses == pytest.approx(plain_losses(config, ranks=1, device=CPU), abs=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "precision"), [("int8", "fp32"), ("int4", "fp32"), ("int4", "bf16")])

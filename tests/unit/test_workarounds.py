@@ -172,12 +172,13 @@ def test_deepspeeds_builder_asks_for_fast_math() -> None:
 
 
 def test_bitsandbytes_takes_wrong_scales_on_a_cpu() -> None:
-    """quantize.dequantized: rows of 64 in blocks of 128."""
+    """quantize.dequantized: rows of 64 in blocks of 128, by the kernel for AVX-512."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-1, 1, 32)[:, None]
     packed, state = quantize_4bit(weight, blocksize=128, quant_type="nf4")
-    assert float((dequantize_4bit(packed, state) - weight).norm() / weight.norm()) > 0.3  # NF4 rounds by about 0.1
+    wrong = float((dequantize_4bit(packed, state) - weight).norm() / weight.norm()) > 0.3  # NF4 rounds by about 0.1
+    assert wrong == (torch.backends.cpu.get_cpu_capability() == "AVX512")
     whole, state = quantize_4bit(weight.view(16, 128), blocksize=128, quant_type="nf4")
     assert float((dequantize_4bit(whole, state).view(32, 64) - weight).norm() / weight.norm()) < 0.15
 
