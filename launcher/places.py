@@ -62,7 +62,7 @@ class Places:
         if self._launcher == "local":
             return self._on_this_machine(left_out, total)
         if self._launcher == "hostfile":
-            # Whoever takes all that there is may have put another host into the file.
+            # A run that takes as many as at first may find another host in the file.
             slots = self._slots if total is not None else _flat(slots_of(self._request))
             return self._on_hosts(slots, left_out, total)
         if self._allocation is not None:
@@ -90,6 +90,7 @@ class Places:
         if gone := [host for host in hosts if host not in answering]:
             say(f"not reached by ssh: {', '.join(gone)}")
         there = [place for place, (host, _) in enumerate(slots) if place not in left_out and host in answering]
+        there = there[: len(self._slots)]
         places = there[: most_that_divide(range(1, len(there) + 1), total)]
         if not places:
             raise UserError(f"--hostfile {self._request.hostfile}: no slot is left of hosts that can be reached")

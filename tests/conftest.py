@@ -41,6 +41,7 @@ Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 def _refuse_skip(report: Report) -> Report:
     """The report, failed where its skip has no place in CI."""
+    # pytest reports an expected failure as skipped, too.
     if IN_CI and report.skipped and not hasattr(report, "wasxfail") and isinstance(report.longrepr, tuple):
         path, line, reason = report.longrepr
         reason = reason.removeprefix("Skipped: ")

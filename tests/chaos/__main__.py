@@ -115,7 +115,7 @@ def _try(folder: Path, place: Place, expected: bytes, until: float, case: tuple[
         return True
     try:
         result = try_case(folder, fault, phase, place, expected)
-    except Exception:  # of the case, not of the run: the others go on
+    except Exception:  # a case may break anywhere; it counts as not well, and the others go on
         traceback.print_exc()
         return False
     _note(folder, result)

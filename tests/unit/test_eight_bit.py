@@ -77,7 +77,8 @@ def test_the_operators_take_it_and_pefts_own_forward_as_well(folder: Path, kind:
         logits.square().mean().backward()
         grads = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
         results.append((logits.detach(), torch.cat([grad.flatten() for grad in grads])))
-    torch.testing.assert_close(results[0][0], results[1][0], atol=2e-3, rtol=2e-3)  # a value may be rounded otherwise
+    # Inputs are rounded to 8 bits: one that lies between two steps may be rounded otherwise, by 1 part in 127.
+    torch.testing.assert_close(results[0][0], results[1][0], atol=2e-3, rtol=2e-3)
     (_, theirs), (_, ours) = results
     assert float(torch.nn.functional.cosine_similarity(theirs, ours, dim=0)) > 0.999
 

@@ -71,6 +71,8 @@ def test_another_host_in_the_file_takes_part_where_all_are_taken(
     answering.add("d")
     (tmp_path / "hostfile").write_text("a slots=4\nd slots=2\nc slots=2\n")
     assert included(places, NONE, None) == "--include=a:0,1,2,3@d:0,1@c:0,1"
+    (tmp_path / "hostfile").write_text("a slots=4\nc slots=2\nd slots=4\n")
+    assert included(places, NONE, None) == "--include=a:0,1,2,3@c:0,1@d:0,1", "no more than at first"
 
 
 def test_a_slot_that_failed_is_left_out_by_its_host(on_hosts: tuple[Places, set[str]]) -> None:

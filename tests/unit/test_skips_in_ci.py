@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HOOKS = "from tests.conftest import pytest_make_collect_report, pytest_runtest_makereport\n"
+# The second is a fault that is known, which counts as a skip with pytest and is none.
 CASES = """
 import pytest
 def test_gpu():

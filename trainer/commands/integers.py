@@ -46,7 +46,7 @@ class InIntegers:
         self._layers: dict[str, tuple[Tensor, Tensor]] = {}
 
     def round(self, adapted: Any) -> None:
-        """Put Q(W + s B A) in the place of each adapted W, with nothing left to be merged.
+        """Replace each adapted W by Q(W + s B A), with nothing left to be merged.
 
         Raises UserError where no layer can be rounded, or one has a form of its own.
         """

@@ -201,7 +201,8 @@ def _library() -> Any:
 def _read_errors() -> tuple[type[Exception], ...]:
     from datasets.exceptions import DatasetGenerationError
 
-    # Arrow's own are subclasses of these.
+    # What datasets and Arrow raise for files that are cut, empty or of another format; Arrow's own are subclasses, that
+    # of a type it does not read of NotImplementedError.
     return (DatasetGenerationError, ValueError, OSError, EOFError, StopIteration, TypeError, NotImplementedError)
 
 
