@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
+
 from tests.cluster.hosts import LOGIN, Hosts
 
 SERVER = """\
@@ -39,7 +41,8 @@ def ssh_daemons(
     (folder / "bin" / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {folder}/ssh_config "$@"\n')
     (folder / "bin" / "ssh").chmod(0o755)
     Path("/run/sshd").mkdir(exist_ok=True)
-    daemons = [start_sshd(hosts, node, folder) for node in nodes]
+    for node in nodes:
+        start_sshd(hosts, node, folder)
     env = {**env, "PATH": f"{folder}/bin:{env['PATH']}"}
     try:
         deadline = time.monotonic() + PATIENCE_S
@@ -48,12 +51,14 @@ def ssh_daemons(
             time.sleep(0.1)
         yield env
     finally:
+        # By host, not by what was started above: a test may have ended one and started another, and one that stays
+        # holds the port against the next with keys that are gone.
+        daemons = [found for node in nodes for found in hosts.processes(node) if found.name().startswith("sshd")]
         for daemon in daemons:
             daemon.terminate()
-            daemon.wait()
+        psutil.wait_procs(daemons, timeout=PATIENCE_S)
 
 
-def start_sshd(hosts: Hosts, node: str, folder: Path) -> subprocess.Popen[str]:
-    """The daemon of one host."""
-    command = ["/usr/sbin/sshd", "-D", "-f", str(folder / "sshd_config")]
-    return hosts.start(node, command, stdin=subprocess.DEVNULL)
+def start_sshd(hosts: Hosts, node: str, folder: Path) -> None:
+    """The daemon of one host, in the background."""
+    hosts.run(node, ["/usr/sbin/sshd", "-f", str(folder / "sshd_config")], check=True)
