@@ -20,6 +20,7 @@ from trainer.decisions import VARLEN, Decisions
 from trainer.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
 from trainer.engine.eight_bit_moments import elements_per_buffer
 from trainer.engine.flat_adapter import flatten_adapter
+from trainer.engine.gather_waits import watch_stragglers
 from trainer.engine.optimizer import build_optimizer, build_schedule, planned_rates, rate_floor, restore_schedule
 from trainer.engine.protocol import Engine
 from trainer.evaluation import Evaluation, Measurement
@@ -41,7 +42,6 @@ from trainer.ranks.group import Ranks, extend_timeouts
 from trainer.ranks.progress import phase
 from trainer.ranks.signals import StopRequest
 from trainer.ranks.start_times import StartTimes
-from trainer.ranks.stragglers import StragglerWatch
 from trainer.run_folder import RunFolder
 from trainer.scu.base_samples import SteeringInputs
 from trainer.scu.controller import Steering
@@ -268,7 +268,7 @@ class Run:
             tell_start=self._tell_start,
             profiler=StepProfiler.of_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
             spikes=SpikeWatch(self.say) if self.ranks.is_main and self.config.training.on_spike == "warn" else None,
-            stragglers=StragglerWatch(self.ranks, self.device, self.say) if self.ranks.world_size > 1 else None,
+            stragglers=watch_stragglers(engine, self.ranks, self.say),
         )
 
     def _evaluate_and_sample(self, position: Position, when: str) -> float | None:

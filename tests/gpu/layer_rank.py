@@ -7,6 +7,9 @@ import gc
 import json
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +52,7 @@ def measure(quantization: QuantizationSection | None, shards: LayerShards | None
     torch.cuda.reset_peak_memory_stats()
     for step in range(WARM + STEPS):
         if step == WARM and shards is not None:
-            waits = shards.time_waits()
+            shards.time_waits(partial(timed, waits))
         torch.cuda.synchronize()
         started = time.perf_counter()
         loss = loss_of(model, batch, device)
@@ -70,6 +73,16 @@ def measure(quantization: QuantizationSection | None, shards: LayerShards | None
     for unit in shards.units if shards is not None else ():
         unit.free()  # NCCL keeps the memory of a gather that nobody has waited for, and the next model would count it
     return figures
+
+
+@contextmanager
+def timed(waits: list[Any]) -> Iterator[None]:
+    """Adds the pair of CUDA events around the block to the list."""
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    yield
+    after.record()
+    waits.append((before, after))
 
 
 def main() -> int:

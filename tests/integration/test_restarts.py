@@ -1,4 +1,4 @@
-"""A rank is killed in the middle of training: the run starts again by itself and ends as it would have."""
+"""What becomes of a run of which a rank is killed, cannot start again, fails on its data, or is slow."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from tests.distributed.conftest import environment
 from tests.ends import MISCHIEF, TRAIN
 from tests.tiny import make_model, write_chats
 from trainer.contract.restart_record import read_restarts
+from trainer.ranks.stragglers import REPEATS, WINDOW
 
 pytestmark = pytest.mark.distributed
 STEPS = 12
@@ -95,3 +96,18 @@ def test_data_that_kill_a_step_are_shown(workplace: Path) -> None:
     assert seen.count("ValueError: the middle of the model is missing") == 2
     assert "step 5 has failed twice in the same way" in seen
     assert len([line for line in seen.splitlines() if line.startswith("sample ")]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gather", ["layer", "module"])
+def test_a_slow_rank_is_named_under_zero_3(workplace: Path, gather: str) -> None:
+    """The others wait for it within their forward passes, which then last as long as its own."""
+    if gather == "layer":  # a layer ahead, so that in a shallow model they would hardly wait
+        zero = [f"base_model={make_model(workplace / 'deep', layers=12)}"]
+    else:  # only the embedding and the head are gathered, and not ahead; by default all of a small model stays whole
+        zero = ["zero.persistence_threshold=20000", "zero.prefetch_bucket_size=0"]
+    settings = ["zero.stage=3", f"zero.gather={gather}", *zero, f"training.max_steps={WINDOW * REPEATS}"]
+    code, seen = train(workplace, f"slow-{gather}", "1:slow layer:1", *settings, "training.save_steps=0", once=False)
+    assert code == 0, seen
+    told = [line for line in seen.splitlines() if " is slow: its own work" in line]
+    assert len(told) == 1 and f"step {WINDOW * REPEATS}: rank 1 on " in told[0], seen

@@ -1,13 +1,13 @@
 """Names a rank that is slower than the others, step after step: they all wait for it in every collective.
 
 Its own time is measured where no rank waits for another: its forward passes, on the GPU's clock, and the fetching of
-its data. Every WINDOW steps the ranks compare their means; who is behind in REPEATS comparisons in a row is told. Under
-ZeRO-3 the forward passes hold gathers, in which a slow rank slows the others too and is not seen.
+its data. Under ZeRO-3 forward passes wait for gathers; that is taken off (trainer/engine/gather_waits.py). Every
+WINDOW steps the ranks compare their means; who is behind in REPEATS comparisons in a row is told.
 """
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from statistics import median
 
 import torch
@@ -22,7 +22,7 @@ REPEATS = 3
 FACTOR = 1.15
 LEAST_S = 1e-3
 
-_Span = tuple[torch.cuda.Event, torch.cuda.Event]
+_Span = tuple[float, torch.cuda.Event, torch.cuda.Event]
 
 
 class StragglerWatch:
@@ -33,6 +33,7 @@ class StragglerWatch:
         self._ranks, self._device, self._say = ranks, device, say
         self._spans: list[_Span] = []
         self._seconds = 0.0
+        self._is_own = False
         self._slow_in_a_row = [0] * ranks.world_size
         self._hosts = [host_name()] * ranks.world_size
         if dist.is_initialized() and ranks.world_size > 1:
@@ -41,16 +42,31 @@ class StragglerWatch:
     @contextmanager
     def own_time(self, *, on_device: bool = True) -> Iterator[None]:
         """What the block does is this rank's own; `on_device` says that a GPU does it."""
+        self._is_own = True
+        try:
+            with self._timed(1.0, on_device=on_device):
+                yield
+        finally:
+            self._is_own = False
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """In the block this rank waits for others, so that its time is taken off; outside of `own_time` nothing is."""
+        with self._timed(-1.0) if self._is_own else nullcontext():
+            yield
+
+    @contextmanager
+    def _timed(self, factor: float, *, on_device: bool = True) -> Iterator[None]:
         if not (on_device and self._device.type == "cuda"):
             started = time.perf_counter()
             yield
-            self._seconds += time.perf_counter() - started
+            self._seconds += factor * (time.perf_counter() - started)
             return
-        span = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        span[0].record()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
         yield
-        span[1].record()
-        self._spans.append(span)
+        end.record()
+        self._spans.append((factor, start, end))
 
     def compare(self, step: int) -> None:
         """After every step, on every rank: at the end of a window, compare and name a rank that is slow again."""
@@ -78,5 +94,5 @@ class StragglerWatch:
         spans, self._spans = self._spans, []
         seconds, self._seconds = self._seconds, 0.0
         if spans:
-            spans[-1][1].synchronize()
-        return seconds + sum(start.elapsed_time(end) for start, end in spans) / 1e3
+            spans[-1][2].synchronize()
+        return seconds + sum(factor * start.elapsed_time(end) for factor, start, end in spans) / 1e3

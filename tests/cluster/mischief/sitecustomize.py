@@ -24,6 +24,7 @@ PLACES = {
     "eat": ("trainer.step", "sum_over_ranks"),
     "spin": ("trainer.step", "sum_over_ranks"),
     "slow step": ("trainer.step", "sum_over_ranks"),
+    "slow layer": ("transformers.models.llama.modeling_llama", "apply_rotary_pos_emb"),
     "slow load": ("trainer.run", "build_model"),
     "slow save": ("trainer.checkpoint.checkpoint", "write_tensors"),
     "dead save": ("trainer.checkpoint.checkpoint", "write_tensors"),
@@ -44,7 +45,7 @@ PHASES = {
 HEARD_S = 300.0
 SLOW_S = {"slow load": 8.0, "slow save": 25.0}
 SETTLED_S = 2.0  # a checkpoint that is being written is whole by then
-SLOW_CALL_S = 0.25  # two of them a step
+SLOW_CALL_S = {"slow step": 0.25, "slow layer": 0.01}  # of every call; of the first there are two a step
 
 
 class Mischief:
@@ -59,7 +60,7 @@ class Mischief:
     def call(self, arguments: tuple[Any, ...]) -> None:
         """Of the function in its place."""
         self.calls += 1
-        if self.calls == self.in_call or (self.kind == "slow step" and self.calls > self.in_call):
+        if self.calls == self.in_call or (self.kind in SLOW_CALL_S and self.calls > self.in_call):
             self._misbehave(arguments)
 
     def _misbehave(self, arguments: tuple[Any, ...]) -> None:
@@ -69,8 +70,8 @@ class Mischief:
             with open(self.once, "x") as file:
                 file.write(f"{time.time()} {os.getpid()}")
         kind = self.kind
-        if kind == "slow step":
-            time.sleep(SLOW_CALL_S if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else 0.0)
+        if kind in SLOW_CALL_S:
+            time.sleep(SLOW_CALL_S[kind] if os.environ.get("SLURM_RESTART_COUNT", "0") == "0" else 0.0)
             return
         if kind in ("kill", "lose"):
             time.sleep(SETTLED_S)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from trainer.engine.layer_gather.unit import ShardedUnit, slots_of
+from trainer.engine.layer_gather.unit import ShardedUnit, Waiting, slots_of
 from trainer.engine.layer_gather.units_of_model import UnitPlan, plan_units
 from trainer.engine.partitioned import keep_own_values
 
@@ -136,12 +136,10 @@ class LayerShards:
                 if unit is not self._current:
                     unit.free()
 
-    def time_waits(self) -> list[tuple[Any, Any]]:
-        """From now on, pairs of CUDA events around every wait of the compute stream for a gather go into this list."""
-        waits: list[tuple[Any, Any]] = []
+    def time_waits(self, waiting: Waiting) -> None:
+        """From now on, every wait of the compute stream for a gather (on a CPU, of the caller) is in such a block."""
         for unit in self.units:
-            unit.waits = waits
-        return waits
+            unit.waiting = waiting
 
     def line(self) -> str:
         """For the console."""

@@ -11,6 +11,7 @@ and the compute stream waits for it. Memory is taken and given back in the order
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from trainer.contract.known_versions import require
 from trainer.engine.linear_layers import packed_state
 
 ALIGNMENT_BYTES = 256  # what torch's own allocator gives every tensor
+Waiting = Callable[[], AbstractContextManager[None]]
 Slot = tuple[Tensor, Callable[[Tensor], None]]  # a tensor, and what puts another in its place
 
 
@@ -34,7 +36,7 @@ class ShardedUnit:
     ) -> None:
         """Cuts what is in the slots and leaves freed views in their place."""
         self.name = name
-        self.waits: list[tuple[Any, Any]] | None = None
+        self.waiting: Waiting = nullcontext
         self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         offsets, end = [], 0
         for tensor, _ in slots:
@@ -85,15 +87,8 @@ class ShardedUnit:
     def wait(self) -> None:
         """Let the current stream wait for the bytes (on a CPU, the caller)."""
         if self._arrival is not None:
-            with record_function(f"zerolora: wait for {self.name}"):
-                if self.waits is None:
-                    self._arrival.wait()
-                else:
-                    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    before.record()
-                    self._arrival.wait()
-                    after.record()
-                    self.waits.append((before, after))
+            with record_function(f"zerolora: wait for {self.name}"), self.waiting():
+                self._arrival.wait()
             self._arrival = None
 
     def free(self) -> None:
