@@ -1,6 +1,6 @@
 """The places of a run's first start, in the order of its ranks, and which of them take part after a failure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,8 @@ class Again:
     plan: Plan
     places: tuple[int, ...]
     """Of the first start, one for each rank."""
-    idle: int = 0
-    """Places that are there, and would not divide the global batch."""
+    idle: tuple[int, ...] = ()
+    """Those that are there, and with which the ranks would not divide the global batch."""
 
 
 class Places:
@@ -54,6 +54,14 @@ class Places:
         name = f"GPU {self._numbers[place]}" if self._numbers else f"the place of rank {place}"
         return name, frozenset({place})
 
+    def names(self, places: Collection[int]) -> str:
+        """Places by their names, those that go together by one: "slot 2 of b", "2 of the ranks of node n4"."""
+        units = dict(unit for place in places if (unit := self.unit(place)) is not None)
+        return ", ".join(
+            name if with_it <= set(places) else f"{len(with_it & set(places))} of the ranks of {name}"
+            for name, with_it in units.items()
+        )
+
     def again(self, left_out: frozenset[int], total: int | None) -> Again:
         """What is there now without `left_out`: of it the most ranks that divide `total`, all of them if that is None.
 
@@ -76,13 +84,13 @@ class Places:
         if gone := [str(self._numbers[place]) for place in every if self._gpus and self._gpus[place] not in now]:
             say(f"the driver no longer shows GPU {', '.join(gone)}")
         there = [place for place in every if place not in left_out and (not self._gpus or self._gpus[place] in now)]
-        places = there[: most_that_divide(range(1, len(there) + 1), total)]
+        places, idle = _most_places(there, total)
         if not places:
             raise UserError("no GPU of this machine is left")
         port = self._request.master_port or free_port()
         chosen = [now[self._gpus[place]] for place in places] if self._gpus else []
         build = partial(local_command, gpus=chosen, num_gpus=len(places), port=port)
-        return Again((build, None), tuple(places), len(there) - len(places))
+        return Again((build, None), places, idle)
 
     def _on_hosts(self, slots: Sequence[tuple[str, int]], left_out: frozenset[int], total: int | None) -> Again:
         hosts = list(dict.fromkeys(host for host, _ in slots))
@@ -90,8 +98,7 @@ class Places:
         if gone := [host for host in hosts if host not in answering]:
             say(f"not reached by ssh: {', '.join(gone)}")
         there = [place for place, (host, _) in enumerate(slots) if place not in left_out and host in answering]
-        there = there[: len(self._slots)]
-        places = there[: most_that_divide(range(1, len(there) + 1), total)]
+        places, idle = _most_places(there[: len(self._slots)], total)
         if not places:
             raise UserError(f"--hostfile {self._request.hostfile}: no slot is left of hosts that can be reached")
         kept: Slots = {}
@@ -99,7 +106,7 @@ class Places:
             host, gpu = slots[place]
             kept.setdefault(host, []).append(gpu)
         address = self._request.master_addr if slots[0][0] in kept else None
-        return Again(on_hosts(self._request, self._logs, kept, address), tuple(places), len(there) - len(places))
+        return Again(on_hosts(self._request, self._logs, kept, address), places, idle)
 
     def _on_nodes(self, allocation: Allocation, left_out: frozenset[int], total: int | None) -> Again:
         """Whole nodes with as many ranks each, as srun starts them: of these rectangles the one with the most ranks."""
@@ -121,11 +128,18 @@ class Places:
         port = self._request.master_port
         build = partial(srun_command, allocation=kept, address=address, port=port)
         places = tuple(node * size + rank for node in nodes[:count] for rank in range(ranks))
-        return Again((build, ThroughSrun(kept)), places, len(nodes) * size - len(places))
+        there = (place for node in nodes for place in range(node * size, (node + 1) * size))
+        return Again((build, ThroughSrun(kept)), places, tuple(place for place in there if place not in places))
 
 
 def _flat(slots: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
     return [(host, gpu) for host, gpus in slots.items() for gpu in gpus]
+
+
+def _most_places(there: Sequence[int], total: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The first of them, as many as divide `total`, and the rest."""
+    most = most_that_divide(range(1, len(there) + 1), total)
+    return tuple(there[:most]), tuple(there[most:])
 
 
 def most_that_divide(numbers: Iterable[int], total: int | None) -> int:

@@ -48,7 +48,7 @@ def test_slots_of_the_hosts_that_answer_and_divide(
     assert included(places, NONE, None) == "--include=a:0,1,2,3@b:0,1@c:0,1"
     answering.remove("b")
     again = places.again(NONE, 8)
-    assert again.places == (0, 1, 2, 3) and again.idle == 2
+    assert again.places == (0, 1, 2, 3) and places.names(again.idle) == "slot 0 of c, slot 1 of c"
     assert "not reached by ssh: b" in capsys.readouterr().err
     assert included(places, NONE, 8) == "--include=a:0,1,2,3"
     assert included(places, NONE, 12) == "--include=a:0,1,2,3@c:0,1"
@@ -90,22 +90,22 @@ def test_a_slot_that_failed_is_left_out_by_its_host(on_hosts: tuple[Places, set[
 @pytest.mark.parametrize(
     ("lost", "total", "shape", "idle"),
     [
-        ([], 16, "--ntasks=8", 0),
-        (["n2"], 16, "--ntasks=4", 2),  # three nodes of two: six ranks would not divide
-        (["n2"], 12, "--ntasks=6", 0),
-        (["n2"], 9, "--ntasks=3", 3),  # one rank on each
-        ([], 4, "--nodelist=n1,n2", 4),  # of two with four ranks the one on fewer nodes
-        (["n1", "n2", "n3"], 16, "--ntasks=2", 0),
+        ([], 16, "--ntasks=8", ""),
+        (["n2"], 16, "--ntasks=4", "node n4"),  # three nodes of two: six ranks would not divide
+        (["n2"], 12, "--ntasks=6", ""),
+        (["n2"], 9, "--ntasks=3", ", ".join(f"1 of the ranks of node {name}" for name in ("n1", "n3", "n4"))),
+        ([], 4, "--nodelist=n1,n2", "node n3, node n4"),  # of two with four ranks the one on fewer nodes
+        (["n1", "n2", "n3"], 16, "--ntasks=2", ""),
     ],
 )
 def test_nodes_that_are_left_and_divide(
-    on_nodes: tuple[Places, list[str]], lost: list[str], total: int, shape: str, idle: int
+    on_nodes: tuple[Places, list[str]], lost: list[str], total: int, shape: str, idle: str
 ) -> None:
     places, gone = on_nodes
     gone += lost
     again = places.again(NONE, total)
     command = again.plan[0]([])
-    assert shape in command.argv and command.ranks == len(again.places) and again.idle == idle
+    assert shape in command.argv and command.ranks == len(again.places) and places.names(again.idle) == idle
     taking_part = [f"n{place // 2 + 1}" for place in again.places]
     assert not set(taking_part) & set(lost)
     assert command.set_variables["MASTER_ADDR"] == ("n1-ib" if "n1" in taking_part else taking_part[0])
@@ -126,7 +126,7 @@ def test_ranks_of_this_machine(tmp_path: Path) -> None:
     places = Places(request, tmp_path, partial(local_command, gpus=[], num_gpus=2, port=1))
     assert places.unit(1) == ("the place of rank 1", {1})
     again = places.again(frozenset({1}), 12)
-    assert again.places == (0,) and again.idle == 0 and again.plan[0]([]).ranks == 1
+    assert again.places == (0,) and again.idle == () and again.plan[0]([]).ranks == 1
     assert places.again(NONE, None).places == (0, 1)
 
 

@@ -1,0 +1,138 @@
+"""With which GPUs and settings the launcher starts ranks again: real processes, and the names of six GPUs."""
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import attempts as launcher_attempts
+from launcher import places as launcher_places
+from launcher.attempts import DEFAULT_RESTARTS, Attempts, most_restarts
+from launcher.places import Places
+from launcher.plan import Request
+from launcher.supervision.remote import ThroughSrun
+from launcher.targets.local import local_command
+from launcher.targets.slurm import Allocation
+from trainer.config import load_config
+from trainer.contract.ports import free_port
+from trainer.contract.restart_record import read_restarts
+
+RANK = "tests.unit.attempts_rank"
+GPUS = [f"GPU-{number}" for number in range(6)]
+SETTINGS = """\
+base_model: random:smollm2-135m
+output_dir: {folder}
+dataset: {{path: chats.jsonl}}
+training: {{elastic: {elastic}}}
+"""
+# Two samples on each of six ranks.
+RECORDS = {
+    "training_config.json": {"training": {"batch_size": 2, "gradient_accumulation_steps": 1}},
+    "run.json": {"world_size": 6},
+}
+
+
+@dataclass
+class Machine:
+    """Six GPUs, and a run on them."""
+
+    folder: Path
+
+    def train(self, *starts: dict[str, Any], elastic: bool) -> int:
+        """The exit code of a run whose ranks fare like this."""
+        (self.folder / "logs").mkdir()
+        (self.folder / "gpus.json").write_text(json.dumps(GPUS))
+        (self.folder / "starts.json").write_text(json.dumps(starts))
+        for name, record in RECORDS.items():
+            (self.folder / name).write_text(json.dumps(record))
+        config = self.folder / "config.yaml"
+        config.write_text(SETTINGS.format(folder=self.folder, elastic=str(elastic).lower()))
+        build = partial(local_command, gpus=list(range(6)), num_gpus=None, port=free_port(), module=RANK)
+        places = Places(Request(launcher="local"), self.folder / "logs", build)
+        return Attempts([str(self.folder)], load_config(config), (build, None), places, None).train()
+
+    def gpus(self, number: int) -> list[str]:
+        """Those of one start, in the order of its ranks."""
+        return [self._told(number, rank)["gpu"] for rank in range(len([*self.folder.glob(f"start-{number}-*")]))]
+
+    def settings(self, number: int) -> set[str]:
+        """What a start adds to the user's words."""
+        return {word for word in self._told(number, 0)["words"] if "=" in word}
+
+    def _told(self, number: int, rank: int) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.folder / f"start-{number}-{rank}.json").read_text())
+        return found
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    there = tmp_path / "gpus.json"
+    there.write_text(json.dumps(GPUS))
+    monkeypatch.setattr(launcher_places, "installed_gpus", lambda: json.loads(there.read_text()))
+    monkeypatch.setattr(launcher_places, "local_command", partial(local_command, module=RANK))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return Machine(tmp_path)
+
+
+def fails(rank: int, begun: int, step: int, *gone: int) -> dict[str, Any]:
+    gpus = [name for number, name in enumerate(GPUS) if number not in gone]
+    return {"fails": rank, "begun": begun, "step": step, "gpus": gpus}
+
+
+def ends(begun: int) -> dict[str, Any]:
+    return {"fails": None, "begun": begun, "step": begun + 3}
+
+
+RESUMES = {"training.resume_from_checkpoint=auto", "output.overwrite=false"}
+SAME_BATCH = {"training.global_batch_size=12", "training.gradient_accumulation_steps=1"}
+
+
+@pytest.mark.parametrize("elastic", [True, False])
+def test_all_start_again_where_all_are_there(machine: Machine, elastic: bool) -> None:
+    assert machine.train(fails(1, 1, 5), ends(4), elastic=elastic) == 0
+    assert [machine.gpus(number) for number in (0, 1)] == [list("012345")] * 2
+    assert machine.settings(0) == set() and machine.settings(1) == RESUMES
+
+
+def test_a_gpu_that_is_gone_is_done_without(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
+    """Of the five that are left four divide the 12 samples; the fifth is named."""
+    assert machine.train(fails(5, 1, 7, 2), ends(6), elastic=True) == 0
+    told = capfd.readouterr().err
+    assert "the driver no longer shows GPU 2" in told
+    assert "going on with 4 of 6 ranks; idle: GPU 5, for 5 would not divide the 12 samples of a step; to come" in told
+    # What comes after it has another number now.
+    assert machine.gpus(1) == list("0123") and machine.settings(1) == RESUMES | SAME_BATCH
+    assert [restart.ranks for restart in read_restarts(machine.folder)] == [6]
+
+
+def test_without_elastic_a_gpu_that_is_gone_ends_the_run(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
+    assert machine.train(fails(0, 1, 7, 2), elastic=False) == 1
+    told = capfd.readouterr().err
+    assert "5 of 6 ranks can be started now; bring the others back, or set training.elastic=true to go on" in told
+
+
+def test_a_gpu_on_which_no_step_is_made_again_is_left_out(machine: Machine, capfd: pytest.CaptureFixture[str]) -> None:
+    """The place of the second failure counts, and the rank after it has another GPU then."""
+    assert machine.train(fails(3, 1, 7), fails(3, 0, 0), ends(6), elastic=True) == 0
+    assert "GPU 3 is left out: it failed again before a step was made" in capfd.readouterr().err
+    assert [machine.gpus(number) for number in (1, 2)] == [list("012345"), list("0124")]
+    assert machine.settings(2) == RESUMES | SAME_BATCH
+
+
+def test_one_after_the_other_is_left_out(machine: Machine) -> None:
+    """Rank 3 of the third start is on GPU 4, which is the one that is left out with it."""
+    assert machine.train(fails(3, 1, 7), fails(3, 0, 0), fails(3, 0, 0), ends(6), elastic=True) == 0
+    assert machine.gpus(2) == list("0124") and machine.gpus(3) == list("0125")
+
+
+def test_how_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that SLURM queues again is not started again here, unless it is asked for."""
+    in_job = ThroughSrun(Allocation(7, ("n1", "n2"), 2))
+    for is_requeued, most in ((False, DEFAULT_RESTARTS), (True, 0)):
+        monkeypatch.setattr(launcher_attempts, "is_requeued", lambda job, found=is_requeued: found)
+        assert most_restarts(None, in_job) == most
+        assert most_restarts(5, in_job) == 5
+    assert most_restarts(None, None) == DEFAULT_RESTARTS
