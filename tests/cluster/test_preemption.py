@@ -30,11 +30,14 @@ def preempt(slurm: SlurmCluster) -> str:
 
 def was_queued_again(slurm: SlurmCluster, workplace: Path, name: str, job: str) -> int:
     """Wait until a preempted job waits for its next start; the step it has saved."""
-    wait_for(lambda: slurm.state(job) not in ("RUNNING", "COMPLETING"), lambda: log_of(workplace, name))
-    shown = slurm.run("scontrol", "show", "job", job) + log_of(workplace, name)
-    assert slurm.state(job) == "PENDING" and slurm.restarts(job) == 1, shown
+
+    def shown() -> str:
+        return slurm.run("scontrol", "show", "job", job) + log_of(workplace, name)
+
+    # Not the first state that is another one: while SLURM is about to take the node there are some for a moment.
+    wait_for(lambda: slurm.state(job) == "PENDING" and slurm.restarts(job) == 1, shown)
     stopped_at = int(whole_checkpoints(workplace / name)[-1].name.rpartition("-")[2])
-    assert 0 < stopped_at < STEPS and len(losses(workplace / name)) == stopped_at, shown
+    assert 0 < stopped_at < STEPS and len(losses(workplace / name)) == stopped_at, shown()
     return stopped_at
 
 
