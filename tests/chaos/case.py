@@ -45,7 +45,7 @@ class Result:
 def try_case(folder: Path, fault: Fault, phase: str, place: Place, expected: bytes) -> Result:
     """Run one case, and let what ended go on."""
     name = "".join(letter if letter.isalnum() else "-" for letter in f"{place.name} {fault.name} {phase}")
-    disk = fault.own_disk(folder / f"{name}-disk", place)
+    disk = fault.own_disk(folder, f"{name}-disk", place)
     out = (disk.folder if disk else folder) / name
     try:
         run = fault.begin(folder, out, phase, place, disk)

@@ -21,6 +21,18 @@ class Disk(Protocol):
         """Unmount it, and remove what was on it."""
 
 
+def share(folder: Path) -> None:
+    """Make it one in which hosts see what is mounted later; before they are started."""
+    folder.mkdir()
+    subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
+    subprocess.run(["mount", "--make-shared", str(folder)], check=True)
+
+
+def unmount(folder: Path) -> None:
+    """Also where files are open."""
+    subprocess.run(["umount", "-l", str(folder)], check=False)
+
+
 class SmallDisk:
     """A disk of SIZE_MB in memory that can be filled, or no longer be written to."""
 
@@ -43,29 +55,23 @@ class SmallDisk:
 
     def protect(self) -> None:
         """Read-only for everything that is opened from now on, as when a file system finds an error."""
-        subprocess.run(["mount", "--bind", str(self.folder), str(self.folder)], check=True)
-        subprocess.run(["mount", "-o", "remount,bind,ro", str(self.folder)], check=True)
+        # Hosts are shown the mount as it is then, and not what is changed of it later.
+        view = self.folder.with_name(f"{self.folder.name}-view")
+        view.mkdir(exist_ok=True)
+        subprocess.run(["mount", "--bind", str(self.folder), str(view)], check=True)
+        subprocess.run(["mount", "--make-private", str(view)], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(view)], check=True)
+        subprocess.run(["mount", "--bind", str(view), str(self.folder)], check=True)
+        unmount(view)
+        view.rmdir()
 
     def repair(self) -> None:
         """It can be written to again."""
-        subprocess.run(["umount", "-l", str(self.folder)], check=False)
+        unmount(self.folder)
 
     def close(self) -> None:
-        subprocess.run(["umount", "-l", str(self.folder)], check=False)
+        unmount(self.folder)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-class SharedDisk(SmallDisk):
-    """One that hosts see too: mounted before their daemons are started, which see nothing that is mounted later."""
-
-    def close(self) -> None:
-        """Remove what is on it."""
-        for path in self.folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-    def unmount(self) -> None:
-        """When the hosts are gone."""
-        super().close()
 
 
 class FileServer:
@@ -100,13 +106,13 @@ class FileServer:
 
     def mount_again(self) -> None:
         """As an administrator does it."""
-        subprocess.run(["umount", "-l", str(self.folder)], check=False)
+        unmount(self.folder)
         self._start()
 
     def close(self) -> None:
         self._process.send_signal(signal.SIGCONT)
         self._process.kill()
         self._process.wait()
-        subprocess.run(["umount", "-l", str(self.folder)], check=False)
+        unmount(self.folder)
         for path in (self.folder, self._content):
             shutil.rmtree(path, ignore_errors=True)

@@ -48,9 +48,9 @@ class Fault:
         """Elsewhere no rank has been started while a process of its own tokenises."""
         return tuple(phase for phase in self.phases if place in HERE or phase != "tokenise" or not self.blames)
 
-    def own_disk(self, folder: Path, place: Place) -> Disk | None:
+    def own_disk(self, folder: Path, name: str, place: Place) -> Disk | None:
         """The disk that a run of it lies on, mounted."""
-        return None if self.disk is None else place.disk or self.disk(folder)
+        return None if self.disk is None else self.disk((place.mounts or folder) / name)
 
     def begin(self, folder: Path, out: Path, phase: str, place: Place, disk: Disk | None) -> Chaos:
         """Start the run in which it happens."""
@@ -125,7 +125,7 @@ REFUSED = r"second run: exit code 2: error: .*another run is in this"
 STOPPING = r"SIGTERM: (saving|stopping)|stopped by SIGTERM"
 # A host that cannot be reached before there are ranks is a mistake in the hostfile.
 LOST = rf"({FAILED}|error: ).*n2"
-ANYWHERE, HOSTS, MACHINE = (CPU, GPUS, SSH, SLURM), (SSH, SLURM), (CPU, GPUS)
+ANYWHERE, HOSTS, RANKS_OF_CPU = (CPU, GPUS, SSH, SLURM), (SSH, SLURM), (CPU, SSH, SLURM)
 MOUNT_PHASES = ("load", "first step", "step", "evaluate", "save", "end")
 FAULTS = (
     *[
@@ -139,11 +139,11 @@ FAULTS = (
     Fault("SIGKILL of the tokenising process", ("tokenise",), f"{FAILED}.*: process \\d+ on login was killed",
           outside=acts.kill_preparation, places=HOSTS),
     on_rank("exception in rank 1", ("load", "first step", "step", "evaluate", "save"), 1, RAISED, action="raise",
-            places=MACHINE),
+            places=ANYWHERE),
     on_rank("exception in rank 0", EVERY[1:], 0, RAISED, action="raise"),
-    on_rank("loader that raises", ("data",), 1, RAISED, action="raise"),
+    on_rank("loader that raises", ("data",), 1, RAISED, action="raise", places=RANKS_OF_CPU),
     on_rank("rank that hangs", ("load", "first step", "step", "evaluate", "save"), 1, HANGS, action="hang",
-            places=MACHINE),
+            places=ANYWHERE),
     on_rank("kernel that never ends", ("first step", "step"), 1, HANGS, action="spin", places=(GPUS,)),
     Fault("NaN in a loss", ("first step", "step"), RAISED, "nan", places=ANYWHERE),
     on_rank("OOM of the host", ("load", "first step", "step", "evaluate", "save"), 1, KILLED, action="eat",
@@ -157,14 +157,15 @@ FAULTS = (
     Fault("disk full", MOUNT_PHASES, "No space left on device", rank=0, outside=acts.fill_disk, disk=SmallDisk,
           places=ANYWHERE),
     Fault("disk read-only", MOUNT_PHASES, "Read-only file system", rank=0, outside=acts.protect_disk, disk=SmallDisk,
-          places=MACHINE),
-    Fault("file server mute for 10 s", MOUNT_PHASES, "", outside=acts.halt_file_server, disk=FileServer, passes=True),
+          places=ANYWHERE),
+    Fault("file server mute for 10 s", MOUNT_PHASES, "", outside=acts.halt_file_server, disk=FileServer, passes=True,
+          places=RANKS_OF_CPU),
     Fault("file server mute for 45 s", MOUNT_PHASES, "", outside=acts.halt_file_server_for_long, disk=FileServer),
     Fault("file server gone", MOUNT_PHASES, "Transport endpoint is not connected", outside=acts.kill_file_server,
-          disk=FileServer),
+          disk=FileServer, places=RANKS_OF_CPU),
     *[
         Fault(f"checkpoint {what}, rank killed", ("step",), "passed over checkpoint-8",
-              outside=acts.damage_checkpoint(how), places=MACHINE)
+              outside=acts.damage_checkpoint(how), places=ANYWHERE)
         for what, how in (("with a flipped bit", "flip"), ("cut in half", "cut"), ("that lacks a file", "remove"))
     ],
     Fault("two runs in one folder", EVERY[1:], REFUSED, outside=acts.start_second_run, passes=True,

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
-from tests.chaos.disks import SharedDisk
+from tests.chaos.disks import share, unmount
 from tests.cluster.conftest import environment as environment_of_hosts
 from tests.cluster.hosts import LOGIN, Hosts, needs_root
 from tests.cluster.slurm_cluster import SlurmCluster
@@ -29,8 +29,8 @@ class Place(Protocol):
     name: str
     hosts: Sequence[str]
     """Of each rank."""
-    disk: SharedDisk | None
-    """The one that can be filled; None where each case can have its own."""
+    mounts: Path | None
+    """The folder for disks of a case, where hosts are to see them too."""
 
     def command(self, train: Sequence[str]) -> list[str]:
         """The command line that starts a run there."""
@@ -44,7 +44,7 @@ class Local:
 
     name = "this machine"
     hosts: Sequence[str] = (HOST, HOST)
-    disk: SharedDisk | None = None
+    mounts: Path | None = None
 
     def command(self, train: Sequence[str]) -> list[str]:
         return list(train)
@@ -72,9 +72,9 @@ class ThroughSsh:
     name = "ssh"
     hosts: Sequence[str] = NODES
 
-    def __init__(self, network: Hosts, env: Mapping[str, str], hostfile: Path, disk: SharedDisk) -> None:
+    def __init__(self, network: Hosts, env: Mapping[str, str], hostfile: Path, mounts: Path) -> None:
         self.network, self._env, self._hostfile = network, env, hostfile
-        self.disk: SharedDisk | None = disk
+        self.mounts: Path | None = mounts
 
     def command(self, train: Sequence[str]) -> list[str]:
         return self.network.inside(LOGIN, [*train, "--hostfile", str(self._hostfile)])
@@ -94,9 +94,9 @@ class ThroughSlurm:
     name = "SLURM"
     hosts: Sequence[str] = NODES
 
-    def __init__(self, cluster: SlurmCluster, disk: SharedDisk) -> None:
+    def __init__(self, cluster: SlurmCluster, mounts: Path) -> None:
         self.network, self.cluster = cluster.hosts, cluster
-        self.disk: SharedDisk | None = disk
+        self.mounts: Path | None = mounts
 
     def command(self, train: Sequence[str]) -> list[str]:
         return self.network.inside(LOGIN, [*SALLOC, *train])
@@ -120,15 +120,16 @@ def open_place(name: str, stack: ExitStack) -> Place:
     needs_root("bindfs")
     folder = Path(tempfile.mkdtemp(prefix=f"chaos-{os.getpid()}-"))
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    disk = SharedDisk(folder / "disk")
-    stack.callback(disk.unmount)
+    mounts = folder / "mounts"
+    share(mounts)
+    stack.callback(unmount, mounts)
     network = Hosts(NODES, folder)
     stack.callback(network.close)
     if name == ThroughSlurm.name:
-        return ThroughSlurm(SlurmCluster(network, folder, environment_of_hosts()), disk)
+        return ThroughSlurm(SlurmCluster(network, folder, environment_of_hosts()), mounts)
     (folder / "hostfile").write_text("".join(f"{node} slots=1\n" for node in NODES))
     env = stack.enter_context(ssh_daemons(network, NODES, folder, environment_of_hosts()))
-    return ThroughSsh(network, env, folder / "hostfile", disk)
+    return ThroughSsh(network, env, folder / "hostfile", mounts)
 
 
 HERE = (Local.name, OnGpus.name)

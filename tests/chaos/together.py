@@ -23,7 +23,7 @@ def try_together(folder: Path, cases: Iterable[tuple[Fault, str]], place: Place,
     plan = _plan(cases)
     faults = [fault for group in plan.values() for fault in group]
     name = f"{place.name.replace(' ', '-')}-together"
-    disk = next((fault.own_disk(folder / f"{name}-disk", place) for fault in faults if fault.disk is not None), None)
+    disk = next((fault.own_disk(folder, f"{name}-disk", place) for fault in faults if fault.disk is not None), None)
     out = (disk.folder if disk else folder) / name
     variables = clock_variables(folder, out) if any(fault.clock for fault in faults) else {}
     try:

@@ -59,7 +59,9 @@ class Hosts:
     def inside(self, host: str, command: Sequence[str]) -> list[str]:
         """The command line that runs `command` on a host."""
         network = ["nsenter", f"--net={NAMESPACES / (self._prefix + host)}"]
-        return [*network, "unshare", "--uts", "--mount", "sh", "-c", ENTER, str(self._known), host, *command]
+        # Mounts made outside in a shared folder (`mount --make-shared`) are seen inside, never the other way round.
+        own = ["unshare", "--uts", "--mount", "--propagation", "slave"]
+        return [*network, *own, "sh", "-c", ENTER, str(self._known), host, *command]
 
     def start(self, host: str, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """Start a command on a host."""
