@@ -34,8 +34,15 @@ from tests.chaos.series import run_series
 from tests.chaos.together import try_together
 from tests.chaos.workplace import adapter, commit, prepare, start
 
-# One of each kind of ending: started again, stopped, and gone through.
-PART = (("SIGKILL of rank 1", "step"), ("SIGTERM", "step"), ("disk full", "save"))
+# One of each kind: a rank that dies, stands still or has lost its numbers, a stop, and what happens to files.
+PART = (
+    ("SIGKILL of rank 1", "step"),
+    ("SIGSTOP of rank 1", "step"),
+    ("NaN in a loss", "step"),
+    ("SIGTERM", "step"),
+    ("checkpoint with a flipped bit, rank killed", "step"),
+    ("disk full", "save"),
+)
 ORDER = ("step", "save", "load", "data", "evaluate", "end", "first step", "tokenise")
 _WRITING = threading.Lock()
 
@@ -68,9 +75,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="cases in whose `name, phase` this regular expression is found")
     parser.add_argument("--again", action="store_true", help="also those that went as they should before")
     parser.add_argument("--beside", type=int, default=1, metavar="N", help="so many cases of this machine at a time")
-    parser.add_argument(
-        "--part", action="store_true", help="a few minutes: a killed rank, SIGTERM and a full disk on this machine"
-    )
+    parser.add_argument("--part", action="store_true", help="a few minutes: one fault of each kind on this machine")
     parser.add_argument("--series", type=int, default=0, metavar="N", help="N kills in one run, and no other case")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no case, and kill no more, after so many")
     parser.add_argument("--page", action="store_true", help="only write the page from the records")

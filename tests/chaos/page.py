@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.chaos.curve import draw_losses
 from tests.chaos.faults import FAULTS
 from tests.chaos.places import PLACES, Local, OnGpus, ThroughSlurm, ThroughSsh
 from tests.chaos.workplace import HANG_MINUTES
 
 LAB = Path(__file__).parents[2] / "docs" / "lab"
-PAGE, PUBLISHED = LAB / "faults.md", LAB / "data" / "faults"
+PAGE, PUBLISHED, IMAGES = LAB / "faults.md", LAB / "data" / "faults", LAB / "images"
 RECORDS, SERIES = "results.jsonl", "series*.json"
 HEAD = """\
 # Faults, and what becomes of a run
@@ -63,6 +64,9 @@ def copy_records(source: Path, folder: Path) -> None:
 def publish(folder: Path) -> None:
     """Write the page, and the records that it is made of beside it."""
     PAGE.write_text(page(folder))
+    for number, series in enumerate(read_series(folder)):
+        if "undisturbed" in series:
+            draw_losses(series, IMAGES / _image(number))
     copy_records(folder, PUBLISHED)
 
 
@@ -93,7 +97,12 @@ def page(folder: Path) -> str:
         f"Machine of the CPU ranks: {_machine()}, shared with other work, so the seconds are upper bounds.\n"
     )
     tables = [_table(place, [record for key, record in latest.items() if key[0] == place]) for place in PLACES]
-    parts = [*tables, *map(_series, series), _mended(records), _missing(set(latest))]
+    parts = [
+        *tables,
+        *(_series(number, one) for number, one in enumerate(series)),
+        _mended(records),
+        _missing(set(latest)),
+    ]
     return HEAD + counted + "".join(parts) + NOT_RUN
 
 
@@ -151,11 +160,20 @@ def read_series(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted(folder.glob(SERIES))]
 
 
-def _series(series: Mapping[str, Any]) -> str:
+def _image(number: int) -> str:
+    return f"kills-{number}.png"
+
+
+def _series(number: int, series: Mapping[str, Any]) -> str:
     equal = "equal to those of" if series["losses_equal"] else "DIFFERENT from those of"
     ended = f"exit code {series['code']}"
     if series["cut"]:
         ended = f"it was stopped then, of {series['kills_meant']} kills, for the time was up"
+    if "undisturbed" in series:
+        losses = f"![Losses of both runs, and where ranks were killed](images/{_image(number)})"
+    else:
+        shown = ", ".join(f"{loss:.3f}" for loss in series["losses"])
+        losses = f"Losses, every {max(1, series['steps'] // 40)} steps: {shown}."
     same = {True: ", the adapter equal", False: ", the adapter DIFFERENT", None: ""}[series["adapter_equal"]]
     return (
         f"\n## {series['kills']} kills in one run\n\n"
@@ -163,10 +181,7 @@ def _series(series: Mapping[str, Any]) -> str:
         f"new step (`python -m tests.chaos --series {series['kills_meant']}`; commit {series['commit']}): "
         f"{series['restarts']} restarts, {series['steps']} steps, {series['steps_lost']} of them made again; {ended}; "
         f"the losses of all steps are, to the bit, {equal} the undisturbed run{same}; {len(series['damaged'])} "
-        "checkpoints damaged.\n\n"
-        f"Losses, every {max(1, series['steps'] // 40)} steps: "
-        + ", ".join(f"{loss:.3f}" for loss in series["losses"])
-        + ".\n"
+        f"checkpoints damaged.\n\n{losses}\n"
     )
 
 

@@ -38,7 +38,7 @@ def run_series(folder: Path, kills: int, until: float) -> bool:
         run.launcher().terminate()
     code = run.end()
     (folder / "series.txt").write_text(run.text)
-    undisturbed, disturbed = losses(folder / "series-calm"), losses(folder / "series")
+    undisturbed, disturbed = losses(calm.out), losses(run.out)
     result = {
         "kills": made,
         "kills_meant": kills,
@@ -52,10 +52,12 @@ def run_series(folder: Path, kills: int, until: float) -> bool:
         "adapter_equal": None if cut else adapter(run.out) == adapter(calm.out),
         "damaged": damaged(run.out),
         "seconds_after_the_last_kill": round(time.monotonic() - began, 1),
-        "losses": disturbed[:: max(1, len(disturbed) // 40)],
+        "restarted_in": [restart.step for restart in read_restarts(run.out)],
+        "losses": disturbed,
+        "undisturbed": undisturbed,
     }
     (folder / "series.json").write_text(json.dumps(result, indent=1))
-    print(result)
+    print({name: value for name, value in result.items() if not name.endswith(("losses", "disturbed"))})
     return (cut or code == 0) and result["losses_equal"] is True and result["adapter_equal"] is not False
 
 

@@ -1,0 +1,28 @@
+"""The losses of a run whose rank was killed again and again, on those of the run without."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from trainer.monitor.report.plots import BLUE, DOTS_PER_INCH, GREY, ORANGE, STYLE
+
+
+def draw_losses(series: Mapping[str, Any], path: Path) -> None:
+    """A wide line for the undisturbed run, a thin one on it for the other, and a mark at every step of a kill."""
+    undisturbed, disturbed, kills = series["undisturbed"], series["losses"], series["restarted_in"]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9.0, 4.0), dpi=DOTS_PER_INCH, layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_title(f"One run whose rank 1 was killed {series['kills']} times, on the undisturbed one")
+        axes.plot(
+            range(1, len(undisturbed) + 1), undisturbed, color=GREY, alpha=0.5, linewidth=6.0, label="undisturbed"
+        )
+        axes.plot(range(1, len(disturbed) + 1), disturbed, color=BLUE, linewidth=1.2, label="killed and restarted")
+        axes.plot(kills, [min(undisturbed)] * len(kills), "|", color=ORANGE, markersize=10, label="a kill")
+        axes.set_xlabel("step")
+        axes.set_ylabel("training loss, nats per token")
+        axes.legend()
+        figure.savefig(path)
