@@ -12,7 +12,7 @@ from tests.chaos.workplace import Chaos, adapter, commit, damaged, start, steps_
 from trainer.contract.heartbeat import read_heartbeats
 from trainer.contract.restart_record import read_restarts
 
-# A step of some tenths of a second.
+# A step of a tenth of a second or more.
 SETTINGS = (
     "training.gradient_accumulation_steps=8",
     "training.save_steps=5",
@@ -20,7 +20,7 @@ SETTINGS = (
     "training.eval_steps=0",
     "training.hang_timeout=5",
 )
-STEPS_PER_KILL = 12
+STEPS_PER_KILL = 40
 
 
 def run_series(folder: Path, kills: int, until: float) -> bool:
