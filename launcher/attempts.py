@@ -110,7 +110,7 @@ class Attempts:
             idle, there = self._of_first_start.names(again.idle), ranks + len(again.idle)
             say(
                 f"going on with {ranks} of {self._full} ranks"
-                + f"; idle: {idle}, for {there} would not divide the {total} samples of a step" * bool(idle)
+                + f"; idle: {idle}, for {there} ranks would not divide the {total} samples of a step" * bool(idle)
                 + f"; to come back to all {self._full}, stop the run and start it with resume_from_checkpoint=auto"
             )
         # The micro-batch stays the most that a rank takes at a time.
