@@ -169,6 +169,17 @@ AFTER_THE_MODEL = (
         ("trainer/memory/oom_recovery.py: _backward_active_depth",),
     ),
     Patch(
+        "a look at how long a fetch of stage 3 waits",
+        "deepspeed",
+        "0.19.8",
+        "what a rank waits for the others' shares is no work of its own, by which slow ranks are named",
+        "zero.stage: 3 with zero.gather: module, on several ranks",
+        "trainer/engine/gather_waits.py: watch_stragglers",
+        "with the engine",
+        "tests/integration/test_restarts.py",
+        ("trainer/engine/gather_waits.py: fetch_sub_module",),
+    ),
+    Patch(
         "a look at what experts are called with",
         "transformers",
         "5.23.0",
