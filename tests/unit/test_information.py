@@ -143,8 +143,8 @@ def test_gradients_of_16_bit_parameters_come_in_their_own_dtype_and_scale_before
     model = model.double()
     (expected,) = torch.autograd.grad(naive_squares(model, "delta"), [find_pairs(model)[0].b])
     assert (expected * factor).to(torch.float16).abs().max() < 1e-6
-    # The gradient has the 11 bits of fp16, 5e-4, after a product of two such factors.
-    torch.testing.assert_close(gradient.double(), expected * factor * loss_scale, rtol=2e-3, atol=1e-7)
+    # The gradient has the 11 bits of fp16, 5e-4; beyond that 2.5e-8 are seen, of a product of two such factors.
+    torch.testing.assert_close(gradient.double(), expected * factor * loss_scale, rtol=1e-3, atol=1e-7)
 
 
 def test_frozen_factor_gets_no_gradient() -> None:
