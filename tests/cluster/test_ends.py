@@ -172,6 +172,16 @@ def test_a_stopped_rank_is_named_with_its_stack(start: Start) -> None:
     assert_nobody_is_left(run)
 
 
+def test_a_rank_that_is_stopped_before_its_first_sign_of_life_is_named(start: Start) -> None:
+    """The other waits where the ranks meet, which takes a little of the processor and is no work."""
+    code, _, err = start(SOON, mischief="1:stop@begin:1").end()
+    assert code == 1
+    assert err.startswith(
+        f"the run failed: the run hangs: rank 1 on {HOST} has given no sign of life since it was started: it is "
+        "stopped, or its host is gone; rank 0 waits for it in join/meet"
+    ), err
+
+
 def test_a_rank_that_hangs_before_a_collective_is_named(start: Start) -> None:
     code, _, err = start(SOON, mischief="1:hang:9").end()
     assert code == 1, err

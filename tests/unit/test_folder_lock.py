@@ -224,6 +224,21 @@ def test_a_live_run_gives_signs_of_life_and_outlives_a_cleaning(tmp_path: Path) 
         assert json.loads(file_of(tmp_path).read_text())["token"] == lock.token
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_lock_that_is_half_written_is_looked_at_until_it_says_whose_it_is(tmp_path: Path, own: bool) -> None:
+    """Where somebody emptied the folder, launcher and rank 0, or two of their threads, make the file at one time."""
+    with take(tmp_path) as lock:
+        whole = file_of(tmp_path).read_text()
+        file_of(tmp_path).write_text(whole[:20])
+        threading.Timer(0.2, file_of(tmp_path).write_text, [whole if own else whole.replace(lock.token, "t9")]).start()
+        if own:
+            lock.check()
+            assert lock.is_held
+        else:
+            with pytest.raises(FolderLost):
+                lock.check()
+
+
 def test_rank_0_holds_it_on_when_its_launcher_is_killed(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     token = json.loads(file_of(tmp_path).read_text())["token"]
     rank_0 = FolderLock.join(tmp_path, token)

@@ -132,6 +132,27 @@ def test_a_silent_process_of_this_host_is_looked_at() -> None:
     assert "its host is gone" in describe_hang(beats(), {1})
 
 
+def test_a_rank_that_has_left_no_sign_of_life_is_behind_and_its_host_told_where_it_is_known() -> None:
+    found = {0: replace(BEAT, rank=0, step=0, phase="join/meet", collective=None)}
+    nobody = found | {1: Heartbeat.of_nobody(1, "n1"), 2: Heartbeat.of_nobody(2, "")}
+    told = json.loads(describe_hang(nobody, {1, 2}))
+    assert told["ranks"] == [1, 2]
+    assert told["text"] == (
+        "the run hangs: rank 1 on n1 has given no sign of life since it was started: it is stopped, or its host is "
+        "gone; rank 2 has given no sign of life since it was started: it is stopped, or its host is gone; rank 0 waits "
+        "for it in join/meet"
+    )
+
+
+def test_which_ranks_are_on_this_host_is_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(5, 8, 1)
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+        monkeypatch.delenv(name, raising=False)
+    assert not any(map(ranks.is_on_own_host, range(8)))
+    monkeypatch.setenv("LOCAL_SIZE", "3")
+    assert [rank for rank in range(8) if ranks.is_on_own_host(rank)] == [4, 5, 6]
+
+
 def test_a_line_has_always_one_length_and_comes_back() -> None:
     long = replace(BEAT, phase="p" * 80, place="x" * 160, host="h" * 64, exit_code=1)
     for beat in (BEAT, long):

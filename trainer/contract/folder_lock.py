@@ -121,11 +121,19 @@ class FolderLock:
                 self._path.unlink(missing_ok=True)
 
     def _look(self) -> bool:
-        found = None if self._is_lost else read_lock(self._path)
-        if found is None and not self._is_lost:
-            # Somebody has emptied the folder. It is ours unless another run came first.
-            return create_lock(self._path, self._lock) or self._look()
-        self._is_lost = found is None or found[0].token != self.token
+        deadline = time.monotonic() + SEEN_WITHIN_S
+        while not self._is_lost:
+            found = read_lock(self._path)
+            if found is None:
+                # Somebody has emptied the folder. It is ours unless another run comes first.
+                if create_lock(self._path, self._lock):
+                    return True
+            elif found[0].token or time.monotonic() > deadline:
+                self._is_lost = found[0].token != self.token
+                break
+            else:
+                # Half written, by the other holder or thread of this run, or by another run.
+                time.sleep(0.01)
         return not self._is_lost
 
     def _beat(self) -> None:

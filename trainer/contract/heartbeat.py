@@ -52,6 +52,16 @@ class Heartbeat:
     device_reached: int | None = None
     """The last mark that its GPU has come to (trainer/ranks/device_marks.py); told as `place` is."""
 
+    @classmethod
+    def of_nobody(cls, rank: int, host: str) -> "Heartbeat":
+        """In place of that of a rank which has left none; `host` is empty where it is not known."""
+        return cls(rank, host, 0, 0, "", None, None, None, 0.0, True, 0.0, 0.0, 0.0)
+
+    @property
+    def is_nobodys(self) -> bool:
+        """Whether it stands for a rank that has left none."""
+        return self.pid == 0
+
     @property
     def has_gained(self) -> bool:
         """Whether a whole step was made since the process began."""

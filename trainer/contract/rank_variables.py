@@ -43,6 +43,13 @@ def read_place(env: Mapping[str, str]) -> tuple[str | None, int, int, int]:
     return None, 0, 1, 0
 
 
+def ranks_of_host(env: Mapping[str, str]) -> int | None:
+    """How many ranks there are on this host; None if nothing says so."""
+    names = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    found = next((env[name] for name in names if name in env), "")
+    return int(found) if found.isdigit() else None
+
+
 def srun_meeting_point(env: Mapping[str, str]) -> tuple[str, int]:
     """Address and port at which the ranks of a SLURM step meet: its first node, and a port from the job's id."""
     return first_host(env["SLURM_STEP_NODELIST"]), port_of_job(int(env["SLURM_JOB_ID"]))

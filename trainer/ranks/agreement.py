@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from trainer.config import RunConfig, UserError
+from trainer.config import RunConfig, UserError, collective_timeout
 from trainer.contract.folder_lock import is_seen
 from trainer.contract.rank_variables import host_name
 from trainer.contract.versions import package_versions
 from trainer.ranks.group import Ranks, find_meeting_point, told_if_taken
+from trainer.ranks.progress import WAITING_PHASE, phase
 
 PACKAGES = ("trainer", "ops")
 FIXES = {
@@ -77,13 +78,18 @@ def meet(ranks: Ranks, config: RunConfig, token: str = "") -> World:
     `token` on rank 0 is that of the lock it holds in the output folder, which every rank must see there.
 
     Raises UserError, on every rank, with the names of the hosts that differ; TimeoutError if a rank does not come
-    within `training.timeout_minutes`.
+    within `training.timeout_minutes`, or what the watchdog needs if that is longer.
     """
     report = own_report(ranks, config)
     if ranks.world_size == 1:
         return World(summary([report]), None)
     find_meeting_point(ranks)
-    patience = timedelta(minutes=config.training.timeout_minutes)
+    with phase(WAITING_PHASE):
+        return _meet(ranks, config, report, token)
+
+
+def _meet(ranks: Ranks, config: RunConfig, report: Report, token: str) -> World:
+    patience = timedelta(minutes=collective_timeout(config.training))
     try:
         store, _, _ = next(rendezvous("env://", timeout=patience))
     except dist.DistNetworkError as error:

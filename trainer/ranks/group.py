@@ -19,7 +19,16 @@ from torch.distributed import distributed_c10d
 from trainer.config import UserError
 from trainer.contract.known_versions import require
 from trainer.contract.ports import free_port, port_is_taken
-from trainer.contract.rank_variables import FAMILIES, OPEN_MPI, PMI, SRUN, host_name, read_place, srun_meeting_point
+from trainer.contract.rank_variables import (
+    FAMILIES,
+    OPEN_MPI,
+    PMI,
+    SRUN,
+    host_name,
+    ranks_of_host,
+    read_place,
+    srun_meeting_point,
+)
 from trainer.ranks.progress import phase
 
 
@@ -53,6 +62,11 @@ class Ranks:
                 f"{world_size}; start the run with `zerolora train --launcher ...`, which sets the variables"
             )
         return cls(rank, world_size, local_rank)
+
+    def is_on_own_host(self, rank: int) -> bool:
+        """Whether another rank is known to be on this one's host, from the launcher's variables."""
+        first = self.rank - self.local_rank
+        return first <= rank < first + (ranks_of_host(os.environ) or 0)
 
     def device(self) -> torch.device:
         """The device this rank computes on."""

@@ -10,6 +10,8 @@ from trainer.ranks.start_times import StartTimes
 
 # Work whose length depends on data, disk and network. In all others a rank that gets nowhere waits for another one.
 LONG_PHASES = frozenset(("tokenise", "join", "load", "start engine", "restore", "save", "generate", "report"))
+# Within "join": the ranks wait for each other in a store, which takes a little of the processor all the time.
+WAITING_PHASE = "meet"
 
 # A device computes while these have ended on the host: their time is that of the steps.
 OF_A_STEP = frozenset(("data", "backward", "optimizer step", "reduce"))

@@ -16,8 +16,9 @@ from trainer.contract.heartbeat import BUILD_LOCK
 
 GIB = 2**30
 CHECKOUT = str(Path(__file__).parents[2]) + os.sep
-# One percent of a core, and more than the watchdog itself reads and writes between two looks.
-LEAST_CPU_SHARE = 0.01
+# More than threads take that wait and wake up, also where waking up is dear, and than the watchdog itself reads and
+# writes between two looks.
+LEAST_CPU_SHARE, LEAST_CPU_S = 0.02, 2e-3
 LEAST_BYTES = 256 * 1024
 LEAST_FAULTS = 64
 
@@ -87,7 +88,8 @@ class Work:
         cpu, moved_bytes, faults = (new - old for new, old in zip(counters, self._before, strict=True))
         elapsed, self._looked_at, self._before = now - self._looked_at, now, counters
         # A child that ended takes its counts along, so a sum can fall; that too is something done.
-        return abs(cpu) > LEAST_CPU_SHARE * elapsed or abs(moved_bytes) > LEAST_BYTES or abs(faults) > LEAST_FAULTS
+        computed = abs(cpu) > LEAST_CPU_S + LEAST_CPU_SHARE * elapsed
+        return computed or abs(moved_bytes) > LEAST_BYTES or abs(faults) > LEAST_FAULTS
 
     def _counters(self) -> tuple[float, float, float]:
         usage, watching = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_THREAD)

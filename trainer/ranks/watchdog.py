@@ -28,7 +28,7 @@ from trainer.contract.heartbeat import BUILD_LOCK, Folder, Heartbeat
 from trainer.contract.rank_variables import host_name
 from trainer.ranks.device_marks import DeviceMarks
 from trainer.ranks.group import Ranks
-from trainer.ranks.progress import LONG_PHASES, PROGRESS
+from trainer.ranks.progress import LONG_PHASES, PROGRESS, WAITING_PHASE
 from trainer.ranks.vital_signs import (
     Work,
     collective_of,
@@ -42,6 +42,7 @@ from trainer.ranks.vital_signs import (
 # Another process builds meanwhile, and what a killed one has left is removed by the launcher.
 BUILD_PATIENCE_S = 600.0
 STACK_MARK = "Python stack of rank"
+STOPPED_OR_GONE = "it is stopped, or its host is gone"
 
 
 class Watchdog:
@@ -114,8 +115,9 @@ class Watchdog:
                 torch.cuda.set_device(self._ranks.device())
             recorded, begun = recorded_collectives()
             collective = collective or recorded
-        # A rank that waits for the GPU spins, which looks like work: only outside of collectives is it any.
-        if in_long_phase and collective is None and self._work.has_moved():
+        waits = collective is not None or WAITING_PHASE in progress.phases
+        # A rank that waits for the GPU spins, which looks like work: only where it does not wait is it any.
+        if in_long_phase and not waits and self._work.has_moved():
             self._worked_at = now
         idle_s = now - max(progress.changed_at, self._worked_at)
         place = (place_of(frame) or "")[:160] if idle_s > self._interval_s else None
@@ -147,10 +149,16 @@ class Watchdog:
             before = self._seen.get(rank)
             if before is None or before[0] != beat:
                 self._seen[rank] = (beat, now)
-        if not own.stuck or len(self._seen) < self._ranks.world_size:
+        unheard = {
+            rank: Heartbeat.of_nobody(rank, self._host if self._ranks.is_on_own_host(rank) else "")
+            for rank in range(self._ranks.world_size)
+            if rank not in self._seen
+        }
+        # Where no launcher holds the folder the others may leave nothing there yet.
+        if not own.stuck or (unheard and not self.writes):
             return
-        silent = {rank for rank, (_, seen_at) in self._seen.items() if now - seen_at > self._timeout_s}
-        beats = {rank: beat for rank, (beat, _) in self._seen.items() if beat.exit_code is None}
+        silent = {rank for rank, (_, seen_at) in self._seen.items() if now - seen_at > self._timeout_s} | set(unheard)
+        beats = {rank: beat for rank, (beat, _) in self._seen.items() if beat.exit_code is None} | unheard
         if all(beat.stuck or rank in silent for rank, beat in beats.items()):
             verdict = describe_hang(beats, silent)
             self._leave(verdict, first=self._folder.decide(verdict))
@@ -200,7 +208,7 @@ def _behind_on_device(beats: Mapping[int, Heartbeat]) -> dict[int, Heartbeat]:
 
 def _waits_for_others(beat: Heartbeat) -> bool:
     """In a collective, or where the ranks meet."""
-    return beat.collective is not None or (beat.phase == "join" and beat.place != BUILD_LOCK)
+    return beat.collective is not None or (beat.phase.startswith("join") and beat.place != BUILD_LOCK)
 
 
 def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> str:
@@ -230,6 +238,9 @@ def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> str:
 
 
 def _sentence(beat: Heartbeat, *, silent: bool) -> str:
+    if beat.is_nobodys:
+        place = f" on {beat.host}" if beat.host else ""
+        return f"rank {beat.rank}{place} has given no sign of life since it was started: {STOPPED_OR_GONE}"
     who = f"rank {beat.rank} on {beat.host} (process {beat.pid})"
     if silent:
         return f"{who} gives no sign of life any more, {_doing(beat)}: {_why_silent(beat)}"
@@ -255,4 +266,4 @@ def _why_silent(beat: Heartbeat) -> str:
             return "the process is stopped (SIGSTOP, or a debugger)"
         if state == "D":
             return "the process waits for a file system or a driver that does not answer"
-    return "it is stopped, or its host is gone"
+    return STOPPED_OR_GONE

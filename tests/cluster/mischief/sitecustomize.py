@@ -34,6 +34,7 @@ PLACES = {
 }
 # Where the kinds without a place of their own happen, `kill@load`.
 PHASES = {
+    "begin": ("trainer.ranks.watchdog", "Watchdog"),
     "tokenise": ("trainer.data.cache", "encode_source"),
     "load": ("trainer.run", "build_model"),
     "data": ("trainer.data.batches", "collate"),
