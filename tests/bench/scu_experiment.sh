@@ -63,7 +63,7 @@ stdlib=(dataset.path="$scratch/stdlib/train.jsonl" dataset.evaluation.path="$scr
 # 64 records, seen 50 times in 200 steps
 torch=(dataset.path="$scratch/torch/train.jsonl" dataset.evaluation.path="$scratch/torch/eval.jsonl"
   dataset.max_samples=64 training.max_steps=200 training.eval_steps=10)
-# With sigma 0.03 a lambda acts as eleven times that lambda with the sigma of 0.1 of scu-hold.json.gz.
+# With sigma 0.03 a lambda acts as a hundred times that lambda with the sigma of 0.3 of the first experiment.
 lambdas=0.03,0.1,0.3,1,3,10,30
 targets=0.01,0.02,0.04
 
