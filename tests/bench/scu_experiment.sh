@@ -2,7 +2,7 @@
 # The experiments of docs/lab/scu.md on the GPUs of a machine, with SmolLM2's real weights.
 #   tests/bench/scu_experiment.sh trial     two runs side by side: does it work, how fast is a step
 #   tests/bench/scu_experiment.sh hold SEEDS      384 records: every controller; 64 records of another text
-#   tests/bench/scu_experiment.sh ramps SEEDS     384 records: linear and cosine to the best lambda, PI under a floor of the rate
+#   tests/bench/scu_experiment.sh ramps SEEDS     384 records: linear and cosine to 4, PI under a floor of the rate
 #   tests/bench/scu_experiment.sh kl SEEDS        what is forgotten: kl at three targets, none, the norm term, three rates
 # Runs are written as they end, seed after seed: what a limit cuts off leaves whole seeds. What every run measured comes
 # back in $OUT/scu-MODE-SEEDS.tgz; unpacked into one folder, several calls' runs are one experiment (scu_figures.py).

@@ -106,8 +106,23 @@ def show(file: Path) -> None:
         )
         with tempfile.TemporaryDirectory() as folder:
             print(write_results(comparison, Path(folder))[0].read_text(encoding="utf-8"))
+        print(_against_none(comparison))
         print(_by_sigma(comparison))
         print(_held(comparison))
+
+
+def _against_none(comparison: Comparison) -> str:
+    """At the end, every setting minus none, over documents and over seeds."""
+    lines = []
+    for none in comparison.find("none")[:1]:
+        for setting in comparison.by_setting:
+            found = comparison.difference(setting, none, "final")
+            if setting != none and found is not None and found.over_seeds is not None:
+                low, high = found.over_seeds
+                lines.append(
+                    f"- at the end, {setting.label} - none: {found.text('+')}, over seeds [{low:+.4f}, {high:+.4f}]"
+                )
+    return "\n".join(lines) + "\n"
 
 
 def _by_sigma(comparison: Comparison) -> str:

@@ -15,10 +15,10 @@ PUBLISHED_LAW = {"kp": 0.8, "ki": 0.15, "deadband": 0.002, "lambda_start": 1.0}
 LOGIT_LAW = {"kp": 0.5, "ki": 0.025, "deadband": 0.05, "lambda_start": 0.1}
 KL_LAW = {"kp": 0.5, "ki": 0.1, "deadband": 0.05, "lambda_start": 0.1}
 AUTO_TARGET = 0.02
-"""S of the update at which a strong fixed lambda ends best, with scu.sigma=0.03 (docs/lab/scu.md)."""
+"""S of the update under the fixed lambda that ends best is 1.5 and 4.9 % with scu.sigma=0.03 (docs/lab/scu.md)."""
 START_TIMES_TARGET = 0.12
-"""lambda S of a run whose term has come to rest was 0.125 to 0.167 on both texts of docs/lab/scu.md; a little less lets
-S reach the target."""
+"""lambda S of a run whose term is strong and has come to rest was 0.140 to 0.194 on the two texts of docs/lab/scu.md; a
+little less lets S reach the target."""
 _IN_EVERY_RECORD = {"measure", "kp", "ki", "ema", "leak", "every", "tokens", "check_every"}
 
 

@@ -302,7 +302,7 @@ class Steering:
         }
         if self.fitted is not None:
             config["fitted"] = asdict(self.fitted)
-        if self.divergence is None:
+        if self.law.form == "published":
             config["gain_bound"] = scu.gain_bound(self.law.target)
         on_gpu = torch.cuda.is_available()
         history = {
