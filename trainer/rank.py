@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None, found: Prepared | ModelFiles | None = No
     LAUNCHER_WATCH.look_at_file(run_dir / "logs", loaded.config.training.launcher_timeout)
     watchdog = Watchdog(ranks, run_dir / "logs", loaded.config.training.hang_timeout)
     # A launcher that holds the folder has made sure that it is this run's; else nothing is written before `_hold`.
-    watchdog.writes = arguments.lock is not None
+    watchdog.writes = watchdog.all_write = arguments.lock is not None
     lock = None
     try:
         if arguments.lock is None and ranks.is_main:

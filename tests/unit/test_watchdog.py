@@ -144,6 +144,32 @@ def test_a_rank_that_has_left_no_sign_of_life_is_behind_and_its_host_told_where_
     )
 
 
+MEETING = """
+import sys, time
+from pathlib import Path
+from trainer.ranks.group import Ranks
+from trainer.ranks.progress import WAITING_PHASE, phase
+from trainer.ranks.watchdog import Watchdog
+
+watchdog = Watchdog(Ranks(0, 2, 0), Path(sys.argv[1]), 0.01)
+watchdog.all_write = sys.argv[2] == "True"
+with phase("join"), phase(WAITING_PHASE):
+    time.sleep(6.0)
+"""
+
+
+@pytest.mark.parametrize("all_write", [True, False])
+def test_a_rank_is_missed_only_where_all_write_from_their_beginning(tmp_path: Path, all_write: bool) -> None:
+    """Below torchrun they leave nothing in a folder that another run may be in until rank 0 holds it."""
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "LOCAL_WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", MEETING, str(tmp_path), str(all_write)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == (1 if all_write else 0), done.stderr
+    assert (read_hang(tmp_path) is not None) == all_write
+    assert (f"rank 1 on {host_name()} has given no sign of life" in done.stderr) == all_write
+
+
 def test_which_ranks_are_on_this_host_is_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(5, 8, 1)
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):

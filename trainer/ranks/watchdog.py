@@ -53,6 +53,8 @@ class Watchdog:
         self._timeout_s = hang_timeout_minutes * 60.0
         self._interval_s = min(max(self._timeout_s / 20.0, 0.25), 2.0) if self._timeout_s else 2.0
         self._folder = Folder(logs, ranks.rank, ranks.world_size)
+        self.all_write = False
+        """Whether every rank leaves heartbeats from its beginning, so that one without any has not begun."""
         PROGRESS.tell_step = self._tell_step
         self._host = host_name()
         self._work = Work()
@@ -154,8 +156,7 @@ class Watchdog:
             for rank in range(self._ranks.world_size)
             if rank not in self._seen
         }
-        # Where no launcher holds the folder the others may leave nothing there yet.
-        if not own.stuck or (unheard and not self.writes):
+        if not own.stuck or (unheard and not self.all_write):
             return
         silent = {rank for rank, (_, seen_at) in self._seen.items() if now - seen_at > self._timeout_s} | set(unheard)
         beats = {rank: beat for rank, (beat, _) in self._seen.items() if beat.exit_code is None} | unheard
