@@ -146,7 +146,7 @@ class Attempts:
 
 
 def most_restarts(setting: int | None, reach: Reach | None) -> int:
-    """`training.max_restarts`; where it is not given 3, but none in a job that SLURM queues again."""
+    """`training.max_restarts`; where it is not given 3, but none below srun in a job that SLURM queues again."""
     if setting is not None:
         return setting
     return 0 if isinstance(reach, ThroughSrun) and is_requeued(reach.allocation.job_id) else DEFAULT_RESTARTS

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, load_config
+from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, collective_timeout, load_config
 from trainer.contract import command_typed
 from trainer.contract.exit_codes import TO_SPEAK_S
 from trainer.contract.folder_lock import FolderLock, refuse_if_held
+from trainer.contract.heartbeat import clear_heartbeats
 from trainer.contract.rank_variables import host_name
 from trainer.data.prepared import Prepared
 from trainer.monitor.console import open_console, tell_torchrun
@@ -81,12 +82,17 @@ def _hold(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLock | No
 
     def take() -> FolderLock:
         lock = FolderLock.join(run_dir, token) if token else None
-        resumes = config.training.resume_from_checkpoint == "auto"
-        return lock or FolderLock.take(run_dir, resumes=resumes, say=lambda line: print(line, file=sys.stderr))
+        if lock is None:
+            resumes = config.training.resume_from_checkpoint == "auto"
+            lock = FolderLock.take(run_dir, resumes=resumes, say=lambda line: print(line, file=sys.stderr))
+        if token is None:
+            # Of an earlier run, where no launcher has removed them; the other ranks leave theirs after this.
+            clear_heartbeats(run_dir / "logs")
+        return lock
 
     if token is not None:
         return take() if ranks.is_main else None
-    return first_rank_decides(ranks, config.training.timeout_minutes, take)
+    return first_rank_decides(ranks, collective_timeout(config.training), take)
 
 
 def _train(

@@ -183,9 +183,10 @@ def _was_killed(death: Death) -> bool:
     return (death.status or 0) < 0 and death.status != -signal.SIGTERM and not death.tidied_up
 
 
-def tell_hang(logs: Path, old_sizes: Mapping[str, int], hang: Mapping[str, Any]) -> Fault:
-    """Print on stderr which rank the others waited for, and where its Python code stands."""
-    say(f"the run failed: {hang['text']}")
+def tell_hang(logs: Path, old_sizes: Mapping[str, int], hang: Mapping[str, Any], *, is_told: bool) -> Fault:
+    """Print on stderr which rank the others waited for, if that is not told yet, and where its Python code stands."""
+    if not is_told:
+        say(f"the run failed: {hang['text']}")
     rank = hang["ranks"][0]
     log = logs / f"rank-{rank}.log"
     for line in last_stack(_new_text(log, old_sizes)):

@@ -46,6 +46,9 @@ class Reach(Protocol):
     def end(self, process: subprocess.Popen[bytes], logs: Path) -> None:
         """End every rank now."""
 
+    def host_of(self, rank: int) -> str:
+        """The host that a rank was dealt out to; empty where that is not known."""
+
     def awaited(self) -> str:
         """What tells of the end of a host that has fallen silent."""
 
@@ -61,6 +64,9 @@ class Reach(Protocol):
 
 class ThroughLauncher:
     """srun and mpirun pass SIGUSR1 on to all ranks, and end them on SIGTERM."""
+
+    def host_of(self, rank: int) -> str:
+        return ""
 
     def awaited(self) -> str:
         return "waiting for its launcher to say so"
@@ -92,6 +98,9 @@ class ThroughSrun(ThroughLauncher):
     def __init__(self, allocation: Allocation) -> None:
         self.allocation = allocation
 
+    def host_of(self, rank: int) -> str:
+        return self.allocation.nodes[rank // self.allocation.ranks_per_node]
+
     def awaited(self) -> str:
         return f"SLURM gives a lost node up after its SlurmdTimeout ({slurmd_timeout()}); waiting for that"
 
@@ -120,6 +129,9 @@ class ThroughSsh:
     def __init__(self, slots: Slots) -> None:
         self._hosts = list(slots)
         self._host_of_rank = [host for host, gpus in slots.items() for _ in gpus]
+
+    def host_of(self, rank: int) -> str:
+        return self._host_of_rank[rank]
 
     def awaited(self) -> str:
         return "waiting for its connection to end"

@@ -21,10 +21,16 @@ def read_hang(logs: Path) -> Mapping[str, Any] | None:
         return None
 
 
-def clear_beats(logs: Path) -> None:
-    """Remove what an earlier run left."""
-    for path in (*logs.glob("heartbeat-*.json"), logs / VERDICT_FILE):
-        path.unlink(missing_ok=True)
+def silent_run(ranks: int, beats: Mapping[int, Heartbeat]) -> Mapping[str, Any]:
+    """What is told, as `read_hang` gives it, where no rank is left that could tell it.
+
+    Ranks that have left nothing are to blame: others can wait for them in MPI_Init, where a process has no threads.
+    """
+    unheard = [rank for rank in range(ranks) if rank not in beats]
+    if not beats or not unheard:
+        return {"ranks": [0], "text": "no rank gives a sign of life any more: all are stopped, or the host is"}
+    text = "; ".join(f"rank {rank} has given no sign of life since it was started" for rank in unheard)
+    return {"ranks": unheard, "text": f"{text}; the others give none any more"}
 
 
 class Silence:

@@ -14,10 +14,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
@@ -27,12 +27,12 @@ from launcher.supervision.kernel_oom import oom_kills
 from launcher.supervision.launcher_log import LauncherLog
 from launcher.supervision.processes import end_sessions, find_noted_ranks, is_alive, is_stopped, send, with_children
 from launcher.supervision.remote import Reach
-from launcher.supervision.silence import SILENCE_S, Silence, SilentHosts, clear_beats, read_hang
+from launcher.supervision.silence import SILENCE_S, Silence, SilentHosts, read_hang, silent_run
 from launcher.supervision.stop_signals import PASSED_ON, STOPPED, exit_code_of, is_stopped_by_us
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_PREEMPTED, EXIT_RESTART, EXIT_USAGE
-from trainer.contract.heartbeat import read_heartbeats
+from trainer.contract.heartbeat import clear_heartbeats, read_heartbeats
 from trainer.contract.launcher_process import keep_alive_file
 from trainer.contract.rank_variables import host_name
 from trainer.contract.restart_note import RestartNote
@@ -90,8 +90,9 @@ class Supervisor:
         self._locks_due_at = 0.0
         self._has_failed = False
         self._has_told_wait = False
+        self._has_told_hang = False
         self._trains = False
-        self._is_silent = False
+        self._silent_run: Mapping[str, Any] | None = None
         self._cut_short = False
         self._cut_off = False
         self._all_ended_at: float | None = None
@@ -100,7 +101,7 @@ class Supervisor:
     def run(self) -> int:
         """Start, wait, and leave nothing behind; returns 0 done, 1 failed, 2 usage, 75 preempted, 128 + signal."""
         self.logs.mkdir(parents=True, exist_ok=True)
-        clear_beats(self.logs)
+        clear_heartbeats(self.logs)
         self.old_sizes = log_sizes(self.logs)
         self._oom_kills = oom_kills()
         ended = threading.Event()
@@ -142,7 +143,7 @@ class Supervisor:
             self._look_around()
             self._note_deaths()
             self._cut_short = bool(self.signals) and self._stop()
-            if self._cut_short or self._is_silent or self._outlives_its_ranks():
+            if self._cut_short or self._silent_run is not None or self._outlives_its_ranks():
                 return
             self._end_after_failure()
             if self._cut_off:
@@ -193,10 +194,15 @@ class Supervisor:
             # Another run may be killed while it builds what this one waits for, but only before the first step.
             self._locks_due_at = math.inf if self._trains else now + LOCKS_EVERY_S
             remove_stale_locks()
-        self._is_silent = self._silence.is_complete()
-        if read_hang(self.logs) is not None:
-            # A rank that was halted must run to write its stack and end.
-            send((process for process in self.ranks.values() if is_stopped(process)), signal.SIGCONT)
+        if self._silence.is_complete():
+            self._silent_run = silent_run(self.command.ranks, beats)  # now: mpirun lets go on what it ends
+        if (hang := read_hang(self.logs)) is not None:
+            if not self._has_told_hang:
+                self._has_told_hang = True  # now: a host that is cut off lets its launcher wait
+                say(f"the run failed: {self._with_hosts(hang)['text']}")
+            # A rank that was halted must run to write its stack and end; one that had not begun would only begin.
+            halted = (process for rank, process in self.ranks.items() if rank in beats and is_stopped(process))
+            send(halted, signal.SIGCONT)
 
     def _stop(self) -> bool:
         """Pass the first signal on to every rank; True when the time for a clean end is over."""
@@ -252,10 +258,10 @@ class Supervisor:
         if self._all_succeeded(codes):
             return EXIT_OK
         hang = read_hang(self.logs)
-        if hang is None and self._is_silent:
-            hang = {"ranks": [0], "text": "no rank gives a sign of life any more: all are stopped, or the host is"}
+        if hang is None:
+            hang = self._silent_run
         if hang is not None:
-            self.fault = tell_hang(self.logs, self.old_sizes, hang)
+            self.fault = tell_hang(self.logs, self.old_sizes, self._with_hosts(hang), is_told=self._has_told_hang)
             return EXIT_FAILED
         failed = [code for code in codes if not is_stopped_by_us(code) and code != 0]
         # A rank ends by the signal alone once its state is saved; what another then meets in its place is no failure.
@@ -269,6 +275,15 @@ class Supervisor:
         if stopped and not failed:
             return stopped[0]  # somebody else signalled the ranks, and they have saved
         return self._failed(self._code_of(failed))
+
+    def _with_hosts(self, hang: Mapping[str, Any]) -> Mapping[str, Any]:
+        """With the host of a rank that has not begun, which the other ranks may not know."""
+        text = str(hang["text"])
+        for rank in hang["ranks"]:
+            host = self.reach.host_of(rank) if self.reach is not None else ""
+            if host:
+                text = text.replace(f"rank {rank} has given no", f"rank {rank} on {host} has given no")
+        return {**hang, "text": text}
 
     def _code_of(self, failed: list[int]) -> int:
         """The exit code of the whole: that of a mistake of the user where a rank has found one, else of the first."""

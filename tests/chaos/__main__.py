@@ -43,7 +43,7 @@ PART = (
     ("checkpoint with a flipped bit, rank killed", "step"),
     ("disk full", "save"),
 )
-ORDER = ("step", "save", "load", "data", "evaluate", "end", "first step", "tokenise")
+ORDER = ("step", "save", "load", "data", "evaluate", "end", "first step", "tokenise", "begin")
 _WRITING = threading.Lock()
 
 

@@ -13,7 +13,17 @@ from tests.chaos.places import HERE, Local, OnGpus, Place, ThroughSlurm, Through
 from tests.chaos.workplace import Chaos, start
 
 # Calls of the functions that tests/cluster/mischief wraps: two sums a step and one an evaluation, two files a save.
-CALL = {"tokenise": 1, "load": 1, "first step": 3, "step": 22, "data": 14, "evaluate": 2, "save": 3, "end": 1}
+CALL = {
+    "tokenise": 1,
+    "begin": 1,
+    "load": 1,
+    "first step": 3,
+    "step": 22,
+    "data": 14,
+    "evaluate": 2,
+    "save": 3,
+    "end": 1,
+}
 EVERY = ("tokenise", "load", "first step", "step", "evaluate", "save", "end")
 CLOCK = Path(__file__).with_name("clock.c")
 CPU, GPUS, SSH, SLURM = Local.name, OnGpus.name, ThroughSsh.name, ThroughSlurm.name
@@ -144,6 +154,7 @@ FAULTS = (
     on_rank("loader that raises", ("data",), 1, RAISED, action="raise", places=RANKS_OF_CPU),
     on_rank("rank that hangs", ("load", "first step", "step", "evaluate", "save"), 1, HANGS, action="hang",
             places=ANYWHERE),
+    on_rank("rank stopped before its first heartbeat", ("begin",), 1, HANGS, action="stop", places=RANKS_OF_CPU),
     on_rank("kernel that never ends", ("first step", "step"), 1, HANGS, action="spin", places=(GPUS,)),
     Fault("NaN in a loss", ("first step", "step"), RAISED, "nan", places=ANYWHERE),
     on_rank("OOM of the host", ("load", "first step", "step", "evaluate", "save"), 1, KILLED, action="eat",

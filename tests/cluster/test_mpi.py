@@ -9,6 +9,7 @@ import pytest
 
 from tests.cluster.conftest import ROOT, ZEROLORA, environment, kill_rank, losses, wait_for
 from tests.cluster.hosts import LOGIN, Hosts, needs_programs
+from tests.ends import MISCHIEF
 
 pytestmark = pytest.mark.slow
 PYTHON = sys.executable
@@ -68,6 +69,19 @@ def test_a_rank_of_mpirun_killed_on_another_host_is_137(
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 137, out
     assert "the run failed: rank 1 on n2 was killed by signal 9 (SIGKILL) (" in out
+
+
+def test_a_rank_of_mpirun_that_is_stopped_before_its_first_heartbeat_is_named(workplace: Path) -> None:
+    """The other waits for it in MPI_Init, which knows no time limit and lets no thread of Python run."""
+    needs_programs("mpirun")
+    command = [*ZEROLORA, "train", str(workplace / "config.yaml"), "--launcher", "mpi", "--num-gpus", "2"]
+    command += [f"output_dir={workplace / 'mpi-stopped'}", "training.hang_timeout=0.25"]
+    variables = {"ZEROLORA_MISCHIEF": "1:stop@begin:1", "PYTHONPATH": f"{MISCHIEF}:{ROOT}"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment() | AS_ROOT | variables, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the run failed: rank 1 has given no sign of life since it was started; the others give none" in done.stderr
 
 
 def test_mpirun_without_mpi4py_says_how_to_get_it(workplace: Path, tmp_path: Path) -> None:

@@ -239,6 +239,16 @@ def test_a_lock_that_is_half_written_is_looked_at_until_it_says_whose_it_is(tmp_
                 lock.check()
 
 
+def test_rank_0_joins_a_lock_that_its_launcher_is_writing(tmp_path: Path) -> None:
+    with take(tmp_path) as lock:
+        whole = file_of(tmp_path).read_text()
+        file_of(tmp_path).write_text(whole[:20])
+        threading.Timer(0.2, file_of(tmp_path).write_text, [whole]).start()
+        rank_0 = FolderLock.join(tmp_path, lock.token)
+        assert rank_0 is not None and rank_0.is_held
+        rank_0.release()
+
+
 def test_rank_0_holds_it_on_when_its_launcher_is_killed(tmp_path: Path, other: subprocess.Popen[str]) -> None:
     token = json.loads(file_of(tmp_path).read_text())["token"]
     rank_0 = FolderLock.join(tmp_path, token)

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.supervision.silence import Silence, clear_beats, read_hang
-from trainer.contract.heartbeat import LINE_BYTES, Folder, Heartbeat, read_heartbeats
+from launcher.supervision.silence import Silence, read_hang
+from trainer.contract.heartbeat import LINE_BYTES, Folder, Heartbeat, clear_heartbeats, read_heartbeats
 from trainer.contract.rank_variables import host_name
 from trainer.ranks.group import Ranks
 from trainer.ranks.progress import PROGRESS, Progress
@@ -197,7 +197,7 @@ def test_the_folder_is_not_made_and_the_launcher_reads_what_ranks_write(tmp_path
     assert folder.read()[1].step == read_heartbeats(logs)[1].step == 412
     Folder(logs, rank=0, world_size=2).publish(replace(BEAT, time=time.time()))
     assert sorted(folder.read()) == [0, 1]
-    clear_beats(logs)
+    clear_heartbeats(logs)
     assert list(logs.iterdir()) == []
 
 
@@ -214,7 +214,7 @@ def test_a_rank_is_known_before_its_first_step_however_soon_that_comes(tmp_path:
         assert read_heartbeats(logs)[0].pid == os.getpid()
     finally:
         watchdog.end(0)
-    clear_beats(logs)
+    clear_heartbeats(logs)
     logs.rmdir()
     watchdog = Watchdog(Ranks(0, 1, 0), logs, hang_timeout_minutes=0.0)
     try:
@@ -223,6 +223,15 @@ def test_a_rank_is_known_before_its_first_step_however_soon_that_comes(tmp_path:
         assert read_heartbeats(logs)[0].step == 2
     finally:
         watchdog.end(0)
+
+
+def test_where_somebody_has_emptied_the_folder_a_rank_leaves_its_line_anew(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, 1, 2)
+    folder.publish(replace(BEAT, rank=1))
+    (tmp_path / "heartbeat-1.json").unlink()
+    folder.publish(replace(BEAT, rank=1, step=413))
+    folder.note_step(414, 400)
+    assert read_heartbeats(tmp_path)[1].step == 414
 
 
 def test_one_verdict_is_left_and_an_old_one_does_not_count(tmp_path: Path) -> None:

@@ -152,7 +152,8 @@ class TrainingSection(Section):
     """Minutes without progress of a rank after which the run is ended and the rank named; 0 turns the watchdog off."""
     max_restarts: Restarts | None = None
     """How often `zerolora train` starts the ranks again after a failure, from the newest whole checkpoint, if a step
-    was made since the last start. Where it is not given 3, but none in a SLURM job that is queued again."""
+    was made since the last start. Where it is not given 3, but none where srun starts the ranks of a SLURM job that is
+    queued again."""
     elastic: bool = False
     """Start again on the largest number of ranks left that divides the global batch, where GPUs or hosts are gone or a
     rank fails again before it made a step; the global batch stays, the accumulation grows."""

@@ -85,10 +85,12 @@ class FolderLock:
         Raises FolderLost if another run has the folder by now.
         """
         path, deadline = path_in(run_dir), time.monotonic() + SEEN_WITHIN_S
-        while (found := read_lock(path)) is None:
+        while (found := read_lock(path)) is None or not found[0].token:  # not there, or half written
             if time.monotonic() > deadline:
-                return None
+                break
             time.sleep(0.2)
+        if found is None:
+            return None
         lock = found[0]
         if lock.token != token:
             raise _lost(run_dir, lock)
@@ -126,7 +128,7 @@ class FolderLock:
             found = read_lock(self._path)
             if found is None:
                 # Somebody has emptied the folder. It is ours unless another run comes first.
-                if create_lock(self._path, self._lock):
+                if self._ended.is_set() or create_lock(self._path, self._lock):
                     return True
             elif found[0].token or time.monotonic() > deadline:
                 self._is_lost = found[0].token != self.token

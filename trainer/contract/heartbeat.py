@@ -109,6 +109,12 @@ def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
     return beats
 
 
+def clear_heartbeats(logs: Path) -> None:
+    """Remove what an earlier run left."""
+    for path in (*logs.glob("heartbeat-*.json"), logs / VERDICT_FILE):
+        path.unlink(missing_ok=True)
+
+
 class Folder:
     """Heartbeats in the logs folder of the run, once that exists: a run refused before it leaves nothing behind."""
 
@@ -133,6 +139,10 @@ class Folder:
             if not self.writes:
                 return
             with self._opening:
+                if self._file is not None and os.fstat(self._file).st_nlink == 0:
+                    # Somebody has emptied the folder: the others look for a new file.
+                    os.close(self._file)
+                    self._file = None
                 if self._file is None and self._logs.is_dir():
                     self._file = os.open(self._path(self._rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             if self._file is not None:

@@ -83,8 +83,8 @@ def meet(ranks: Ranks, config: RunConfig, token: str = "") -> World:
     report = own_report(ranks, config)
     if ranks.world_size == 1:
         return World(summary([report]), None)
-    find_meeting_point(ranks)
     with phase(WAITING_PHASE):
+        find_meeting_point(ranks)  # below mpirun the ranks wait for each other there
         return _meet(ranks, config, report, token)
 
 
@@ -128,7 +128,8 @@ def first_rank_decides(ranks: Ranks, timeout_minutes: float, decide: Callable[[]
             problem = str(error)
         store.set("problem", problem)
     else:
-        problem = store.get("problem").decode()
+        with phase(WAITING_PHASE):
+            problem = store.get("problem").decode()
         if store.add("read", 1) == ranks.world_size - 1:
             store.set("all read", "")
     if problem:

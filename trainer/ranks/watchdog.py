@@ -154,9 +154,10 @@ class Watchdog:
         unheard = {
             rank: Heartbeat.of_nobody(rank, self._host if self._ranks.is_on_own_host(rank) else "")
             for rank in range(self._ranks.world_size)
-            if rank not in self._seen
+            if rank not in self._seen and own.step == 0
         }
-        if not own.stuck or (unheard and not self.all_write):
+        known = len(self._seen) + (len(unheard) if self.all_write else 0)
+        if not own.stuck or known < self._ranks.world_size:
             return
         silent = {rank for rank, (_, seen_at) in self._seen.items() if now - seen_at > self._timeout_s} | set(unheard)
         beats = {rank: beat for rank, (beat, _) in self._seen.items() if beat.exit_code is None} | unheard

@@ -154,7 +154,8 @@ def begin() -> None:
     once = os.environ.get("ZEROLORA_MISCHIEF_ONCE", "")
     files = [f"{once}.{number}" if once and len(texts) > 1 else once for number in range(len(texts))]
     mischiefs = [Mischief(text, file) for text, file in zip(texts, files, strict=True)]
-    own = os.environ.get("RANK", os.environ.get("SLURM_PROCID", ""))
+    places = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
+    own = next((os.environ[name] for name in places if name in os.environ), "")
     mine = [mischief for mischief in mischiefs if mischief.rank == own and mischief.kind]
     for mischief in mine:
         if mischief.kind == "lose" and os.path.exists(mischief.once) and os.environ.get("RANK"):
