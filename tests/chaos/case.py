@@ -37,9 +37,10 @@ class Result:
 
     @property
     def is_well(self) -> bool:
-        """No wrong name, no hang, no checkpoint lost, the same adapter."""
+        """No wrong name, no hang, no checkpoint lost, the same adapter; after SIGTERM the exit code of a stop."""
         named = self.happened and self.told and not self.misnamed
-        return named and self.code is not None and self.equal and not self.damaged and not self.left
+        ended = self.code in (0, 143) if self.fault.startswith("SIGTERM") else self.code is not None
+        return named and ended and self.equal and not self.damaged and not self.left
 
 
 def try_case(folder: Path, fault: Fault, phase: str, place: Place, expected: bytes) -> Result:
