@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None, found: Prepared | ModelFiles | None = No
     watchdog = Watchdog(ranks, run_dir / "logs", loaded.config.training.hang_timeout)
     # A launcher that holds the folder has made sure that it is this run's; else nothing is written before `_hold`.
     watchdog.writes = watchdog.all_write = arguments.lock is not None
+    stop.note_end = watchdog.note_end
     lock = None
     try:
         if arguments.lock is None and ranks.is_main:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from launcher.supervision.remote import Reach
 from trainer.contract.heartbeat import VERDICT_FILE, Heartbeat, read_heartbeats
 
 # Longer than any interval between two heartbeats, by far.
@@ -31,6 +32,16 @@ def silent_run(ranks: int, beats: Mapping[int, Heartbeat]) -> Mapping[str, Any]:
         return {"ranks": [0], "text": "no rank gives a sign of life any more: all are stopped, or the host is"}
     text = "; ".join(f"rank {rank} has given no sign of life since it was started" for rank in unheard)
     return {"ranks": unheard, "text": f"{text}; the others give none any more"}
+
+
+def name_hosts(hang: Mapping[str, Any], reach: Reach | None) -> Mapping[str, Any]:
+    """With the host of a rank that has not begun, which the other ranks may not know."""
+    text = str(hang["text"])
+    for rank in hang["ranks"]:
+        host = reach.host_of(rank) if reach is not None else ""
+        if host:
+            text = text.replace(f"rank {rank} has given no", f"rank {rank} on {host} has given no")
+    return {**hang, "text": text}
 
 
 class Silence:

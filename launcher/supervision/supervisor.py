@@ -27,7 +27,7 @@ from launcher.supervision.kernel_oom import oom_kills
 from launcher.supervision.launcher_log import LauncherLog
 from launcher.supervision.processes import end_sessions, find_noted_ranks, is_alive, is_stopped, send, with_children
 from launcher.supervision.remote import Reach
-from launcher.supervision.silence import SILENCE_S, Silence, SilentHosts, read_hang, silent_run
+from launcher.supervision.silence import SILENCE_S, Silence, SilentHosts, name_hosts, read_hang, silent_run
 from launcher.supervision.stop_signals import PASSED_ON, STOPPED, exit_code_of, is_stopped_by_us
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
@@ -82,6 +82,7 @@ class Supervisor:
         self._silent_hosts = SilentHosts()
         self._signalled_at = -ONE_SIGNAL_S
         self._failed_at: float | None = None
+        self._missed_since: float | None = None
         self._log_before_end = ""
         self._stop_sent_at: float | None = None
         self._has_told_stop = False
@@ -92,6 +93,7 @@ class Supervisor:
         self._has_told_wait = False
         self._has_told_hang = False
         self._trains = False
+        self._codes: set[int | None] = set()
         self._silent_run: Mapping[str, Any] | None = None
         self._cut_short = False
         self._cut_off = False
@@ -178,6 +180,7 @@ class Supervisor:
         self._looked_at = now
         beats = read_heartbeats(self.logs)
         self._trains = any(beat.step for beat in beats.values())
+        self._codes = {beat.exit_code for beat in beats.values()}
         if self.reach is not None:
             self.ranks = find_noted_ranks(beats.values()) | self.ranks
             self._has_failed = self._has_failed or self.log.tells_of_failure()
@@ -199,7 +202,7 @@ class Supervisor:
         if (hang := read_hang(self.logs)) is not None:
             if not self._has_told_hang:
                 self._has_told_hang = True  # now: a host that is cut off lets its launcher wait
-                say(f"the run failed: {self._with_hosts(hang)['text']}")
+                say(f"the run failed: {name_hosts(hang, self.reach)['text']}")
             # A rank that was halted must run to write its stack and end; one that had not begun would only begin.
             halted = (process for rank, process in self.ranks.items() if rank in beats and is_stopped(process))
             send(halted, signal.SIGCONT)
@@ -237,19 +240,33 @@ class Supervisor:
         return True
 
     def _end_after_failure(self) -> None:
-        """Once a rank has failed the others wait for it in vain: end them soon, all together."""
-        if self._failed_at is None:
-            if not self.signals and self._has_failure():
-                self._failed_at = time.monotonic()
+        """Once a rank has failed or stopped, the others may wait for it in vain: end them soon, all together.
+
+        One that waits in NCCL hears neither a signal nor of the other's end.
+        """
+        if self._missed_since is None:
+            if self._has_failure() or self._has_stopped():
+                self._missed_since = time.monotonic()
+                self._failed_at = None if self.signals or self._has_stopped() else self._missed_since
                 self._log_before_end = self.log.text()
         elif self._gave_up():
             send(with_children(process for process in self.ranks.values() if is_alive(process)), signal.SIGKILL)
             if self.reach is not None:
                 self.reach.end(self.processes[0], self.logs)
-                self._cut_off = time.monotonic() - self._failed_at > END_PATIENCE_S
+                self._cut_off = time.monotonic() - self._missed_since > END_PATIENCE_S
 
     def _gave_up(self) -> bool:
-        return self._failed_at is not None and time.monotonic() - self._failed_at > FAILURE_PATIENCE_S
+        return self._missed_since is not None and time.monotonic() - self._missed_since > FAILURE_PATIENCE_S
+
+    def _has_stopped(self) -> bool:
+        """Whether a rank has ended by a signal, which it does only when there is nothing left to save.
+
+        Of ranks that others have started only after a signal of ours: their launchers end them by one, too.
+        """
+        codes = {death.status for death in self.deaths.values()}
+        if self.reach is not None and self.signals and self._failed_at is None:
+            codes |= self._codes
+        return not codes.isdisjoint(STOPPED)
 
     def _has_failure(self) -> bool:
         return self._has_failed or any(death.status not in (None, 0, *STOPPED) for death in self.deaths.values())
@@ -261,11 +278,13 @@ class Supervisor:
         if hang is None:
             hang = self._silent_run
         if hang is not None:
-            self.fault = tell_hang(self.logs, self.old_sizes, self._with_hosts(hang), is_told=self._has_told_hang)
+            self.fault = tell_hang(self.logs, self.old_sizes, name_hosts(hang, self.reach), is_told=self._has_told_hang)
             return EXIT_FAILED
-        failed = [code for code in codes if not is_stopped_by_us(code) and code != 0]
-        # A rank ends by the signal alone once its state is saved; what another then meets in its place is no failure.
-        heard = any(death.status in STOPPED for death in self.deaths.values())
+        self._codes = {beat.exit_code for beat in read_heartbeats(self.logs).values()}
+        # What another then meets in its place is no failure.
+        heard = self._has_stopped()
+        waited = {rank for rank, death in self.deaths.items() if heard and death.tidied_up}
+        failed = [code for rank, code in enumerate(codes) if code and not is_stopped_by_us(code) and rank not in waited]
         # A signal that comes while the launcher already ends a failed run, as with a lost node, does not hide why.
         before_steps = not self._trains and self._failed_at is None
         if self.signals and (not failed or self._cut_short or before_steps or heard):
@@ -275,15 +294,6 @@ class Supervisor:
         if stopped and not failed:
             return stopped[0]  # somebody else signalled the ranks, and they have saved
         return self._failed(self._code_of(failed))
-
-    def _with_hosts(self, hang: Mapping[str, Any]) -> Mapping[str, Any]:
-        """With the host of a rank that has not begun, which the other ranks may not know."""
-        text = str(hang["text"])
-        for rank in hang["ranks"]:
-            host = self.reach.host_of(rank) if self.reach is not None else ""
-            if host:
-                text = text.replace(f"rank {rank} has given no", f"rank {rank} on {host} has given no")
-        return {**hang, "text": text}
 
     def _code_of(self, failed: list[int]) -> int:
         """The exit code of the whole: that of a mistake of the user where a rank has found one, else of the first."""

@@ -28,6 +28,8 @@ BEHAVIOURS = {
     "both killed": "both killed",
     "early": "early",
     "late": "late",
+    "alone": "alone",
+    "one told": "alone",
 }
 PATIENCE_S = 300.0
 pytestmark = pytest.mark.distributed
@@ -152,6 +154,25 @@ def test_what_a_rank_meets_where_another_has_stopped_is_no_failure(runs: dict[st
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 143
     assert run.text("err") == "SIGTERM: saving a checkpoint, then stopping; once more stops at once\n"
+    assert run.left_behind() == []
+
+
+def test_what_waits_for_a_rank_that_has_stopped_is_ended(runs: dict[str, Run]) -> None:
+    """It hears nothing in a collective of NCCL, and would be told as a hang."""
+    run = runs["alone"]
+    run.wait_until_ready()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 143
+    assert run.text("err") == "SIGTERM: saving a checkpoint, then stopping; once more stops at once\n"
+    assert run.left_behind() == []
+
+
+def test_a_signal_that_somebody_sends_to_one_rank_ends_all(runs: dict[str, Run]) -> None:
+    run = runs["one told"]
+    run.wait_until_ready()
+    os.kill(int(run.text("ready-0")), signal.SIGTERM)
+    assert run.end() == 143
+    assert run.text("err") == ""
     assert run.left_behind() == []
 
 

@@ -186,6 +186,24 @@ def test_a_stop_that_comes_before_a_rank_is_known_reaches_it_later(
     assert run.processes[0].poll() == 130
 
 
+def test_a_rank_elsewhere_that_waits_for_one_that_has_stopped_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In NCCL it hears of no signal; the other's heartbeat says that it has ended by one."""
+    monkeypatch.setattr(supervisor, "FAILURE_PATIENCE_S", 0.5)
+    monkeypatch.setattr(supervisor, "END_PATIENCE_S", 1.0)
+    ended = beats(r0=75)[0].line()
+    monkeypatch.setattr(remote, "run_on", lambda host, command: (tmp_path / "heartbeat-0.json").write_bytes(ended))
+    for rank in (0, 1):
+        (tmp_path / f"line-{rank}").write_bytes(beats()[rank].line())
+    script = f"cd {tmp_path}; for r in 0 1; do cp line-$r heartbeat-$r.json; done; exec sleep 600"
+    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=ThroughSsh({"n1": [0, 1]}))
+    threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    assert run.run() == 143
+    assert run.processes[0].poll() == -9
+    assert "the run failed" not in capfd.readouterr().err
+
+
 def test_a_rank_that_said_itself_how_it_ended_is_not_the_one_that_was_killed() -> None:
     assert SSH.statuses(PDSH.format("n2.example.org", 247), beats(r2=1)) == {3: -9}
     assert SSH.statuses(PDSH.format("n2", 247), beats(r2=1, r3=1)) == {}

@@ -13,6 +13,7 @@ PROGRAM = """
 import os, signal, sys
 from trainer.ranks.signals import StopRequest
 stop = StopRequest()
+stop.note_end = lambda code: print("ends with", code, flush=True)
 for word in sys.argv[1:]:
     if word == "train":
         stop.training = True
@@ -50,6 +51,7 @@ def test_signals(words: str, code: int, alive: bool) -> None:
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     assert ("alive" in done.stdout) == alive
+    assert (f"ends with {code}" in done.stdout) != alive
 
 
 RANK = """

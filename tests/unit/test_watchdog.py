@@ -234,6 +234,17 @@ def test_where_somebody_has_emptied_the_folder_a_rank_leaves_its_line_anew(tmp_p
     assert read_heartbeats(tmp_path)[1].step == 414
 
 
+def test_a_rank_that_ends_at_once_leaves_its_exit_code(tmp_path: Path) -> None:
+    """In a signal's handler, after which its thread may still publish a line of before."""
+    folder = Folder(tmp_path, 1, 2)
+    folder.note_end(143)
+    assert read_heartbeats(tmp_path) == {}, "it is not known yet"
+    folder.publish(replace(BEAT, rank=1))
+    folder.note_end(143)
+    folder.publish(replace(BEAT, rank=1))
+    assert read_heartbeats(tmp_path)[1].exit_code == 143
+
+
 def test_one_verdict_is_left_and_an_old_one_does_not_count(tmp_path: Path) -> None:
     old = tmp_path / "hang.json"
     old.write_text('{"ranks": [3], "text": "of yesterday"}')

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from types import FrameType
 
 from trainer.contract.exit_codes import exit_code_after
@@ -22,6 +23,8 @@ class StopRequest:
         self._process = os.getpid()
         self.training = False
         self.saved = False
+        self.note_end: Callable[[int], None] = lambda exit_code: None
+        """Called with the exit code before the process ends at once, in the middle of anything."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._handle)
 
@@ -59,4 +62,5 @@ class StopRequest:
         if self.signal_number != signal.SIGUSR1 or number == signal.SIGINT:
             self.signal_number = number
         if again or not self.training:
+            self.note_end(self.exit_code)
             os._exit(self.exit_code)
