@@ -1,22 +1,22 @@
-"""A few minutes of tests/chaos: the whole of it is `python -m tests.chaos`."""
+"""Eight minutes of tests/chaos: the whole of it is `python -m tests.chaos`."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
-from tests.chaos.__main__ import PART, main
+from tests.chaos.__main__ import main, part
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+# What is told to stop, or cannot go on before somebody has done something; the others must start again by themselves.
+MAY_END = {"SIGTERM", "SIGTERM twice at once", "disk full", "SIGKILL of the launcher"}
+BEFORE_A_STEP = "tokenise"
 
 
 def test_one_fault_of_each_kind_costs_steps_and_nothing_else(tmp_path: Path) -> None:
-    """Started again by itself, but where it was told to stop; for a full disk a small one is mounted."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root: a disk of its own is mounted, to be filled")
+    """Each is told with the right rank, and the adapter is that of the run without a fault."""
     assert main([str(tmp_path), "--part"]) == 0
     records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert [(record["fault"], record["phase"]) for record in records] == list(PART)
-    ended = [record["fault"] for record in records if not record["by_itself"]]
-    assert "SIGTERM" in ended and set(ended) <= {"SIGTERM", "disk full"}
+    assert sorted((record["fault"], record["phase"]) for record in records) == sorted(part())
+    ended = {record["fault"] for record in records if not record["by_itself"] and record["phase"] != BEFORE_A_STEP}
+    assert "SIGTERM" in ended and ended <= MAY_END
