@@ -291,7 +291,7 @@ class Run:
             return None
         graphs = GraphedLoss.of(self.loss, engine.module, mode, self.say, mixture=mixture)
         if graphs is not None and self.steering is not None:
-            self.steering.play_back(graphs.term)
+            self.steering.play_back(graphs.term, graphs.with_reference)
         return graphs
 
     @phase("save")

@@ -6,6 +6,8 @@ are padded, which changes the order of sums. Keep the output with `pytest -s`: i
 
 import gc
 import json
+import random
+import string
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +128,63 @@ def largest_difference(one: Trained, other: Trained) -> float:
     """Over losses and adapter."""
     losses = max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
     return max(losses, *(float((one.adapter[name] - other.adapter[name]).abs().max()) for name in one.adapter))
+
+
+KL: dict[str, dict[str, Any]] = {
+    "one": {},
+    "accumulation": {"training__gradient_accumulation_steps": 2},
+    "base's pass in every step": {"scu__reference_cache": False},
+    "all": {
+        "adapter": "qlora",
+        "lora__dropout": 0.1,
+        "training__gradient_checkpointing": "non_reentrant",
+        "training__gradient_accumulation_steps": 2,
+        "training__batch_size": 2,
+    },
+    "controlled": {"scu__controller": "pi", "scu__target": 0.0005, "scu__deadband": 0.0},
+}
+
+
+def texts_of_lengths(path: Path, lengths: list[int]) -> Path:
+    """As many letters each, which the tokenizer has a token for; a run adds one for the end."""
+    draw = random.Random(1)
+    texts = ["".join(draw.choices(string.ascii_letters, k=length)) for length in lengths]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.mark.parametrize("name", KL)
+@pytest.mark.parametrize("alike", [True, False], ids=["of one length", "ragged"])
+def test_reference_text_of_kl_is_played_back_with_the_step(even: Path, name: str, alike: bool) -> None:
+    """Of one length from the first shape on; ragged texts have a recording for each of few sizes."""
+    lengths = [48] * 60 if alike else [20 + 7 * index % 61 for index in range(60)]
+    settings = {
+        "training__batch_size": 1,
+        "training__max_steps": 40,
+        "scu__enabled": True,
+        "scu__measure": "kl",
+        "scu__reference": str(texts_of_lengths(even / f"reference-{alike}.jsonl", lengths)),
+        "scu__reference_cache": True,
+        "scu__controller": "fixed",
+        "scu__lambda_start": 0.5,
+        **KL[name],
+    }
+    (launched, before), (played, after) = (with_records(even, mode, settings) for mode in ("off", "on"))
+    print(f"\n{name}: {launched.step_ms:.1f} ms launched, {played.step_ms:.1f} ms played, graphed {played.graphed}")
+    print(played.graph_lines())
+    print("kl_bits", before[-1]["kl_bits"], after[-1]["kl_bits"], "lambda", before[-1]["lambda"], after[-1]["lambda"])
+    assert sum(played.graphed[20:]) >= (19.9 if alike else 15), played.graph_lines()
+    if name != "all":  # whose dropout draws other numbers
+        assert played.losses == pytest.approx(launched.losses, abs=ROUNDING)
+        assert [r["kl_bits"] for r in after] == pytest.approx([r["kl_bits"] for r in before], rel=0.05, abs=1e-4)
+    assert min(record["kl_bits"] for record in after[5:]) > 0
+    assert played.step_ms < launched.step_ms
+
+
+def with_records(ground: Path, mode: str, settings: dict[str, Any]) -> tuple[Trained, list[dict[str, float]]]:
+    """A run, and the SCU's record of each step."""
+    run = Trained(ground, **settings, training__cuda_graphs=mode)
+    return run, json.loads((ground / "run" / "scu_metrics.json").read_text())
 
 
 @pytest.mark.parametrize("settings", [{}, {"adapter": "qlora", "lora__dropout": 0.1}])

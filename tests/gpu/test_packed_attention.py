@@ -5,8 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from trainer.data.batches import MicroBatch
-from trainer.patches.loss_head import equal_documents_first
-from trainer.patches.packed_attention import varlen_attention
+from trainer.patches.packed_attention import equal_documents_first, varlen_attention
 
 pytestmark = pytest.mark.gpu
 

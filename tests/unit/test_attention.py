@@ -22,7 +22,6 @@ from trainer.config import ModelSection, UserError
 from trainer.data.batches import MicroBatch
 from trainer.model.base import load_base_model
 from trainer.patches import packed_attention
-from trainer.patches.loss_head import equal_documents_first
 from trainer.patches.packed_attention import (
     VARLEN,
     _register,
@@ -30,6 +29,7 @@ from trainer.patches.packed_attention import (
     choose_attention,
     copy_heads_without_flash,
     copy_shared_heads,
+    equal_documents_first,
     sdpa_with_own_heads,
     varlen_attention,
 )

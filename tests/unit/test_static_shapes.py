@@ -1,5 +1,6 @@
 """Padding to few shapes changes no loss and no gradient; which settings leave micro-steps that can be played back."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,12 @@ from ops.head import token_loss_sum
 from ops.seeds import Seeds, draw_seed
 from tests.engine import tiny_model
 from trainer.config import LoraSection, UserError, load_config
-from trainer.data.batches import IGNORED, MicroBatch, collate
+from trainer.data.batches import IGNORED, MicroBatch, collate, with_documents
 from trainer.data.samples import Sample
-from trainer.data.static_shapes import StaticShape, padded, rounded_up, shape_of
+from trainer.data.static_shapes import StaticShape, joint_shape_of, padded, rounded_up, shape_of
 from trainer.engine.flat_adapter import FlatAdapter, flatten_adapter
 from trainer.model.adapter import apply_adapter
-from trainer.patches.graphed_loss import StaticInputs
+from trainer.patches.graphed_passes import JointPass, StaticInputs
 from trainer.patches.loss_head import TokenLoss
 
 CPU = torch.device("cpu")
@@ -73,6 +74,71 @@ def test_a_padded_batch_has_the_same_loss_and_gradient(
     for got, expected in zip(ours, gradients, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(loss(model, batch, CPU), wanted)  # the buffers are read again
+
+
+REFERENCE = [sample(9, seed=5), sample(14, seed=6)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "prompt", "equal"),
+    [((32,), 0, 1), ((16, 16), 5, 2), ((40, 30), 4, 0), ((14, 14), 0, 2), ((30,), 30, 1)],
+    ids=["one", "of one length", "ragged", "some as long as reference text", "no target"],
+)
+def test_a_padded_pack_with_reference_text_has_the_same_loss_divergence_and_gradients(
+    adapted: tuple[Any, FlatAdapter], lengths: tuple[int, ...], prompt: int, equal: int
+) -> None:
+    """Also of a batch whose reference text is shorter, in the memory of one before: nothing of that is left."""
+    model, flat = adapted
+    loss = TokenLoss(model)
+    own = collate([sample(*lengths, prompt=prompt)], 0, packed=True, flat=True)
+
+    def with_text(documents: list[Sample]) -> JointPass:
+        states = loss.of_base(model, collate(documents, 0, packed=True, flat=True), CPU)
+        return JointPass(loss, own, with_documents(own, documents, 0), states)
+
+    before, wanted = with_text([sample(10, seed=7), sample(14, seed=8)]), with_text(REFERENCE)
+    expected = wanted.launch(model, CPU)
+    gradients = [torch.autograd.grad(each, flat.buffers, retain_graph=True) for each in expected]
+    assert all(float(each.detach()) > 0 for each in expected[prompt == sum(lengths) :])
+    shape = wanted.shape((0, 0))
+    assert shape is not None and (shape.reference, shape.equal) == (24, equal)
+    inputs = before.static(shape, CPU)
+    leaves = [buffer.detach().requires_grad_() for buffer in flat.buffers]
+    with flat.reading(leaves):
+        before.compute(model, inputs)
+        wanted.fill(inputs, shape)
+        found = wanted.compute(model, inputs)
+        ours = [torch.autograd.grad(each, leaves, retain_graph=True) for each in found]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+    for got, want in zip(ours, gradients, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-8)
+
+
+def test_what_attention_is_told_of_equal_documents_holds_for_every_batch_of_the_shape() -> None:
+    """Whose others are shorter, with padding behind them, and never seem to fill the row as documents of one length."""
+    generator = random.Random(0)
+    for _ in range(300):
+        longest, own_documents = generator.randint(2, 40), generator.randint(1, 4)
+        own = collate([sample(*[longest] * own_documents)], 0, packed=True, flat=True)
+        documents = [sample(generator.randint(2, longest)) for _ in range(generator.randint(1, 6))]
+        together = with_documents(own, documents, 0)
+        shape = joint_shape_of(own, together)
+        filled = padded(together, shape.whole)
+        assert filled.cu_seqlens is not None and filled.cu_seqlens[-1] == filled.input_ids.shape[1]
+        lengths, tokens = filled.cu_seqlens.diff().tolist(), sum(len(each.input_ids) for each in documents)
+        assert tokens <= shape.reference < 1.5 * tokens + 1 and shape.holds(shape)
+        is_even = len(lengths) * filled.max_seqlen == filled.input_ids.shape[1]
+        assert is_even == (set(lengths) == {longest}) and max(lengths) <= max(filled.max_seqlen, shape.reference)
+        if shape.equal:
+            assert lengths[: shape.equal] == [longest] * shape.equal and not is_even
+
+
+def test_a_shape_with_reference_text_holds_no_other_text() -> None:
+    own = collate([sample(16, 16)], 0, packed=True, flat=True)
+    short, long = (joint_shape_of(own, with_documents(own, [sample(count)], 0)) for count in (6, 9))
+    assert not short.holds(long) and not long.holds(short)
+    assert replace(short, whole=replace(short.whole, documents=9)).holds(short)
+    assert not replace(short, whole=replace(short.whole, longest=32)).holds(short)
 
 
 def test_documents_of_a_flat_pack_keep_their_bounds() -> None:

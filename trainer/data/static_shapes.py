@@ -13,6 +13,8 @@ PARTS = 16
 """Padding adds one part in so many at most."""
 HEAD_PARTS = 8
 """The head is computed at a multiple of one part in so many of the tokens."""
+REFERENCE_PARTS = 2
+"""Reference text, which is short and of another length in every step, grows by one part in so many at most."""
 LEAST_DOCUMENTS = 4
 
 
@@ -46,6 +48,29 @@ class StaticShape:
         return self.documents * self.longest == self.rows * self.length
 
 
+@dataclass(frozen=True)
+class JointShape:
+    """Sizes of a flat pack of training text with reference documents behind it (`with_documents`)."""
+
+    whole: StaticShape
+    """Of both together, but for `places`, which are those of training text."""
+    reference: int
+    """Tokens of reference text, and places at which adapter and base are compared."""
+    equal: int = 0
+    """So many documents of `whole.longest` tokens each stand before shorter ones; 0: of any length."""
+
+    @property
+    def places(self) -> int:
+        """Of training text."""
+        return self.whole.places
+
+    def holds(self, other: "JointShape") -> bool:
+        """As `StaticShape.holds`."""
+        if (self.reference, self.equal) != (other.reference, other.equal) or not self.whole.holds(other.whole):
+            return False
+        return not self.equal or self.whole.longest == other.whole.longest
+
+
 def rounded_up(count: int, parts: int = PARTS) -> int:
     """To a multiple of the power of two below it over `parts`: at most one part in `parts` more."""
     unit = max(1, (1 << count.bit_length() - 1) // parts)
@@ -72,6 +97,22 @@ def shape_of(batch: MicroBatch, usual: tuple[int, int] = (0, 0)) -> StaticShape:
     longest = 1 << (max(batch.max_seqlen, length - own) - 1).bit_length()
     # Documents that only seem to be of one length would be computed as if they were.
     return StaticShape(rows, length, places, True, bounds, longest + (bounds * longest == length))
+
+
+def joint_shape_of(own: MicroBatch, together: MicroBatch, usual: tuple[int, int] = (0, 0)) -> JointShape:
+    """The shape that a flat pack `own` is padded to with reference documents behind it, `together`."""
+    assert own.cu_seqlens is not None and together.cu_seqlens is not None, "only flat packs"
+    length, wanted = sizes_of(own)
+    unit = max(1, length // HEAD_PARTS)
+    places = wanted if (length, wanted) == usual else min(length, -(-wanted // unit) * unit)
+    reference = rounded_up(together.input_ids.shape[1] - length, REFERENCE_PARTS)
+    if (own.cu_seqlens.diff() != together.max_seqlen).any():
+        return JointShape(replace(shape_of(together), places=places), reference)
+    equal, longest = len(own.cu_seqlens) - 1, own.max_seqlen
+    documents = len(together.cu_seqlens)  # one more than there are, for the padding
+    # Documents that only seem to be of one length would be computed as if they were.
+    documents += documents * longest == length + reference
+    return JointShape(StaticShape(1, length + reference, places, True, documents, longest), reference, equal)
 
 
 def padded(batch: MicroBatch, shape: StaticShape, pad_token_id: int = 0) -> MicroBatch:

@@ -1,11 +1,11 @@
-"""A scalar of fixed inputs and its gradient in the flat adapter, recorded as two CUDA graphs and played back.
+"""A value of fixed inputs, one number or a few, and its gradient in the flat adapter, recorded as two CUDA graphs.
 
 A small step is bound by the host: it launches some thousand kernels that take the device microseconds each. A graph is
 one launch. What is recorded reads and writes the same memory every time, so that inputs are copied into static tensors
 before, and results out of them after; nothing in between may wait for the device or look at a value.
 
 For autograd a recording is one function of the flat buffers: hooks on them, accumulation, loss scales and reductions
-see what they always see. The gradient of the scalar enters the second graph where it enters the recorded backward pass,
+see what they always see. The gradient of the value enters the second graph where it enters the recorded backward pass,
 so that the kernels, and the bits, are those of the pass that was recorded. Random numbers go on: torch advances its
 generator at every playback by what the pass draws.
 
@@ -42,19 +42,21 @@ class NotRecordable(RuntimeError):
 class Recording:
     """One pass: `value()` plays it forward, `gradients()` backward."""
 
-    def __init__(self, recorder: "Recorder", value: Tensor, graphs: "tuple[torch.cuda.CUDAGraph, ...]") -> None:
-        self._recorder, self._value = recorder, value
+    def __init__(
+        self, recorder: "Recorder", value: Tensor, grad_output: Tensor, graphs: "tuple[torch.cuda.CUDAGraph, ...]"
+    ) -> None:
+        self._recorder, self._value, self._grad_output = recorder, value, grad_output
         self._forward, self._backward = graphs
         self.launched_s = self.played_s = 0.0
         """What one pass took, forward and backward, launched kernel by kernel and played back."""
 
     def __call__(self) -> Tensor:
-        """The scalar of what is in the static inputs now, differentiable in the flat buffers."""
+        """The value of what is in the static inputs now, differentiable in the flat buffers."""
         result: Tensor = _Played.apply(self, *self._recorder.flat.buffers)
         return result
 
     def value(self) -> Tensor:
-        """The scalar; until `gradients` no other recording may be played."""
+        """The value; until `gradients` no other recording may be played."""
         self._recorder.played = self
         self._forward.replay()
         return self._value.clone()
@@ -64,7 +66,7 @@ class Recording:
         if self._recorder.played is not self:
             raise RuntimeError("another recording was played between forward and backward pass of this one")
         self._recorder.played = None
-        self._recorder.grad_output.copy_(grad_output)
+        self._grad_output.copy_(grad_output)
         self._backward.replay()
         return [gradient.clone() for gradient in self._recorder.gradients]
 
@@ -80,7 +82,6 @@ class Recorder:
         self._leaves = [buffer.detach().requires_grad_() for buffer in flat.buffers]
         device = self._leaves[0].device
         self._device = device
-        self.grad_output = torch.ones((), device=device)
         self.gradients = [torch.zeros_like(leaf, requires_grad=False) for leaf in self._leaves]
         self.played: Recording | None = None
         self._pool = torch.cuda.graph_pool_handle()
@@ -94,13 +95,12 @@ class Recorder:
         return all(leaf.data_ptr() == buffer.data_ptr() for leaf, buffer in pairs)
 
     def record(self, compute: Callable[[], Tensor], *, must_pay: bool) -> Recording:
-        """Record `compute`, a 0-dim fp32 scalar of the flat adapter and of static inputs, with its backward pass.
+        """Record `compute`, fp32, of the flat adapter and of static inputs, with its backward pass.
 
         It is run a few times first. Raises NotRecordable if it waits for the device, gives other numbers, or does not
         pay where it must; errors of CUDA and of memory as they come.
         """
         random_state = torch.cuda.get_rng_state(self._device)
-        self.grad_output.fill_(1.0)
         self._make_room()  # the passes below run on a stream, whose memory is its own
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         try:
@@ -158,25 +158,27 @@ class Recorder:
 
     def _pass(self, compute: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
         value = compute()
-        return value.detach(), list(torch.autograd.grad(value, self._leaves, self.grad_output))
+        return value.detach(), list(torch.autograd.grad(value, self._leaves, torch.ones_like(value)))
 
     def _recorded(self, compute: Callable[[], Tensor], graphs: "tuple[torch.cuda.CUDAGraph, ...]") -> Recording:
         # Other threads, such as the one that writes checkpoints, may go on with what a capture forbids.
         where: dict[str, Any] = {"pool": self._pool, "stream": self._stream, "capture_error_mode": "thread_local"}
         with torch.cuda.graph(graphs[0], **where):
             value = compute()
+        grad_output = torch.ones(value.shape, dtype=value.dtype, device=self._device)
         with torch.cuda.graph(graphs[1], **where):
-            found = torch.autograd.grad(value, self._leaves, self.grad_output)
+            found = torch.autograd.grad(value, self._leaves, grad_output)
             for static, gradient in zip(self.gradients, found, strict=True):
                 static.copy_(gradient)
             del found, gradient
-        return Recording(self, value.detach(), graphs)
+        return Recording(self, value.detach(), grad_output, graphs)
 
     def _check(
         self, recording: Recording, value: Tensor, gradients: Sequence[Tensor], seconds: float, *, must_pay: bool
     ) -> None:
         """Play it, hold the numbers against those of the pass as ever, and the time."""
-        played = [recording.value(), *recording.gradients(self.grad_output)]
+        grad_output = torch.ones_like(value)
+        played = [recording.value(), *recording.gradients(grad_output)]
         torch.cuda.synchronize(self._device)
         allowed = TOLERANCE.get(gradients[0].dtype, 2e-2)
         for got, wanted in zip(played, (value, *gradients), strict=True):
@@ -186,7 +188,7 @@ class Recorder:
         del played
         started = time.perf_counter()
         recording.value()
-        recording.gradients(self.grad_output)
+        recording.gradients(grad_output)
         torch.cuda.synchronize(self._device)
         recording.launched_s, recording.played_s = seconds, (took := time.perf_counter() - started)
         if must_pay and took > PAYS_BELOW * seconds:

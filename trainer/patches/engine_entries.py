@@ -151,10 +151,10 @@ AFTER_THE_MODEL = (
         "5.23.0",
         "head and loss in chunks: the logits of a micro-batch are never there as a whole",
         "a frozen, whole head whose logits are at most multiplied; one forward pass at a time",
-        "trainer/patches/loss_head.py: _head_replaced",
+        "trainer/patches/plain_head.py: head_replaced",
         "at the end of the pass",
         "tests/unit/test_head.py",
-        ("trainer/patches/loss_head.py: forward",),
+        ("trainer/patches/plain_head.py: forward",),
     ),
     Patch(
         "the reduction of gradients, and its state after a pass that was given up",

@@ -15,9 +15,10 @@ from rich.markup import escape
 from torch import Tensor, nn
 
 from trainer.data.batches import MicroBatch
-from trainer.data.static_shapes import StaticShape, padded, shape_of, sizes_of
+from trainer.data.static_shapes import sizes_of
 from trainer.engine.cuda_graphs import NotRecordable, Recorder, Recording, release_workspaces
 from trainer.engine.flat_adapter import FlatAdapter, flat_adapter_of
+from trainer.patches.graphed_passes import JointPass, LossPass, Pass, Shape, StaticInputs
 from trainer.patches.loss_head import TokenLoss
 
 UNMEASURED = 3
@@ -27,34 +28,7 @@ HOST_BOUND = 0.8
 """Fraction of a forward pass's time in which the host launches it, from which on recording is tried."""
 MOST_RECORDINGS = 16
 Say = Callable[[str], None]
-
-
-class StaticInputs:
-    """The inputs of one shape, in memory that stays: one buffer, so that a batch arrives by one copy."""
-
-    def __init__(self, inputs: dict[str, Any], targets: Tensor, device: torch.device) -> None:
-        self._tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-        self._numbers = {name: value for name, value in inputs.items() if not isinstance(value, Tensor)}
-        self._shapes = {name: value.shape for name, value in self._tensors.items()} | {"": targets.shape}
-        self._types = {name: value.dtype for name, value in self._tensors.items()}
-        sizes = [shape.numel() for shape in self._shapes.values()]
-        self._buffer = torch.zeros(sum(sizes), dtype=torch.long, device=device)
-        pieces = zip(self._shapes.items(), self._buffer.split(sizes), strict=True)
-        self._views = {name: piece.view(shape) for (name, shape), piece in pieces}
-        self.fill(inputs, targets)
-
-    def fill(self, inputs: dict[str, Any], targets: Tensor) -> None:
-        """Take in a batch of the same shape, from the host."""
-        parts = [*(inputs[name] for name in self._tensors), targets]
-        together = torch.cat([part.reshape(-1).long() for part in parts])
-        if self._buffer.device.type == "cuda":
-            together = together.pin_memory()
-        self._buffer.copy_(together, non_blocking=True)
-
-    def read(self) -> tuple[dict[str, Any], Tensor]:
-        """What `TokenLoss.of_inputs` takes."""
-        tensors = {name: self._views[name].to(dtype) for name, dtype in self._types.items()}
-        return tensors | self._numbers, self._views[""]
+Played = tuple[Shape, tuple[StaticInputs, Recording]]
 
 
 class GraphedLoss:
@@ -66,9 +40,9 @@ class GraphedLoss:
     def __init__(self, loss: TokenLoss, module: nn.Module, flat: FlatAdapter, mode: Literal["auto", "on"], say: Say):
         self._loss, self._module, self._flat, self._mode, self._say = loss, module, flat, mode, say
         self._recorder: Recorder | None = None
-        self._recordings: dict[StaticShape, tuple[StaticInputs, Recording]] = {}
+        self._recordings: dict[Shape, tuple[StaticInputs, Recording]] = {}
         self._terms: list[GraphedTerm] = []
-        self._seen: Counter[StaticShape] = Counter()
+        self._seen: Counter[Shape] = Counter()
         self._sizes: list[tuple[int, int]] = []
         self._host_shares: list[float] = []
         self._calls = self._played = 0
@@ -95,16 +69,27 @@ class GraphedLoss:
 
     def __call__(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
         """sum_t -log p(target_t) over the targets of the batch, nats, fp32."""
+        return self._run(LossPass(self._loss, batch), model, device)
+
+    def with_reference(
+        self, model: Any, batch: MicroBatch, device: torch.device, *, own: MicroBatch, base_states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `TokenLoss`."""
+        both = self._run(JointPass(self._loss, own, batch, base_states), model, device)
+        loss, divergence = both.unbind()
+        return loss, divergence
+
+    def _run(self, wanted: Pass, model: Any, device: torch.device) -> Tensor:
         self._calls += 1
         if self.why_not or not self._may_be_played():
-            return self._loss(model, batch, device)
+            return wanted.launch(model, device)
         if len(self._sizes) < UNMEASURED + MEASURED:
-            return self._looked_at(model, batch, device)
-        found = self._recording_for(batch, device)
+            return self._looked_at(wanted, model, device)
+        found = self._recording_for(wanted, device)
         if found is None:
-            return self._loss(model, batch, device)
+            return wanted.launch(model, device)
         shape, (inputs, recording) = found
-        inputs.fill(*self._loss.on_host(padded(batch, shape), shape.places))
+        wanted.fill(inputs, shape)
         self._played += 1
         # Through the engine, whose hooks on what a model returns prepare the backward pass.
         with self._flat.stacks_alone(), forward_replaced(self._module, lambda: recording()):
@@ -138,53 +123,49 @@ class GraphedLoss:
     def _may_be_played(self) -> bool:
         return self._module.training and torch.is_grad_enabled() and not self._flat.is_watched
 
-    def _looked_at(self, model: Any, batch: MicroBatch, device: torch.device) -> Tensor:
-        """The loss, launched; from the second few batches on, how long launching takes of it."""
-        self._sizes.append(sizes_of(batch))
+    def _looked_at(self, wanted: Pass, model: Any, device: torch.device) -> Tensor:
+        """The pass, launched; from the second few batches on, how long launching takes of it."""
+        self._sizes.append(sizes_of(wanted.batch))
         if self._mode == "on" or len(self._sizes) <= UNMEASURED:
-            return self._loss(model, batch, device)
+            return wanted.launch(model, device)
         torch.cuda.synchronize(device)
         started = time.perf_counter()
-        loss = self._loss(model, batch, device)
+        found = wanted.launch(model, device)
         launched = time.perf_counter()
         torch.cuda.synchronize(device)
         self._host_shares.append((launched - started) / (time.perf_counter() - started))
         if len(self._host_shares) == MEASURED and (share := sorted(self._host_shares)[MEASURED // 2]) < HOST_BOUND:
             self.drop(f"the host launches a forward pass in {share:.0%} of its time")
-        return loss
+        return found
 
-    def _recording_for(
-        self, batch: MicroBatch, device: torch.device
-    ) -> tuple[StaticShape, tuple[StaticInputs, Recording]] | None:
-        """What plays this batch back, recorded now if its shape has come before; None where it is to be launched."""
+    def _recording_for(self, wanted: Pass, device: torch.device) -> Played | None:
+        """What plays this pass back, recorded now if its shape has come before; None where it is to be launched."""
         if self._recorder is not None and not self._recorder.is_current:
             self._give_up("the adapter lies elsewhere in memory than it did", warn=True)
             return None
         usual = self._sizes[0] if len(set(self._sizes)) == 1 else (0, 0)
-        wanted = shape_of(batch, usual)
-        fitting = [shape for shape in self._recordings if shape.holds(wanted)]
+        shape = wanted.shape(usual)
+        if shape is None:
+            return None
+        fitting = [other for other in self._recordings if type(other) is type(shape) and other.holds(shape)]  # type: ignore[arg-type]
         if fitting:
-            best = wanted if wanted in fitting else min(fitting, key=lambda shape: shape.places)
+            best = shape if shape in fitting else min(fitting, key=lambda other: other.places)
             return best, self._recordings[best]
-        self._seen[wanted] += 1
-        comes_back = self._seen[wanted] > 1 or not self._recordings
+        self._seen[shape] += 1
+        comes_back = self._seen[shape] > 1 or not self._recordings
         if not comes_back or not self._loss.observed or len(self._recordings) == MOST_RECORDINGS:
             return None
-        return self._record(batch, wanted, device)
+        return self._record(wanted, shape, device)
 
-    def _record(
-        self, batch: MicroBatch, shape: StaticShape, device: torch.device
-    ) -> tuple[StaticShape, tuple[StaticInputs, Recording]] | None:
+    def _record(self, wanted: Pass, shape: Shape, device: torch.device) -> Played | None:
         started = time.perf_counter()
         try:
             if self._recorder is None:
                 self._recorder = Recorder(self._flat)
-            inputs = StaticInputs(*self._loss.on_host(padded(batch, shape), shape.places), device)
-
-            def compute() -> Tensor:
-                return self._loss.of_inputs(self._module, *inputs.read())
-
-            recording = self._recorder.record(compute, must_pay=self._mode == "auto")
+            inputs = wanted.static(shape, device)
+            recording = self._recorder.record(
+                lambda: wanted.compute(self._module, inputs), must_pay=self._mode == "auto"
+            )
             self._recorder.check_room()
             if not self._recordings:
                 for term in self._terms:

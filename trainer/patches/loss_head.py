@@ -1,7 +1,6 @@
 """The sum of token losses of a micro-batch, with logits only where there are targets, and never all of them at once."""
 
 import inspect
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -13,9 +12,10 @@ from torch import nn
 from ops.head import divergence_sum, token_loss_sum
 from trainer.contract.known_versions import require
 from trainer.data.batches import IGNORED, MicroBatch
+from trainer.data.static_shapes import JointShape
 from trainer.engine.flat_adapter import flat_adapter_of
-from trainer.engine.partitioned import is_partitioned
-from trainer.patches.packed_attention import VARLEN
+from trainer.patches.packed_attention import VARLEN, equal_documents_first
+from trainer.patches.plain_head import head_replaced, observed_factor, why_not_plain
 
 
 class TokenLoss:
@@ -120,7 +120,7 @@ class TokenLoss:
                 rows = rows.index_select(0, places)
             return token_loss_sum(rows.to(weight.dtype), weight, chosen, factor=self._factor or 1.0).view(1, 1, 1)
 
-        with _head_replaced(self._head, loss_of):
+        with head_replaced(self._head, loss_of):
             scaled: torch.Tensor = call(inputs).logits
         return scaled.view(()) / (self._factor or 1.0)
 
@@ -135,11 +135,12 @@ class TokenLoss:
         return result
 
     def with_reference(
-        self, model: Any, batch: MicroBatch, device: torch.device, *, own: int, base_states: torch.Tensor
+        self, model: Any, batch: MicroBatch, device: torch.device, *, own: MicroBatch, base_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """By one pass: sum of -log p of the first `own` targets, sum of KL(adapted || base) at places of the others.
+        """By one pass: sum of -log p of the targets of `own`, sum of KL(adapted || base) at places of the others.
 
-        Nats, fp32. `base_states` are what `of_base` gives for the others.
+        Nats, fp32. `batch` is `own` with reference documents behind it; `base_states` are what `of_base` gives for
+        these.
         """
         self._observe(batch, device)
         inputs, targets = self._inputs(batch, device)
@@ -147,23 +148,73 @@ class TokenLoss:
             inputs |= equal_documents_first(batch)
         flat = targets.flatten()
         found = (flat != IGNORED).nonzero().squeeze(1)
-        places, chosen = to_device(found, device), to_device(flat[found[:own]], device)
-        counts, head, factor = [own, len(found) - own], self._head, self._factor or 1.0
+        chosen = to_device(flat[found[: own.target_count]], device)
+        places, counts = to_device(found, device), [len(chosen), len(base_states)]
+
+        def split(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return rows.flatten(0, 1).index_select(0, places).split(counts)
+
+        if self._head is not None:
+            loss, divergence = self._both_in_chunks(model, inputs, split, chosen, base_states).unbind()
+            return loss, divergence
+        ours, others = split(model(**inputs, use_cache=False).logits)
+        return F.cross_entropy(ours.float(), chosen, reduction="sum"), _divergence(others.float(), base_states)
+
+    def _both_in_chunks(
+        self, model: Any, inputs: dict[str, Any], split: Callable[..., Any], chosen: torch.Tensor, base: torch.Tensor
+    ) -> torch.Tensor:
+        """Loss and divergence [2], of the two parts into which `split` takes what the head is given."""
+        factor = self._factor or 1.0
 
         def both(hidden: torch.Tensor) -> torch.Tensor:
-            weight = head.weight
-            ours, others = hidden.flatten(0, 1).index_select(0, places).to(weight.dtype).split(counts)
+            weight = self._head.weight
+            ours, others = (rows.to(weight.dtype) for rows in split(hidden))
             loss = token_loss_sum(ours, weight, chosen, factor=factor)
-            divergence = divergence_sum(others, base_states.to(weight.dtype), weight, factor=factor)
+            divergence = divergence_sum(others, base.to(weight.dtype), weight, factor=factor)
             return torch.stack([loss, divergence]).view(1, 1, 2)
 
-        with _head_replaced(head, both):
-            logits: torch.Tensor = model(**inputs, use_cache=False).logits
-        if head is not None:
-            loss, divergence = (logits.flatten() / factor).unbind()
-            return loss, divergence
-        ours, others = logits.flatten(0, 1)[places].float().split(counts)
-        return F.cross_entropy(ours, chosen, reduction="sum"), _divergence(others, base_states)
+        with head_replaced(self._head, both):
+            scaled: torch.Tensor = model(**inputs, use_cache=False).logits
+        return scaled.flatten() / factor
+
+    def on_host_with_reference(
+        self, batch: MicroBatch, shape: JointShape, own: int
+    ) -> tuple[dict[str, Any], torch.Tensor]:
+        """What `of_inputs_with_reference` takes from the host, of a batch in that shape with `own` targets of its own.
+
+        Rows that are there for the shape alone are those of the first place.
+        """
+        inputs, targets = self.on_host(batch)
+        kept: torch.Tensor = inputs["logits_to_keep"]
+        others = len(kept) - own
+        more, more_others = kept.new_zeros(shape.places - own), kept.new_zeros(shape.reference - others)
+        inputs["logits_to_keep"] = torch.cat([kept[:own], more, kept[own:], more_others])
+        inputs["others"] = torch.tensor([others])
+        if shape.equal and "cu_seqlens" in inputs:
+            inputs |= {"equal_documents": shape.equal, "others_seqlen": shape.reference}
+        return inputs, torch.cat([targets[0, :own], more + IGNORED])
+
+    def of_inputs_with_reference(
+        self, model: Any, inputs: dict[str, Any], targets: torch.Tensor, base_states: torch.Tensor
+    ) -> torch.Tensor:
+        """`with_reference` as [2] from tensors on the device, without a look at one, where head and loss are one.
+
+        Rows of IGNORED count 0, and so do all but the first `others` of those compared, whose `base_states` must be 0.
+        """
+        counted = torch.arange(len(base_states), device=base_states.device) < inputs["others"]
+        counts = [len(targets), len(base_states)]
+
+        def split(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            ours, others = rows.flatten(0, 1).split(counts)
+            return ours, others.masked_fill(~counted[:, None], 0.0)  # against 0, which is no divergence
+
+        taken = {name: value for name, value in inputs.items() if name != "others"}
+        return self._both_in_chunks(model, taken, split, targets, base_states)
+
+    @property
+    def states_dtype(self) -> torch.dtype | None:
+        """Of what the head takes, where head and loss are one and `with_reference` has a form without a look."""
+        return None if self._head is None or self._factor is None else self._head.weight.dtype
 
     def divergence(
         self, model: Any, batch: MicroBatch, device: torch.device, *, base_states: torch.Tensor, with_gradient: bool
@@ -181,7 +232,7 @@ class TokenLoss:
                 base = base_states.to(head.weight.dtype)
                 return divergence_sum(rows, base, head.weight, factor=self._factor or 1.0).view(1, 1, 1)
 
-            with torch.set_grad_enabled(with_gradient), _head_replaced(head, compare):
+            with torch.set_grad_enabled(with_gradient), head_replaced(head, compare):
                 logits: torch.Tensor = model(**inputs, use_cache=False).logits
             if head is not None:
                 # As of the loss: what the model multiplies its logits with is undone.
@@ -203,7 +254,7 @@ class TokenLoss:
                 seen.append(hidden.flatten(0, 1).index_select(0, places))
                 return hidden.new_zeros(1, 1, 1)
 
-            with torch.no_grad(), adapter_off(self._module), _head_replaced(self._head, keep):
+            with torch.no_grad(), adapter_off(self._module), head_replaced(self._head, keep):
                 logits: torch.Tensor = model(**inputs, use_cache=False).logits
             return seen[0] if seen else logits.flatten(0, 1)[places].float().log_softmax(-1)
 
@@ -270,44 +321,6 @@ def _divergence(logits_KV: torch.Tensor, base_log_q_KV: torch.Tensor) -> torch.T
     return (log_p_KV.exp() * (log_p_KV - base_log_q_KV)).sum()
 
 
-def equal_documents_first(batch: MicroBatch) -> dict[str, int]:
-    """What `varlen_attention` is told where documents of one length have shorter ones behind them: training text that
-    fills its sequences, and reference text. Dense kernels take the former, which is most of the work."""
-    assert batch.cu_seqlens is not None
-    lengths = batch.cu_seqlens.diff().tolist()
-    equal = next((at for at, length in enumerate(lengths) if length != batch.max_seqlen), len(lengths))
-    if equal in (0, len(lengths)):
-        return {}
-    return {"equal_documents": equal, "others_seqlen": max(lengths[equal:])}
-
-
-@torch.no_grad()
-def observed_factor(module: nn.Module, head: nn.Module, tokens: torch.Tensor) -> float | None:
-    """c if the model's logits are c times what the head gives (1 for most, 1 / scaling for Granite), else None."""
-    seen: list[float] = []
-    training = module.training
-    module.eval()  # no dropout, whose draws would be missing in the first step
-    for probe in (1.0, 2.0, -64.0):
-        with _head_replaced(head, lambda hidden, value=probe: hidden.new_full((1, 1, 1), value)):
-            logits = module(input_ids=tokens, use_cache=False).logits
-        seen.append(float(logits) / probe if logits.shape == (1, 1, 1) else math.nan)
-    module.train(training)
-    return seen[0] if seen[0] > 0 and seen[0] == seen[1] == seen[2] else None
-
-
-def why_not_plain(head: Any) -> str:
-    """What keeps head and loss apart; empty for a frozen, whole linear layer."""
-    if type(head) is not nn.Linear:
-        return "the head is adapted or no linear layer" if head is not None else "the model computes every logit"
-    if head.bias is not None:
-        return "the head has a bias"
-    if head.weight.requires_grad:
-        return "the head is trained"
-    if is_partitioned(head.weight):
-        return "DeepSpeed's stage 3 partitions the head"
-    return ""
-
-
 @contextmanager
 def adapter_off(module: nn.Module) -> Iterator[None]:
     """The base's own forward pass, between those of a step.
@@ -327,19 +340,6 @@ def adapter_off(module: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
-
-
-@contextmanager
-def _head_replaced(head: nn.Module | None, forward: Any) -> Iterator[None]:
-    """The head computes something else for one forward pass; hooks on it, which may fetch its weight, still run."""
-    if head is None:
-        yield
-        return
-    head.forward = forward
-    try:
-        yield
-    finally:
-        del head.forward
 
 
 def to_device(value: Any, device: torch.device) -> Any:

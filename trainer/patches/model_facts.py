@@ -11,8 +11,8 @@ from torch.overrides import TorchFunctionMode
 from trainer.contract.known_versions import require
 from trainer.model.model_kind import takes_sdpa
 from trainer.patches.attention_sinks import has_sinks
-from trainer.patches.loss_head import observed_factor, why_not_plain
 from trainer.patches.norm_mlp_rope import examine_elementwise
+from trainer.patches.plain_head import observed_factor, why_not_plain
 
 CAPPED = "the model caps its logits"
 _UNKNOWN = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer.config import ModelSection, UserError
 from trainer.contract.known_versions import require
+from trainer.data.batches import MicroBatch
 from trainer.model.model_kind import takes_sdpa
 from trainer.patches.attention_sinks import flash_with_sinks, has_sinks, one_by_one
 
@@ -165,6 +166,17 @@ def varlen_attention(
     bounds = cu_seqlens[equal_documents:] - at
     of_others = _of_any_lengths(others_q, others_k, others_v, bounds, others_seqlen, scaling, dropout, None)
     return torch.cat([of_equal, of_others]).unsqueeze(0), None
+
+
+def equal_documents_first(batch: MicroBatch) -> dict[str, int]:
+    """What `varlen_attention` is told where documents of one length have shorter ones behind them: training text that
+    fills its sequences, and reference text. Dense kernels take the former, which is most of the work."""
+    assert batch.cu_seqlens is not None
+    lengths = batch.cu_seqlens.diff().tolist()
+    equal = next((at for at, length in enumerate(lengths) if length != batch.max_seqlen), len(lengths))
+    if equal in (0, len(lengths)):
+        return {}
+    return {"equal_documents": equal, "others_seqlen": max(lengths[equal:])}
 
 
 def _of_any_lengths(

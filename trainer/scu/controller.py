@@ -95,10 +95,16 @@ class Steering:
         """lambda as it stands."""
         return self.state.lambda_
 
-    def play_back(self, played: Callable[[Callable[[], Tensor]], Callable[[], Tensor]]) -> None:
-        """Let the measure of the adapter, if it is that, be computed by `played(measure)` in training."""
+    def play_back(
+        self,
+        term: Callable[[Callable[[], Tensor]], Callable[[], Tensor]],
+        with_reference: Callable[..., tuple[Tensor, Tensor]],
+    ) -> None:
+        """Let training compute the measure of the adapter, if it is that, by `term(measure)`; else of its outputs."""
         if self._squares is not None:
-            self._squares = played(self._squares)
+            self._squares = term(self._squares)
+        if self.divergence is not None:
+            self.divergence.with_reference = with_reference
 
     def check_target(
         self,

@@ -7,7 +7,7 @@ Each rank takes rows of its own; every rank knows how many tokens all of them ha
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,8 @@ class Divergence:
         """
         self.drawn, self._base_states, self.packed, self.kept = drawn, base_states, packed, kept
         self._engine, self._token_loss, self.reference = engine, token_loss, reference
+        self.with_reference: Callable[..., tuple[Tensor, Tensor]] = token_loss.with_reference
+        """As that of `TokenLoss`, or what plays it back."""
         self._sum: Tensor | None = None
         self._of_pack: Tensor | None = None
         self._kept_states: BaseStates | None = None
@@ -123,8 +125,8 @@ class Divergence:
         """The loss sum of a packed batch, nats, by a pass that computes K of step `step` too, for `term` to take."""
         mine = self.reference.mine(step)
         base_states, together = self._of_base(mine), self.reference.behind(batch, mine)
-        loss, self._of_pack = self._token_loss.with_reference(
-            self._engine, together, self._engine.device, own=batch.target_count, base_states=base_states
+        loss, self._of_pack = self.with_reference(
+            self._engine, together, self._engine.device, own=batch, base_states=base_states
         )
         return loss
 

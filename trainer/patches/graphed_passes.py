@@ -1,0 +1,130 @@
+"""What a step can play back: the loss of a micro-batch, or with it the divergence on reference text behind it."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data.batches import MicroBatch
+from trainer.data.static_shapes import JointShape, StaticShape, joint_shape_of, padded, shape_of
+from trainer.patches.loss_head import TokenLoss
+
+Shape = StaticShape | JointShape
+
+
+class StaticInputs:
+    """The inputs of one shape, in memory that stays: one buffer, so that a batch arrives by one copy."""
+
+    def __init__(self, inputs: dict[str, Any], targets: Tensor, device: torch.device) -> None:
+        self._tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        self._numbers = {name: value for name, value in inputs.items() if not isinstance(value, Tensor)}
+        self._shapes = {name: value.shape for name, value in self._tensors.items()} | {"": targets.shape}
+        self._types = {name: value.dtype for name, value in self._tensors.items()}
+        sizes = [shape.numel() for shape in self._shapes.values()]
+        self._buffer = torch.zeros(sum(sizes), dtype=torch.long, device=device)
+        pieces = zip(self._shapes.items(), self._buffer.split(sizes), strict=True)
+        self._views = {name: piece.view(shape) for (name, shape), piece in pieces}
+        self.base_states: Tensor | None = None
+        """What the base gives for reference text, where there is any."""
+        self.fill(inputs, targets)
+
+    def fill(self, inputs: dict[str, Any], targets: Tensor) -> None:
+        """Take in a batch of the same shape, from the host."""
+        parts = [*(inputs[name] for name in self._tensors), targets]
+        together = torch.cat([part.reshape(-1).long() for part in parts])
+        if self._buffer.device.type == "cuda":
+            together = together.pin_memory()
+        self._buffer.copy_(together, non_blocking=True)
+
+    def read(self) -> tuple[dict[str, Any], Tensor]:
+        """What `TokenLoss.of_inputs` takes."""
+        tensors = {name: self._views[name].to(dtype) for name, dtype in self._types.items()}
+        return tensors | self._numbers, self._views[""]
+
+
+class Pass(Protocol):
+    """One forward pass of a step, as it is launched and as it is played back."""
+
+    batch: MicroBatch
+    """Training text."""
+
+    def launch(self, model: Any, device: torch.device) -> Tensor:
+        """What it gives, kernel by kernel."""
+
+    def shape(self, usual: tuple[int, int]) -> Shape | None:
+        """What it is padded to, see `shape_of`; None where it is to be launched."""
+
+    def static(self, shape: Any, device: torch.device) -> StaticInputs:
+        """Memory for the inputs of a shape that holds it, with its own in it."""
+
+    def fill(self, inputs: StaticInputs, shape: Any) -> None:
+        """Put its inputs into that memory."""
+
+    def compute(self, module: nn.Module, inputs: StaticInputs) -> Tensor:
+        """What it gives, from there."""
+
+
+class LossPass:
+    """The loss sum of a micro-batch."""
+
+    def __init__(self, loss: TokenLoss, batch: MicroBatch) -> None:
+        self._loss, self.batch = loss, batch
+
+    def launch(self, model: Any, device: torch.device) -> Tensor:
+        return self._loss(model, self.batch, device)
+
+    def shape(self, usual: tuple[int, int]) -> StaticShape | None:
+        return shape_of(self.batch, usual)
+
+    def static(self, shape: StaticShape, device: torch.device) -> StaticInputs:
+        return StaticInputs(*self._on_host(shape), device)
+
+    def fill(self, inputs: StaticInputs, shape: StaticShape) -> None:
+        inputs.fill(*self._on_host(shape))
+
+    def compute(self, module: nn.Module, inputs: StaticInputs) -> Tensor:
+        return self._loss.of_inputs(module, *inputs.read())
+
+    def _on_host(self, shape: StaticShape) -> tuple[dict[str, Any], Tensor]:
+        return self._loss.on_host(padded(self.batch, shape), shape.places)
+
+
+class JointPass:
+    """Loss and divergence [2] of a flat pack `batch` with reference documents behind it, `together`."""
+
+    def __init__(self, loss: TokenLoss, batch: MicroBatch, together: MicroBatch, base_states: Tensor) -> None:
+        self._loss, self.batch, self._together, self._base_states = loss, batch, together, base_states
+
+    def launch(self, model: Any, device: torch.device) -> Tensor:
+        return torch.stack(
+            self._loss.with_reference(model, self._together, device, own=self.batch, base_states=self._base_states)
+        )
+
+    def shape(self, usual: tuple[int, int]) -> JointShape | None:
+        if self._together.cu_seqlens is None or self._loss.states_dtype is None:
+            return None
+        return joint_shape_of(self.batch, self._together, usual)
+
+    def static(self, shape: JointShape, device: torch.device) -> StaticInputs:
+        size = shape.reference, self._base_states.shape[1]
+        inputs = StaticInputs(*self._on_host(shape), device)
+        inputs.base_states = torch.zeros(size, dtype=self._loss.states_dtype, device=device)
+        self._fill_states(inputs.base_states)
+        return inputs
+
+    def fill(self, inputs: StaticInputs, shape: JointShape) -> None:
+        inputs.fill(*self._on_host(shape))
+        assert inputs.base_states is not None
+        self._fill_states(inputs.base_states)
+
+    def compute(self, module: nn.Module, inputs: StaticInputs) -> Tensor:
+        assert inputs.base_states is not None
+        return self._loss.of_inputs_with_reference(module, *inputs.read(), inputs.base_states)
+
+    def _on_host(self, shape: JointShape) -> tuple[dict[str, Any], Tensor]:
+        batch = padded(self._together, shape.whole)
+        return self._loss.on_host_with_reference(batch, shape, self.batch.target_count)
+
+    def _fill_states(self, static: Tensor) -> None:
+        static[: len(self._base_states)].copy_(self._base_states)
+        static[len(self._base_states) :].zero_()
