@@ -53,7 +53,7 @@ class Death:
     status: int | None = None
     """Its exit code, negative for a signal; None if only its parent has learned it."""
     tidied_up: bool = False
-    """Whether it was killed here because others had failed."""
+    """Whether it was killed here because others had failed, or stopped."""
 
 
 @dataclass(frozen=True)

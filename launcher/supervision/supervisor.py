@@ -39,6 +39,7 @@ from trainer.contract.restart_note import RestartNote
 
 POLL_S = 0.1
 FAILURE_PATIENCE_S = 8.0
+SAVE_PATIENCE_S = 60.0  # after a signal: others may still write what is whole without the rank that has failed
 # A host that is cut off never says that its ranks have ended, and ssh waits for it for as long as TCP does.
 END_PATIENCE_S = 30.0
 # srun waits without end for a node whose slurmstepd was killed after the rank there had ended.
@@ -81,8 +82,9 @@ class Supervisor:
         self._silence = Silence(logs, hang_timeout_minutes * 60.0)
         self._silent_hosts = SilentHosts()
         self._signalled_at = -ONE_SIGNAL_S
-        self._failed_at: float | None = None
+        # The first end of a rank that the others may wait for; a failure only if no signal came before it.
         self._missed_since: float | None = None
+        self._failed_at: float | None = None
         self._log_before_end = ""
         self._stop_sent_at: float | None = None
         self._has_told_stop = False
@@ -240,10 +242,7 @@ class Supervisor:
         return True
 
     def _end_after_failure(self) -> None:
-        """Once a rank has failed or stopped, the others may wait for it in vain: end them soon, all together.
-
-        One that waits in NCCL hears neither a signal nor of the other's end.
-        """
+        """Once a rank has failed or stopped, the others wait for it in vain, in NCCL without hearing of a signal."""
         if self._missed_since is None:
             if self._has_failure() or self._has_stopped():
                 self._missed_since = time.monotonic()
@@ -256,10 +255,11 @@ class Supervisor:
                 self._cut_off = time.monotonic() - self._missed_since > END_PATIENCE_S
 
     def _gave_up(self) -> bool:
-        return self._missed_since is not None and time.monotonic() - self._missed_since > FAILURE_PATIENCE_S
+        patience_s = SAVE_PATIENCE_S if self.signals and not self._has_stopped() else FAILURE_PATIENCE_S
+        return self._missed_since is not None and time.monotonic() - self._missed_since > patience_s
 
     def _has_stopped(self) -> bool:
-        """Whether a rank has ended by a signal, which it does only when there is nothing left to save.
+        """Whether a rank has ended as a signal told it to: at once where nothing was left to save, else after the save.
 
         Of ranks that others have started only after a signal of ours: their launchers end them by one, too.
         """
@@ -281,7 +281,7 @@ class Supervisor:
             self.fault = tell_hang(self.logs, self.old_sizes, name_hosts(hang, self.reach), is_told=self._has_told_hang)
             return EXIT_FAILED
         self._codes = {beat.exit_code for beat in read_heartbeats(self.logs).values()}
-        # What another then meets in its place is no failure.
+        # What another then meets in its place, or was waiting for, is no failure.
         heard = self._has_stopped()
         waited = {rank for rank, death in self.deaths.items() if heard and death.tidied_up}
         failed = [code for rank, code in enumerate(codes) if code and not is_stopped_by_us(code) and rank not in waited]

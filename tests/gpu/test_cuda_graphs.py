@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from tests.runs_in_process import make_ground, train
 from trainer.bench.cases import write_texts
-from trainer.engine.cuda_graphs import Recorder, release_workspaces
+from trainer.engine.cuda_graphs import NotRecordable, Recorder, Recording, release_workspaces
 from trainer.engine.flat_adapter import FlatAdapter, Member
 
 pytestmark = pytest.mark.gpu
@@ -158,17 +158,7 @@ def texts_of_lengths(path: Path, lengths: list[int]) -> Path:
 def test_reference_text_of_kl_is_played_back_with_the_step(even: Path, name: str, alike: bool) -> None:
     """Of one length from the first shape on; ragged texts have a recording for each of few sizes."""
     lengths = [48] * 60 if alike else [20 + 7 * index % 61 for index in range(60)]
-    settings = {
-        "training__batch_size": 1,
-        "training__max_steps": 40,
-        "scu__enabled": True,
-        "scu__measure": "kl",
-        "scu__reference": str(texts_of_lengths(even / f"reference-{alike}.jsonl", lengths)),
-        "scu__reference_cache": True,
-        "scu__controller": "fixed",
-        "scu__lambda_start": 0.5,
-        **KL[name],
-    }
+    settings = with_kl(texts_of_lengths(even / f"reference-{alike}.jsonl", lengths)) | KL[name]
     (launched, before), (played, after) = (with_records(even, mode, settings) for mode in ("off", "on"))
     print(f"\n{name}: {launched.step_ms:.1f} ms launched, {played.step_ms:.1f} ms played, graphed {played.graphed}")
     print(played.graph_lines())
@@ -179,6 +169,37 @@ def test_reference_text_of_kl_is_played_back_with_the_step(even: Path, name: str
         assert [r["kl_bits"] for r in after] == pytest.approx([r["kl_bits"] for r in before], rel=0.05, abs=1e-4)
     assert min(record["kl_bits"] for record in after[5:]) > 0
     assert played.step_ms < launched.step_ms
+
+
+def with_kl(texts: Path) -> dict[str, Any]:
+    """Settings of a run that is held to its base on these."""
+    return {
+        "training__batch_size": 1,
+        "training__max_steps": 40,
+        "scu__enabled": True,
+        "scu__measure": "kl",
+        "scu__reference": str(texts),
+        "scu__reference_cache": True,
+        "scu__controller": "fixed",
+        "scu__lambda_start": 0.5,
+    }
+
+
+def test_where_reference_text_is_not_worth_a_recording_others_are(even: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The micro-step that has it may be many times as long."""
+    record = Recorder.record
+
+    def refused(self: Recorder, compute: Callable[[], torch.Tensor], *, must_pay: bool) -> Recording:
+        recording = record(self, compute, must_pay=must_pay)
+        if recording._value.numel() > 1:
+            raise NotRecordable("it does not pay")
+        return recording
+
+    monkeypatch.setattr(Recorder, "record", refused)
+    texts = texts_of_lengths(even / "reference.jsonl", [48] * 60)
+    run = Trained(even, **with_kl(texts), training__gradient_accumulation_steps=2, training__cuda_graphs="on")
+    assert "micro-steps with reference text are launched: it does not pay" in run.graph_lines()
+    assert set(run.graphed[10:]) == {0.5}
 
 
 def with_records(ground: Path, mode: str, settings: dict[str, Any]) -> tuple[Trained, list[dict[str, float]]]:

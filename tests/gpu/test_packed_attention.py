@@ -10,23 +10,55 @@ from trainer.patches.packed_attention import equal_documents_first, varlen_atten
 pytestmark = pytest.mark.gpu
 
 
-def one_by_one(leaves: list[torch.Tensor], lengths: list[int], grad: torch.Tensor) -> list[torch.Tensor]:
+def one_by_one(
+    leaves: list[torch.Tensor], lengths: list[int], grad: torch.Tensor, window: int | None = None
+) -> list[torch.Tensor]:
     """Output [1, T, heads, head_dim] and derivatives of q, k, v, in the leaves' own numbers."""
     pieces = [leaf.split(lengths, 2) for leaf in leaves]
     found = [
-        scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in zip(*pieces, strict=True)
+        scaled_dot_product_attention(q, k, v, attn_mask=looks(q.shape[2], window), enable_gqa=True)
+        for q, k, v in zip(*pieces, strict=True)
     ]
     out = torch.cat(found, 2).transpose(1, 2)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-@pytest.mark.parametrize("lengths", [[2048] * 4, [2048] * 4 + [127] * 8, [512, 512, 300, 17], [300, 512, 17]])
-def test_each_document_is_alone(lengths: list[int]) -> None:
+def looks(length: int, window: int | None) -> torch.Tensor:
+    """Which key [length, length] a query looks at."""
+    place = torch.arange(length, device="cuda")
+    back = place[:, None] - place
+    return (back >= 0) & (back < (window or length))
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_padding_may_be_longer_than_the_documents_in_front(window: int | None) -> None:
+    """As in a recording: two of one length, one of reference text, and what fills the shape, several times as long."""
+    lengths = [128, 128, 70, 700]
+    leaves, grad = drawn(sum(lengths))
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
+    told = {"max_seqlen": 128, "equal_documents": 2, "others_seqlen": 770}
+    query, key, value = narrow = [leaf.detach().bfloat16().requires_grad_() for leaf in leaves]
+    module = torch.nn.Module()
+    out, _ = varlen_attention(module, query, key, value, None, cu_seqlens=bounds, sliding_window=window, **told)
+    found = [out.detach(), *torch.autograd.grad(out, narrow, grad.bfloat16())]
+    for got, wanted in zip(found, one_by_one(leaves, lengths, grad, window), strict=True):
+        error = (got.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
+        assert error < 1e-2, error
+
+
+def drawn(tokens: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """q, k and v, and the derivative of the output."""
     generator = torch.Generator("cuda").manual_seed(0)
-    heads, tokens = (32, 8, 8), sum(lengths)
+    heads = (32, 8, 8)
     shapes = [(1, count, tokens, 128) for count in heads]
     leaves = [torch.randn(shape, device="cuda", generator=generator).requires_grad_() for shape in shapes]
-    grad = torch.randn(1, tokens, heads[0], 128, device="cuda", generator=generator)
+    return leaves, torch.randn(1, tokens, heads[0], 128, device="cuda", generator=generator)
+
+
+@pytest.mark.parametrize("lengths", [[2048] * 4, [2048] * 4 + [127] * 8, [512, 512, 300, 17], [300, 512, 17]])
+def test_each_document_is_alone(lengths: list[int]) -> None:
+    tokens = sum(lengths)
+    leaves, grad = drawn(tokens)
     host = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     told = equal_documents_first(MicroBatch(host, host, tokens, cu_seqlens=host, max_seqlen=max(lengths)))
     query, key, value = narrow = [leaf.detach().bfloat16().requires_grad_() for leaf in leaves]

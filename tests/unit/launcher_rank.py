@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-SAVE_S = 2.0
+SAVE_S, LONG_SAVE_S = 2.0, 11.0
 
 
 def main() -> int:
@@ -59,7 +59,9 @@ def main() -> int:
         return 128 + received[0]
     if behaviour == "alone":
         return 128 + received[0]
-    time.sleep(SAVE_S)
+    if behaviour == "bereaved" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(LONG_SAVE_S if behaviour == "bereaved" else SAVE_S)
     (folder / f"saved-{rank}").write_text(signal.Signals(received[0]).name)
     return 75 if received[0] == signal.SIGUSR1 else 128 + received[0]
 

@@ -30,6 +30,7 @@ BEHAVIOURS = {
     "late": "late",
     "alone": "alone",
     "one told": "alone",
+    "bereaved": "bereaved",
 }
 PATIENCE_S = 300.0
 pytestmark = pytest.mark.distributed
@@ -164,6 +165,16 @@ def test_what_waits_for_a_rank_that_has_stopped_is_ended(runs: dict[str, Run]) -
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 143
     assert run.text("err") == "SIGTERM: saving a checkpoint, then stopping; once more stops at once\n"
+    assert run.left_behind() == []
+
+
+def test_a_save_goes_on_after_another_rank_has_died_in_it(runs: dict[str, Run]) -> None:
+    """For longer than what waits in vain is given."""
+    run = runs["bereaved"]
+    run.wait_until_ready()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 143
+    assert run.text("saved-0") == "SIGTERM" and not (run.folder / "saved-1").exists()
     assert run.left_behind() == []
 
 

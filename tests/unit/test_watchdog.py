@@ -170,6 +170,21 @@ def test_a_rank_is_missed_only_where_all_write_from_their_beginning(tmp_path: Pa
     assert (f"rank 1 on {host_name()} has given no sign of life" in done.stderr) == all_write
 
 
+@pytest.mark.parametrize("exit_code", [143, 0])
+def test_a_rank_that_has_ended_is_behind_unless_it_was_done(tmp_path: Path, exit_code: int) -> None:
+    """By a signal, say, of which its launcher tells nobody; one that was done waits for nothing."""
+    (tmp_path / "heartbeat-1.json").write_bytes(replace(BEAT, rank=1, host="n1", exit_code=exit_code).line())
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "LOCAL_WORLD_SIZE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", MEETING, str(tmp_path), "True"], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 1, done.stderr
+    told = read_hang(tmp_path)
+    assert told is not None and told["ranks"] == [1 if exit_code else 0]
+    assert ("rank 1 on n1 (process 100)" in told["text"]) == bool(exit_code)
+    assert ("it has ended with exit code 143; rank 0 waits for it in join" in told["text"]) == bool(exit_code)
+
+
 def test_which_ranks_are_on_this_host_is_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(5, 8, 1)
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
@@ -235,7 +250,7 @@ def test_where_somebody_has_emptied_the_folder_a_rank_leaves_its_line_anew(tmp_p
 
 
 def test_a_rank_that_ends_at_once_leaves_its_exit_code(tmp_path: Path) -> None:
-    """In a signal's handler, after which its thread may still publish a line of before."""
+    """In a signal's handler, after which its thread publishes no line without it."""
     folder = Folder(tmp_path, 1, 2)
     folder.note_end(143)
     assert read_heartbeats(tmp_path) == {}, "it is not known yet"

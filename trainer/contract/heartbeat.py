@@ -160,10 +160,11 @@ class Folder:
 
     def note_end(self, exit_code: int) -> None:
         """Write the exit code into the line that stands, from a signal's handler: no lock is taken."""
-        if self._file is not None and self._last is not None and self.writes:
+        file, last = self._file, self._last
+        if file is not None and last is not None and self.writes:
             self.writes = False
             with suppress(OSError):
-                os.pwrite(self._file, replace(self._last, exit_code=exit_code, time=time.time()).line(), 0)
+                os.pwrite(file, replace(last, exit_code=exit_code, time=time.time()).line(), 0)
 
     def read(self) -> dict[int, Heartbeat]:
         """The latest line of every rank that has left one."""

@@ -13,8 +13,6 @@ PARTS = 16
 """Padding adds one part in so many at most."""
 HEAD_PARTS = 8
 """The head is computed at a multiple of one part in so many of the tokens."""
-REFERENCE_PARTS = 2
-"""Reference text, which is short and of another length in every step, grows by one part in so many at most."""
 LEAST_DOCUMENTS = 4
 
 
@@ -73,8 +71,13 @@ class JointShape:
 
 def rounded_up(count: int, parts: int = PARTS) -> int:
     """To a multiple of the power of two below it over `parts`: at most one part in `parts` more."""
-    unit = max(1, (1 << count.bit_length() - 1) // parts)
+    unit = max(1, _power_of_two(count) // parts)
     return -(-count // unit) * unit
+
+
+def _power_of_two(count: int) -> int:
+    """The largest that is not above it."""
+    return 1 << count.bit_length() - 1
 
 
 def sizes_of(batch: MicroBatch) -> tuple[int, int]:
@@ -103,10 +106,13 @@ def joint_shape_of(own: MicroBatch, together: MicroBatch, usual: tuple[int, int]
     """The shape that a flat pack `own` is padded to with reference documents behind it, `together`."""
     assert own.cu_seqlens is not None and together.cu_seqlens is not None, "only flat packs"
     length, wanted = sizes_of(own)
-    unit = max(1, length // HEAD_PARTS)
-    places = wanted if (length, wanted) == usual else min(length, -(-wanted // unit) * unit)
-    reference = rounded_up(together.input_ids.shape[1] - length, REFERENCE_PARTS)
-    if (own.cu_seqlens.diff() != together.max_seqlen).any():
+    unit = max(1, _power_of_two(length) // HEAD_PARTS)
+    places = wanted if (length, wanted) == usual else -(-wanted // unit) * unit
+    # Of another length in every step: by up to one part in HEAD_PARTS of the training text, where that is more.
+    reference = together.input_ids.shape[1] - length
+    reference = max(rounded_up(reference), -(-reference // unit) * unit)
+    comes_back = length in (usual[0], rounded_up(length))
+    if not comes_back or (own.cu_seqlens.diff() != together.max_seqlen).any():
         return JointShape(replace(shape_of(together), places=places), reference)
     equal, longest = len(own.cu_seqlens) - 1, own.max_seqlen
     documents = len(together.cu_seqlens)  # one more than there are, for the padding
@@ -124,7 +130,9 @@ def padded(batch: MicroBatch, shape: StaticShape, pad_token_id: int = 0) -> Micr
     more = torch.zeros(shape.rows, added, dtype=batch.input_ids.dtype)
     positions, bounds = batch.position_ids, batch.cu_seqlens
     if positions is not None:
-        positions = torch.cat([positions, torch.arange(added).expand(shape.rows, -1)], 1)
+        # No further on than documents go: learned positions may end there.
+        more_positions = torch.arange(added) % (batch.max_seqlen or batch.input_ids.shape[1])
+        positions = torch.cat([positions, more_positions.expand(shape.rows, -1)], 1)
     if bounds is not None:
         missing = shape.documents + 1 - len(bounds)
         bounds = torch.cat([bounds, bounds.new_full((missing,), shape.length)])

@@ -15,7 +15,7 @@ from rich.markup import escape
 from torch import Tensor, nn
 
 from trainer.data.batches import MicroBatch
-from trainer.data.static_shapes import sizes_of
+from trainer.data.static_shapes import JointShape, sizes_of
 from trainer.engine.cuda_graphs import NotRecordable, Recorder, Recording, release_workspaces
 from trainer.engine.flat_adapter import FlatAdapter, flat_adapter_of
 from trainer.patches.graphed_passes import JointPass, LossPass, Pass, Shape, StaticInputs
@@ -46,6 +46,7 @@ class GraphedLoss:
         self._sizes: list[tuple[int, int]] = []
         self._host_shares: list[float] = []
         self._calls = self._played = 0
+        self._launches_reference = False
         self.why_not = ""
         """Why nothing is played back any more."""
 
@@ -145,7 +146,7 @@ class GraphedLoss:
             return None
         usual = self._sizes[0] if len(set(self._sizes)) == 1 else (0, 0)
         shape = wanted.shape(usual)
-        if shape is None:
+        if shape is None or (self._launches_reference and isinstance(shape, JointShape)):
             return None
         fitting = [other for other in self._recordings if type(other) is type(shape) and other.holds(shape)]  # type: ignore[arg-type]
         if fitting:
@@ -171,7 +172,13 @@ class GraphedLoss:
                 for term in self._terms:
                     term.record()
         except NotRecordable as reason:
-            self._give_up(str(reason), warn=self._mode == "on")
+            if isinstance(shape, JointShape):
+                # It may be many times as long as the others, which then pay nevertheless: they are recorded anew.
+                self._launches_reference = True
+                self._say(f"CUDA graphs: micro-steps with reference text are launched: {escape(str(reason))}")
+                self.drop()
+            else:
+                self._give_up(str(reason), warn=self._mode == "on")
             return None
         except Exception as error:  # of torch, CUDA, Triton, or of the model's own code
             self._give_up(_first_line(error), warn=True)

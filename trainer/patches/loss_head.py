@@ -186,9 +186,9 @@ class TokenLoss:
         """
         inputs, targets = self.on_host(batch)
         kept: torch.Tensor = inputs["logits_to_keep"]
-        others = len(kept) - own
+        others = int((batch.targets != IGNORED).sum()) - own
         more, more_others = kept.new_zeros(shape.places - own), kept.new_zeros(shape.reference - others)
-        inputs["logits_to_keep"] = torch.cat([kept[:own], more, kept[own:], more_others])
+        inputs["logits_to_keep"] = torch.cat([kept[:own], more, kept[own : own + others], more_others])
         inputs["others"] = torch.tensor([others])
         if shape.equal and "cu_seqlens" in inputs:
             inputs |= {"equal_documents": shape.equal, "others_seqlen": shape.reference}
@@ -213,7 +213,7 @@ class TokenLoss:
 
     @property
     def states_dtype(self) -> torch.dtype | None:
-        """Of what the head takes, where head and loss are one and `with_reference` has a form without a look."""
+        """Of what the head takes; None where `of_inputs_with_reference` does not work, for head and loss are apart."""
         return None if self._head is None or self._factor is None else self._head.weight.dtype
 
     def divergence(

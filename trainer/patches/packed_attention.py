@@ -151,14 +151,14 @@ def varlen_attention(
             "model.attn_implementation=auto: this model's attention scores take softcap, which the variable-length "
             "kernels do not know; use eager, or dataset.packing: false"
         )
-    documents, tokens = len(cu_seqlens) - 1, query.shape[2]
-    window = sliding_window if sliding_window is not None and sliding_window < max_seqlen else None
+    documents, tokens, longest = len(cu_seqlens) - 1, query.shape[2], max(max_seqlen, others_seqlen)
+    window = sliding_window if sliding_window is not None and sliding_window < longest else None
     if sinks is not None:
-        return flash_with_sinks(query, key, value, sinks, cu_seqlens, max_seqlen, scaling, window), None
+        return flash_with_sinks(query, key, value, sinks, cu_seqlens, longest, scaling, window), None
     if documents * max_seqlen == tokens and window is None:
         return _of_equal_lengths(query, key, value, documents, scaling, dropout).unsqueeze(0), None
     if not equal_documents or window is not None:
-        return _of_any_lengths(query, key, value, cu_seqlens, max_seqlen, scaling, dropout, window).unsqueeze(0), None
+        return _of_any_lengths(query, key, value, cu_seqlens, longest, scaling, dropout, window).unsqueeze(0), None
     # Split, not sliced: the derivative of a slice is a copy into zeros.
     at = equal_documents * max_seqlen
     (q, others_q), (k, others_k), (v, others_v) = (each.split([at, tokens - at], 2) for each in (query, key, value))

@@ -62,5 +62,7 @@ class StopRequest:
         if self.signal_number != signal.SIGUSR1 or number == signal.SIGINT:
             self.signal_number = number
         if again or not self.training:
-            self.note_end(self.exit_code)
-            os._exit(self.exit_code)
+            try:
+                self.note_end(self.exit_code)
+            finally:
+                os._exit(self.exit_code)

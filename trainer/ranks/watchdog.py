@@ -90,7 +90,7 @@ class Watchdog:
         return exit_code
 
     def note_end(self, exit_code: int) -> None:
-        """As `end`, in the middle of anything: only what is sure to take no time."""
+        """As `end`, in the middle of anything: what stands is written again with the code."""
         self._folder.note_end(exit_code)
 
     def _tell_step(self, step: int, first: int) -> None:
@@ -166,7 +166,9 @@ class Watchdog:
         silent = {rank for rank, (_, seen_at) in self._seen.items() if now - seen_at > self._timeout_s} | set(unheard)
         beats = {rank: beat for rank, (beat, _) in self._seen.items() if beat.exit_code is None} | unheard
         if all(beat.stuck or rank in silent for rank, beat in beats.items()):
-            verdict = describe_hang(beats, silent)
+            # One that has ended, but not because it was done, is waited for in vain.
+            fallen = {rank: beat for rank, (beat, _) in self._seen.items() if beat.exit_code}
+            verdict = describe_hang(beats | fallen, silent | set(fallen))
             self._leave(verdict, first=self._folder.decide(verdict))
 
     def _leave(self, verdict: str, *, first: bool) -> None:
@@ -262,7 +264,9 @@ def _doing(beat: Heartbeat) -> str:
 
 
 def _why_silent(beat: Heartbeat) -> str:
-    """What the kernel says of the process, where it is on this host."""
+    """Its exit code, or what the kernel says of the process, where it is on this host."""
+    if beat.exit_code is not None:
+        return f"it has ended with exit code {beat.exit_code}"
     if beat.host == host_name():
         try:
             state = Path(f"/proc/{beat.pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -100,7 +100,7 @@ class Steering:
         term: Callable[[Callable[[], Tensor]], Callable[[], Tensor]],
         with_reference: Callable[..., tuple[Tensor, Tensor]],
     ) -> None:
-        """Let training compute the measure of the adapter, if it is that, by `term(measure)`; else of its outputs."""
+        """Let training measure by these: the adapter's factors by `term(measure)`, outputs of `kl` by the other."""
         if self._squares is not None:
             self._squares = term(self._squares)
         if self.divergence is not None:
