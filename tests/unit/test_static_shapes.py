@@ -76,7 +76,7 @@ def test_a_padded_batch_has_the_same_loss_and_gradient(
     torch.testing.assert_close(loss(model, batch, CPU), wanted)  # the buffers are read again
 
 
-REFERENCE = [sample(9, seed=5), sample(14, seed=6)]
+REFERENCE = [sample(9, seed=5), sample(14, seed=6), sample(12, seed=9)]
 
 
 @pytest.mark.parametrize(
@@ -96,12 +96,12 @@ def test_a_padded_pack_with_reference_text_has_the_same_loss_divergence_and_grad
         states = loss.of_base(model, collate(documents, 0, packed=True, flat=True), CPU)
         return JointPass(loss, own, with_documents(own, documents, 0), states)
 
-    before, wanted = with_text([sample(10, seed=7), sample(14, seed=8)]), with_text(REFERENCE)
+    before, wanted = with_text([sample(22, seed=7), sample(14, seed=8)]), with_text(REFERENCE)
     expected = wanted.launch(model, CPU)
     gradients = [torch.autograd.grad(each, flat.buffers, retain_graph=True) for each in expected]
     assert all(float(each.detach()) > 0 for each in expected[prompt == sum(lengths) :])
     shape = wanted.shape((0, 0))
-    assert shape is not None and (shape.reference, shape.equal) == (24, equal)
+    assert shape is not None and (shape.reference, shape.equal) == (36, equal)
     inputs = before.static(shape, CPU)
     leaves = [buffer.detach().requires_grad_() for buffer in flat.buffers]
     with flat.reading(leaves):
@@ -126,7 +126,7 @@ def test_what_attention_is_told_of_equal_documents_holds_for_every_batch_of_the_
         filled = padded(together, shape.whole)
         assert filled.cu_seqlens is not None and filled.cu_seqlens[-1] == filled.input_ids.shape[1]
         lengths, tokens = filled.cu_seqlens.diff().tolist(), sum(len(each.input_ids) for each in documents)
-        most = max(rounded_up(tokens), tokens + own.input_ids.shape[1] // 8)
+        most = max(rounded_up(tokens), tokens + own.input_ids.shape[1] // 16)
         assert tokens <= shape.reference <= most and shape.holds(shape)
         is_even = len(lengths) * filled.max_seqlen == filled.input_ids.shape[1]
         assert is_even == (set(lengths) == {longest}) and max(lengths) <= max(filled.max_seqlen, shape.reference)

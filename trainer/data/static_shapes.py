@@ -108,8 +108,8 @@ def joint_shape_of(own: MicroBatch, together: MicroBatch, usual: tuple[int, int]
     length, wanted = sizes_of(own)
     unit = max(1, _power_of_two(length) // HEAD_PARTS)
     places = wanted if (length, wanted) == usual else -(-wanted // unit) * unit
-    # Of another length in every step: by up to one part in HEAD_PARTS of the training text, where that is more.
-    reference = together.input_ids.shape[1] - length
+    # Of another length in every step: at least in units that are one part in PARTS of the training text.
+    reference, unit = together.input_ids.shape[1] - length, max(1, _power_of_two(length) // PARTS)
     reference = max(rounded_up(reference), -(-reference // unit) * unit)
     comes_back = length in (usual[0], rounded_up(length))
     if not comes_back or (own.cu_seqlens.diff() != together.max_seqlen).any():
