@@ -134,6 +134,7 @@ def train_step(
             sums[1] = steering.measured_local()
         with phase("backward"):
             engine.backward(total)
+        del total, loss_local  # they hold what was recorded, where it is to be let go of
         if is_last:
             if recovery is not None:
                 recovery.agree_and_reduce()

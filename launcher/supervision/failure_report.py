@@ -189,7 +189,8 @@ def tell_hang(logs: Path, old_sizes: Mapping[str, int], hang: Mapping[str, Any],
         say(f"the run failed: {hang['text']}")
     rank = hang["ranks"][0]
     log = logs / f"rank-{rank}.log"
-    for line in last_stack(_new_text(log, old_sizes)):
+    text = _new_text(log, old_sizes)
+    for line in last_stack(text) or last_traceback(text):
         say(f"  {line}")
     say(f"the stacks of all ranks: {logs}/rank-*.log")
     return Fault(1, hang["text"], rank)

@@ -5,7 +5,8 @@ Below srun, mpirun and pdsh they are somebody else's: their heartbeats tell who 
 log tells of those that were killed, and the launcher's exit code 0 is believed if no heartbeat contradicts it.
 
 What DeepSpeed's launcher (0.19.8), which pdsh starts on every host, does by itself and why it is not left alone:
-- When a rank fails it gives the others 30 s each, one after the other. They get FAILURE_PATIENCE_S together.
+- When a rank fails it gives the others 30 s each, one after the other. They get FAILURE_PATIENCE_S together, or
+  SAVE_PATIENCE_S where a signal came before.
 - It passes on the exit code of whichever failed rank it looks at first, 256 - N for signal N.
 """
 
@@ -40,8 +41,8 @@ from trainer.contract.restart_note import RestartNote
 POLL_S = 0.1
 FAILURE_PATIENCE_S = 8.0
 SAVE_PATIENCE_S = 60.0  # after a signal: others may still write what is whole without the rank that has failed
-# A host that is cut off never says that its ranks have ended, and ssh waits for it for as long as TCP does.
-END_PATIENCE_S = 30.0
+# A host that is cut off never says that its ranks are ended, and ssh waits for it for as long as TCP does.
+END_PATIENCE_S = 22.0
 # srun waits without end for a node whose slurmstepd was killed after the rank there had ended.
 OUTLIVED_S = 60.0
 REMINDER_S = 60.0
@@ -82,9 +83,8 @@ class Supervisor:
         self._silence = Silence(logs, hang_timeout_minutes * 60.0)
         self._silent_hosts = SilentHosts()
         self._signalled_at = -ONE_SIGNAL_S
-        # The first end of a rank that the others may wait for; a failure only if no signal came before it.
-        self._missed_since: float | None = None
         self._failed_at: float | None = None
+        self._ends_at = math.inf  # of all ranks, because one has failed or stopped
         self._log_before_end = ""
         self._stop_sent_at: float | None = None
         self._has_told_stop = False
@@ -171,7 +171,7 @@ class Supervisor:
                 if not is_alive(process):
                     self.deaths[rank] = Death(time.monotonic())
             elif (status := self.processes[rank].poll()) is not None:
-                tidied_up = status == -signal.SIGKILL and (self._cut_short or self._gave_up())
+                tidied_up = status == -signal.SIGKILL and (self._cut_short or time.monotonic() > self._ends_at)
                 self.deaths[rank] = Death(time.monotonic(), status, tidied_up=tidied_up)
 
     def _look_around(self) -> None:
@@ -243,20 +243,20 @@ class Supervisor:
 
     def _end_after_failure(self) -> None:
         """Once a rank has failed or stopped, the others wait for it in vain, in NCCL without hearing of a signal."""
-        if self._missed_since is None:
-            if self._has_failure() or self._has_stopped():
-                self._missed_since = time.monotonic()
-                self._failed_at = None if self.signals or self._has_stopped() else self._missed_since
+        now, stopped = time.monotonic(), self._has_stopped()
+        if math.isinf(self._ends_at):
+            if self._has_failure() or stopped:
+                saves = bool(self.signals) and not stopped
+                if saves:
+                    say(f"a rank has failed since; the others have {SAVE_PATIENCE_S:.0f} s to save")
+                self._ends_at = now + (SAVE_PATIENCE_S if saves else FAILURE_PATIENCE_S)
+                self._failed_at = None if self.signals or stopped else now
                 self._log_before_end = self.log.text()
-        elif self._gave_up():
+        elif now > self._ends_at:
             send(with_children(process for process in self.ranks.values() if is_alive(process)), signal.SIGKILL)
             if self.reach is not None:
                 self.reach.end(self.processes[0], self.logs)
-                self._cut_off = time.monotonic() - self._missed_since > END_PATIENCE_S
-
-    def _gave_up(self) -> bool:
-        patience_s = SAVE_PATIENCE_S if self.signals and not self._has_stopped() else FAILURE_PATIENCE_S
-        return self._missed_since is not None and time.monotonic() - self._missed_since > patience_s
+                self._cut_off = now - self._ends_at > END_PATIENCE_S
 
     def _has_stopped(self) -> bool:
         """Whether a rank has ended as a signal told it to: at once where nothing was left to save, else after the save.
@@ -323,7 +323,7 @@ class Supervisor:
 
     def _launcher_fell(self) -> bool:
         """Whether what starts the ranks elsewhere was itself killed, before anything was known of them."""
-        if self.reach is None or self._failed_at is not None or self._is_outlived:
+        if self.reach is None or self._failed_at is not None or self._is_outlived or self._cut_off:
             return False
         return self.reach.is_own_end(self.processes[0].wait(), self.log.text())
 

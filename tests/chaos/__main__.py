@@ -36,8 +36,8 @@ from tests.chaos.series import run_series
 from tests.chaos.together import try_together
 from tests.chaos.workplace import adapter, commit, prepare, start
 
-# Eight minutes on two cores, one of each kind: a rank that dies, stands still, raises or has lost its numbers, a stop,
-# a launcher that is gone, what happens to files and disks, and what a run does not notice.
+# Some eight minutes on two cores, one of each kind: a rank that dies, stands still, raises or has lost its numbers, a
+# stop, a launcher that is gone, what happens to files and disks, and what a run does not notice.
 PART = (
     ("SIGKILL of rank 1", "step"),
     ("SIGSTOP of rank 1", "step"),
@@ -46,14 +46,19 @@ PART = (
     ("checkpoint with a flipped bit, rank killed", "step"),
     ("clock 2 h ahead", "step"),
     ("SIGKILL of rank 0", "save"),
+    ("rank that hangs", "save"),
     ("disk full", "save"),
+    ("disk read-only", "save"),
     ("file server gone", "save"),
+    ("SIGSTOP of rank 0", "load"),
     ("SIGKILL of the launcher", "load"),
     ("loader that raises", "data"),
     ("exception in rank 1", "evaluate"),
     ("two runs in one folder", "evaluate"),
     ("SIGTERM twice at once", "end"),
+    ("exception in rank 1", "first step"),
     ("SIGKILL of rank 1", "tokenise"),
+    ("rank stopped before its first heartbeat", "begin"),
 )
 ORDER = ("step", "save", "load", "data", "evaluate", "end", "first step", "tokenise", "begin")
 _WRITING = threading.Lock()

@@ -20,7 +20,7 @@ SETTINGS = (
     "training.eval_steps=0",
     "training.hang_timeout=5",
 )
-STEPS_PER_KILL = 40
+STEPS_PER_KILL = 30
 
 
 def run_series(folder: Path, kills: int, until: float) -> bool:

@@ -294,6 +294,7 @@ def test_steps_that_are_not_finite_are_skipped_ten_times_at_most(matrix: Matrix)
     assert len(steps) - len(finite) == 10
     skipped = steps[len(finite) :]
     assert len({line["train/learning_rate"] for line in skipped}) == 1  # the schedule waits too
+    assert skipped[-1]["train/nonfinite_steps"] - skipped[0]["train/nonfinite_steps"] == 9
 
 
 def test_sample_prompts_are_answered_alike_at_every_stage(matrix: Matrix) -> None:

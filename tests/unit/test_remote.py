@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,21 @@ def test_a_signal_at_the_end_of_a_failed_run_does_not_hide_why(
     run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=ThroughSsh({}))
     assert run.run() == 1
     assert run.signals == [signal.SIGTERM]
+    assert "the run failed: " in capfd.readouterr().err
+
+
+def test_a_signal_to_a_run_that_has_failed_gives_it_no_more_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A scheduler that waits for 30 s would end the launcher before it has told why."""
+    monkeypatch.setattr(supervisor, "FAILURE_PATIENCE_S", 3.0)
+    monkeypatch.setattr(supervisor, "END_PATIENCE_S", 0.4)
+    script = f"echo '{PDSH.format('n1', 1).strip()}'; exec sleep 600"
+    run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=ThroughSsh({}))
+    threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    began = time.monotonic()
+    assert run.run() == 1 and run.signals == [signal.SIGTERM]
+    assert time.monotonic() - began < 0.5 * supervisor.SAVE_PATIENCE_S
     assert "the run failed: " in capfd.readouterr().err
 
 

@@ -1,10 +1,12 @@
 """What the run tells of losses that jump and of ranks that are slow; the numbers are given."""
 
+import json
 import time
 
 import pytest
 import torch
 
+from trainer.checkpoint.position import Position
 from trainer.monitor.spikes import BEFORE, ENOUGH, SpikeWatch
 from trainer.ranks.group import Ranks
 from trainer.ranks.stragglers import REPEATS, WINDOW, StragglerWatch
@@ -17,14 +19,25 @@ def noisy(count: int) -> list[float]:
 
 def test_a_loss_far_above_the_last_ones_is_told_once() -> None:
     said: list[str] = []
-    spikes = SpikeWatch(said.append)
+    spikes, position = SpikeWatch(said.append), Position()
     losses = noisy(60)
     losses[40:43] = [5.0, 6.0, 4.5]
     for step, loss in enumerate(losses, start=1):
-        spikes.look(step, loss, 3.25)
-    assert spikes.spikes == 3
+        spikes.look(position, step, loss, 3.25)
+    assert position.spikes == 3
     assert len(said) == 1
     assert "step 41: loss 5.000, where the last 40 had a median of 2.0" in said[0] and "norm 3.25" in said[0]
+
+
+def test_a_run_that_goes_on_counts_on_and_compares_with_what_was_before() -> None:
+    said: list[str] = []
+    position = Position()
+    for step, loss in enumerate([*noisy(BEFORE), 9.0, float("nan")], start=1):
+        SpikeWatch(said.append).look(position, step, loss, 1.0)
+    assert position.spikes == 1 and len(position.latest_losses) == BEFORE
+    again = Position.from_dict(json.loads(json.dumps(position.to_dict(), allow_nan=False)))
+    SpikeWatch(said.append).look(again, BEFORE + 3, 8.0, 1.0)
+    assert again.spikes == 2 and f"step {BEFORE + 3}: loss 8.000, where the last {BEFORE}" in said[1]
 
 
 @pytest.mark.parametrize(
@@ -33,10 +46,10 @@ def test_a_loss_far_above_the_last_ones_is_told_once() -> None:
     ids=["noise", "the first steps", "falling", "flat"],
 )
 def test_what_is_no_spike(losses: list[float]) -> None:
-    spikes = SpikeWatch(pytest.fail)
+    spikes, position = SpikeWatch(pytest.fail), Position()
     for step, loss in enumerate(losses, start=1):
-        spikes.look(step, loss, 1.0)
-    assert spikes.spikes == 0
+        spikes.look(position, step, loss, 1.0)
+    assert position.spikes == 0
 
 
 def watch(said: list[str], ranks: int = 4) -> StragglerWatch:

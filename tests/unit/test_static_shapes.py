@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from ops.head import token_loss_sum
 from ops.seeds import Seeds, draw_seed
@@ -14,9 +15,10 @@ from tests.engine import tiny_model
 from trainer.config import LoraSection, UserError, load_config
 from trainer.data.batches import IGNORED, MicroBatch, collate, with_documents
 from trainer.data.samples import Sample
-from trainer.data.static_shapes import StaticShape, joint_shape_of, padded, rounded_up, shape_of
+from trainer.data.static_shapes import JointShape, StaticShape, joint_shape_of, padded, rounded_up, shape_of
 from trainer.engine.flat_adapter import FlatAdapter, flatten_adapter
 from trainer.model.adapter import apply_adapter
+from trainer.patches.graphed_loss import GraphedLoss
 from trainer.patches.graphed_passes import JointPass, StaticInputs
 from trainer.patches.loss_head import TokenLoss
 
@@ -151,6 +153,27 @@ def test_positions_of_padding_stay_among_those_of_documents() -> None:
     shape = joint_shape_of(own, together)
     filled = padded(together, shape.whole)
     assert filled.position_ids is not None and shape.reference - 3600 > 100 > int(filled.position_ids.max())
+
+
+def test_what_cannot_be_recorded_leaves_what_can() -> None:
+    """Reference text of a step makes one micro-batch longer, which may not pay or find no room where the others do."""
+    plain, joint = StaticShape(1, 64, 64, True, 4, 64), JointShape(StaticShape(1, 96, 64, True, 4, 64), 32)
+    other = replace(joint, reference=16)
+
+    def after(recorded: list[StaticShape | JointShape], refused: Any, *, no_room: bool) -> tuple[int, bool, bool, str]:
+        said: list[str] = []
+        loss = GraphedLoss(None, nn.Module(), None, "auto", said.append)  # type: ignore[arg-type]
+        loss._recordings = dict.fromkeys(recorded, (None, None))  # type: ignore[arg-type]
+        loss._recorder = object()  # type: ignore[assignment]
+        loss.drop = lambda why="": (loss._recordings.clear(), setattr(loss, "why_not", why))  # type: ignore[assignment]
+        loss._refuse(refused, "why", no_room=no_room)
+        return len(loss._recordings), loss._launches_reference, refused in loss._refused, loss.why_not
+
+    assert after([plain], joint, no_room=False) == (1, True, False, "")
+    assert after([plain], joint, no_room=True) == (0, True, False, "")
+    assert after([plain, joint], other, no_room=False) == (2, False, True, "")
+    assert after([joint], plain, no_room=True) == (0, True, False, "")
+    assert after([], plain, no_room=False) == (0, False, False, "why")
 
 
 def test_a_shape_with_reference_text_holds_no_other_text() -> None:

@@ -250,7 +250,7 @@ def test_where_somebody_has_emptied_the_folder_a_rank_leaves_its_line_anew(tmp_p
 
 
 def test_a_rank_that_ends_at_once_leaves_its_exit_code(tmp_path: Path) -> None:
-    """In a signal's handler, after which its thread publishes no line without it."""
+    """In a signal's handler, after which its thread begins no line without it."""
     folder = Folder(tmp_path, 1, 2)
     folder.note_end(143)
     assert read_heartbeats(tmp_path) == {}, "it is not known yet"

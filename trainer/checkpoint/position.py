@@ -1,7 +1,7 @@
 """Where a run stands in its data and its evaluations."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -24,6 +24,9 @@ class Position:
     nonfinite_in_a_row: int = 0
     nonfinite_steps: int = 0
     """All that changed no weight, or had a loss that was not finite."""
+    spikes: int = 0
+    latest_losses: list[float] = field(default_factory=list)
+    """Of the last steps, which the next loss is compared with; both on rank 0."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers for JSON."""

@@ -146,7 +146,7 @@ class Folder:
                     self._file = None
                 if self._file is None and self._logs.is_dir():
                     self._file = os.open(self._path(self._rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            if self._file is not None:
+            if self._file is not None and self.writes:
                 self._last = beat
                 os.pwrite(self._file, beat.line(), 0)
         except OSError as error:

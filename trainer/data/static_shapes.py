@@ -10,7 +10,7 @@ import torch
 from trainer.data.batches import IGNORED, MicroBatch
 
 PARTS = 16
-"""Padding adds one part in so many at most."""
+"""Padding adds one part in so many at most, of reference text as many tokens as of training text."""
 HEAD_PARTS = 8
 """The head is computed at a multiple of one part in so many of the tokens."""
 LEAST_DOCUMENTS = 4
@@ -30,7 +30,7 @@ class StaticShape:
     documents: int = 0
     """D, where a batch has the bounds of documents."""
     longest: int = 0
-    """What no document is longer than, where there are bounds."""
+    """What no document is longer than, where there are bounds; padding behind reference text may be."""
 
     def holds(self, other: "StaticShape") -> bool:
         """Whether a batch of the other shape may be padded to this one, whose rows are no longer."""
@@ -55,7 +55,7 @@ class JointShape:
     reference: int
     """Tokens of reference text, and places at which adapter and base are compared."""
     equal: int = 0
-    """So many documents of `whole.longest` tokens each stand before shorter ones; 0: of any length."""
+    """So many documents of `whole.longest` tokens each stand before others; 0: of any length."""
 
     @property
     def places(self) -> int:

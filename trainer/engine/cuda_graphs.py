@@ -39,6 +39,10 @@ class NotRecordable(RuntimeError):
     """Why a pass is not played back; everything is as it was before."""
 
 
+class NoRoom(NotRecordable):
+    """There is not enough memory for what is recorded and what is launched."""
+
+
 class Recording:
     """One pass: `value()` plays it forward, `gradients()` backward."""
 
@@ -121,12 +125,12 @@ class Recorder:
         return recording
 
     def check_room(self) -> None:
-        """NotRecordable if a pass that is launched would not find as much memory as the recordings hold for theirs."""
+        """NoRoom if a pass that is launched would not find as much memory as the recordings hold for theirs."""
         free, _ = torch.cuda.mem_get_info(self._device)
         free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device) - self._reserved
         if free < self._reserved:
             held, left = self._reserved / 2**20, free / 2**20
-            raise NotRecordable(f"recordings hold {held:.0f} MiB, and {left:.0f} MiB are left for what is launched")
+            raise NoRoom(f"recordings hold {held:.0f} MiB, and {left:.0f} MiB are left for what is launched")
 
     def _make_room(self) -> None:
         """What is recorded next asks for its memory anew; workspaces, too, until there are some in the pool."""
@@ -185,7 +189,7 @@ class Recorder:
         # Each number of a value alone; one that is next to nothing, as K is at first, beside the largest.
         floor = 1e-4 / allowed * float(value.abs().max())
         errors += [
-            abs(got - wanted) / max(abs(wanted), floor) if got != wanted else 0.0
+            abs(got - wanted) / max(abs(wanted), floor, 1e-30) if got != wanted else 0.0
             for got, wanted in zip(found.flatten().tolist(), value.flatten().tolist(), strict=True)
         ]
         for error in errors:

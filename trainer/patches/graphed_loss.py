@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainer.data.batches import MicroBatch
 from trainer.data.static_shapes import JointShape, sizes_of
-from trainer.engine.cuda_graphs import NotRecordable, Recorder, Recording, release_workspaces
+from trainer.engine.cuda_graphs import NoRoom, NotRecordable, Recorder, Recording, release_workspaces
 from trainer.engine.flat_adapter import FlatAdapter, flat_adapter_of
 from trainer.patches.graphed_passes import JointPass, LossPass, Pass, Shape, StaticInputs
 from trainer.patches.loss_head import TokenLoss
@@ -46,6 +46,7 @@ class GraphedLoss:
         self._sizes: list[tuple[int, int]] = []
         self._host_shares: list[float] = []
         self._calls = self._played = 0
+        self._refused: set[Shape] = set()
         self._launches_reference = False
         self.why_not = ""
         """Why nothing is played back any more."""
@@ -146,7 +147,7 @@ class GraphedLoss:
             return None
         usual = self._sizes[0] if len(set(self._sizes)) == 1 else (0, 0)
         shape = wanted.shape(usual)
-        if shape is None or (self._launches_reference and isinstance(shape, JointShape)):
+        if shape is None or shape in self._refused or (self._launches_reference and isinstance(shape, JointShape)):
             return None
         fitting = [other for other in self._recordings if type(other) is type(shape) and other.holds(shape)]  # type: ignore[arg-type]
         if fitting:
@@ -159,7 +160,7 @@ class GraphedLoss:
         return self._record(wanted, shape, device)
 
     def _record(self, wanted: Pass, shape: Shape, device: torch.device) -> Played | None:
-        started = time.perf_counter()
+        started, refusal, no_room = time.perf_counter(), "", False
         try:
             if self._recorder is None:
                 self._recorder = Recorder(self._flat)
@@ -172,16 +173,14 @@ class GraphedLoss:
                 for term in self._terms:
                     term.record()
         except NotRecordable as reason:
-            if isinstance(shape, JointShape):
-                # It may be many times as long as the others, which then pay nevertheless: they are recorded anew.
-                self._launches_reference = True
-                self._say(f"CUDA graphs: micro-steps with reference text are launched: {escape(str(reason))}")
-                self.drop()
-            else:
-                self._give_up(str(reason), warn=self._mode == "on")
-            return None
+            refusal, no_room = str(reason), isinstance(reason, NoRoom)
+        except torch.OutOfMemoryError as error:
+            refusal, no_room = _first_line(error), True
         except Exception as error:  # of torch, CUDA, Triton, or of the model's own code
             self._give_up(_first_line(error), warn=True)
+            return None
+        if refusal:  # not above, where the error holds what was recorded
+            self._refuse(shape, refusal, no_room=no_room)
             return None
         if not self._recordings:
             took = f"{recording.played_s * 1e3:.1f} ms for {recording.launched_s * 1e3:.1f} launched"
@@ -190,6 +189,24 @@ class GraphedLoss:
             )
         self._recordings[shape] = inputs, recording
         return shape, self._recordings[shape]
+
+    def _refuse(self, shape: Shape, reason: str, *, no_room: bool) -> None:
+        """Launch what cannot be recorded: this shape, all with reference text, or everything.
+
+        Reference text of a step is in one of its micro-batches, which may be many times as long as the others.
+        """
+        joint = [other for other in self._recordings if isinstance(other, JointShape)]
+        if not (joint or isinstance(shape, JointShape)):
+            self._give_up(reason, warn=self._mode == "on")
+        elif joint and not no_room:
+            self._refused.add(shape)
+        else:
+            if self._mode == "on":
+                self._say("[yellow]warning:[/yellow] micro-steps could not be recorded")
+            self._launches_reference = True
+            self._say(f"CUDA graphs: micro-steps with reference text are launched: {escape(reason)}")
+            if no_room:
+                self.drop()  # the others are recorded anew
 
     def _give_up(self, reason: str, *, warn: bool) -> None:
         if warn:

@@ -166,9 +166,11 @@ class Watchdog:
         silent = {rank for rank, (_, seen_at) in self._seen.items() if now - seen_at > self._timeout_s} | set(unheard)
         beats = {rank: beat for rank, (beat, _) in self._seen.items() if beat.exit_code is None} | unheard
         if all(beat.stuck or rank in silent for rank, beat in beats.items()):
-            # One that has ended, but not because it was done, is waited for in vain.
-            fallen = {rank: beat for rank, (beat, _) in self._seen.items() if beat.exit_code}
-            verdict = describe_hang(beats | fallen, silent | set(fallen))
+            if any(_waits_for_others(beat) for beat in beats.values()):
+                # In vain for one that has ended, but not because it was done.
+                fallen = {rank: beat for rank, (beat, _) in self._seen.items() if beat.exit_code}
+                beats, silent = beats | fallen, silent | set(fallen)
+            verdict = describe_hang(beats, silent)
             self._leave(verdict, first=self._folder.decide(verdict))
 
     def _leave(self, verdict: str, *, first: bool) -> None:
