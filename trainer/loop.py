@@ -240,7 +240,8 @@ class Loop:
         if parts.steering is not None:
             values |= parts.steering.metrics()
         if parts.spikes is not None:
-            parts.spikes.look(position, step, values["train/loss"], result.grad_norm)
+            loss = values["train/loss"]
+            position.spikes += parts.spikes.look(position.latest_losses, step, loss, result.grad_norm)
             values["train/spikes"] = float(position.spikes)
         if self._save_s:
             values["perf/save_ms"], self._save_s = self._save_s * 1e3, 0.0

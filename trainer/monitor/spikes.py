@@ -4,8 +4,6 @@ import math
 from collections.abc import Callable
 from statistics import median
 
-from trainer.checkpoint.position import Position
-
 BEFORE = 100
 """How many earlier steps a loss is compared with."""
 ENOUGH = 20
@@ -16,26 +14,27 @@ OF_NORMAL = 1.4826
 
 
 class SpikeWatch:
-    """A spike is more than 8 spreads of the losses of the last steps, and a fifth, above their median.
-
-    Both they and the number of spikes are in the run's position, so that a run that goes on has them.
-    """
+    """A spike is more than 8 spreads of the losses of the last steps, and a fifth, above their median."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._told_at = -BEFORE
 
-    def look(self, position: Position, step: int, loss: float, grad_norm: float) -> None:
-        """Compare a step's loss, and count it; warn of a spike, at most once in so many steps."""
-        before = position.latest_losses
+    def look(self, before: list[float], step: int, loss: float, grad_norm: float) -> bool:
+        """Whether a step's loss is a spike; warn of it, at most once in so many steps.
+
+        `before` are the losses of the last steps, which are in a run's position, and this one is added to them.
+        """
+        is_spike = False
         if len(before) >= ENOUGH:
             middle = median(before)
             spread = OF_NORMAL * median(abs(value - middle) for value in before)
-            if loss - middle > max(SPREADS * spread, FRACTION * middle):
-                position.spikes += 1
+            is_spike = loss - middle > max(SPREADS * spread, FRACTION * middle)
+            if is_spike:
                 self._tell(step, loss, middle, len(before), grad_norm)
         if math.isfinite(loss):
-            position.latest_losses = [*before[-BEFORE + 1 :], loss]
+            before[:] = [*before[-BEFORE + 1 :], loss]
+        return is_spike
 
     def _tell(self, step: int, loss: float, middle: float, count: int, grad_norm: float) -> None:
         if step - self._told_at < ENOUGH:
