@@ -13,27 +13,14 @@ from trainer.monitor.report.plots import BLUE, DOTS_PER_INCH, GREY, ORANGE, STYL
 def draw_losses(series: Mapping[str, Any], path: Path) -> None:
     """A wide line for the undisturbed run, a thin one on it for the other, and a mark at every step of a kill."""
     undisturbed, disturbed, kills = series["undisturbed"], series["losses"], series.get("restarted_in", [])
-    every = int(series.get("every", 1))
-    of_all = "" if every == 1 else f", one step of {every}"
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9.0, 4.0), dpi=DOTS_PER_INCH, layout="constrained")
         axes = figure.add_subplot()
-        axes.set_title(f"One run whose rank 1 was killed {series['kills']} times, on the undisturbed{of_all}")
-        axes.plot(
-            range(1, every * len(undisturbed) + 1, every),
-            undisturbed,
-            color=GREY,
-            alpha=0.5,
-            linewidth=6.0,
-            label="undisturbed",
-        )
-        axes.plot(
-            range(1, every * len(disturbed) + 1, every),
-            disturbed,
-            color=BLUE,
-            linewidth=1.2,
-            label="killed and restarted",
-        )
+        axes.set_title(f"One run whose rank 1 was killed {series['kills']} times, on the undisturbed")
+        wide = {"color": GREY, "alpha": 0.5, "linewidth": 6.0, "label": "undisturbed"}
+        axes.plot(range(1, len(undisturbed) + 1), undisturbed, **wide)
+        thin = {"color": BLUE, "linewidth": 1.2, "label": "killed and restarted"}
+        axes.plot(range(1, len(disturbed) + 1), disturbed, **thin)
         if kills:
             axes.plot(kills, [min(undisturbed)] * len(kills), "|", color=ORANGE, markersize=10, label="a kill")
         axes.set_xlabel("step")

@@ -15,7 +15,6 @@ from tests.chaos.places import PLACES, Local, OnGpus, ThroughSlurm, ThroughSsh
 from tests.chaos.workplace import HANG_MINUTES
 
 LAB = Path(__file__).parents[2] / "docs" / "lab"
-LEAST_DRAWN = 100  # kills in a series of which only some losses were kept
 PAGE, PUBLISHED, IMAGES = LAB / "faults.md", LAB / "data" / "faults", LAB / "images"
 RECORDS, SERIES = "results.jsonl", "series*.json"
 HEAD = """\
@@ -66,8 +65,8 @@ def publish(folder: Path) -> None:
     """Write the page, and the records that it is made of beside it."""
     PAGE.write_text(page(folder))
     for number, series in enumerate(read_series(folder)):
-        if (drawn := _drawn(series)) is not None:
-            draw_losses(drawn, IMAGES / _image(number))
+        if _is_drawn(series):
+            draw_losses(series, IMAGES / _image(number))
     copy_records(folder, PUBLISHED)
 
 
@@ -161,13 +160,9 @@ def read_series(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(file.read_text()) for file in sorted(folder.glob(SERIES))]
 
 
-def _drawn(series: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What its plot shows; of an early record some of the losses, which were found equal in all steps."""
-    if "undisturbed" in series:
-        return series
-    if series["kills"] < LEAST_DRAWN or not series["losses_equal"]:
-        return None
-    return {**series, "undisturbed": series["losses"], "every": max(1, series["steps"] // 40)}
+def _is_drawn(series: Mapping[str, Any]) -> bool:
+    """Early records have some of the losses, which were found equal in all steps."""
+    return "undisturbed" in series
 
 
 def _image(number: int) -> str:
@@ -179,7 +174,7 @@ def _series(number: int, series: Mapping[str, Any]) -> str:
     ended = f"exit code {series['code']}"
     if series["cut"]:
         ended = f"it was stopped then, of {series['kills_meant']} kills, for the time was up"
-    if _drawn(series) is not None:
+    if _is_drawn(series):
         losses = f"![Losses of both runs, and where ranks were killed](images/{_image(number)})"
     else:
         shown = ", ".join(f"{loss:.3f}" for loss in series["losses"])
