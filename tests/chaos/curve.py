@@ -17,9 +17,9 @@ def draw_losses(series: Mapping[str, Any], path: Path) -> None:
         figure = Figure(figsize=(9.0, 4.0), dpi=DOTS_PER_INCH, layout="constrained")
         axes = figure.add_subplot()
         axes.set_title(f"One run whose rank 1 was killed {series['kills']} times, on the undisturbed")
-        wide = {"color": GREY, "alpha": 0.5, "linewidth": 6.0, "label": "undisturbed"}
+        wide: dict[str, Any] = {"color": GREY, "alpha": 0.5, "linewidth": 6.0, "label": "undisturbed"}
         axes.plot(range(1, len(undisturbed) + 1), undisturbed, **wide)
-        thin = {"color": BLUE, "linewidth": 1.2, "label": "killed and restarted"}
+        thin: dict[str, Any] = {"color": BLUE, "linewidth": 1.2, "label": "killed and restarted"}
         axes.plot(range(1, len(disturbed) + 1), disturbed, **thin)
         if kills:
             axes.plot(kills, [min(undisturbed)] * len(kills), "|", color=ORANGE, markersize=10, label="a kill")
