@@ -149,18 +149,10 @@ def test_every_rank_that_was_killed_is_named_at_its_step(runs: dict[str, Run]) -
     assert f"also: rank 1 {words} 10)" in lines
 
 
-def test_what_a_rank_meets_where_another_has_stopped_is_no_failure(runs: dict[str, Run]) -> None:
-    run = runs["late"]
-    run.wait_until_ready()
-    run.process.send_signal(signal.SIGTERM)
-    assert run.end() == 143
-    assert run.text("err") == "SIGTERM: saving a checkpoint, then stopping; once more stops at once\n"
-    assert run.left_behind() == []
-
-
-def test_what_waits_for_a_rank_that_has_stopped_is_ended(runs: dict[str, Run]) -> None:
-    """It hears nothing in a collective of NCCL, and would be told as a hang."""
-    run = runs["alone"]
+@pytest.mark.parametrize("name", ["late", "alone"])
+def test_what_waits_for_a_rank_that_has_stopped_is_no_failure(runs: dict[str, Run], name: str) -> None:
+    """It meets an error in the other's place, or in a collective of NCCL hears nothing, and would be told as a hang."""
+    run = runs[name]
     run.wait_until_ready()
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 143
