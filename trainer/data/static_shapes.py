@@ -106,11 +106,11 @@ def joint_shape_of(own: MicroBatch, together: MicroBatch, usual: tuple[int, int]
     """The shape that a flat pack `own` is padded to with reference documents behind it, `together`."""
     assert own.cu_seqlens is not None and together.cu_seqlens is not None, "only flat packs"
     length, wanted = sizes_of(own)
-    unit = max(1, _power_of_two(length) // HEAD_PARTS)
-    places = wanted if (length, wanted) == usual else -(-wanted // unit) * unit
+    of_head, of_text = (max(1, _power_of_two(length) // parts) for parts in (HEAD_PARTS, PARTS))
+    places = wanted if (length, wanted) == usual else -(-wanted // of_head) * of_head
     # Of another length in every step: at least in units that are one part in PARTS of the training text.
-    reference, unit = together.input_ids.shape[1] - length, max(1, _power_of_two(length) // PARTS)
-    reference = max(rounded_up(reference), -(-reference // unit) * unit)
+    reference = together.input_ids.shape[1] - length
+    reference = max(rounded_up(reference), -(-reference // of_text) * of_text)
     comes_back = length in (usual[0], rounded_up(length))
     if not comes_back or (own.cu_seqlens.diff() != together.max_seqlen).any():
         return JointShape(replace(shape_of(together), places=places), reference)
