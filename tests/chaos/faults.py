@@ -38,6 +38,8 @@ class Fault:
     phases: tuple[str, ...]
     told: str
     """A regular expression that the user's terminal must show, {0} and {1} for the ranks' hosts; empty for nothing."""
+    also: str = ""
+    """Another one, that must be shown as well."""
     action: str = ""
     """Of tests/cluster/mischief, in the rank itself."""
     rank: int = 1
@@ -85,8 +87,10 @@ class Fault:
         return when
 
     def detected(self, run: Chaos, when: float) -> float | None:
-        """Seconds until the user was told; None if never, or if there is nothing to tell."""
+        """Seconds until the user was told; None if never, not all of it, or if there is nothing to tell."""
         words = self.words(run.place)
+        if not re.search(self.also, run.text):
+            return None
         for at, line in run.lines:
             if words and at >= when - 1.0 and re.search(words, line):
                 return max(0.0, at - when)
@@ -156,9 +160,11 @@ FAULTS = (
             places=ANYWHERE),
     on_rank("rank stopped before its first heartbeat", ("begin",), 1, HANGS, action="stop", places=RANKS_OF_CPU),
     on_rank("kernel that never ends", ("first step", "step"), 1, HANGS, action="spin", places=(GPUS,)),
-    Fault("NaN in a loss", ("first step", "step"), RAISED, "nan", places=ANYWHERE),
+    Fault("NaN in a loss", ("first step", "step"), RAISED, action="nan", places=ANYWHERE),
     on_rank("OOM of the host", ("load", "first step", "step", "evaluate", "save"), 1, KILLED, action="eat",
             outside=acts.starve),
+    on_rank("OOM of a GPU", ("load", "first step", "step", "evaluate", "save"), 1, RAISED, action="exhaust",
+            also="out of memory", places=(GPUS,)),
     Fault("SIGKILL of the launcher", EVERY, "", outside=acts.kill_launcher, places=ANYWHERE),
     Fault("SIGSTOP of the launcher for 10 s", EVERY, "", outside=acts.halt_launcher, passes=True, places=ANYWHERE),
     Fault("SIGTERM", EVERY, STOPPING, outside=acts.terminate, places=ANYWHERE),

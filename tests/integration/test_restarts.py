@@ -1,60 +1,20 @@
 """What becomes of a run of which a rank is killed, cannot start again, fails on its data, or is slow."""
 
-import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
-from safetensors.torch import load_file
 
-from tests.distributed.conftest import environment
-from tests.ends import MISCHIEF, TRAIN
-from tests.tiny import make_model, write_chats
+from tests.restarting import adapter, lose_one_and_come_back, losses, train, write_short_run
+from tests.tiny import make_model
 from trainer.contract.restart_record import read_restarts
 from trainer.ranks.stragglers import REPEATS, WINDOW
 
 pytestmark = pytest.mark.distributed
-STEPS = 12
 
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("restarts")
-    make_model(folder / "model")
-    write_chats(folder / "train.jsonl", 40)
-    settings = {
-        "base_model": str(folder / "model"),
-        "output_dir": "unset",
-        "lora": {"r": 4, "dropout": 0.1},
-        "dataset": {"path": str(folder / "train.jsonl"), "max_length": 96, "cache_dir": str(folder / "cache")},
-        "training": {"batch_size": 2, "max_steps": STEPS, "learning_rate": 1e-3, "save_steps": 4},
-        "logging": {"report_to": "none", "progress": "off"},
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    return folder
-
-
-def train(workplace: Path, name: str, mischief: str = "", *settings: str, once: bool = True) -> tuple[int, str]:
-    """Exit code, and what the user saw."""
-    env = environment()
-    if mischief:
-        env |= {"ZEROLORA_MISCHIEF": mischief, "PYTHONPATH": os.pathsep.join([str(MISCHIEF), env["PYTHONPATH"]])}
-        env |= {"ZEROLORA_MISCHIEF_ONCE": str(workplace / f"{name}-happened") if once else ""}
-    command = [*TRAIN, str(workplace / "config.yaml"), f"output_dir={workplace / name}", *settings]
-    done = subprocess.run(command, env=env, cwd=workplace, capture_output=True, text=True, timeout=400)
-    return done.returncode, done.stdout + done.stderr
-
-
-def adapter(run: Path) -> bytes:
-    stored = load_file(run / "adapter_model.safetensors")
-    return b"".join(value.numpy().tobytes() for _, value in sorted(stored.items()))
-
-
-def losses(run: Path) -> list[float]:
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [record["train/loss"] for record in records if "train/loss" in record]
+    return write_short_run(tmp_path_factory.mktemp("restarts"))
 
 
 def test_a_killed_rank_costs_steps_and_nothing_else(workplace: Path) -> None:
@@ -73,19 +33,7 @@ def test_a_killed_rank_costs_steps_and_nothing_else(workplace: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_cannot_start_again_is_left_out_and_comes_back_when_asked(workplace: Path) -> None:
-    """As one whose card is gone: the other takes its part of the global batch, until both are there again."""
-    same = ["lora.dropout=0", "training.precision=fp32", "training.lr_scheduler=constant"]  # ranks draw masks
-    assert train(workplace, "both", "", *same)[0] == 0
-    code, seen = train(workplace, "one", "1:lose:15", *same, "training.elastic=true", "training.max_steps=10")
-    assert code == 0, seen
-    assert "the place of rank 1 is left out: it failed again before a step was made" in seen, seen
-    assert "going on with 1 of 2 ranks; to come back to all 2, stop the run and start it with" in seen
-    assert [restart.ranks for restart in read_restarts(workplace / "one")] == [2, 2]
-    assert json.loads((workplace / "one" / "run.json").read_text())["world_size"] == 1
-    code, seen = train(workplace, "one", "", *same, "training.elastic=true", "training.resume_from_checkpoint=auto")
-    assert code == 0 and "resumed from" in seen, seen
-    assert json.loads((workplace / "one" / "run.json").read_text())["world_size"] == 2
-    assert losses(workplace / "one") == pytest.approx(losses(workplace / "both"), abs=1e-5)
+    lose_one_and_come_back(workplace)
 
 
 @pytest.mark.slow

@@ -100,6 +100,12 @@ def misbehave(kind: str) -> None:
 
         torch.cuda._sleep(2**50)  # a kernel of some days, before which nothing else on this stream runs
         return
+    if kind == "exhaust":
+        import torch
+
+        card, taken = f"cuda:{os.environ['LOCAL_RANK']}", []
+        while True:  # until the allocator raises what it raises in any pass
+            taken.append(torch.empty(2**28, dtype=torch.uint8, device=card))
     if kind == "eat":
         eaten = bytearray(0)
         while True:
