@@ -44,7 +44,7 @@ SAVE_PATIENCE_S = 60.0  # after a signal: others may still write what is whole w
 # A host that is cut off never says that its ranks are ended, and ssh waits for it for as long as TCP does.
 END_PATIENCE_S = 22.0
 # srun waits without end for a node whose slurmstepd was killed after the rank there had ended.
-OUTLIVED_S = 60.0
+OUTLIVED_S = 30.0
 REMINDER_S = 60.0
 LOCKS_EVERY_S = 10.0
 # `timeout` and some schedulers signal both the process and its group: what comes so close together was meant once.

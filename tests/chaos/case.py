@@ -20,6 +20,8 @@ class Result:
     happened: bool
     seconds: float | None
     """Until the user was told."""
+    limit: float
+    """Within which that must be."""
     told: bool
     """Whether the right thing was, with the right rank and host; true where nothing has to be."""
     misnamed: str
@@ -37,8 +39,8 @@ class Result:
 
     @property
     def is_well(self) -> bool:
-        """No wrong name, no hang, no checkpoint lost, the same adapter; after SIGTERM the exit code of a stop."""
-        named = self.happened and self.told and not self.misnamed
+        """No wrong name, told in time, no checkpoint lost, the same adapter; after SIGTERM the exit code of a stop."""
+        named = self.happened and self.told and not self.misnamed and (self.seconds or 0.0) <= self.limit
         ended = self.code in (0, 143) if self.fault.startswith("SIGTERM") else self.code is not None
         return named and ended and self.equal and not self.damaged and not self.left
 
@@ -77,6 +79,7 @@ def _outcome(fault: Fault, phase: str, run: Chaos, when: float | None, expected:
         phase=phase,
         happened=when is not None,
         seconds=None if seconds is None else round(seconds, 1),
+        limit=fault.limit(phase),
         told=seconds is not None or not fault.words(run.place),
         misnamed=fault.misnamed(run),
         restarts=restarts,

@@ -10,7 +10,8 @@ from tests.chaos import outside as acts
 from tests.chaos.disks import Disk, FileServer, SmallDisk
 from tests.chaos.outside import Outside
 from tests.chaos.places import HERE, Local, OnGpus, Place, ThroughSlurm, ThroughSsh
-from tests.chaos.workplace import Chaos, start
+from tests.chaos.workplace import HANG_MINUTES, Chaos, start
+from trainer.config import FIRST_STEP_FACTOR
 
 # Calls of the functions that tests/cluster/mischief wraps: two sums a step and one an evaluation, two files a save.
 CALL = {
@@ -24,6 +25,9 @@ CALL = {
     "save": 3,
     "end": 1,
 }
+BEFORE_A_STEP = ("begin", "tokenise", "load", "first step")
+# Looking around, asking the hosts, telling: on two cores that other runs share.
+MARGIN_S, START_S = 15.0, 60.0
 EVERY = ("tokenise", "load", "first step", "step", "evaluate", "save", "end")
 CLOCK = Path(__file__).with_name("clock.c")
 CPU, GPUS, SSH, SLURM = Local.name, OnGpus.name, ThroughSsh.name, ThroughSlurm.name
@@ -53,6 +57,8 @@ class Fault:
     places: tuple[str, ...] = (CPU,)
     clock: bool = False
     """Whether the run sees a clock that can be set."""
+    told_by_start: bool = False
+    """Whether it is the start of a run that tells, the next one or another."""
     passes: bool = False
     """Whether a run goes through it undisturbed, so that there can be several in one."""
 
@@ -95,6 +101,11 @@ class Fault:
             if words and at >= when - 1.0 and re.search(words, line):
                 return max(0.0, at - when)
         return None
+
+    def limit(self, phase: str) -> float:
+        """Seconds within which the user must be told: those of a hang, which the product knows by its timeout alone."""
+        hang = 60.0 * HANG_MINUTES * (FIRST_STEP_FACTOR if phase in BEFORE_A_STEP else 1.0)
+        return hang + MARGIN_S + (START_S if self.told_by_start else 0.0)
 
     def words(self, place: Place) -> str:
         """The regular expression of what must be told."""
@@ -182,10 +193,10 @@ FAULTS = (
           disk=FileServer, places=RANKS_OF_CPU),
     *[
         Fault(f"checkpoint {what}, rank killed", ("step",), "passed over checkpoint-8",
-              outside=acts.damage_checkpoint(how), places=ANYWHERE)
+              outside=acts.damage_checkpoint(how), told_by_start=True, places=ANYWHERE)
         for what, how in (("with a flipped bit", "flip"), ("cut in half", "cut"), ("that lacks a file", "remove"))
     ],
-    Fault("two runs in one folder", EVERY[1:], REFUSED, outside=acts.start_second_run, passes=True,
+    Fault("two runs in one folder", EVERY[1:], REFUSED, outside=acts.start_second_run, passes=True, told_by_start=True,
           settings=("training.hang_timeout=5",), places=ANYWHERE),
     Fault("clock 2 h ahead", EVERY, "", outside=acts.jump(7200), clock=True, passes=True),
     Fault("clock 2 h back", EVERY, "", outside=acts.jump(-7200), clock=True, passes=True),

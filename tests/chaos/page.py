@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.curve import draw_losses
-from tests.chaos.faults import FAULTS
+from tests.chaos.faults import FAULTS, MARGIN_S, START_S
 from tests.chaos.places import PLACES, Local, OnGpus, ThroughSlurm, ThroughSsh
 from tests.chaos.workplace import HANG_MINUTES
 
@@ -41,8 +41,8 @@ TITLES = {
 NOT_RUN = """
 ## Not injected here
 
-- Faults of a card itself (Xid, ECC, a card that falls off the bus) cannot be made here. A card that is out of memory is
-  in `tests/gpu/test_oom.py`, CPU ranks that are in `tests/distributed/test_oom.py`.
+- Faults of a card itself (Xid, ECC, a card that falls off the bus) cannot be made here. `training.on_oom: halve`, by
+  which a run goes on where a card is out of memory, is in `tests/gpu/test_oom.py` and `tests/distributed/test_oom.py`.
 - Not every fault is tried at every place (`Fault.places` in `tests/chaos/faults.py`): a file server that is mute for
   longer than the timeout, clocks and memory of the host on this machine alone; a file server and a loader that raises
   on no GPUs; damaged checkpoints in steps; NaN in no evaluation.
@@ -71,9 +71,16 @@ def publish(folder: Path) -> None:
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Every case that was run, in the order in which they ended."""
+    """Every case that was run, in the order in which they ended; not as it should be if it was told too late."""
     file = folder / RECORDS
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    records = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    return [record | {"well": record["well"] and not _is_late(record)} for record in records]
+
+
+def _is_late(record: Mapping[str, Any]) -> bool:
+    """By the limit of today, which early records do not hold."""
+    limits = {(fault.name, phase): fault.limit(phase) for fault in FAULTS for phase in fault.phases}
+    return float(record["seconds"] or 0.0) > limits[record["fault"], record["phase"]]
 
 
 def page(folder: Path) -> str:
@@ -92,8 +99,11 @@ def page(folder: Path) -> str:
         f"{sum(not record['told'] or bool(record['misnamed']) for record in latest.values())} with a wrong name or "
         f"none, {sum(record['code'] is None for record in latest.values())} that did not end, "
         f"{sum(record['left'] > 0 for record in latest.values())} that left a process behind, all by the last try of "
-        f"each case. A hang is told after `training.hang_timeout`, here {60 * HANG_MINUTES:.0f} s, three times that "
-        f"until the first step is made; what took longest to be told: {_name(slowest)}, {slowest['seconds']:g} s. "
+        f"each case. A hang is known by `training.hang_timeout`, here {60 * HANG_MINUTES:.0f} s, three times that "
+        f"until the first step is made. Whatever goes wrong must be told within that and {MARGIN_S:.0f} s, and "
+        f"{START_S:.0f} s more where the start of a run tells it: "
+        f"{sum(_is_late(record) for record in latest.values())} were told later. What took longest: "
+        f"{_name(slowest)}, {slowest['seconds']:g} s. "
         f"Machine of the CPU ranks: {_machine()}, shared with other work, so the seconds are upper bounds.\n"
     )
     tables = [_table(place, [record for key, record in latest.items() if key[0] == place]) for place in PLACES]

@@ -90,6 +90,7 @@ def _result(
         phase=phase,
         happened=when is not None,
         seconds=None if seconds is None else round(seconds, 1),
+        limit=fault.limit(phase),
         told=seconds is not None or not fault.words(run.place),
         misnamed="",
         restarts=restarts,

@@ -33,7 +33,7 @@ def test_a_killed_rank_costs_steps_and_nothing_else(workplace: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_cannot_start_again_is_left_out_and_comes_back_when_asked(workplace: Path) -> None:
-    lose_one_and_come_back(workplace)
+    lose_one_and_come_back(workplace, "the place of rank 1")
 
 
 @pytest.mark.slow
