@@ -127,9 +127,12 @@ def _table(place: str, records: Sequence[Mapping[str, Any]]) -> str:
 def _mended(records: Sequence[Mapping[str, Any]]) -> str:
     """Cases that went otherwise than they should at first, and as they should in the end."""
     last = {_name(record): record for record in records}
-    mended = [name for name in dict.fromkeys(_name(record) for record in records if not record["well"])]
-    mended = [name for name in mended if last[name]["well"]]
-    return f"\n## As it should be since it was mended, or tried again\n\n{'; '.join(mended)}.\n" if mended else ""
+    mended: dict[tuple[str, str], dict[str, None]] = {}
+    for record in records:
+        if not record["well"] and last[_name(record)]["well"]:
+            mended.setdefault((record["fault"], record["place"]), {})[record["phase"]] = None
+    rows = [f"- {fault}, {place}: {', '.join(phases)}\n" for (fault, place), phases in sorted(mended.items())]
+    return f"\n## As it should be since it was mended, or tried again\n\n{''.join(rows)}" if rows else ""
 
 
 def _name(record: Mapping[str, Any]) -> str:

@@ -35,7 +35,7 @@ def test_four_gpus_restart_and_three_and_two_read_their_checkpoint(tmp_path: Pat
     """The restart to the bit, other numbers of ranks within 1e-5: the global batch of 12 stays."""
     folder = write_short_run(tmp_path)
     same = ["lora.dropout=0", "training.precision=fp32", "training.lr_scheduler=constant", "training.batch_size=1"]
-    same += ["training.gradient_accumulation_steps=3", "training.elastic=true"]
+    same += ["training.global_batch_size=12"]
     longer = f"training.max_steps={STEPS + 4}"
     code, seen = train(folder, "calm", "", *same, longer, place=SomeGpus(4))
     assert code == 0, seen
