@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-import yaml
 
-from tests.tiny import make_model, write_chats
+from tests.tiny import write_run
 
 HOST = socket.gethostname()
 MISCHIEF = Path(__file__).parent / "cluster" / "mischief"
@@ -64,18 +63,8 @@ Start = Callable[..., Run]
 
 def write_endless_run(folder: Path) -> Path:
     """A model, chats and config.yaml of a run that goes on until something ends it; returns the folder."""
-    make_model(folder / "model")
-    write_chats(folder / "train.jsonl", 200)
-    settings = {
-        "base_model": str(folder / "model"),
-        "output_dir": "unset",
-        "lora": {"r": 4},
-        "dataset": {"path": str(folder / "train.jsonl"), "max_length": 96, "cache_dir": str(folder / "cache")},
-        "training": {"batch_size": 2, "max_steps": 100_000, "learning_rate": 1e-3, "save_steps": 0, "max_restarts": 0},
-        "logging": {"report_to": "none", "progress": "off"},
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    return folder
+    training = {"batch_size": 2, "max_steps": 100_000, "save_steps": 0, "max_restarts": 0}
+    return write_run(folder, chats=200, training=training)
 
 
 @contextmanager

@@ -6,12 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 from safetensors.torch import load_file
 
 from tests.chaos.places import Local
 from tests.ends import MISCHIEF, TRAIN
-from tests.tiny import make_model, write_chats
+from tests.tiny import write_run
 from trainer.contract.restart_record import read_restarts
 
 STEPS = 12
@@ -19,18 +18,8 @@ STEPS = 12
 
 def write_short_run(folder: Path) -> Path:
     """A model, chats and config.yaml; returns the folder."""
-    make_model(folder / "model")
-    write_chats(folder / "train.jsonl", 40)
-    settings = {
-        "base_model": str(folder / "model"),
-        "output_dir": "unset",
-        "lora": {"r": 4, "dropout": 0.1},
-        "dataset": {"path": str(folder / "train.jsonl"), "max_length": 96, "cache_dir": str(folder / "cache")},
-        "training": {"batch_size": 2, "max_steps": STEPS, "learning_rate": 1e-3, "save_steps": 4},
-        "logging": {"report_to": "none", "progress": "off"},
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    return folder
+    training = {"batch_size": 2, "max_steps": STEPS, "save_steps": 4}
+    return write_run(folder, chats=40, lora={"r": 4, "dropout": 0.1}, training=training)
 
 
 def train(

@@ -2,7 +2,10 @@
 
 import json
 import random
+from collections.abc import Mapping
 from pathlib import Path
+
+import yaml
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -68,3 +71,27 @@ def write_chats(path: Path, count: int, *, seed: int = 0, longest: int = 12) -> 
             ]
             file.write(json.dumps({"messages": messages}) + "\n")
     return path
+
+
+def write_run(
+    folder: Path,
+    *,
+    chats: int,
+    training: Mapping[str, object],
+    dataset: Mapping[str, object] | None = None,
+    **more: object,
+) -> Path:
+    """A model, chats and config.yaml of a run with LoRA of rank 4, which reports nowhere; returns the folder."""
+    make_model(folder / "model")
+    write_chats(folder / "train.jsonl", chats)
+    data = {"path": str(folder / "train.jsonl"), "max_length": 96, "cache_dir": str(folder / "cache")}
+    settings: dict[str, object] = {
+        "base_model": str(folder / "model"),
+        "output_dir": "unset",
+        "lora": {"r": 4},
+        "dataset": data | dict(dataset or {}),
+        "training": {"learning_rate": 1e-3, **training},
+        "logging": {"report_to": "none", "progress": "off"},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings | more))
+    return folder

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import psutil
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from tests.chaos.disks import Disk
 from tests.chaos.places import Local, Place
 from tests.ends import MISCHIEF, TRAIN
-from tests.tiny import make_model, write_chats
+from tests.tiny import write_chats, write_run
 from trainer.checkpoint.checkpoint_files import checkpoint_folders, damage, whole_checkpoints
 from trainer.contract.restart_record import read_restarts
 
@@ -37,32 +36,17 @@ def prepare(folder: Path) -> Path:
     if (folder / "config.yaml").is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    make_model(folder / "model")
-    write_chats(folder / "train.jsonl", 48)
     write_chats(folder / "held_out.jsonl", 8, seed=1)
-    settings = {
-        "base_model": str(folder / "model"),
-        "output_dir": "unset",
-        "lora": {"r": 4, "dropout": 0.1},
-        "dataset": {
-            "path": str(folder / "train.jsonl"),
-            "max_length": 96,
-            "cache_dir": str(folder / "cache"),
-            "evaluation": {"path": str(folder / "held_out.jsonl")},
-        },
-        "training": {
-            "batch_size": 2,
-            "max_steps": STEPS,
-            "learning_rate": 1e-3,
-            "save_steps": SAVE_EVERY,
-            "save_total_limit": 10,
-            "eval_steps": EVALUATE_EVERY,
-            "hang_timeout": HANG_MINUTES,
-        },
-        "logging": {"report_to": "none", "progress": "off"},
+    training = {
+        "batch_size": 2,
+        "max_steps": STEPS,
+        "save_steps": SAVE_EVERY,
+        "save_total_limit": 10,
+        "eval_steps": EVALUATE_EVERY,
+        "hang_timeout": HANG_MINUTES,
     }
-    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    return folder
+    held_out = {"evaluation": {"path": str(folder / "held_out.jsonl")}}
+    return write_run(folder, chats=48, lora={"r": 4, "dropout": 0.1}, training=training, dataset=held_out)
 
 
 @dataclass

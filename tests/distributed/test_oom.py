@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.distributed.conftest import ROOT, Matrix, environment, run_ranks
 from tests.distributed.plan import case
-from tests.tiny import make_model, write_chats
+from tests.tiny import write_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -52,25 +51,15 @@ def _plan() -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model, data and base.yaml."""
-    folder = tmp_path_factory.mktemp("oom")
-    make_model(folder / "model")
-    write_chats(folder / "train.jsonl", 40)
-    base = {
-        "base_model": str(folder / "model"),
-        "output_dir": "unset",
-        "lora": {"r": 4, "alpha": 8},
-        "dataset": {"path": str(folder / "train.jsonl"), "max_length": 96, "cache_dir": str(folder / "cache")},
-        "training": {
-            "batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "max_steps": STEPS,
-            "learning_rate": 1e-3,
-            "precision": "fp32",
-            "save_steps": 2,
-        },
-        "logging": {"report_to": "none"},
+    training = {
+        "batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": STEPS,
+        "precision": "fp32",
+        "save_steps": 2,
     }
-    (folder / "base.yaml").write_text(yaml.safe_dump(base))
+    folder = write_run(tmp_path_factory.mktemp("oom"), chats=40, lora={"r": 4, "alpha": 8}, training=training)
+    (folder / "config.yaml").rename(folder / "base.yaml")
     return folder
 
 
