@@ -1,5 +1,6 @@
 """What a run measures in addition to its training loss: the held-out loss, and answers to the sample prompts."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,13 +33,14 @@ class Evaluation:
         task: Task,
         engine: Engine,
         loss: StepLoss,
+        say: Callable[[str], None],
         measurement: Measurement | None = None,
         *,
         held_out: bool,
     ) -> None:
         """`held_out`: whether there is anything to evaluate on."""
         self.has_data = held_out
-        self._task, self._engine, self._loss, self._measurement = task, engine, loss, measurement
+        self._task, self._engine, self._loss, self._say, self._measurement = task, engine, loss, say, measurement
 
     @phase("evaluate")
     def loss(self) -> tuple[float, int]:
@@ -47,6 +49,12 @@ class Evaluation:
             return self._measurement.evaluate(self._engine)
         found = evaluate_loss(self._engine, self._loss, self._task.evaluation())
         release_if_fragmented()
+        if not math.isfinite(found[0]):
+            self._say(
+                f"[yellow]warning:[/yellow] the held-out loss is {found[0]}: a batch of dataset.evaluation gave no "
+                "number, and this evaluation counts as no better than any other; look at its longest and strangest "
+                "documents, or use training.precision: bf16 where it is fp16"
+            )
         return found
 
     def sample(self, when: str, step: int, folder: Any) -> None:

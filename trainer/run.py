@@ -128,7 +128,7 @@ class Run:
         if self.measurement is None:
             self.folder.prepare_saves(engine)
         held_out = self.prepared.data.evaluation is not None
-        self.evaluation = Evaluation(self.task, engine, self.loss, self.measurement, held_out=held_out)
+        self.evaluation = Evaluation(self.task, engine, self.loss, self.say, self.measurement, held_out=held_out)
         before = self._evaluate_and_sample(position, "before") if position.step == 0 else None
         Loop(self._parts(engine, total_steps), self.config.training, position, total_steps).run()
         after = None

@@ -10,7 +10,7 @@ from tests.chaos import outside as acts
 from tests.chaos.disks import Disk, FileServer, SmallDisk
 from tests.chaos.outside import Outside
 from tests.chaos.places import HERE, Local, OnGpus, Place, ThroughSlurm, ThroughSsh
-from tests.chaos.workplace import HANG_MINUTES, Chaos, start
+from tests.chaos.workplace import BATCH, EVALUATE_EVERY, HANG_MINUTES, HELD_OUT_CHATS, Chaos, start
 from trainer.config import FIRST_STEP_FACTOR
 
 # Calls of the functions that tests/cluster/mischief wraps: two sums a step and one an evaluation, two files a save.
@@ -28,6 +28,9 @@ CALL = {
 BEFORE_A_STEP = ("begin", "tokenise", "load", "first step")
 # Looking around, asking the hosts, telling: on two cores that other runs share.
 MARGIN_S, START_S = 15.0, 60.0
+# Losses of one rank: of the held-out micro-batches before training, one a step, those of the evaluation after step 6.
+HELD_OUT = HELD_OUT_CHATS // (2 * BATCH)
+LOSS_CALL = {"first step": HELD_OUT + 1, "step": HELD_OUT + 6, "evaluate": HELD_OUT + EVALUATE_EVERY + 1}
 EVERY = ("tokenise", "load", "first step", "step", "evaluate", "save", "end")
 CLOCK = Path(__file__).with_name("clock.c")
 CPU, GPUS, SSH, SLURM = Local.name, OnGpus.name, ThroughSsh.name, ThroughSlurm.name
@@ -46,6 +49,8 @@ class Fault:
     """Another one, that must be shown as well."""
     action: str = ""
     """Of tests/cluster/mischief, in the rank itself."""
+    in_loss: bool = False
+    """Whether it happens to the loss of a micro-batch in that phase."""
     rank: int = 1
     """Where it happens; of what happens outside, who calls for it."""
     blames: bool = False
@@ -72,7 +77,9 @@ class Fault:
 
     def begin(self, folder: Path, out: Path, phase: str, place: Place, disk: Disk | None) -> Chaos:
         """Start the run in which it happens."""
-        where = "step" if phase == "first step" else phase
+        where, call = ("step" if phase == "first step" else phase), CALL[phase]
+        if self.in_loss:
+            where, call = "loss", LOSS_CALL[phase]
         rank = str(self.rank)
         if phase in ("tokenise", "end"):
             rank = "" if phase == "tokenise" and place.name not in HERE else "0"
@@ -81,7 +88,7 @@ class Fault:
             settings += (f"dataset.cache_dir={out}-cache",)
         if self.clock:
             variables = clock_variables(folder, out)
-        mischief = f"{rank}:{self.action or 'call'}@{where}:{CALL[phase]}"
+        mischief = f"{rank}:{self.action or 'call'}@{where}:{call}"
         return start(folder, out, *settings, mischief=mischief, place=place, disk=disk, **variables)
 
     def happen(self, run: Chaos) -> float | None:
@@ -151,7 +158,7 @@ STOPPING = r"SIGTERM: (saving|stopping)|stopped by SIGTERM"
 # A host that cannot be reached before there are ranks is a mistake in the hostfile.
 LOST = rf"({FAILED}|error: ).*n2"
 ANYWHERE, HOSTS, RANKS_OF_CPU = (CPU, GPUS, SSH, SLURM), (SSH, SLURM), (CPU, SSH, SLURM)
-MOUNT_PHASES = ("load", "first step", "step", "evaluate", "save", "end")
+RUNNING = EVERY[1:-1]
 FAULTS = (
     *[
         on_rank(f"SIGKILL of rank {number}", EVERY, number, KILLED, outside=acts.kill_rank(number), places=ANYWHERE)
@@ -163,18 +170,20 @@ FAULTS = (
     ],
     Fault("SIGKILL of the tokenising process", ("tokenise",), f"{FAILED}.*: process \\d+ on login was killed",
           outside=acts.kill_preparation, places=HOSTS),
-    on_rank("exception in rank 1", ("load", "first step", "step", "evaluate", "save"), 1, RAISED, action="raise",
+    on_rank("exception in rank 1", RUNNING, 1, RAISED, action="raise",
             places=ANYWHERE),
     on_rank("exception in rank 0", EVERY[1:], 0, RAISED, action="raise"),
     on_rank("loader that raises", ("data",), 1, RAISED, action="raise", places=RANKS_OF_CPU),
-    on_rank("rank that hangs", ("load", "first step", "step", "evaluate", "save"), 1, HANGS, action="hang",
+    on_rank("rank that hangs", RUNNING, 1, HANGS, action="hang",
             places=ANYWHERE),
     on_rank("rank stopped before its first heartbeat", ("begin",), 1, HANGS, action="stop", places=RANKS_OF_CPU),
     on_rank("kernel that never ends", ("first step", "step"), 1, HANGS, action="spin", places=(GPUS,)),
-    Fault("NaN in a loss", ("first step", "step"), RAISED, action="nan", places=ANYWHERE),
-    on_rank("OOM of the host", ("load", "first step", "step", "evaluate", "save"), 1, KILLED, action="eat",
-            outside=acts.starve),
-    on_rank("OOM of a GPU", ("load", "first step", "step", "evaluate", "save"), 1, RAISED, action="exhaust",
+    Fault("NaN in a loss", ("first step", "step"), RAISED, action="nan", in_loss=True, places=ANYWHERE),
+    Fault("NaN in a held-out loss", ("evaluate",), "warning: the held-out loss is nan", action="nan",
+          in_loss=True, places=RANKS_OF_CPU),
+    on_rank("OOM of the host", RUNNING, 1, KILLED, action="eat", outside=acts.starve(1)),
+    on_rank("OOM of the host, rank 0", ("tokenise", "end"), 0, KILLED, action="eat", outside=acts.starve(0)),
+    on_rank("OOM of a GPU", RUNNING, 1, RAISED, action="exhaust",
             also="out of memory", places=(GPUS,)),
     Fault("SIGKILL of the launcher", EVERY, "", outside=acts.kill_launcher, places=ANYWHERE),
     Fault("SIGSTOP of the launcher for 10 s", EVERY, "", outside=acts.halt_launcher, passes=True, places=ANYWHERE),
@@ -182,14 +191,14 @@ FAULTS = (
     Fault("SIGTERM twice at once", EVERY, f"{STOPPING}|stopping at once", outside=acts.terminate_twice_at_once,
           places=ANYWHERE),
     Fault("SIGTERM, and again", EVERY, f"{STOPPING}|stopping at once", outside=acts.terminate_twice, places=ANYWHERE),
-    Fault("disk full", MOUNT_PHASES, "No space left on device", rank=0, outside=acts.fill_disk, disk=SmallDisk,
+    Fault("disk full", EVERY[1:], "No space left on device", rank=0, outside=acts.fill_disk, disk=SmallDisk,
           places=ANYWHERE),
-    Fault("disk read-only", MOUNT_PHASES, "Read-only file system", rank=0, outside=acts.protect_disk, disk=SmallDisk,
+    Fault("disk read-only", EVERY[1:], "Read-only file system", rank=0, outside=acts.protect_disk, disk=SmallDisk,
           places=ANYWHERE),
-    Fault("file server mute for 10 s", MOUNT_PHASES, "", outside=acts.halt_file_server, disk=FileServer, passes=True,
+    Fault("file server mute for 10 s", EVERY[1:], "", outside=acts.halt_file_server, disk=FileServer, passes=True,
           places=RANKS_OF_CPU),
-    Fault("file server mute for 45 s", MOUNT_PHASES, "", outside=acts.halt_file_server_for_long, disk=FileServer),
-    Fault("file server gone", MOUNT_PHASES, "Transport endpoint is not connected", outside=acts.kill_file_server,
+    Fault("file server mute for 45 s", EVERY[1:], "", outside=acts.halt_file_server_for_long, disk=FileServer),
+    Fault("file server gone", EVERY[1:], "Transport endpoint is not connected", outside=acts.kill_file_server,
           disk=FileServer, places=RANKS_OF_CPU),
     *[
         Fault(f"checkpoint {what}, rank killed", ("step",), "passed over checkpoint-8",

@@ -172,15 +172,19 @@ def halt_all(run: Chaos) -> None:
             process.resume()
 
 
-def starve(run: Chaos) -> None:
-    """Rank 1 goes into a memory cgroup in which it gets CGROUP_MB more; then it eats."""
-    group, process = _small_group(f"zerolora-chaos-{os.getpid()}-{time.monotonic_ns()}"), run.rank(1)
-    assert process is not None
-    (group / "cgroup.procs").write_text(str(process.pid))
-    run.heard()
-    run.wait_for(lambda: not (group / "cgroup.procs").read_text())
-    with suppress(OSError):
-        group.rmdir()
+def starve(number: int) -> Outside:
+    """A rank goes into a memory cgroup in which it gets CGROUP_MB more; then it eats."""
+
+    def act(run: Chaos) -> None:
+        group, process = _small_group(f"zerolora-chaos-{os.getpid()}-{time.monotonic_ns()}"), run.rank(number)
+        assert process is not None
+        (group / "cgroup.procs").write_text(str(process.pid))
+        run.heard()
+        run.wait_for(lambda: not (group / "cgroup.procs").read_text())
+        with suppress(OSError):
+            group.rmdir()
+
+    return act
 
 
 def _small_group(name: str) -> Path:

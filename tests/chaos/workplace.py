@@ -24,6 +24,7 @@ from trainer.checkpoint.checkpoint_files import checkpoint_folders, damage, whol
 from trainer.contract.restart_record import read_restarts
 
 STEPS, SAVE_EVERY, EVALUATE_EVERY = 16, 4, 6
+BATCH, HELD_OUT_CHATS = 2, 8
 # Minutes; the first step may take three times as long.
 HANG_MINUTES = 0.5
 PATIENCE_S = 1800.0
@@ -36,9 +37,9 @@ def prepare(folder: Path) -> Path:
     if (folder / "config.yaml").is_file():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    write_chats(folder / "held_out.jsonl", 8, seed=1)
+    write_chats(folder / "held_out.jsonl", HELD_OUT_CHATS, seed=1)
     training = {
-        "batch_size": 2,
+        "batch_size": BATCH,
         "max_steps": STEPS,
         "save_steps": SAVE_EVERY,
         "save_total_limit": 10,

@@ -29,8 +29,10 @@ class Position:
     """Of the last steps, which the next loss is compared with; both on rank 0."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers for JSON."""
-        return asdict(self) | {"best_loss": None if math.isinf(self.best_loss) else self.best_loss}
+        """Plain numbers for JSON, which knows no infinity and no NaN."""
+        losses = {"best_loss": self.best_loss, "last_evaluation": self.last_evaluation}
+        known = {name: loss if loss is not None and math.isfinite(loss) else None for name, loss in losses.items()}
+        return asdict(self) | known
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> "Position":

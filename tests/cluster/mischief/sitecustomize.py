@@ -7,6 +7,7 @@ started again finds the file and behaves. Several, with `;` between them, have a
 name.
 """
 
+import functools
 import os
 import signal
 import sys
@@ -39,6 +40,7 @@ PHASES = {
     "load": ("trainer.run", "build_model"),
     "data": ("trainer.data.batches", "collate"),
     "step": ("trainer.step", "sum_over_ranks"),
+    "loss": ("trainer.patches.loss_head", "TokenLoss.__call__"),
     "evaluate": ("trainer.evaluation", "evaluate_loss"),
     "save": ("trainer.checkpoint.checkpoint", "write_tensors"),
     "end": ("trainer.run_folder", "place_result"),
@@ -56,15 +58,16 @@ class Mischief:
         self.rank, kind, calls = text.split(":")
         self.kind, _, phase = kind.partition("@")
         self.once, self.in_call, self.calls = once, int(calls), 0
+        self.spoils = False
         self.place = PHASES.get(phase) or PLACES.get(self.kind, ("", ""))
 
-    def call(self, arguments: tuple[Any, ...]) -> None:
+    def call(self) -> None:
         """Of the function in its place."""
         self.calls += 1
         if self.calls == self.in_call or (self.kind in SLOW_CALL_S and self.calls > self.in_call):
-            self._misbehave(arguments)
+            self._misbehave()
 
-    def _misbehave(self, arguments: tuple[Any, ...]) -> None:
+    def _misbehave(self) -> None:
         if self.once:
             if os.path.exists(self.once):
                 return
@@ -81,7 +84,7 @@ class Mischief:
             os.kill(os.getpid(), signal.SIGSTOP)
             return
         if kind == "nan":
-            arguments[0].fill_(float("nan"))
+            self.spoils = True
             return
         if self.once and kind in ("call", "eat"):  # somebody outside does something now, and says when it is done
             started = time.monotonic()
@@ -118,13 +121,18 @@ def misbehave(kind: str) -> None:
 
 
 def wrap(module: Any, mischief: Mischief) -> None:
-    original = getattr(module, mischief.place[1])
+    *path, name = mischief.place[1].split(".")
+    owner = functools.reduce(getattr, path, module)
+    original = getattr(owner, name)
 
     def wrapped(*arguments: Any, **options: Any) -> Any:
-        mischief.call(arguments)
-        return original(*arguments, **options)
+        mischief.call()
+        result = original(*arguments, **options)
+        if mischief.spoils:
+            mischief.spoils, result = False, result * float("nan")
+        return result
 
-    setattr(module, mischief.place[1], wrapped)
+    setattr(owner, name, wrapped)
 
 
 class Finder:

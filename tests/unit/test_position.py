@@ -1,0 +1,19 @@
+"""The position of a run in state.json."""
+
+import json
+import math
+
+from trainer.checkpoint.position import Position
+
+
+def test_losses_without_a_number_are_json() -> None:
+    """None was better than the first, and the held-out loss was NaN: other readers stop at what is no JSON."""
+    position = Position(step=6, evaluated_at=6, last_evaluation=math.nan)
+    stored = json.loads(json.dumps(position.to_dict(), allow_nan=False))
+    back = Position.from_dict(stored)
+    assert back.best_loss == math.inf and back.last_evaluation is None and back.step == 6
+
+
+def test_losses_are_kept() -> None:
+    position = Position(step=6, evaluated_at=6, last_evaluation=1.5, best_loss=1.25, best_step=3)
+    assert Position.from_dict(position.to_dict()) == position
