@@ -51,9 +51,9 @@ class Evaluation:
         release_if_fragmented()
         if not math.isfinite(found[0]):
             self._say(
-                f"[yellow]warning:[/yellow] the held-out loss is {found[0]}: a batch of dataset.evaluation gave no "
-                "number, and this evaluation counts as no better than any other; look at its longest and strangest "
-                "documents, or use training.precision: bf16 where it is fp16"
+                f"[yellow]warning:[/yellow] the held-out loss is {found[0]}: a batch of dataset.evaluation gave a loss "
+                "that is not finite, and this evaluation is never taken for the best; look at the longest and most "
+                "unusual samples, or use training.precision: bf16 where it is fp16"
             )
         return found
 

@@ -44,9 +44,8 @@ SAVE_PATIENCE_S = 60.0  # after a signal: others may still write what is whole w
 # A host that is cut off never says that its ranks are ended, and ssh waits for it for as long as TCP does.
 END_PATIENCE_S = 22.0
 # srun waits without end for a node whose slurmstepd was killed after the rank there had ended.
-OUTLIVED_S = 30.0
-REMINDER_S = 60.0
-LOCKS_EVERY_S = 10.0
+OUTLIVED_S = 35.0  # longer than a failed run's patience
+REMINDER_S, LOCKS_EVERY_S = 60.0, 10.0
 # `timeout` and some schedulers signal both the process and its group: what comes so close together was meant once.
 ONE_SIGNAL_S = 0.5
 Start = Callable[[IO[bytes]], list[subprocess.Popen[bytes]]]
@@ -128,6 +127,8 @@ class Supervisor:
                 end_sessions([process.pid for process in self.processes])
             self._note_deaths()
             codes = [process.wait() for process in self.processes]
+            if self._is_outlived:  # its own code is that of the signals by which it was ended just now
+                codes = [beat.exit_code or EXIT_OK for beat in read_heartbeats(self.logs).values()]
             return self._verdict([EXIT_FAILED] if self._cut_off else codes)
         finally:
             ended.set()
@@ -159,7 +160,7 @@ class Supervisor:
         ended = self._all_ended_at
         self._is_outlived = ended is not None and time.monotonic() - ended > OUTLIVED_S
         if self._is_outlived:
-            say(f"all ranks have ended {OUTLIVED_S:.0f} s ago, and what started them still waits: it is ended")
+            say(f"all ranks ended {OUTLIVED_S:.0f} s ago, and what started them still waits: it is ended")
         return self._is_outlived
 
     def _note_deaths(self) -> None:
@@ -345,6 +346,5 @@ class Supervisor:
         return fallen
 
     def _all_succeeded(self, codes: list[int]) -> bool:
-        if any(codes) and (self.signals or not self._is_outlived):
-            return False
-        return self.reach is None or all(beat.exit_code == 0 for beat in read_heartbeats(self.logs).values())
+        beats = () if self.reach is None else read_heartbeats(self.logs).values()
+        return not any(codes) and all(beat.exit_code == 0 for beat in beats)

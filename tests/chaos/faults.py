@@ -62,6 +62,8 @@ class Fault:
     places: tuple[str, ...] = (CPU,)
     clock: bool = False
     """Whether the run sees a clock that can be set."""
+    hangs: bool = False
+    """Whether a timeout alone tells of it."""
     told_by_start: bool = False
     """Whether it is the start of a run that tells, the next one or another."""
     passes: bool = False
@@ -110,8 +112,8 @@ class Fault:
         return None
 
     def limit(self, phase: str) -> float:
-        """Seconds within which the user must be told: those of a hang, which the product knows by its timeout alone."""
-        hang = 60.0 * HANG_MINUTES * (FIRST_STEP_FACTOR if phase in BEFORE_A_STEP else 1.0)
+        """Seconds within which the user must be told: a hang by its timeout, which is longer until a step is made."""
+        hang = 60.0 * HANG_MINUTES * (FIRST_STEP_FACTOR if self.hangs and phase in BEFORE_A_STEP else 1.0)
         return hang + MARGIN_S + (START_S if self.told_by_start else 0.0)
 
     def words(self, place: Place) -> str:
@@ -149,7 +151,7 @@ def of_rank(number: int, rest: str = "") -> str:
 
 def on_rank(name: str, phases: tuple[str, ...], number: int, words: str, **more: object) -> Fault:
     """A fault that is one rank's."""
-    return Fault(name, phases, of_rank(number, words), rank=number, blames=True, **more)  # type: ignore[arg-type]
+    return Fault(name, phases, of_rank(number, words), rank=number, blames=True, hangs=words == HANGS, **more)  # type: ignore[arg-type]
 
 
 KILLED, RAISED, HANGS = "was killed by signal 9", "ended with exit code 1", ""
@@ -178,7 +180,8 @@ FAULTS = (
             places=ANYWHERE),
     on_rank("rank stopped before its first heartbeat", ("begin",), 1, HANGS, action="stop", places=RANKS_OF_CPU),
     on_rank("kernel that never ends", ("first step", "step"), 1, HANGS, action="spin", places=(GPUS,)),
-    Fault("NaN in a loss", ("first step", "step"), RAISED, action="nan", in_loss=True, places=ANYWHERE),
+    Fault("NaN in a loss", ("first step", "step"), RAISED, also="is not finite", action="nan", in_loss=True,
+          places=ANYWHERE),
     Fault("NaN in a held-out loss", ("evaluate",), "warning: the held-out loss is nan", action="nan",
           in_loss=True, places=RANKS_OF_CPU),
     on_rank("OOM of the host", RUNNING, 1, KILLED, action="eat", outside=acts.starve(1)),
@@ -224,8 +227,8 @@ FAULTS = (
           outside=acts.kill_daemon("login", "slurmctld -D", until_told=True), places=(SLURM,)),
     # Where all wait for each other there is no host to blame.
     Fault("network cut until told", EVERY, rf"({FAILED}|error: ).*(n2|the network between them)",
-          outside=acts.cut_network(240.0), places=HOSTS),
-    Fault("n2 loses its power", EVERY, LOST, outside=acts.switch_off, places=HOSTS),
+          outside=acts.cut_network(240.0), hangs=True, places=HOSTS),
+    Fault("n2 loses its power", EVERY, LOST, outside=acts.switch_off, hangs=True, places=HOSTS),
     Fault("SIGKILL of pdsh", EVERY[1:], f"{FAILED}: the launcher", outside=acts.kill_starter("pdsh"), places=(SSH,)),
     Fault("SIGKILL of srun", EVERY[1:], f"{FAILED}: the launcher", outside=acts.kill_starter("srun"), places=(SLURM,)),
     Fault("SIGKILL of DeepSpeed's launcher on n2", EVERY[1:], f"{FAILED}.*n2",

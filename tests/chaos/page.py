@@ -23,9 +23,9 @@ HEAD = """\
 Made by `python -m tests.chaos`: every line is a fault in a real run of two ranks, on CPUs or GPUs (16 steps, a
 checkpoint every 4, an evaluation every 6). *Told* is the time until the user's terminal says so, with the right rank
 and host where a rank is to blame. *Steps lost* were made twice. *Adapter* says whether the final one is, to the bit,
-that of the run without a fault. Where a run ends, because nothing was trained yet or somebody ended it, the same
-command with `training.resume_from_checkpoint=auto` has gone on, and its adapter is compared. Faults that a run is to
-go through undisturbed were put into one run, one after the other.
+that of the run without a fault. Where a run ends, because nothing was trained yet, somebody ended it, or its message
+says what to change, the same command with `training.resume_from_checkpoint=auto` has gone on, and its adapter is
+compared. Faults that a run is to go through undisturbed were put into one run, one after the other.
 
 """
 COLUMNS = (
@@ -92,6 +92,7 @@ def page(folder: Path) -> str:
     # A record without a commit stands for a first try of which nothing but the failure is known.
     happened = kills + sum(record["happened"] for record in records if record["commit"])
     slowest = max(latest.values(), key=lambda record: float(record["seconds"] or 0.0))
+    timeout = 60.0 * HANG_MINUTES
     counted = (
         f"{happened} faults were put into runs, {kills} of them in series; "
         f"{len(latest)} cases, {sum(record['well'] for record in latest.values())} as they should be; "
@@ -99,9 +100,9 @@ def page(folder: Path) -> str:
         f"{sum(not record['told'] or bool(record['misnamed']) for record in latest.values())} with a wrong name or "
         f"none, {sum(record['code'] is None for record in latest.values())} that did not end, "
         f"{sum(record['left'] > 0 for record in latest.values())} that left a process behind, all by the last try of "
-        f"each case. A hang is known by `training.hang_timeout`, here {60 * HANG_MINUTES:.0f} s, three times that "
-        f"until the first step is made. Whatever goes wrong must be told within that and {MARGIN_S:.0f} s, and "
-        f"{START_S:.0f} s more where the start of a run tells it: "
+        f"each case. A hang is recognised after `training.hang_timeout`, here {timeout:.0f} s, three times that until "
+        f"the first step is made. It must be told within that and {MARGIN_S:.0f} s more, any other fault within "
+        f"{timeout + MARGIN_S:.0f} s in every phase, and {START_S:.0f} s later where the start of a run tells it: "
         f"{sum(_is_late(record) for record in latest.values())} were told later. What took longest: "
         f"{_name(slowest)}, {slowest['seconds']:g} s. "
         f"Machine of the CPU ranks: {_machine()}, shared with other work, so the seconds are upper bounds.\n"

@@ -22,7 +22,10 @@ class SomeGpus(OnGpus):
 
     def environment(self) -> dict[str, str]:
         """With the others hidden."""
-        return super().environment() | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(self.count)))}
+        found = super().environment()
+        cards = found.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        seen = cards if cards != [""] else [str(number) for number in range(COUNT)]
+        return found | {"CUDA_VISIBLE_DEVICES": ",".join(seen[: self.count])}
 
 
 @pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")

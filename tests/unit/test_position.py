@@ -7,7 +7,7 @@ from trainer.checkpoint.position import Position
 
 
 def test_losses_without_a_number_are_json() -> None:
-    """None was better than the first, and the held-out loss was NaN: other readers stop at what is no JSON."""
+    """No evaluation has been the best yet and the last one was NaN: strict readers of JSON reject NaN and Infinity."""
     position = Position(step=6, evaluated_at=6, last_evaluation=math.nan)
     stored = json.loads(json.dumps(position.to_dict(), allow_nan=False))
     back = Position.from_dict(stored)

@@ -171,19 +171,22 @@ def test_a_signal_to_a_run_that_has_failed_gives_it_no_more_time(
     assert "the run failed: " in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("code", [0, 1])
+@pytest.mark.parametrize("signalled", [False, True])
+@pytest.mark.parametrize("code", [0, 1, 143])
 def test_what_started_the_ranks_is_ended_long_after_all_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int, signalled: bool
 ) -> None:
-    """They have said how they ended; srun waits for a node whose daemon was killed."""
-    monkeypatch.setattr(supervisor, "OUTLIVED_S", 1.0)
+    """They have said how they ended, which counts, whatever its own code is; srun waits for a node without a daemon."""
+    monkeypatch.setattr(supervisor, "OUTLIVED_S", 1.5)
     for rank, beat in beats(r0=0, r1=code).items():
         if rank < 2:
             (tmp_path / f"line-{rank}").write_bytes(beat.line())
     script = f"cd {tmp_path}; for r in 0 1; do cp line-$r heartbeat-$r.json; done; exec sleep 600"
     run = supervisor.Supervisor(Command(("sh", "-c", script), 2, {}, ()), tmp_path, reach=ThroughSsh({}))
+    if signalled:
+        threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     assert run.run() == code
-    assert run.processes[0].poll() == -9
+    assert run.processes[0].poll() == -9 and bool(run.signals) == signalled
     assert "what started them still waits: it is ended" in capfd.readouterr().err
 
 

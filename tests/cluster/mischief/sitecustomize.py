@@ -59,6 +59,7 @@ class Mischief:
         self.kind, _, phase = kind.partition("@")
         self.once, self.in_call, self.calls = once, int(calls), 0
         self.spoils = False
+        assert self.kind != "nan" or phase == "loss", f"{text}: a loss alone can be made NaN: nan@loss"
         self.place = PHASES.get(phase) or PLACES.get(self.kind, ("", ""))
 
     def call(self) -> None:
