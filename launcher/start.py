@@ -38,6 +38,8 @@ def start(
     logs = run_dir / "logs"
     if not dry_run:
         tie_children_to_this_process()
+        if request.chosen_launcher() == "hostfile":  # which takes as long as the slowest login
+            show(f"asking the hosts of {request.hostfile}")
     build, reach = plan(request, logs)
     command = build(list(arguments))  # its refusals come before any work
     if dry_run:

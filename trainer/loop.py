@@ -209,6 +209,11 @@ class Loop:
         patience = NONFINITE_IN_A_ROW * 2 if searching else NONFINITE_IN_A_ROW
         if (self._training.on_nonfinite == "skip" or searching) and position.nonfinite_in_a_row <= patience:
             return
+        PROGRESS.fails_for(step)
+        if result.nonfinite_ranks and not result.own_is_nonfinite:
+            one = result.nonfinite_rank
+            who = f"{result.nonfinite_ranks} other ranks" if one is None else f"rank {one}"
+            raise FloatingPointError(f"step {step}: {who} had a loss that is not finite; no weight was changed by it")
         raise FloatingPointError(
             f"step {step}: the loss or a gradient is not finite; no weight was changed by it. Lower "
             "training.learning_rate, use precision: bf16, set training.on_nonfinite: skip, or look at the data with "

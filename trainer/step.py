@@ -24,6 +24,8 @@ from trainer.ranks.stragglers import StragglerWatch
 from trainer.scu.controller import Steering
 from trainer.task import Batch, StepLoss
 
+_NONFINITE = 2**20  # more than there are ranks: how many they are and, of one, its number fit into one sum
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -43,13 +45,21 @@ class StepResult:
     """True on every rank if any rank asked to stop."""
     save: bool = False
     """True on every rank if any rank asked for a checkpoint."""
+    nonfinite_ranks: int = 0
+    """Ranks whose own loss was not finite, which is what makes a sum over all of them so."""
+    nonfinite_rank: int | None = None
+    """Which it was, if it was one."""
+    own_is_nonfinite: bool = False
+    """Whether this rank's own was."""
 
 
 class StepInFlight:
     """A step whose numbers are on their way from the device; the host goes on with the next one meanwhile."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
-        """`numbers`: target tokens, tokens, stops, saves, loss sum, gradient norm, applied; fp64 on the device."""
+        """`numbers`, fp64 on the device: target tokens, tokens, stops, saves, loss sum, gradient norm, applied, ranks
+        whose loss is not finite (`_NONFINITE` each, and their numbers), the same of this rank alone.
+        """
         self._ended: torch.cuda.Event | None = None
         self._host = numbers
         if numbers.device.type == "cuda":
@@ -68,8 +78,12 @@ class StepInFlight:
         """The numbers, waited for."""
         if self._ended is not None:
             self._ended.synchronize()
-        targets, tokens, stops, saves, loss_sum, grad_norm, applied = self._host.tolist()
-        return StepResult(loss_sum, int(targets), int(tokens), grad_norm, applied > 0, stops > 0, saves > 0)
+        targets, tokens, stops, saves, loss_sum, grad_norm, applied, nonfinite, own = self._host.tolist()
+        count, number = divmod(int(nonfinite), _NONFINITE)
+        return StepResult(
+            loss_sum, int(targets), int(tokens), grad_norm, applied > 0, stops > 0, saves > 0,
+            nonfinite_ranks=count, nonfinite_rank=number if count == 1 else None, own_is_nonfinite=own > 0,
+        )  # fmt: skip
 
     def seconds_since(self, earlier: "StepInFlight") -> float:
         """Time from the end of an earlier step to the end of this one, both over."""
@@ -115,7 +129,7 @@ def train_step(
     counts = _global_counts(batches, stop, save, ranks, device)
     # What undoes the engine's division by accumulation steps and ranks; on the device where the ranks are several.
     to_engine = (ranks.world_size * len(batches) / counts[0].clamp(min=1)).float()
-    sums = torch.zeros(2, device=device, dtype=torch.float64)
+    sums = torch.zeros(3, device=device, dtype=torch.float64)
     plain_norm = None
     skipped_before = engine.skipped_steps
     if recovery is not None:
@@ -138,6 +152,8 @@ def train_step(
         if is_last:
             if recovery is not None:
                 recovery.agree_and_reduce()
+            own_nonfinite = torch.where(torch.isfinite(sums[0]), 0.0, float(_NONFINITE + ranks.rank))
+            sums[2] = own_nonfinite
             sum_over_ranks(sums)
             if before_update is not None:
                 before_update()
@@ -154,7 +170,8 @@ def train_step(
     applied = torch.isfinite(grad_norm) & (engine.skipped_steps == skipped_before)
     if steering is not None:
         steering.observe(step, sums[0], counts[0], sums[1], applied)
-    return StepInFlight(torch.cat([counts, torch.stack([sums[0], grad_norm, applied.double()])]))
+    numbers = [sums[0], grad_norm, applied.double(), sums[2], own_nonfinite.double()]
+    return StepInFlight(torch.cat([counts, torch.stack(numbers)]))
 
 
 def _global_counts(

@@ -25,10 +25,10 @@ _STACK_MARK = "Python stack of rank"
 _DEEPSPEED_INFO = re.compile(r"\] \[INFO\] \[")
 # torch puts this before each line of a traceback once the process group exists.
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]:? ?")
-# Errors that a rank gets because another one has died, or could not write its part of a checkpoint.
+# Errors that a rank gets because another one has died, could not write its part of a checkpoint, or has a NaN.
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|DistBackendError|DistNetworkError|\bNCCL\b|\bgloo\b|"
-    r"rank \d+ could not write \.writing-checkpoint",
+    r"rank \d+ could not write \.writing-checkpoint|\d+( other ranks)? had a loss that is not finite",
     re.I,
 )
 # Signals that end a process. An exit code that would be of another one is srun's own.

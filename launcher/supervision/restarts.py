@@ -32,14 +32,16 @@ class Ending:
     ranks: int = 0
     """How many were started."""
     step: int = 0
-    """The furthest step that was under way."""
+    """The one in which the rank to blame was; where none is, the furthest."""
     has_gained: bool = False
-    """Whether a step was made."""
+    """Whether that rank, or any, had made a step."""
 
     @classmethod
     def of(cls, logs: Path, code: int, fault: Fault | None, ranks: int) -> "Ending":
         """With what the heartbeats tell."""
-        beats = read_heartbeats(logs).values()
+        found = read_heartbeats(logs)
+        blamed = found.get(fault.rank) if fault is not None and fault.rank is not None else None
+        beats = [blamed] if blamed is not None else list(found.values())  # others may be a step ahead
         step = max((beat.step for beat in beats), default=0)
         return cls(code, fault, ranks, step, any(beat.has_gained for beat in beats))
 

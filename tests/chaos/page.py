@@ -34,7 +34,7 @@ COLUMNS = (
 )
 TITLES = {
     Local.name: "Two ranks of this machine",
-    OnGpus.name: "Two ranks of one machine, each on a GPU",
+    OnGpus.name: "Two ranks of one machine, each on an H100 or H200 (torch 2.11.0+cu130)",
     ThroughSsh.name: "A rank on each of two hosts, by ssh",
     ThroughSlurm.name: "A rank on each of two nodes, under SLURM",
 }
@@ -47,6 +47,8 @@ NOT_RUN = """
   longer than the timeout, clocks and memory of the host on this machine alone; a file server and a loader that raises
   on no GPUs; damaged checkpoints in steps. On GPUs the NaN was put into the sum over the ranks (efe8356, a70924d),
   elsewhere into one rank's loss, from where it goes through the backward pass.
+- Where several faults share a run, or two runs a folder, `training.hang_timeout` was 10 and 5 minutes: ranks wait there
+  for what is done to them.
 - Clocks are moved by a library of our own (`tests/chaos/clock.c`): with libfaketime 0.9.10 time.sleep of Python 3.11
   fails.
 - Hosts are network namespaces of one kernel, with real daemons (sshd, slurmctld, slurmd) in them: a kernel that
@@ -106,7 +108,7 @@ def page(folder: Path) -> str:
         f"{timeout + MARGIN_S:.0f} s in every phase, and {START_S:.0f} s later where the start of a run tells it: "
         f"{sum(_is_late(record) for record in latest.values())} were told later. What took longest: "
         f"{_name(slowest)}, {slowest['seconds']:g} s. "
-        f"Machine of the CPU ranks: {_machine()}, shared with other work, so the seconds are upper bounds.\n"
+        f"The CPU ranks had {_machine()}, shared with other work, so the seconds are upper bounds.\n"
     )
     tables = [_table(place, [record for key, record in latest.items() if key[0] == place]) for place in PLACES]
     parts = [

@@ -38,6 +38,7 @@ def test_a_hostfile_trains_on_both_hosts(
 ) -> None:
     done = hosts.run(LOGIN, train(workplace, "pdsh", "--hostfile", str(hostfile)), env=ssh, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("asking the hosts of ")
     assert "world        2 ranks on n1, n2: cpu" in done.stdout
     assert "torchao" not in done.stdout + done.stderr, "imported for nothing, and its warnings are the user's to read"
     assert losses(workplace / "pdsh") == pytest.approx(reference, rel=1e-4)
@@ -89,7 +90,7 @@ def test_a_host_that_is_gone_is_left_out_and_the_global_batch_stays(
     assert "not reached by ssh: n2" in out, out
     idle = "idle: slot 2 of n1, for 3 ranks would not divide the 8 samples of a step"
     assert f"going on with 2 of 4 ranks; {idle}" in out, out
-    assert losses(run) == pytest.approx(reference, rel=1e-4)
+    assert losses(run) == pytest.approx(reference, abs=1e-5)
 
 
 @pytest.mark.parametrize(

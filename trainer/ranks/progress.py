@@ -46,6 +46,12 @@ class Progress:
         if self.tell_step is not None:
             self.tell_step(step, self.first_step)
 
+    def fails_for(self, step: int) -> None:
+        """What fails now is what step `step` has left: on a device its numbers are read in the step after it."""
+        self.step = step
+        if self.tell_step is not None:
+            self.tell_step(step, self.first_step)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Note that what follows is `name`, until the block ends; within a phase of that name it is the same one."""

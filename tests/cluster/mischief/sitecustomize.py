@@ -24,6 +24,7 @@ PLACES = {
     "lose": ("trainer.step", "sum_over_ranks"),
     "eat": ("trainer.step", "sum_over_ranks"),
     "spin": ("trainer.step", "sum_over_ranks"),
+    "late numbers": ("trainer.step", "StepInFlight"),
     "slow step": ("trainer.step", "sum_over_ranks"),
     "slow layer": ("transformers.models.llama.modeling_llama", "apply_rotary_pos_emb"),
     "slow load": ("trainer.run", "build_model"),
@@ -122,6 +123,9 @@ def misbehave(kind: str) -> None:
 
 
 def wrap(module: Any, mischief: Mischief) -> None:
+    if mischief.kind == "late numbers":  # read in the step after theirs, as those of a device
+        module.StepInFlight.on_device = property(lambda self: True)
+        return
     *path, name = mischief.place[1].split(".")
     owner = functools.reduce(getattr, path, module)
     original = getattr(owner, name)
