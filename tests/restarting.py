@@ -41,10 +41,15 @@ def adapter(run: Path) -> bytes:
     return b"".join(value.numpy().tobytes() for _, value in sorted(stored.items()))
 
 
+def records(run: Path) -> list[dict[str, float]]:
+    """The metrics of every step."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "train/loss" in line]
+
+
 def losses(run: Path) -> list[float]:
     """Of every step, nats per target token."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [record["train/loss"] for record in records if "train/loss" in record]
+    return [record["train/loss"] for record in records(run)]
 
 
 def lose_one_and_come_back(workplace: Path, left_out: str, place: Local | None = None) -> None:

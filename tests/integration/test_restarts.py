@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.restarting import adapter, lose_one_and_come_back, losses, train, write_short_run
+from tests.restarting import adapter, lose_one_and_come_back, losses, records, train, write_short_run
 from tests.tiny import make_model
 from trainer.contract.restart_record import read_restarts
 from trainer.ranks.stragglers import REPEATS, WINDOW
@@ -30,6 +30,7 @@ def test_a_killed_rank_costs_steps_and_nothing_else(workplace: Path) -> None:
     assert losses(workplace / "killed") == losses(workplace / "calm")
     restarts = [(restart.step, restart.checkpoint, restart.ranks) for restart in read_restarts(workplace / "killed")]
     assert restarts == [(6, "checkpoint-4", 2), (10, "checkpoint-8", 2)]
+    assert all(record["train/spikes"] == 0.0 for record in records(workplace / "killed"))
     assert "went on from checkpoint-8" in (workplace / "killed" / "report.html").read_text()
 
 
