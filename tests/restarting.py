@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,23 @@ def lose_one_and_come_back(workplace: Path, left_out: str, place: Local | None =
     assert code == 0 and "resumed from" in seen, seen
     assert json.loads((workplace / "one" / "run.json").read_text())["world_size"] == 2
     assert losses(workplace / "one") == pytest.approx(losses(workplace / "both"), abs=1e-5)
+
+
+def inspected(run: Path, step: int) -> list[str]:
+    """The samples that `zerolora inspect` shows of a step."""
+    command = [sys.executable, "-m", "trainer.commands.inspect", str(run / "training_config.json")]
+    done = subprocess.run([*command, "--step", str(step), "--ranks", "2"], capture_output=True, text=True, check=True)
+    return [line for line in done.stdout.splitlines() if line.startswith("sample ")]
+
+
+def fail_twice_for_a_nan(workplace: Path, others: str = "", place: Local | None = None) -> None:
+    """Rank 1's loss is NaN in step 5, again after the start; `others` are more mischiefs."""
+    mischief = ";".join(filter(None, ["1:nan@loss:5", others]))
+    code, seen = train(workplace, "nan", mischief, "training.save_steps=0", once=False, place=place)
+    assert code == 1, seen
+    assert seen.count("the run failed: rank 1 on ") == 2 and "exit code 1 (step 5" in seen, seen
+    assert "step 5: the loss or a gradient is not finite" in seen
+    assert "step 5: rank 1 had a loss that is not finite" in (workplace / "nan" / "logs" / "rank-0.log").read_text()
+    assert "step 5 has failed twice in the same way" in seen
+    shown = inspected(workplace / "nan", 5)
+    assert len(shown) == 4 and [line for line in seen.splitlines() if line.startswith("sample ")] == shown

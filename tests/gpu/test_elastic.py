@@ -1,4 +1,4 @@
-"""GPUs of one host that are lost, and checkpoints that other numbers of them read."""
+"""GPUs of one host that are lost, or have a NaN, and checkpoints that other numbers of them read."""
 
 import json
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.chaos.places import OnGpus
-from tests.restarting import STEPS, lose_one_and_come_back, losses, train, write_short_run
+from tests.restarting import STEPS, fail_twice_for_a_nan, lose_one_and_come_back, losses, train, write_short_run
 
 pytestmark = pytest.mark.gpu
 COUNT = torch.cuda.device_count()
@@ -31,6 +31,12 @@ class SomeGpus(OnGpus):
 @pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
 def test_the_other_gpu_goes_on_alone_until_both_are_there_again(tmp_path: Path) -> None:
     lose_one_and_come_back(write_short_run(tmp_path), "GPU 1", SomeGpus(2))
+
+
+@pytest.mark.skipif(COUNT < 2, reason="needs two GPUs")
+def test_the_step_is_told_whose_loss_was_not_finite(tmp_path: Path) -> None:
+    """Its numbers are read while the next one runs."""
+    fail_twice_for_a_nan(write_short_run(tmp_path), place=SomeGpus(2))
 
 
 @pytest.mark.skipif(COUNT < 4, reason="needs four GPUs")

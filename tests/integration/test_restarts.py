@@ -1,12 +1,18 @@
 """What becomes of a run of which a rank is killed, cannot start again, fails on its data, or is slow."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.restarting import adapter, lose_one_and_come_back, losses, records, train, write_short_run
+from tests.restarting import (
+    adapter,
+    fail_twice_for_a_nan,
+    lose_one_and_come_back,
+    losses,
+    records,
+    train,
+    write_short_run,
+)
 from tests.tiny import make_model
 from trainer.contract.restart_record import read_restarts
 from trainer.ranks.stragglers import REPEATS, WINDOW
@@ -49,27 +55,13 @@ def test_data_that_kill_a_step_are_shown(workplace: Path) -> None:
     assert len([line for line in seen.splitlines() if line.startswith("sample ")]) == 4
 
 
-def inspected(run: Path, step: int) -> list[str]:
-    """The samples that `zerolora inspect` shows of a step."""
-    command = [sys.executable, "-m", "trainer.commands.inspect", str(run / "training_config.json")]
-    done = subprocess.run([*command, "--step", str(step), "--ranks", "2"], capture_output=True, text=True, check=True)
-    return [line for line in done.stdout.splitlines() if line.startswith("sample ")]
-
-
 LATE = "0:late numbers:1;1:late numbers:1"
 """As on a GPU, where the numbers of a step are read in the step after it."""
 
 
 @pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_the_ranks_and_the_steps_whose_it_is(workplace: Path) -> None:
-    code, seen = train(workplace, "nan", f"1:nan@loss:5;{LATE}", "training.save_steps=0", once=False)
-    assert code == 1, seen
-    assert seen.count("the run failed: rank 1 on ") == 2 and "exit code 1 (step 5" in seen, seen
-    assert "step 5: the loss or a gradient is not finite" in seen
-    assert "step 5: rank 1 had a loss that is not finite" in (workplace / "nan" / "logs" / "rank-0.log").read_text()
-    assert "step 5 has failed twice in the same way" in seen
-    shown = inspected(workplace / "nan", 5)
-    assert len(shown) == 4 and [line for line in seen.splitlines() if line.startswith("sample ")] == shown
+    fail_twice_for_a_nan(workplace, LATE)
 
 
 def test_a_first_loss_that_is_not_finite_is_no_step_that_was_made(workplace: Path) -> None:
