@@ -128,7 +128,7 @@ class Supervisor:
             self._note_deaths()
             codes = [process.wait() for process in self.processes]
             if self._is_outlived:  # its own code is that of the signals by which it was ended just now
-                codes = [beat.exit_code or EXIT_OK for beat in read_heartbeats(self.logs).values()]
+                codes = [beat.exit_code or EXIT_OK for _, beat in sorted(read_heartbeats(self.logs).items())]
             return self._verdict([EXIT_FAILED] if self._cut_off else codes)
         finally:
             ended.set()

@@ -183,7 +183,7 @@ FAULTS = (
     on_rank("NaN in a loss", ("first step", "step"), 1, RAISED, also="is not finite", action="nan", in_loss=True,
             places=ANYWHERE),
     Fault("NaN in a held-out loss", ("evaluate",), "warning: the held-out loss is nan", action="nan",
-          in_loss=True, places=RANKS_OF_CPU),
+          in_loss=True, places=ANYWHERE),
     on_rank("OOM of the host", RUNNING, 1, KILLED, action="eat", outside=acts.starve(1)),
     on_rank("OOM of the host, rank 0", ("tokenise", "end"), 0, KILLED, action="eat", outside=acts.starve(0)),
     on_rank("OOM of a GPU", RUNNING, 1, RAISED, action="exhaust",

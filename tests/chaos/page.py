@@ -45,8 +45,7 @@ NOT_RUN = """
   which a run goes on where a card is out of memory, is in `tests/gpu/test_oom.py` and `tests/distributed/test_oom.py`.
 - Not every fault is tried at every place (`Fault.places` in `tests/chaos/faults.py`): a file server that is mute for
   longer than the timeout, clocks and memory of the host on this machine alone; a file server and a loader that raises
-  on no GPUs; damaged checkpoints in steps. On GPUs the NaN was put into the sum over the ranks, before the rank whose
-  it is was told (efe8356, a70924d); elsewhere into one rank's loss, from where it goes through the backward pass.
+  on no GPUs; damaged checkpoints in steps.
 - Where several faults share a run, or two runs a folder, `training.hang_timeout` was 10 and 5 minutes: ranks wait there
   for what is done to them.
 - Clocks are moved by a library of our own (`tests/chaos/clock.c`): with libfaketime 0.9.10 time.sleep of Python 3.11

@@ -38,16 +38,14 @@ class Progress:
 
     def at_step(self, step: int) -> None:
         """Optimizer step `step` begins."""
-        self.step = step
         if self._start is not None:
             self._start.at_first_step()
         self.first_step = self.first_step or step
         self.changed_at = time.monotonic()
-        if self.tell_step is not None:
-            self.tell_step(step, self.first_step)
+        self.fails_for(step)
 
     def fails_for(self, step: int) -> None:
-        """What fails now is what step `step` has left: on a device its numbers are read in the step after it."""
+        """What fails from now on fails for step `step`: on a device its numbers are read in the step after it."""
         self.step = step
         if self.tell_step is not None:
             self.tell_step(step, self.first_step)
