@@ -1,6 +1,7 @@
 """What a launcher below this one (srun, mpirun, pdsh) writes into logs/launcher.log: read once, as it grows."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from launcher.supervision.stop_signals import STOPPED
@@ -20,21 +21,28 @@ class LauncherLog:
         self._path = path
         self._begin = self._read = path.stat().st_size
         self._unfinished = b""
+        self._text = ""
 
     def tells_of_failure(self) -> bool:
         """Whether a line that was written since the last look says that a rank, or a host, has failed."""
-        with self._path.open("rb") as file:
-            file.seek(self._read)
-            new = file.read()
+        try:
+            new = self._from(self._read)
+        except OSError:
+            return False  # the file server is gone for now
         self._read += len(new)
         *lines, self._unfinished = (self._unfinished + new).split(b"\n")
         return any(_is_failure(line) for line in lines)
 
     def text(self) -> str:
-        """All of it."""
+        """All of it; as it was read last while the file server is gone."""
+        with suppress(OSError):
+            self._text = self._from(self._begin).decode(errors="replace")
+        return self._text
+
+    def _from(self, offset: int) -> bytes:
         with self._path.open("rb") as file:
-            file.seek(self._begin)
-            return file.read().decode(errors="replace")
+            file.seek(offset)
+            return file.read()
 
 
 def _is_failure(line: bytes) -> bool:

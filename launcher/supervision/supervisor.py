@@ -28,6 +28,7 @@ from launcher.supervision.kernel_oom import oom_kills
 from launcher.supervision.launcher_log import LauncherLog
 from launcher.supervision.processes import end_sessions, find_noted_ranks, is_alive, is_stopped, send, with_children
 from launcher.supervision.remote import Reach
+from launcher.supervision.run_folder import RunFolder
 from launcher.supervision.silence import SILENCE_S, Silence, SilentHosts, name_hosts, read_hang, silent_run
 from launcher.supervision.stop_signals import PASSED_ON, STOPPED, exit_code_of, is_stopped_by_us
 from launcher.supervision.terminal import say
@@ -79,6 +80,7 @@ class Supervisor:
         self.signals: list[int] = []
         self.fault: Fault | None = None
         """What the run has failed by."""
+        self._folder = RunFolder(logs)
         self._silence = Silence(logs, hang_timeout_minutes * 60.0)
         self._silent_hosts = SilentHosts()
         self._signalled_at = -ONE_SIGNAL_S
@@ -87,9 +89,7 @@ class Supervisor:
         self._log_before_end = ""
         self._stop_sent_at: float | None = None
         self._has_told_stop = False
-        self._reminded_at = 0.0
-        self._looked_at = 0.0
-        self._locks_due_at = 0.0
+        self._reminded_at = self._looked_at = self._locks_due_at = 0.0
         self._has_failed = False
         self._has_told_wait = False
         self._has_told_hang = False
@@ -127,6 +127,8 @@ class Supervisor:
                 end_sessions([process.pid for process in self.processes])
             self._note_deaths()
             codes = [process.wait() for process in self.processes]
+            if any(codes) and not self._folder.returns(lambda: bool(self.signals)):
+                return self._stop_code() if self.signals else EXIT_FAILED
             if self._is_outlived:  # its own code is that of the signals by which it was ended just now
                 codes = [beat.exit_code or EXIT_OK for _, beat in sorted(read_heartbeats(self.logs).items())]
             return self._verdict([EXIT_FAILED] if self._cut_off else codes)
@@ -181,6 +183,8 @@ class Supervisor:
         if now - self._looked_at < 1.0:
             return
         self._looked_at = now
+        if not self._folder.is_there():
+            return
         beats = read_heartbeats(self.logs)
         self._trains = any(beat.step for beat in beats.values())
         self._codes = {beat.exit_code for beat in beats.values()}
@@ -275,10 +279,7 @@ class Supervisor:
     def _verdict(self, codes: list[int]) -> int:
         if self._all_succeeded(codes):
             return EXIT_OK
-        hang = read_hang(self.logs)
-        if hang is None:
-            hang = self._silent_run
-        if hang is not None:
+        if hang := read_hang(self.logs) or self._silent_run:
             self.fault = tell_hang(self.logs, self.old_sizes, name_hosts(hang, self.reach), is_told=self._has_told_hang)
             return EXIT_FAILED
         self._codes = {beat.exit_code for beat in read_heartbeats(self.logs).values()}
@@ -289,18 +290,17 @@ class Supervisor:
         # A signal that comes while the launcher already ends a failed run, as with a lost node, does not hide why.
         before_steps = not self._trains and self._failed_at is None
         if self.signals and (not failed or self._cut_short or before_steps or heard):
-            preempted = signal.SIGUSR1 in self.signals
-            return EXIT_PREEMPTED if preempted else 128 + self.signals[-1 if self._cut_short else 0]
+            return self._stop_code()
         stopped = [code for code in codes if code in STOPPED]
         if stopped and not failed:
             return stopped[0]  # somebody else signalled the ranks, and they have saved
-        return self._failed(self._code_of(failed))
-
-    def _code_of(self, failed: list[int]) -> int:
-        """The exit code of the whole: that of a mistake of the user where a rank has found one, else of the first."""
         if EXIT_USAGE in failed:
-            return EXIT_USAGE
-        return exit_code_of(failed[0]) if failed else 0
+            return self._failed(EXIT_USAGE)
+        return self._failed(exit_code_of(failed[0]) if failed else EXIT_OK)
+
+    def _stop_code(self) -> int:
+        preempted = signal.SIGUSR1 in self.signals
+        return EXIT_PREEMPTED if preempted else 128 + self.signals[-1 if self._cut_short else 0]
 
     def _failed(self, code: int) -> int:
         """Tell why; 2 for a mistake of the user, 128 + signal where one ended the rank to blame, else 1.

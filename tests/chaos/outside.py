@@ -21,6 +21,7 @@ CGROUP_MB = 64
 HALTED_S = 35.0  # longer than `training.hang_timeout`
 UNHEARD_S = 10.0
 DARK_S = 45.0
+GONE_S = 10.0
 
 
 def kill_rank(number: int) -> Outside:
@@ -115,12 +116,13 @@ def halt_file_server_for_long(run: Chaos) -> None:
 
 
 def kill_file_server(run: Chaos) -> None:
-    """It is mounted again once the run has told of it."""
+    """It is mounted again GONE_S after the run has told of it."""
     disk = run.disk
     assert isinstance(disk, FileServer)
     disk.kill()
     run.heard()
     run.wait_until_told("Transport endpoint is not connected")
+    time.sleep(GONE_S)
     disk.mount_again()
 
 

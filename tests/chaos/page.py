@@ -46,6 +46,8 @@ NOT_RUN = """
 - Not every fault is tried at every place (`Fault.places` in `tests/chaos/faults.py`): a file server that is mute for
   longer than the timeout, clocks and memory of the host on this machine alone; a file server and a loader that raises
   on no GPUs; damaged checkpoints in steps.
+- A file server that is gone is mounted again 10 s after the run has told of it, a disk that is full or read-only put in
+  order at once.
 - Where several faults share a run, or two runs a folder, `training.hang_timeout` was 10 and 5 minutes: ranks wait there
   for what is done to them.
 - Clocks are moved by a library of our own (`tests/chaos/clock.c`): with libfaketime 0.9.10 time.sleep of Python 3.11

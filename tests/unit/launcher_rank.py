@@ -42,6 +42,10 @@ def main() -> int:
         return 0
     if rank == 1 and behaviour == "raise":
         raise ValueError("the middle of the model is missing")
+    if rank == 1 and behaviour.startswith("folder"):
+        while (folder / "logs").exists():
+            time.sleep(0.05)
+        raise OSError("no file server")
     if behaviour == "both killed":
         wait_for_the_other(folder, rank)
     if (behaviour == "killed" and rank == 1) or behaviour == "both killed":

@@ -31,6 +31,8 @@ BEHAVIOURS = {
     "alone": "alone",
     "one told": "alone",
     "bereaved": "bereaved",
+    "folder returns": "folder",
+    "folder lost": "folder",
 }
 PATIENCE_S = 300.0
 pytestmark = pytest.mark.distributed
@@ -44,6 +46,12 @@ class Run:
     def wait_until_ready(self) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not all((self.folder / f"ready-{rank}").exists() for rank in (0, 1)):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.text("err")
+            time.sleep(0.05)
+
+    def wait_until_told(self, words: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while words not in self.text("err"):
             assert self.process.poll() is None and time.monotonic() < deadline, self.text("err")
             time.sleep(0.05)
 
@@ -186,4 +194,30 @@ def test_a_stop_before_the_first_step_promises_no_checkpoint_and_waits_for_nobod
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 143
     assert run.text("err") == "SIGTERM: stopping, before the first step; once more stops at once\n"
+    assert run.left_behind() == []
+
+
+def test_a_run_whose_folder_is_gone_for_a_while_knows_what_its_ranks_did(runs: dict[str, Run]) -> None:
+    """As an empty mount point is left where a file server was."""
+    run = runs["folder returns"]
+    run.wait_until_ready()
+    (run.folder / "logs").rename(run.folder / "server")
+    run.wait_until_told("waiting 120 s for it")
+    (run.folder / "server").rename(run.folder / "logs")
+    assert run.end() == 1
+    lines = run.text("err").splitlines()
+    assert lines[0].startswith("the run's folder cannot be read: ") and str(run.folder / "logs") in lines[0]
+    assert f"the run failed: rank 1 on {socket.gethostname()} ended with exit code 1 (step 10)" in lines
+    assert "OSError: no file server" in run.text("err")
+    assert run.left_behind() == []
+
+
+def test_a_folder_is_not_waited_for_after_a_signal(runs: dict[str, Run]) -> None:
+    run = runs["folder lost"]
+    run.wait_until_ready()
+    (run.folder / "logs").rename(run.folder / "server")
+    run.wait_until_told("waiting 120 s for it")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 143
+    assert "Traceback" not in run.text("err")
     assert run.left_behind() == []

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -119,8 +120,9 @@ class FolderLock:
         if not self._ended.is_set():
             self._ended.set()
             self._thread.join(timeout=BEAT_S)
-            if self._owns and self._look():
-                self._path.unlink(missing_ok=True)
+            with suppress(OSError):  # a file server that is gone: who comes next sees that the holders are dead
+                if self._owns and self._look():
+                    self._path.unlink(missing_ok=True)
 
     def _look(self) -> bool:
         deadline = time.monotonic() + SEEN_WITHIN_S

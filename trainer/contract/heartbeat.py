@@ -92,9 +92,13 @@ class Heartbeat:
 
 
 def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
-    """Rank -> its last heartbeat, for all that have left one; a half-written line is left out."""
+    """Rank -> its last heartbeat, for all that have left one; a half-written line, or a lost folder, is left out."""
     beats: dict[int, Heartbeat] = {}
-    for path in logs.glob("heartbeat-*.json"):
+    try:
+        paths = list(logs.glob("heartbeat-*.json"))
+    except OSError:
+        return beats
+    for path in paths:
         try:
             line, _, noted = path.read_bytes().partition(b"\n")
             beat = Heartbeat.parse(line)
