@@ -77,7 +77,7 @@ class Restarts:
         self._run_dir, self._start, self._most, self._tell_batch = run_dir, start, most, tell_batch
         self._leave_out, self._has_trained = leave_out, False
         self._logs = run_dir / "logs"
-        self._resumes, self._before = resumes, self._whole()
+        self._resumes, self._before, self._record_before = resumes, self._whole(), self._record()
         self._settings: dict[str, str] = {}
         self._restarts = self._halvings = 0
         RestartNote.take(self._logs)  # left by a run without a launcher
@@ -144,14 +144,12 @@ class Restarts:
     def _go_on(self, ending: Ending, reason: str, note: RestartNote | None = None) -> str:
         """Let the next start begin at the newest whole checkpoint of this run; its name, empty for the start."""
         newest = self._newest()
-        if newest:
-            # What an earlier run left behind has stepped aside when this one wrote its first checkpoint.
-            self._settings |= {_RESUME: "auto", _OVERWRITE: "false"}
-        elif self._resumes:
+        if ending.step or self._record() != self._record_before:
+            # What an earlier run left behind has stepped aside when this one wrote for the first time. Also where no
+            # checkpoint is seen nothing is deleted: a network file system shows this host a new one late.
             self._settings[_OVERWRITE] = "false"
-        else:
-            # The folder holds only this attempt, and nobody needs it.
-            self._settings |= {_RESUME: "null", _OVERWRITE: "delete"}
+            if newest or not self._resumes:
+                self._settings[_RESUME] = "auto"
         told = asdict(note) if note is not None else None
         note_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks, told))
         return newest
@@ -160,6 +158,11 @@ class Restarts:
         """The newest whole checkpoint that was written since; empty if there is none."""
         new = [name for name, written in self._whole().items() if self._before.get(name) != written]
         return max(new, key=lambda name: int(name.rpartition("-")[2]), default="")
+
+    def _record(self) -> int:
+        """When the run's record was written: a start writes it first of all."""
+        record = self._run_dir / "run.json"
+        return record.stat().st_mtime_ns if record.exists() else 0
 
     def _whole(self) -> dict[str, int]:
         """The whole checkpoints in the folder, and when each was written."""

@@ -1,10 +1,12 @@
 """What becomes of a run of which a rank is killed, cannot start again, fails on its data, or is slow."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.restarting import (
+    STEPS,
     adapter,
     fail_twice_for_a_nan,
     lose_one_and_come_back,
@@ -25,19 +27,39 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_short_run(tmp_path_factory.mktemp("restarts"))
 
 
-def test_a_killed_rank_costs_steps_and_nothing_else(workplace: Path) -> None:
-    """SIGKILL in steps 6 and 10, with a checkpoint every 4: to the bit the adapter and the records of a run without."""
+@pytest.fixture(scope="module")
+def calm(workplace: Path) -> Path:
+    """A run in which nothing happens."""
     assert train(workplace, "calm")[0] == 0
+    return workplace / "calm"
+
+
+def test_a_killed_rank_costs_steps_and_nothing_else(workplace: Path, calm: Path) -> None:
+    """SIGKILL in steps 6 and 10, with a checkpoint every 4: to the bit the adapter and the records of a run without."""
     code, seen = train(workplace, "killed", "1:kill:11", once=False)
     assert code == 0, seen
     assert "was killed by signal 9 (SIGKILL) (step 6" in seen, seen
     assert "restart 2 of 3: going on from checkpoint-8" in seen
-    assert adapter(workplace / "killed") == adapter(workplace / "calm")
-    assert losses(workplace / "killed") == losses(workplace / "calm")
+    assert adapter(workplace / "killed") == adapter(calm)
+    assert losses(workplace / "killed") == losses(calm)
     restarts = [(restart.step, restart.checkpoint, restart.ranks) for restart in read_restarts(workplace / "killed")]
     assert restarts == [(6, "checkpoint-4", 2), (10, "checkpoint-8", 2)]
     assert all(record["train/spikes"] == 0.0 for record in records(workplace / "killed"))
     assert "went on from checkpoint-8" in (workplace / "killed" / "report.html").read_text()
+
+
+def test_a_rank_killed_before_the_first_checkpoint_costs_nothing_of_an_earlier_run(workplace: Path, calm: Path) -> None:
+    """It is moved aside, and not gone on from, by a run that is to start over."""
+    shutil.copytree(calm, workplace / "over")
+    code, seen = train(workplace, "over", "1:kill:5", "output.overwrite=true", "training.weight_decay=0.1")
+    assert code == 0, seen
+    assert "(step 3" in seen and "restart 1 of 3: going on from the start" in seen, seen
+    assert adapter(workplace / "over.1") == adapter(calm) != adapter(workplace / "over")
+    assert (workplace / "over.1" / f"checkpoint-{STEPS}" / "COMPLETE").is_file()
+    assert not (workplace / "over.2").exists()
+    assert train(workplace, "decayed", "", "training.weight_decay=0.1")[0] == 0
+    assert adapter(workplace / "over") == adapter(workplace / "decayed")
+    assert losses(workplace / "over") == losses(workplace / "decayed")
 
 
 @pytest.mark.slow

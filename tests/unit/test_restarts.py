@@ -47,19 +47,19 @@ def killed(step: int, *, gained: bool = True) -> Ending:
 def test_a_killed_rank_starts_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
     starts = Starts(tmp_path, killed(7), killed(9), DONE, saves=[5, 8])
     assert starts.run() == 0
-    assert starts.settings == [[], *[["training.resume_from_checkpoint=auto", "output.overwrite=false"]] * 2]
+    assert starts.settings == [[], *[["output.overwrite=false", "training.resume_from_checkpoint=auto"]] * 2]
     assert [(entry.step, entry.checkpoint, entry.ranks) for entry in read_restarts(tmp_path)] == [
         (7, "checkpoint-5", 2),
         (9, "checkpoint-8", 2),
     ]
 
 
-def test_without_a_checkpoint_of_its_own_it_begins_as_it_was_told_to(tmp_path: Path) -> None:
-    """An older run's checkpoint in the folder is not gone on from by a run that was to start over."""
-    save(tmp_path, 400)
+def test_nothing_is_deleted_where_no_checkpoint_is_seen(tmp_path: Path) -> None:
+    """A rank on another host may know better."""
     starts = Starts(tmp_path, killed(7), DONE)
     assert starts.run() == 0
-    assert starts.settings[1] == ["training.resume_from_checkpoint=null", "output.overwrite=delete"]
+    assert starts.settings[1] == ["output.overwrite=false", "training.resume_from_checkpoint=auto"]
+    save(tmp_path, 400)
     goes_on = Starts(tmp_path, killed(407), DONE)
     assert goes_on.run(resumes=True) == 0
     assert goes_on.settings[1] == ["output.overwrite=false"]
@@ -122,8 +122,26 @@ def test_a_smaller_micro_batch_stays_small_in_later_starts(tmp_path: Path) -> No
 
     assert Restarts(tmp_path, start, most=3, resumes=False).run() == 0
     assert starts.settings[1] == starts.settings[2]
-    assert starts.settings[1][0] == "training.batch_size=2" and starts.settings[1][-1] == "output.overwrite=false"
+    assert starts.settings[1][0] == "training.batch_size=2" and "output.overwrite=false" in starts.settings[1]
     assert [entry.reason.split(";")[0] for entry in read_restarts(tmp_path)] == [
         "out of memory in step 4",
         KILLED.reason,
     ]
+
+
+def test_a_start_that_wrote_nothing_is_repeated_as_it_was(tmp_path: Path) -> None:
+    """Out of memory while it loads: what the folder held before is still there, and the user's wish for it as well."""
+    save(tmp_path, 400)
+    (tmp_path / "logs").mkdir()
+    settings: list[list[str]] = []
+
+    def start(given: Sequence[str]) -> Ending:
+        settings.append(list(given))
+        if len(settings) > 1:
+            return DONE
+        RestartNote(0, 4, 2, 2).write(tmp_path / "logs")
+        return Ending(EXIT_RESTART, None, 2)
+
+    assert Restarts(tmp_path, start, most=3, resumes=False).run() == 0
+    assert settings[1][:2] == ["training.batch_size=4", "training.gradient_accumulation_steps=2"]
+    assert not [word for word in settings[1] if word.startswith(("output.overwrite", "training.resume"))]
