@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -65,7 +66,7 @@ class ConsoleFile:
         self.path = self.path_in(logs)
         self.path.touch()
         self._file = self.path.open("rb", buffering=0)
-        self._file.seek(0, os.SEEK_END)
+        self._shown = self._file.seek(0, os.SEEK_END)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="console", daemon=True)
         self._thread.start()
@@ -82,11 +83,31 @@ class ConsoleFile:
     def _follow(self) -> None:
         ending = False
         while True:
-            while chunk := self._file.read(65536):
-                _write(chunk)
+            with suppress(OSError):  # the file server is gone; at the next look it may be there again
+                self._show_new()
             if ending:
                 return
             ending = self._ended.wait(FOLLOW_S)
+
+    def _show_new(self) -> None:
+        try:
+            self._show()
+        except OSError:
+            # What was open stays lost when the folder is mounted anew.
+            again = self.path.open("rb", buffering=0)
+            again.seek(self._shown)
+            self._close()
+            self._file = again
+            self._show()
+
+    def _show(self) -> None:
+        while chunk := self._file.read(65536):
+            self._shown += len(chunk)
+            _write(chunk)
+
+    def _close(self) -> None:
+        with suppress(OSError):
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -96,7 +117,7 @@ class ConsoleFile:
     ) -> None:
         self._ended.set()
         self._thread.join(timeout=5.0)
-        self._file.close()
+        self._close()
         if os.isatty(1):
             _write(SHOW_CURSOR)
 

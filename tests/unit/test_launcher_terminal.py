@@ -1,4 +1,4 @@
-"""The pipe from rank 0 to the terminal."""
+"""The pipe, or the file, from rank 0 to the terminal."""
 
 import os
 import pty
@@ -15,6 +15,20 @@ with ConsolePipe() as pipe:
         print("arguments", pipe.arguments()[2:], file=rank)
         rank.write("\\x1b[?25lhalf a bar")
 assert not os.path.exists(pipe.path)
+"""
+FOLLOWS = """
+import os, sys
+from pathlib import Path
+from launcher.supervision.terminal import ConsoleFile
+with ConsoleFile(Path(sys.argv[1])) as console:
+    with open(console.path, "a") as rank:
+        rank.write("before\\n")
+    while console._shown < 7:
+        pass
+    # What was open on a file server that was mounted anew can be read no more.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), console._file.fileno())
+    with open(console.path, "a") as rank:
+        rank.write("after\\n")
 """
 
 
@@ -49,3 +63,9 @@ def test_a_closed_output_does_not_stop_the_run(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program], cwd=CHECKOUT, stdout=writer, check=True, timeout=300)
     os.close(writer)
     assert (tmp_path / "done").exists()
+
+
+def test_a_file_is_followed_where_its_server_was_away(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FOLLOWS, str(tmp_path / "logs")]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, check=True, timeout=300)
+    assert (done.stdout, done.stderr) == (b"before\nafter\n", b"")

@@ -80,11 +80,15 @@ def tie_children_to_this_process() -> None:
 
 def keep_alive_file(logs: Path, ended: threading.Event) -> None:
     """Touch logs/launcher-alive, for ranks on other hosts, until the event is set; that needs no room on the disk."""
+    fails = False
     while True:
         try:
             (logs / ALIVE_FILE).touch()
-        except OSError as error:  # not this thread's to tell; the ranks' patience is longer
-            print(f"{logs / ALIVE_FILE}: {error}", file=sys.stderr)
+            fails = False
+        except OSError as error:  # the ranks' patience is longer
+            if not fails:
+                print(f"{logs / ALIVE_FILE}: {error}", file=sys.stderr)
+            fails = True
         if ended.wait(ALIVE_EVERY_S):
             return
 
