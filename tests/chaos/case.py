@@ -23,8 +23,8 @@ class Result:
     limit: float
     """Within which that must be."""
     told: bool
-    """Whether the right thing was, with the right rank and host, and true where nothing has to be; a traceback of one of
-    the launcher's threads is none."""
+    """Whether the right thing was, with the right rank and host; true where nothing has to be, and false with a
+    traceback of one of the launcher's threads."""
     misnamed: str
     """The line that names a wrong rank."""
     restarts: int
