@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -61,7 +61,8 @@ def start(
             words = [*arguments, "--lock", lock.token, as_argument(sys.argv), *["--profile-start"] * profiled]
             code = Attempts(words, loaded, (build, reach), places, held).train()
             if goes_on and lock.is_held:
-                note_end(run_dir, os.environ, code)
+                with suppress(OSError):  # a folder that is gone does not change how the run ended
+                    note_end(run_dir, os.environ, code)
             return code
 
 

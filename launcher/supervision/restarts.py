@@ -145,11 +145,14 @@ class Restarts:
         """Let the next start begin at the newest whole checkpoint of this run; its name, empty for the start."""
         newest = self._newest()
         if ending.step or self._record() != self._record_before:
-            # What an earlier run left behind has stepped aside when this one wrote for the first time. Also where no
+            # What an earlier run left behind has made way when this one wrote for the first time. Also where no
             # checkpoint is seen nothing is deleted: a network file system shows this host a new one late.
             self._settings[_OVERWRITE] = "false"
             if newest or not self._resumes:
                 self._settings[_RESUME] = "auto"
+            if not (newest or self._resumes) and self._before.items() & self._whole().items():
+                # `delete` leaves what is not on the earlier run's list: no checkpoint for a run that is to start over.
+                self._settings |= {_RESUME: "null", _OVERWRITE: "true"}
         told = asdict(note) if note is not None else None
         note_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks, told))
         return newest

@@ -2,51 +2,58 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Sized
 from pathlib import Path
 
 from launcher.supervision.terminal import say
 
 RETURN_S = 120.0
-"""How long a run whose ranks have failed waits for its folder."""
+"""How long a run whose ranks have ended waits for its folder."""
 POLL_S = 0.5
+_OF_A_START = ("launcher.log", "heartbeat-")
 
 
 class RunFolder:
-    """Whether `logs`, which is there from the start of the ranks on, can be read; says once that it cannot."""
+    """Whether `logs` can be read and is that of this run; says when that changes."""
 
     def __init__(self, logs: Path) -> None:
         self._logs = logs
-        self._has_told = False
+        self._is_gone = False
 
     def is_there(self) -> bool:
         """Asked of the file server itself: what is known of a folder's attributes may be a second old."""
-        try:
-            os.listdir(self._logs)
-        except OSError as error:
-            if not self._has_told:
-                say(f"the run's folder cannot be read: {error}")
-            self._has_told = True
-            return False
-        self._has_told = False
-        return True
+        problem = self._problem()
+        if problem and not self._is_gone:
+            say(f"the run's folder cannot be read: {problem}")
+        elif self._is_gone and not problem:
+            say("the run's folder can be read again")
+        self._is_gone = bool(problem)
+        return not problem
 
-    def returns(self, is_stopped: Callable[[], bool]) -> bool:
-        """Wait for it, RETURN_S at most or until the user stops the run; whether it is there.
+    def _problem(self) -> str:
+        try:
+            names = os.listdir(self._logs)
+        except OSError as error:
+            return str(error)
+        # Where nothing is mounted, the thread that holds the lock makes a folder with nothing else in it.
+        return "" if any(name.startswith(_OF_A_START) for name in names) else f"nothing of this run is in {self._logs}"
+
+    def returns(self, signals: Sized) -> bool:
+        """Wait for it, RETURN_S at most or until another signal comes; whether it is there.
 
         What the ranks were doing and which checkpoints are whole is not known without it.
         """
         if self.is_there():
             return True
-        say(f"its ranks have ended; waiting {RETURN_S:.0f} s for it")
-        deadline = time.monotonic() + RETURN_S
+        say(f"all ranks have ended; waiting up to {RETURN_S:.0f} s for the run's folder")
+        deadline, heard = time.monotonic() + RETURN_S, len(signals)
         while not self.is_there():
-            if is_stopped():
+            if len(signals) > heard:
                 return False
             if time.monotonic() > deadline:
                 say(
-                    f"{self._logs.parent} did not come back: once it can be read again, start the run with "
-                    "training.resume_from_checkpoint=auto"
+                    f"{self._logs.parent} did not come back, and why the ranks ended stands in its logs; once it can "
+                    "be read again, start the run with training.resume_from_checkpoint=auto"
                 )
                 return False
             time.sleep(POLL_S)

@@ -127,8 +127,8 @@ class Supervisor:
                 end_sessions([process.pid for process in self.processes])
             self._note_deaths()
             codes = [process.wait() for process in self.processes]
-            if any(codes) and not self._folder.returns(lambda: bool(self.signals)):
-                return self._stop_code() if self.signals else EXIT_FAILED
+            if (any(codes) or self.reach is not None) and not self._folder.returns(self.signals):
+                return self._stop_code() if self.signals else EXIT_FAILED if any(codes) else EXIT_OK
             if self._is_outlived:  # its own code is that of the signals by which it was ended just now
                 codes = [beat.exit_code or EXIT_OK for _, beat in sorted(read_heartbeats(self.logs).items())]
             return self._verdict([EXIT_FAILED] if self._cut_off else codes)
@@ -184,9 +184,10 @@ class Supervisor:
             return
         self._looked_at = now
         if not self._folder.is_there():
+            self._silence.is_complete()  # its time begins anew
             return
         beats = read_heartbeats(self.logs)
-        self._trains = any(beat.step for beat in beats.values())
+        self._trains |= any(beat.step for beat in beats.values())
         self._codes = {beat.exit_code for beat in beats.values()}
         if self.reach is not None:
             self.ranks = find_noted_ranks(beats.values()) | self.ranks
@@ -223,7 +224,7 @@ class Supervisor:
         now = time.monotonic()
         if self._stop_sent_at is None:
             first = signal.Signals(self.signals[0])
-            self._trains = any(beat.step for beat in read_heartbeats(self.logs).values())
+            self._trains |= any(beat.step for beat in read_heartbeats(self.logs).values())
             again = "Ctrl-C" if first == signal.SIGUSR1 else "once more"
             doing = "saving a checkpoint, then stopping" if self._trains else "stopping, before the first step"
             say(f"{first.name}: {doing}; {again} stops at once")
@@ -231,7 +232,7 @@ class Supervisor:
         self._has_told_stop = self._has_told_stop or self._send_stop()
         if not self._trains and now - self._stop_sent_at > FAILURE_PATIENCE_S:
             # One that waits for the others in native code does not hear the signal, and there is nothing to save.
-            self._trains = any(beat.step for beat in read_heartbeats(self.logs).values())
+            self._trains |= any(beat.step for beat in read_heartbeats(self.logs).values())
             return not self._trains
         if now - self._reminded_at > REMINDER_S:
             say("still saving; Ctrl-C stops at once")
@@ -277,12 +278,13 @@ class Supervisor:
         return self._has_failed or any(death.status not in (None, 0, *STOPPED) for death in self.deaths.values())
 
     def _verdict(self, codes: list[int]) -> int:
-        if self._all_succeeded(codes):
+        beats = read_heartbeats(self.logs).values()
+        if not any(codes) and (self.reach is None or all(beat.exit_code == 0 for beat in beats)):
             return EXIT_OK
         if hang := read_hang(self.logs) or self._silent_run:
             self.fault = tell_hang(self.logs, self.old_sizes, name_hosts(hang, self.reach), is_told=self._has_told_hang)
             return EXIT_FAILED
-        self._codes = {beat.exit_code for beat in read_heartbeats(self.logs).values()}
+        self._codes = {beat.exit_code for beat in beats}
         # What another then meets in its place, or was waiting for, is no failure.
         heard = self._has_stopped()
         waited = {rank for rank, death in self.deaths.items() if heard and death.tidied_up}
@@ -344,7 +346,3 @@ class Supervisor:
                 # Nobody knows of its end, but of another's: it was ended here, at last.
                 fallen[rank] = Death(now if told and status is None else death.when, status)
         return fallen
-
-    def _all_succeeded(self, codes: list[int]) -> bool:
-        beats = () if self.reach is None else read_heartbeats(self.logs).values()
-        return not any(codes) and all(beat.exit_code == 0 for beat in beats)

@@ -95,7 +95,7 @@ class ConsoleFile:
         except OSError:
             # What was open stays lost when the folder is mounted anew.
             again = self.path.open("rb", buffering=0)
-            again.seek(self._shown)
+            self._shown = again.seek(min(self._shown, again.seek(0, os.SEEK_END)))
             self._close()
             self._file = again
             self._show()

@@ -63,6 +63,18 @@ def test_a_rank_killed_before_the_first_checkpoint_costs_nothing_of_an_earlier_r
 
 
 @pytest.mark.slow
+def test_a_checkpoint_that_was_put_into_the_folder_is_not_gone_on_from(workplace: Path, calm: Path) -> None:
+    """`output.overwrite: delete` leaves what the earlier run did not write; it is moved aside by the start after."""
+    shutil.copytree(calm, workplace / "put")
+    shutil.copytree(calm / f"checkpoint-{STEPS}", workplace / "put" / "checkpoint-400")
+    code, seen = train(workplace, "put", "1:kill:5", "output.overwrite=delete")
+    assert code == 0, seen
+    assert "(step 3" in seen and "restart 1 of 3: going on from the start" in seen, seen
+    assert adapter(workplace / "put") == adapter(calm) and losses(workplace / "put") == losses(calm)
+    assert (workplace / "put.1" / "checkpoint-400" / "COMPLETE").is_file()
+
+
+@pytest.mark.slow
 def test_a_rank_that_cannot_start_again_is_left_out_and_comes_back_when_asked(workplace: Path) -> None:
     lose_one_and_come_back(workplace, "the place of rank 1")
 

@@ -198,14 +198,23 @@ def test_a_stop_before_the_first_step_promises_no_checkpoint_and_waits_for_nobod
 
 
 def test_a_run_whose_folder_is_gone_for_a_while_knows_what_its_ranks_did(runs: dict[str, Run]) -> None:
-    """As an empty mount point is left where a file server was."""
+    """Where a file server was there is an empty mount point, in which the run's lock may be made again."""
     run = runs["folder returns"]
     run.wait_until_ready()
-    (run.folder / "logs").rename(run.folder / "server")
-    run.wait_until_told("waiting 120 s for it")
-    (run.folder / "server").rename(run.folder / "logs")
+    logs, server = run.folder / "logs", run.folder / "server"
+    logs.rename(server)
+    run.wait_until_told("the run's folder cannot be read")
+    logs.mkdir()
+    (logs / "lock.json").touch()
+    run.wait_until_told("waiting up to 120 s for the run's folder")
+    time.sleep(2.0)
+    assert run.process.poll() is None, run.text("err")
+    (logs / "lock.json").unlink()
+    logs.rmdir()
+    server.rename(logs)
     assert run.end() == 1
     lines = run.text("err").splitlines()
+    assert "the run's folder can be read again" in lines
     assert lines[0].startswith("the run's folder cannot be read: ") and str(run.folder / "logs") in lines[0]
     assert f"the run failed: rank 1 on {socket.gethostname()} ended with exit code 1 (step 10)" in lines
     assert "OSError: no file server" in run.text("err")
@@ -216,7 +225,7 @@ def test_a_folder_is_not_waited_for_after_a_signal(runs: dict[str, Run]) -> None
     run = runs["folder lost"]
     run.wait_until_ready()
     (run.folder / "logs").rename(run.folder / "server")
-    run.wait_until_told("waiting 120 s for it")
+    run.wait_until_told("waiting up to 120 s for the run's folder")
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 143
     assert "Traceback" not in run.text("err")

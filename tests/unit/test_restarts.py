@@ -129,6 +129,14 @@ def test_a_smaller_micro_batch_stays_small_in_later_starts(tmp_path: Path) -> No
     ]
 
 
+def test_a_checkpoint_that_a_run_which_starts_over_has_left_is_moved_aside(tmp_path: Path) -> None:
+    """One that is not on the earlier run's list stays with `output.overwrite: delete`."""
+    save(tmp_path, 400)
+    starts = Starts(tmp_path, killed(3), killed(7), DONE, saves=[])
+    assert starts.run() == 0
+    assert starts.settings[1:] == [["output.overwrite=true", "training.resume_from_checkpoint=null"]] * 2
+
+
 def test_a_start_that_wrote_nothing_is_repeated_as_it_was(tmp_path: Path) -> None:
     """Out of memory while it loads: what the folder held before is still there, and the user's wish for it as well."""
     save(tmp_path, 400)
@@ -145,3 +153,15 @@ def test_a_start_that_wrote_nothing_is_repeated_as_it_was(tmp_path: Path) -> Non
     assert Restarts(tmp_path, start, most=3, resumes=False).run() == 0
     assert settings[1][:2] == ["training.batch_size=4", "training.gradient_accumulation_steps=2"]
     assert not [word for word in settings[1] if word.startswith(("output.overwrite", "training.resume"))]
+
+
+@pytest.mark.parametrize("ending", [DONE, Ending(143, None, 2, 4, True), Ending(75, None, 2, 4, True), Ending(1)])
+def test_a_folder_that_is_gone_does_not_change_the_exit_code(tmp_path: Path, ending: Ending) -> None:
+    (tmp_path / "logs").mkdir()
+
+    def start(settings: Sequence[str]) -> Ending:
+        (tmp_path / "logs").rmdir()
+        (tmp_path / "logs").touch()  # what is below it is an error as with a lost server, and not a missing file
+        return ending
+
+    assert Restarts(tmp_path, start, most=3, resumes=False).run() == ending.code

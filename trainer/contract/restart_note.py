@@ -40,10 +40,10 @@ class RestartNote:
 
     @classmethod
     def take(cls, logs: Path) -> "RestartNote | None":
-        """Read the note and remove it; None if there is none."""
+        """Read the note and remove it; None if there is none, or the folder cannot be read."""
         try:
             note = cls.of(json.loads((logs / _FILE).read_text()))
-        except FileNotFoundError:
+        except OSError:
             return None
         (logs / _FILE).unlink()
         return note
