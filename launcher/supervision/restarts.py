@@ -78,6 +78,7 @@ class Restarts:
         self._leave_out, self._has_trained = leave_out, False
         self._logs = run_dir / "logs"
         self._resumes, self._before, self._record_before = resumes, self._whole(), self._record()
+        self._foreign = [] if resumes else _unlisted_checkpoints(run_dir)
         self._settings: dict[str, str] = {}
         self._restarts = self._halvings = 0
         RestartNote.take(self._logs)  # left by a run without a launcher
@@ -150,9 +151,8 @@ class Restarts:
             self._settings[_OVERWRITE] = "false"
             if newest or not self._resumes:
                 self._settings[_RESUME] = "auto"
-            if not (newest or self._resumes) and self._before.items() & self._whole().items():
-                # `delete` leaves what is not on the earlier run's list: no checkpoint for a run that is to start over.
-                self._settings |= {_RESUME: "null", _OVERWRITE: "true"}
+            if not newest and any(path.exists() for path in self._foreign):
+                self._settings |= {_RESUME: "null", _OVERWRITE: "true"}  # none for a run that is to start over
         told = asdict(note) if note is not None else None
         note_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks, told))
         return newest
@@ -174,3 +174,12 @@ class Restarts:
             for marker in self._run_dir.glob("checkpoint-*/COMPLETE")
             if marker.parent.name.rpartition("-")[2].isdigit()
         }
+
+
+def _unlisted_checkpoints(run_dir: Path) -> list[Path]:
+    """Those that `output.overwrite: delete` leaves where they are: they are not on the earlier run's list."""
+    try:
+        listed = (run_dir / "written.txt").read_text(encoding="utf-8").split("\n")
+    except OSError:
+        return []  # without a list everything is moved aside
+    return [path for path in run_dir.glob("checkpoint-*") if path.name not in listed]

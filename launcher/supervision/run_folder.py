@@ -2,13 +2,15 @@
 
 import os
 import time
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from pathlib import Path
 
+from launcher.supervision.stop_signals import exit_code_of_stop
 from launcher.supervision.terminal import say
+from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 
-RETURN_S = 120.0
-"""How long a run whose ranks have ended waits for its folder."""
+RETURN_S, STOP_S = 120.0, 5.0
+"""How long a run whose ranks have ended waits for its folder; if it was told to stop."""
 POLL_S = 0.5
 _OF_A_START = ("launcher.log", "heartbeat-")
 
@@ -39,22 +41,32 @@ class RunFolder:
         return "" if any(name.startswith(_OF_A_START) for name in names) else f"nothing of this run is in {self._logs}"
 
     def returns(self, signals: Sized) -> bool:
-        """Wait for it, RETURN_S at most or until another signal comes; whether it is there.
+        """Wait for it, until another signal comes at most; whether it is there.
 
         What the ranks were doing and which checkpoints are whole is not known without it.
         """
         if self.is_there():
             return True
-        say(f"all ranks have ended; waiting up to {RETURN_S:.0f} s for the run's folder")
-        deadline, heard = time.monotonic() + RETURN_S, len(signals)
+        seconds, heard = STOP_S if signals else RETURN_S, len(signals)
+        say(f"the run has ended; waiting up to {seconds:.0f} s for its folder")
+        deadline = time.monotonic() + seconds
         while not self.is_there():
             if len(signals) > heard:
                 return False
             if time.monotonic() > deadline:
                 say(
-                    f"{self._logs.parent} did not come back, and why the ranks ended stands in its logs; once it can "
-                    "be read again, start the run with training.resume_from_checkpoint=auto"
+                    f"{self._logs.parent} did not come back, and why the run ended is in its logs; once it can be read "
+                    "again, start the run with training.resume_from_checkpoint=auto"
                 )
                 return False
             time.sleep(POLL_S)
         return True
+
+
+def code_without_folder(codes: Sequence[int], signals: Sequence[int]) -> int:
+    """The exit code of a run of which no more is known than those of its processes, and the signals that came."""
+    if not any(codes):
+        return EXIT_OK
+    if signals:
+        return exit_code_of_stop(signals)
+    return EXIT_USAGE if EXIT_USAGE in codes else EXIT_FAILED

@@ -1,6 +1,7 @@
 """Signals that end a run in order, and the exit codes of those that have heard them."""
 
 import signal
+from collections.abc import Sequence
 
 from trainer.contract.exit_codes import EXIT_PREEMPTED
 
@@ -20,3 +21,8 @@ def is_stopped_by_us(code: int) -> bool:
 def exit_code_of(status: int) -> int:
     """A status as `subprocess` says it, as a shell would: 128 + signal."""
     return status if status >= 0 else 128 - status
+
+
+def exit_code_of_stop(signals: Sequence[int], *, at_once: bool = False) -> int:
+    """Of a run that heard these: 75 after SIGUSR1, else 128 + the first, or the last where that ended it at once."""
+    return EXIT_PREEMPTED if signal.SIGUSR1 in signals else 128 + signals[-1 if at_once else 0]

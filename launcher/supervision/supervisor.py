@@ -28,12 +28,12 @@ from launcher.supervision.kernel_oom import oom_kills
 from launcher.supervision.launcher_log import LauncherLog
 from launcher.supervision.processes import end_sessions, find_noted_ranks, is_alive, is_stopped, send, with_children
 from launcher.supervision.remote import Reach
-from launcher.supervision.run_folder import RunFolder
+from launcher.supervision.run_folder import RunFolder, code_without_folder
 from launcher.supervision.silence import SILENCE_S, Silence, SilentHosts, name_hosts, read_hang, silent_run
-from launcher.supervision.stop_signals import PASSED_ON, STOPPED, exit_code_of, is_stopped_by_us
+from launcher.supervision.stop_signals import PASSED_ON, STOPPED, exit_code_of, exit_code_of_stop, is_stopped_by_us
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
-from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_PREEMPTED, EXIT_RESTART, EXIT_USAGE
+from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_RESTART, EXIT_USAGE
 from trainer.contract.heartbeat import clear_heartbeats, read_heartbeats
 from trainer.contract.launcher_process import keep_alive_file
 from trainer.contract.rank_variables import host_name
@@ -127,8 +127,9 @@ class Supervisor:
                 end_sessions([process.pid for process in self.processes])
             self._note_deaths()
             codes = [process.wait() for process in self.processes]
-            if (any(codes) or self.reach is not None) and not self._folder.returns(self.signals):
-                return self._stop_code() if self.signals else EXIT_FAILED if any(codes) else EXIT_OK
+            waits = not self._cut_short and (any(codes) or self.reach is not None)
+            if waits and not self._folder.returns(self.signals):
+                return code_without_folder(codes, self.signals)
             if self._is_outlived:  # its own code is that of the signals by which it was ended just now
                 codes = [beat.exit_code or EXIT_OK for _, beat in sorted(read_heartbeats(self.logs).items())]
             return self._verdict([EXIT_FAILED] if self._cut_off else codes)
@@ -292,17 +293,13 @@ class Supervisor:
         # A signal that comes while the launcher already ends a failed run, as with a lost node, does not hide why.
         before_steps = not self._trains and self._failed_at is None
         if self.signals and (not failed or self._cut_short or before_steps or heard):
-            return self._stop_code()
+            return exit_code_of_stop(self.signals, at_once=self._cut_short)
         stopped = [code for code in codes if code in STOPPED]
         if stopped and not failed:
             return stopped[0]  # somebody else signalled the ranks, and they have saved
         if EXIT_USAGE in failed:
             return self._failed(EXIT_USAGE)
         return self._failed(exit_code_of(failed[0]) if failed else EXIT_OK)
-
-    def _stop_code(self) -> int:
-        preempted = signal.SIGUSR1 in self.signals
-        return EXIT_PREEMPTED if preempted else 128 + self.signals[-1 if self._cut_short else 0]
 
     def _failed(self, code: int) -> int:
         """Tell why; 2 for a mistake of the user, 128 + signal where one ended the rank to blame, else 1.

@@ -64,7 +64,7 @@ def test_a_rank_killed_before_the_first_checkpoint_costs_nothing_of_an_earlier_r
 
 @pytest.mark.slow
 def test_a_checkpoint_that_was_put_into_the_folder_is_not_gone_on_from(workplace: Path, calm: Path) -> None:
-    """`output.overwrite: delete` leaves what the earlier run did not write; it is moved aside by the start after."""
+    """`output.overwrite: delete` leaves what the earlier run did not write; it is moved aside by the next start."""
     shutil.copytree(calm, workplace / "put")
     shutil.copytree(calm / f"checkpoint-{STEPS}", workplace / "put" / "checkpoint-400")
     code, seen = train(workplace, "put", "1:kill:5", "output.overwrite=delete")

@@ -206,7 +206,7 @@ def test_a_run_whose_folder_is_gone_for_a_while_knows_what_its_ranks_did(runs: d
     run.wait_until_told("the run's folder cannot be read")
     logs.mkdir()
     (logs / "lock.json").touch()
-    run.wait_until_told("waiting up to 120 s for the run's folder")
+    run.wait_until_told("waiting up to 120 s for its folder")
     time.sleep(2.0)
     assert run.process.poll() is None, run.text("err")
     (logs / "lock.json").unlink()
@@ -225,7 +225,7 @@ def test_a_folder_is_not_waited_for_after_a_signal(runs: dict[str, Run]) -> None
     run = runs["folder lost"]
     run.wait_until_ready()
     (run.folder / "logs").rename(run.folder / "server")
-    run.wait_until_told("waiting up to 120 s for the run's folder")
+    run.wait_until_told("waiting up to 120 s for its folder")
     run.process.send_signal(signal.SIGTERM)
     assert run.end() == 143
     assert "Traceback" not in run.text("err")

@@ -1,0 +1,50 @@
+"""A run's folder that cannot be read: how long it is waited for, and what the exit code is without it."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.supervision.run_folder import RETURN_S, STOP_S, RunFolder, code_without_folder
+
+
+@pytest.mark.parametrize(
+    ("codes", "signals", "code"),
+    [
+        ([0, 0], [], 0),
+        ([0, 0], [signal.SIGTERM], 0),
+        ([1, -9], [], 1),
+        ([2, 2], [], 2),
+        ([1, 1], [signal.SIGTERM], 143),
+        ([1, 1], [signal.SIGUSR1, signal.SIGTERM], 75),
+    ],
+)
+def test_exit_codes(codes: list[int], signals: list[int], code: int) -> None:
+    assert code_without_folder(codes, signals) == code
+
+
+def test_a_run_that_was_told_to_stop_does_not_use_up_its_grace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin = time.monotonic()
+    assert not RunFolder(tmp_path / "logs").returns([signal.SIGTERM])
+    assert STOP_S <= time.monotonic() - begin < RETURN_S / 2
+    told = capsys.readouterr().err
+    assert "the run's folder cannot be read: " in told and f"waiting up to {STOP_S:.0f} s for its folder" in told
+    assert "start the run with training.resume_from_checkpoint=auto" in told
+
+
+def test_what_the_thread_of_the_lock_makes_is_not_the_runs_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path)
+    (tmp_path / "lock.json").touch()
+    assert not folder.is_there() and not folder.is_there()
+    (tmp_path / "heartbeat-0.json").touch()
+    assert folder.is_there() and folder.is_there()
+    told = capsys.readouterr().err.splitlines()
+    assert told == [
+        f"the run's folder cannot be read: nothing of this run is in {tmp_path}",
+        "the run's folder can be read again",
+    ]
