@@ -145,7 +145,7 @@ class Restarts:
     def _go_on(self, ending: Ending, reason: str, note: RestartNote | None = None) -> str:
         """Let the next start begin at the newest whole checkpoint of this run; its name, empty for the start."""
         newest = self._newest()
-        if ending.step or self._record() != self._record_before:
+        if ending.step or (note is not None and note.step) or self._record() != self._record_before:
             # What an earlier run left behind has made way when this one wrote for the first time. Also where no
             # checkpoint is seen nothing is deleted: a network file system shows this host a new one late.
             self._settings[_OVERWRITE] = "false"

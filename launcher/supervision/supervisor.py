@@ -26,9 +26,9 @@ from launcher.doctor.build_locks import build_waited_for, remove_stale_locks
 from launcher.supervision.failure_report import Death, Failure, Fault, log_sizes, tell_hang
 from launcher.supervision.kernel_oom import oom_kills
 from launcher.supervision.launcher_log import LauncherLog
+from launcher.supervision.lost_folder import FolderWatch, code_without_folder
 from launcher.supervision.processes import end_sessions, find_noted_ranks, is_alive, is_stopped, send, with_children
 from launcher.supervision.remote import Reach
-from launcher.supervision.run_folder import RunFolder, code_without_folder
 from launcher.supervision.silence import SILENCE_S, Silence, SilentHosts, name_hosts, read_hang, silent_run
 from launcher.supervision.stop_signals import PASSED_ON, STOPPED, exit_code_of, exit_code_of_stop, is_stopped_by_us
 from launcher.supervision.terminal import say
@@ -80,7 +80,7 @@ class Supervisor:
         self.signals: list[int] = []
         self.fault: Fault | None = None
         """What the run has failed by."""
-        self._folder = RunFolder(logs)
+        self._folder = FolderWatch(logs)
         self._silence = Silence(logs, hang_timeout_minutes * 60.0)
         self._silent_hosts = SilentHosts()
         self._signalled_at = -ONE_SIGNAL_S

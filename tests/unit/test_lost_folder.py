@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.supervision.run_folder import RETURN_S, STOP_S, RunFolder, code_without_folder
+from launcher.supervision.lost_folder import RETURN_S, STOP_S, FolderWatch, code_without_folder
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_a_run_that_was_told_to_stop_does_not_use_up_its_grace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begin = time.monotonic()
-    assert not RunFolder(tmp_path / "logs").returns([signal.SIGTERM])
+    assert not FolderWatch(tmp_path / "logs").returns([signal.SIGTERM])
     assert STOP_S <= time.monotonic() - begin < RETURN_S / 2
     told = capsys.readouterr().err
     assert "the run's folder cannot be read: " in told and f"waiting up to {STOP_S:.0f} s for its folder" in told
@@ -38,7 +38,7 @@ def test_a_run_that_was_told_to_stop_does_not_use_up_its_grace(
 def test_what_the_thread_of_the_lock_makes_is_not_the_runs_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = RunFolder(tmp_path)
+    folder = FolderWatch(tmp_path)
     (tmp_path / "lock.json").touch()
     assert not folder.is_there() and not folder.is_there()
     (tmp_path / "heartbeat-0.json").touch()

@@ -15,7 +15,7 @@ POLL_S = 0.5
 _OF_A_START = ("launcher.log", "heartbeat-")
 
 
-class RunFolder:
+class FolderWatch:
     """Whether `logs` can be read and is that of this run; says when that changes."""
 
     def __init__(self, logs: Path) -> None:
