@@ -116,9 +116,13 @@ def test_documents_of_one_length_train_to_the_same_bits(even: Path, name: str) -
     settings = {"training__batch_size": 2, **EVEN[name]}
     launched, played = both(even, **settings)
     assert played.graphed[-1] == 1.0, played.graph_lines()
+    assert_same_bits(even, settings, launched, played)
+
+
+def assert_same_bits(ground: Path, settings: dict[str, Any], launched: Trained, played: Trained) -> None:
     noise = 0.0
     if played.losses != launched.losses:  # launched twice it may differ as well
-        again = Trained(even, **settings, training__cuda_graphs="off")
+        again = Trained(ground, **settings, training__cuda_graphs="off")
         noise = largest_difference(again, launched)
         print(f"launched twice: {noise:.2g} apart")
     assert largest_difference(played, launched) <= 3 * noise
@@ -222,6 +226,47 @@ def test_what_cannot_be_recorded_is_launched_and_told(even: Path) -> None:
     launched, played = both(even, model__attn_implementation="sdpa")
     assert max(played.graphed) == 0.0 and "waits for the device" in played.graph_lines()
     assert played.losses == pytest.approx(launched.losses, abs=ROUNDING)
+
+
+@pytest.mark.parametrize("captures", [0, 1, 2], ids=["in the passes before", "forward", "backward"])
+def test_memory_that_runs_out_while_a_step_is_recorded(
+    even: Path, monkeypatch: pytest.MonkeyPatch, captures: int
+) -> None:
+    """The allocator gets no more from the card from there on, until recording has failed; the run goes on."""
+    record, warm_up, begin = Recorder.record, Recorder._warm_up, torch.cuda.graph.__enter__
+    begun = []
+
+    def no_more() -> None:
+        torch.cuda.set_per_process_memory_fraction(1e-6)
+
+    def recorded(self: Recorder, compute: Callable[[], torch.Tensor], *, must_pay: bool) -> Recording:
+        try:
+            return record(self, compute, must_pay=must_pay)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+    def warmed_up(self: Recorder, compute: Callable[[], torch.Tensor]) -> None:
+        if captures == 0:
+            no_more()
+        warm_up(self, compute)
+
+    def begin_capture(self: torch.cuda.graph) -> None:
+        begun.append(self)
+        if len(begun) == captures:
+            no_more()
+        begin(self)
+
+    settings = {"base_model": "random:smollm2-135m", "dataset__max_length": LENGTH, "training__batch_size": 4}
+    settings |= {"lora__dropout": 0.1}
+    launched = Trained(even, **settings, training__cuda_graphs="off")
+    monkeypatch.setattr(Recorder, "record", recorded)
+    monkeypatch.setattr(Recorder, "_warm_up", warmed_up)
+    monkeypatch.setattr(torch.cuda.graph, "__enter__", begin_capture)
+    played = Trained(even, **settings, training__cuda_graphs="on")
+    print(f"\n{played.graph_lines()}")
+    assert len(begun) == captures
+    assert "out of memory" in played.graph_lines() and max(played.graphed) == 0.0
+    assert_same_bits(even, settings, launched, played)
 
 
 @pytest.mark.parametrize("settings", [{}, {"adapter": "qlora"}])
