@@ -154,14 +154,16 @@ def test_deepspeeds_own_groups_wait_as_long_as_torch_says() -> None:
     del engine
 
 
-def test_deepspeed_leaves_its_shared_memory_behind() -> None:
-    """ranks._unlink_shared_buffer: what would unlink it is called by nobody."""
+def test_deepspeed_compiles_what_training_does_not_call() -> None:
+    """ranks.form_process_group: sums in shared memory are those of `inference_all_reduce`, of tensor parallelism."""
     import deepspeed
 
-    sources = list((Path(deepspeed.__file__).parent / "ops" / "csrc" / "cpu" / "comm").glob("*.*"))
-    lines = [line for path in sources for line in path.read_text().splitlines() if "shm_unlink" in line]
-    calls = [line for path in sources for line in path.read_text().splitlines() if "shared_close(" in line]
-    assert len(lines) == 1 and calls == ["void shared_close(SharedData* data)"]
+    root = Path(deepspeed.__file__).parent
+    sources = {str(path.relative_to(root)): path.read_text() for path in root.rglob("*.py")}
+    assert "self.shm_comm_op = build_shm_op()" in sources["comm/torch.py"]
+    assert {name for name, text in sources.items() if "build_shm_op" in text} == {"comm/torch.py"}
+    callers = {name for name, text in sources.items() if "inference_all_reduce(" in text}
+    assert callers - {"comm/torch.py", "comm/comm.py", "comm/backend.py", "comm/ccl.py"} == {"module_inject/layers.py"}
 
 
 def test_deepspeeds_builder_asks_for_fast_math() -> None:

@@ -2,14 +2,15 @@
 
 import atexit
 import datetime
+import importlib
 import os
 import random
 import sys
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy
 import torch
@@ -99,16 +100,15 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
         if FAMILIES[OPEN_MPI][2] in os.environ:
             os.environ[FAMILIES[OPEN_MPI][2]] = str(device.index)
     try:
-        deepspeed.init_distributed(
-            dist_backend="nccl" if device.type == "cuda" else "gloo",
-            auto_mpi_discovery=False,  # done above, for the ranks meet before they form a group
-            timeout=datetime.timedelta(minutes=timeout_minutes),
-            verbose=False,
-        )
+        with _nothing_compiled_for_cpus():
+            deepspeed.init_distributed(
+                dist_backend="nccl" if device.type == "cuda" else "gloo",
+                auto_mpi_discovery=False,  # done above, for the ranks meet before they form a group
+                timeout=datetime.timedelta(minutes=timeout_minutes),
+                verbose=False,
+            )
     except dist.DistNetworkError as error:
         raise told_if_taken(error) from None
-    if device.type == "cpu":
-        _unlink_shared_buffer(ranks)
 
 
 def told_if_taken(error: dist.DistNetworkError) -> Exception:
@@ -129,16 +129,20 @@ def extend_timeouts(minutes: float) -> None:
             set_timeout(datetime.timedelta(minutes=minutes), group)
 
 
-def _unlink_shared_buffer(ranks: Ranks) -> None:
-    """Give back the name of the 66 MiB in /dev/shm through which DeepSpeed's CPU ranks of one host reduce.
+@contextmanager
+def _nothing_compiled_for_cpus() -> Iterator[None]:
+    """DeepSpeed joins CPU ranks without its operator for sums in shared memory, which tensor parallelism alone calls.
 
-    DeepSpeed 0.19.8 never does (csrc/cpu/comm/shm.cpp), so each run would leave them in memory until the host restarts.
-    The ranks that have them open keep them.
+    It would be compiled for a minute in the first start, and again in each from another environment than the last one,
+    for all share one folder; and its 66 MiB in /dev/shm would be left behind by every run (0.19.8, cpu/comm/shm.cpp).
     """
-    dist.barrier()  # all have opened the others'
-    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{address}_{port}_{ranks.rank}"):
-        path.unlink(missing_ok=True)
+    backend: Any = importlib.import_module("deepspeed.comm.torch")  # as an attribute it is torch itself
+    build = require(backend, "build_shm_op", "deepspeed")
+    backend.build_shm_op = lambda: None
+    try:
+        yield
+    finally:
+        backend.build_shm_op = build
 
 
 def find_meeting_point(ranks: Ranks) -> None:
