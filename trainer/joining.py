@@ -18,6 +18,7 @@ from trainer.images.task import ImageTask
 from trainer.language import LanguageTask
 from trainer.memory.preflight import MemoryPlan, plan_memory
 from trainer.ranks.agreement import meet
+from trainer.ranks.device_ahead import hash_triton_ahead
 from trainer.ranks.group import Ranks, form_process_group
 from trainer.ranks.progress import phase
 from trainer.ranks.torch_settings import set_up_torch
@@ -49,8 +50,10 @@ def join(
 
     `notes` are those of reading the settings. Raises UserError where ranks differ in what must be equal.
     """
-    prepared = _meet(config, prepared, ranks, lock, say)
     device = ranks.device()
+    if device.type == "cuda":
+        hash_triton_ahead()
+    prepared = _meet(config, prepared, ranks, lock, say)
     precision = resolve_precision(config.training.precision, device)
     for note in notes:
         say(f"note: {escape(note)}")

@@ -61,6 +61,7 @@ VALUES = {
     "trainer/patches/norm_mlp_rope.py: setattr": "a mark on a result",
     "trainer/patches/norm_mlp_rope.py: vars()[]": "a copy for a test",
     "trainer/patches/replace.py: setattr": "by which the others replace",
+    "trainer/contract/known_versions.py: setattr": "by which others replace for a while",
     "trainer/ranks/group.py: environ": "Python's: rank variables",
     "trainer/images/model.py: vars()[]": "diffusers' own mark of a model in 4 bits",
     "trainer/ranks/torch_settings.py: benchmark": "public",
@@ -141,7 +142,7 @@ def _table(owner: ast.expr, imported: set[str]) -> set[str]:
 
 def _by_call(node: ast.Call) -> set[str]:
     name = ast.unparse(node.func)
-    if name == "replace" and len(node.args) == 3:
+    if (name, len(node.args)) in (("replace", 3), ("replaced", 4)):
         return {str(node.args[1].value) if isinstance(node.args[1], ast.Constant) else ast.unparse(node.args[1])}
     if name in ("setattr", "delattr") and not _is_self(node.args[0]):
         return {"setattr"}
@@ -167,6 +168,7 @@ def test_nothing_is_replaced_that_is_not_listed_and_nothing_is_listed_that_is_no
         "engine.step, engine.other = fast, 1",
         "setattr(module, name, fast)",
         "replace(module, 'forward', fast)",
+        "with replaced(module, 'forward', fast, 'torch'): pass",
         "transformers.loss.compute = fast",
         "ALL_OPS['x'] = 1",
         "AttentionInterface.register('sdpa', fast)",

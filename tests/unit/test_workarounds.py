@@ -166,6 +166,16 @@ def test_deepspeed_compiles_what_training_does_not_call() -> None:
     assert callers - {"comm/torch.py", "comm/comm.py", "comm/backend.py", "comm/ccl.py"} == {"module_inject/layers.py"}
 
 
+def test_deepspeed_registers_passes_of_its_compiler_unasked() -> None:
+    """deepspeed_engine.start_engine: on GPUs, by a function that asks for the accelerator alone."""
+    import deepspeed
+
+    source = inspect.getsource(deepspeed.runtime.engine)
+    assert source.count("is_deepcompile_supported()") == 1
+    assert "if is_deepcompile_supported():\n            # Predefined compile passes" in source
+    assert "from deepspeed.compile.backend import register_compile_pass" in source
+
+
 def test_deepspeeds_builder_asks_for_fast_math() -> None:
     """ops/builder.py gives nvcc flags of its own."""
     from deepspeed.ops.op_builder.builder import CUDAOpBuilder

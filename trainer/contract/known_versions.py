@@ -4,6 +4,8 @@ Private names change without notice within the ranges of pyproject.toml. A run o
 private name that is gone is one line (`require`), and never passes as a feature that is switched off.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -74,3 +76,14 @@ def require(owner: object, name: str, library: str) -> Any:
     except AttributeError:
         kind = getattr(owner, "__name__", type(owner).__name__)
         raise changed(library, f"{kind} has no `{name}`") from None
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: Any, library: str) -> Iterator[None]:
+    """`owner.name` of `library` is `value` within the block; UserError where there is no such name."""
+    before = require(owner, name, library)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -64,7 +64,7 @@ def _numbers(array: Array) -> NDArray[Any]:
     first, last = array.offset, array.offset + len(array)
     buffer = array.buffers()[1]
     if array.type.bit_width > 1:
-        return np.frombuffer(buffer, array.type.to_pandas_dtype())[first:last]
+        return np.frombuffer(buffer, str(array.type))[first:last]
     octets = np.frombuffer(buffer, np.uint8)[first // 8 : -(-last // 8)]
     return np.unpackbits(octets, bitorder="little")[first % 8 :][: len(array)].astype(bool)
 

@@ -8,6 +8,7 @@ import torch
 
 from trainer.config import AUTO, TrainingSection, UserError, ZeroSection
 from trainer.config.errors import shown
+from trainer.contract.known_versions import replaced
 from trainer.engine.layer_gather.shards import layer_shards_of
 from trainer.engine.partitioned import require_own_values_kept, require_partitioned, whole_size
 from trainer.engine.protocol import Engine
@@ -134,7 +135,9 @@ def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, confi
     partition["reduce_bucket_size"] = max(1, min(partition["reduce_bucket_size"], elements))
     if layer_shards_of(model) is not None:
         require_own_values_kept()
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trainable, config=config)
+    # An engine on GPUs registers the passes of DeepSpeed's compiler, asked for or not, and imports Inductor for that.
+    with replaced(deepspeed.runtime.engine, "is_deepcompile_supported", lambda: False, "deepspeed"):
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trainable, config=config)
     if partition["stage"] == 3:
         require_partitioned(trainable)
         _gather_with_the_adapted_layer(model)

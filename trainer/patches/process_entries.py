@@ -117,6 +117,17 @@ BEFORE_THE_MODEL = (
         ("trainer/ranks/group.py: build_shm_op",),
     ),
     Patch(
+        "the passes of DeepSpeed's compiler",
+        "deepspeed",
+        "0.19.8",
+        "an engine on GPUs registers them, asked for or not, and imports Inductor for that: three quarters of a second",
+        "while the engine is made",
+        "trainer/engine/deepspeed_engine.py: start_engine",
+        "when it is made",
+        "tests/unit/test_workarounds.py: test_deepspeed_registers_passes_of_its_compiler_unasked",
+        ("trainer/engine/deepspeed_engine.py: is_deepcompile_supported",),
+    ),
+    Patch(
         "the time limits of DeepSpeed's process groups",
         "deepspeed",
         "0.19.8",

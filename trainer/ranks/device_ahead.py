@@ -1,7 +1,7 @@
-"""This rank's CUDA context, made by the driver while Python imports.
+"""What takes the device's libraries long, in threads beside what Python does meanwhile.
 
-It takes a second on a machine with several cards, and torch finds it there. Whatever goes wrong is found again by
-torch, which says so.
+This rank's CUDA context takes the driver a second on a machine with several cards, and torch finds it there. Whatever
+goes wrong is found again by torch, which says so.
 """
 
 import ctypes
@@ -24,6 +24,24 @@ def make_context_ahead(environment: Mapping[str, str] = os.environ) -> threading
     thread = threading.Thread(target=_make_context, args=(driver, local_rank), name="device", daemon=True)
     thread.start()
     return thread
+
+
+def hash_triton_ahead() -> threading.Thread:
+    """Start to read Triton's library of some hundred MB: its hash is in the names of all kernels that are compiled.
+
+    It takes 0.4 s, in which Python's lock is free, and is kept for the first kernel of the first step.
+    """
+    thread = threading.Thread(target=_hash_triton, name="triton", daemon=True)
+    thread.start()
+    return thread
+
+
+def _hash_triton() -> None:
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:  # where kernels are compiled without it, or not at all
+        return
+    triton_key()
 
 
 def _make_context(driver: ctypes.CDLL, local_rank: int) -> None:

@@ -7,10 +7,9 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy
 import torch
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from trainer.config import UserError
-from trainer.contract.known_versions import require
+from trainer.contract.known_versions import replaced, require
 from trainer.contract.ports import free_port, port_is_taken
 from trainer.contract.rank_variables import (
     FAMILIES,
@@ -99,8 +98,12 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
         os.environ["LOCAL_RANK"] = str(device.index)
         if FAMILIES[OPEN_MPI][2] in os.environ:
             os.environ[FAMILIES[OPEN_MPI][2]] = str(device.index)
+    # DeepSpeed has an operator for sums of CPU ranks in shared memory, which tensor parallelism alone calls. Compiling
+    # it takes a minute in the first start, and in each from another environment than the last one, for all share one
+    # folder; and its 66 MiB in /dev/shm would be left behind by every run (0.19.8, cpu/comm/shm.cpp).
+    backend = importlib.import_module("deepspeed.comm.torch")  # as an attribute it is torch itself
     try:
-        with _nothing_compiled_for_cpus():
+        with replaced(backend, "build_shm_op", lambda: None, "deepspeed"):
             deepspeed.init_distributed(
                 dist_backend="nccl" if device.type == "cuda" else "gloo",
                 auto_mpi_discovery=False,  # done above, for the ranks meet before they form a group
@@ -127,22 +130,6 @@ def extend_timeouts(minutes: float) -> None:
         set_timeout = require(distributed_c10d, "_set_pg_timeout", "torch")
         for group in list(require(require(distributed_c10d, "_world", "torch"), "pg_map", "torch")):
             set_timeout(datetime.timedelta(minutes=minutes), group)
-
-
-@contextmanager
-def _nothing_compiled_for_cpus() -> Iterator[None]:
-    """DeepSpeed joins CPU ranks without its operator for sums in shared memory, which tensor parallelism alone calls.
-
-    It would be compiled for a minute in the first start, and again in each from another environment than the last one,
-    for all share one folder; and its 66 MiB in /dev/shm would be left behind by every run (0.19.8, cpu/comm/shm.cpp).
-    """
-    backend: Any = importlib.import_module("deepspeed.comm.torch")  # as an attribute it is torch itself
-    build = require(backend, "build_shm_op", "deepspeed")
-    backend.build_shm_op = lambda: None
-    try:
-        yield
-    finally:
-        backend.build_shm_op = build
 
 
 def find_meeting_point(ranks: Ranks) -> None:
