@@ -51,7 +51,7 @@ def join(
     `notes` are those of reading the settings. Raises UserError where ranks differ in what must be equal.
     """
     device = ranks.device()
-    if device.type == "cuda":
+    if device.type == "cuda" and prepared.tokenizer is not None:  # image models have no kernel of Triton's
         hash_triton_ahead()
     prepared = _meet(config, prepared, ranks, lock, say)
     precision = resolve_precision(config.training.precision, device)

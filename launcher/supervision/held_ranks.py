@@ -10,10 +10,9 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import FrameType, TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 import psutil
 
@@ -61,11 +60,16 @@ class HeldRanks:
         # The user sees what the first rank prints; what the others print goes to the launcher's log.
         self._said = tempfile.TemporaryFile()
         self._signals: list[tuple[int, float]] = []
+        self._handlers: dict[int, Any] = {}
 
     @classmethod
     def start(cls, command: Command) -> Self:
-        """Start every rank of `command`, each as the leader of a session of its own."""
+        """Start every rank of `command`, each as the leader of a session of its own.
+
+        Signals are noted from here on, for `until_checked`: one that raised would leave ranks that nobody ends.
+        """
         held = cls()
+        held._note_signals()
         # A rank unblocks Ctrl-C once it can end without a traceback.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
@@ -76,7 +80,7 @@ class HeldRanks:
                     output = held._said if held.processes else None
                     held.processes.append(command.start_rank(variables, there, output, OPTION))
         except BaseException:
-            held.end()
+            held.__exit__()
             raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -92,19 +96,24 @@ class HeldRanks:
 
         Checks may take as long as they like, but not in a process that was stopped and does not go on.
         """
-        halted = Halted(self.processes, hang_timeout_minutes * 60.0)
-        with self._noting_signals():
-            while not self._signals:
-                ready, _, _ = select.select(self._channels[:1], [], [], POLL_S)
-                if ready and self._channels[0].recv(len(CHECKED)) == CHECKED:
-                    return 0
-                if any(process.poll() is not None for process in self.processes):
-                    return self._failed()
-                if (rank := halted.too_long()) is not None:
-                    say(f"{FAILED}: the run hangs: rank {rank} on {host_name()} is stopped (SIGSTOP, or a debugger)")
-                    self.end()
-                    return EXIT_FAILED
-            return self._stopped()
+        try:
+            code = self._wait(Halted(self.processes, hang_timeout_minutes * 60.0))
+        finally:
+            self._no_longer_note_signals()
+        return self._stopped() if not code and self._signals else code
+
+    def _wait(self, halted: Halted) -> int:
+        while not self._signals:
+            ready, _, _ = select.select(self._channels[:1], [], [], POLL_S)
+            if ready and self._channels[0].recv(len(CHECKED)) == CHECKED:
+                return 0
+            if any(process.poll() is not None for process in self.processes):
+                return self._failed()
+            if (rank := halted.too_long()) is not None:
+                say(f"{FAILED}: the run hangs: rank {rank} on {host_name()} is stopped (SIGSTOP, or a debugger)")
+                self.end()
+                return EXIT_FAILED
+        return self._stopped()
 
     def release(self, arguments: Sequence[str], log: IO[bytes]) -> list[subprocess.Popen[bytes]]:
         """Let all ranks go on with these arguments, and their output to the file `log`; their processes."""
@@ -147,26 +156,29 @@ class HeldRanks:
         self.end()
         return _told(number)
 
-    @contextmanager
-    def _noting_signals(self) -> Iterator[None]:
+    def _note_signals(self) -> None:
         def note(number: int, frame: FrameType | None) -> None:
             self._signals.append((number, time.monotonic()))
 
-        before = {number: signal.signal(number, note) for number in PASSED_ON}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        self._handlers = {number: signal.signal(number, note) for number in PASSED_ON}
+
+    def _no_longer_note_signals(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
     ) -> None:
         if self.waits:
             self.end()
+        self._no_longer_note_signals()
         self._said.close()
 
 

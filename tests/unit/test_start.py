@@ -158,6 +158,25 @@ def test_a_signal_before_the_checks_are_done_leaves_nothing(
     assert not (folder / f"stopped-{code}").exists()
 
 
+INTERRUPTS_ITS_LAUNCHER = """
+import sys
+from launcher.supervision.held_ranks import HeldRanks
+from launcher.targets.local import Command
+ranks = Command(("sh", "-c", "kill -INT $PPID; exec sleep 300"), 2, {}, (), ({}, {}))
+with HeldRanks.start(ranks) as held:
+    print(*(process.pid for process in held.processes), flush=True)
+    sys.exit(held.until_checked())
+"""
+
+
+def test_ctrl_c_while_ranks_are_started_ends_them() -> None:
+    """Held back meanwhile, it comes as soon as they run: an exception there would leave them to nobody."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTS_ITS_LAUNCHER], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "stopped\n")
+    started = list(map(int, done.stdout.split()))
+    assert len(started) == 2 and not any(map(psutil.pid_exists, started))
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_before_the_checks_are_done_is_named(folder: Path, rank: int) -> None:

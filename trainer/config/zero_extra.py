@@ -39,8 +39,9 @@ SETTINGS_OF = {
 FIXED = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
 # Parts of DeepSpeed that replace the step, the data or the model that are ours.
 REPLACE = (
-    "autotuning", "compression_training", "curriculum_learning", "data_efficiency", "elasticity", "hybrid_engine",
-    "pipeline", "progressive_layer_drop", "sequence_parallel_size", "sparse_attention", "tensor_parallel",
+    "autotuning", "compile", "compression_training", "curriculum_learning", "data_efficiency", "elasticity",
+    "hybrid_engine", "pipeline", "progressive_layer_drop", "sequence_parallel_size", "sparse_attention",
+    "tensor_parallel",
 )  # fmt: skip
 
 

@@ -60,7 +60,10 @@ class Samples:
 
 
 def _numbers(array: Array) -> NDArray[Any]:
-    """The numbers or booleans of an array without nulls; Arrow's own `to_numpy` imports pandas, half a second."""
+    """The integers or booleans of an array without nulls; the names of Arrow's integers are NumPy's.
+
+    Arrow's own `to_numpy`, and a type's `to_pandas_dtype` in some of its versions, import pandas, half a second.
+    """
     first, last = array.offset, array.offset + len(array)
     buffer = array.buffers()[1]
     if array.type.bit_width > 1:

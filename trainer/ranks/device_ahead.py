@@ -1,7 +1,7 @@
-"""What takes the device's libraries long, in threads beside what Python does meanwhile.
+"""Slow work of the device's libraries, in threads beside the imports and the joining.
 
-This rank's CUDA context takes the driver a second on a machine with several cards, and torch finds it there. Whatever
-goes wrong is found again by torch, which says so.
+This rank's CUDA context takes the driver a second on a machine with several cards, and torch finds it there. What goes
+wrong here is met again, and told, where torch or Triton does the same.
 """
 
 import ctypes
@@ -38,10 +38,12 @@ def hash_triton_ahead() -> threading.Thread:
 
 def _hash_triton() -> None:
     try:
+        # Imported whole by now (lean_imports): to import it in two threads at once could end in a deadlock of modules.
         from triton.runtime.cache import triton_key
-    except ImportError:  # where kernels are compiled without it, or not at all
+
+        triton_key()
+    except (ImportError, OSError):  # not there, or the first kernel says so
         return
-    triton_key()
 
 
 def _make_context(driver: ctypes.CDLL, local_rank: int) -> None:

@@ -7,7 +7,7 @@ import os
 import random
 import sys
 import threading
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -98,12 +98,8 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
         os.environ["LOCAL_RANK"] = str(device.index)
         if FAMILIES[OPEN_MPI][2] in os.environ:
             os.environ[FAMILIES[OPEN_MPI][2]] = str(device.index)
-    # DeepSpeed has an operator for sums of CPU ranks in shared memory, which tensor parallelism alone calls. Compiling
-    # it takes a minute in the first start, and in each from another environment than the last one, for all share one
-    # folder; and its 66 MiB in /dev/shm would be left behind by every run (0.19.8, cpu/comm/shm.cpp).
-    backend = importlib.import_module("deepspeed.comm.torch")  # as an attribute it is torch itself
     try:
-        with replaced(backend, "build_shm_op", lambda: None, "deepspeed"):
+        with nothing_compiled_for_cpus():
             deepspeed.init_distributed(
                 dist_backend="nccl" if device.type == "cuda" else "gloo",
                 auto_mpi_discovery=False,  # done above, for the ranks meet before they form a group
@@ -112,6 +108,16 @@ def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
             )
     except dist.DistNetworkError as error:
         raise told_if_taken(error) from None
+
+
+def nothing_compiled_for_cpus() -> AbstractContextManager[None]:
+    """Within it DeepSpeed joins CPU ranks without its sums in shared memory, which tensor parallelism alone calls.
+
+    To compile them takes 40 s on two cores, in the first start and whenever another environment was the last to do it,
+    for all of one Python share a folder. Ranks of one host would also leave 66 MiB each in /dev/shm (0.19.8, shm.cpp).
+    """
+    backend = importlib.import_module("deepspeed.comm.torch")  # as an attribute it is torch itself
+    return replaced(backend, "build_shm_op", lambda: None, "deepspeed")
 
 
 def told_if_taken(error: dist.DistNetworkError) -> Exception:

@@ -1,0 +1,14 @@
+"""What ranks on GPUs have done in threads by the time that it is needed."""
+
+import pytest
+
+from trainer.ranks.device_ahead import hash_triton_ahead
+
+pytestmark = pytest.mark.gpu
+
+
+def test_the_hash_of_tritons_library_is_there_before_the_first_kernel() -> None:
+    cache = pytest.importorskip("triton.runtime.cache", reason="needs Triton, which comes with torch's CUDA builds")
+    cache.triton_key.cache_clear()
+    hash_triton_ahead().join()
+    assert cache.triton_key.cache_info().currsize == 1
