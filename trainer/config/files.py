@@ -1,0 +1,158 @@
+"""Read files that somebody else wrote: every problem becomes one UnreadableFile with a one-line message.
+
+A run's folder, a model's folder and a hostfile can all be damaged, half copied or edited by hand. Readers that check
+only for the errors they expect end in a traceback on the first file that nobody expected, so every reader of such files
+goes through this module, and says in `shape` which types it relies on.
+"""
+
+import json
+import stat
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from trainer.config.errors import UserError
+
+MAX_TEXT_BYTES = 1 << 28
+MAX_SAFETENSORS_HEADER_BYTES = 100 << 20
+"""The limit of the safetensors library itself."""
+
+
+class UnreadableFile(UserError):
+    """A file that exists but cannot be used. `path` and `problem` are for callers that word the message themselves."""
+
+    def __init__(self, path: Path, problem: str, fix: str = "restore or replace the file") -> None:
+        self.path, self.problem = path, problem
+        super().__init__(f"{path}: {problem}; {fix}")
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor in the header of a safetensors file; offsets count from the end of the header."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        FileNotFoundError: if the file does not exist, so that callers can tell "missing" from "damaged".
+        UnreadableFile: if it is a folder, pipe or device, may not be read, or is larger than `max_bytes`.
+    """
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise UnreadableFile(path, "is a folder" if stat.S_ISDIR(mode) else "is not a regular file")
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(error.errno, "No such file or directory", str(path)) from None
+    except OSError as error:
+        raise UnreadableFile(path, f"cannot be read ({error.strerror})", "check its permissions and disk") from None
+    except ValueError:  # a null character in the name
+        raise UnreadableFile(path, "is not a possible file name") from None
+    if len(content) > max_bytes:
+        raise UnreadableFile(path, f"is larger than {max_bytes:,} bytes")
+    return content
+
+
+def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    """Return the content of a UTF-8 file, without a byte-order mark. Raises as `read_bytes` does."""
+    return decode_text(read_bytes(path, max_bytes), path)
+
+
+def decode_text(content: bytes, path: Path) -> str:
+    """Decode UTF-8, dropping a byte-order mark. Raises UnreadableFile naming the line of the first bad byte."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        problem = f"line {line}: byte 0x{content[error.start]:02x} is not UTF-8"
+        raise UnreadableFile(path, problem, "save it as UTF-8 text") from None
+
+
+def read_json(path: Path, shape: Any = dict[str, Any], max_bytes: int = MAX_TEXT_BYTES) -> Any:
+    """Return the JSON value in a file, checked against `shape`, any type that pydantic can validate.
+
+    Raises:
+        FileNotFoundError: if the file does not exist.
+        UnreadableFile: if it cannot be read, is not JSON, or does not have that shape.
+    """
+    return parse_json(read_bytes(path, max_bytes), path, shape)
+
+
+def parse_json(content: bytes | str, path: Path, shape: Any = dict[str, Any]) -> Any:
+    """Parse JSON that was read from `path` and check it against `shape`. Raises UnreadableFile."""
+    text = decode_text(content, path) if isinstance(content, bytes) else content
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise UnreadableFile(path, "is nested too deeply to be read as JSON") from None
+    except json.JSONDecodeError as error:
+        problem = f"is not JSON (line {error.lineno}, column {error.colno}: {error.msg})"
+        raise UnreadableFile(path, problem) from None
+    except ValueError as error:  # more digits than Python converts
+        raise UnreadableFile(path, f"is not JSON that can be read ({error})") from None
+    return check_shape(value, path, shape)
+
+
+def check_shape(value: Any, path: Path, shape: Any) -> Any:
+    """Return a value read from `path` as `shape`. Raises UnreadableFile naming the first part that does not fit."""
+    try:
+        return _adapter(shape).validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UnreadableFile(path, f"{where}: {first['msg']}" if where else first["msg"]) from None
+    except RecursionError:
+        raise UnreadableFile(path, "is nested too deeply") from None
+
+
+def read_safetensors_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str], int]:
+    """Return the tensors, the metadata and the offset of the first data byte of a safetensors file.
+
+    Only the header is read: an 8-byte little-endian length, then that many bytes of JSON.
+
+    Raises:
+        FileNotFoundError: if the file does not exist.
+        UnreadableFile: if it is no safetensors file, or its size differs from what the header announces.
+    """
+    begin = _read_at(path, 0, 9)
+    length = int.from_bytes(begin[:8], "little")
+    # The first bytes of a header's length can be those of a pickle or a zip; the byte after the length cannot.
+    if len(begin) < 9 or begin[8:] != b"{" or length > MAX_SAFETENSORS_HEADER_BYTES:
+        fix = "only safetensors files are loaded, because pickled weights can run code"
+        raise UnreadableFile(path, "is not a safetensors file", fix)
+    content = _read_at(path, 8, length)
+    if len(content) < length:
+        raise UnreadableFile(path, "is cut short within its header", "copy or download it again")
+    header: dict[str, Any] = parse_json(content, path)
+    metadata: dict[str, str] = check_shape(header.pop("__metadata__", {}), path, dict[str, str])
+    entries: dict[str, TensorEntry] = check_shape(header, path, dict[str, TensorEntry])
+    size = path.stat().st_size
+    expected = 8 + length + max((entry.data_offsets[1] for entry in entries.values()), default=0)
+    if size != expected:
+        raise UnreadableFile(path, f"is cut short: {size:,} bytes instead of {expected:,}", "copy or download it again")
+    return entries, metadata, 8 + length
+
+
+def _read_at(path: Path, offset: int, count: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(count)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UnreadableFile(path, f"cannot be read ({error.strerror})", "check its permissions and disk") from None
+
+
+@lru_cache(maxsize=64)
+def _adapter(shape: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(shape)
