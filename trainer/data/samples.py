@@ -77,6 +77,11 @@ class SampleIterator(Protocol):
 
     def __iter__(self) -> Iterator[Sample]: ...
     def __next__(self) -> Sample: ...
+    @property
+    def skipped(self) -> list[int]:
+        """Records of each source that were skipped so far."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """Where it stands, as plain values: `SampleStream.read` goes on from there."""
         ...
@@ -99,6 +104,8 @@ class SampleStream:
     shared: Path | None = None
     name: str = ""
     """The same wherever the same is read in the same order."""
+    sources: tuple[str, ...] = ("dataset",)
+    """The settings that name the sources."""
 
 
 def join(samples: list[Sample]) -> Sample:
