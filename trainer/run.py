@@ -14,7 +14,7 @@ from trainer.config import LoadedConfig, RunConfig, collective_timeout, engine_z
 from trainer.contract.folder_lock import FolderLock
 from trainer.course import Course
 from trainer.data import StreamBatches
-from trainer.data.prepared import Prepared, samples_of
+from trainer.data.prepared import Prepared, fit_max_length, samples_of
 from trainer.data.step_count import count_steps
 from trainer.decisions import VARLEN, Decisions
 from trainer.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
@@ -110,7 +110,7 @@ class Run:
 
         `profile_start`: say in full where the time to the first step went.
         """
-        self.config, self.notes, self.lock = loaded.config, loaded.notes, lock
+        self.config, self.notes, self.lock = fit_max_length(loaded.config, prepared.longest), loaded.notes, lock
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
         self.measurement, self.profile_start = measurement, profile_start
         self.restored_scu = self.steering = self.metrics = None
@@ -124,7 +124,8 @@ class Run:
         engine = self._start_engine(model)
         position, total_steps = self._restore(engine)
         self.steering = self._steer(engine, position, total_steps)
-        self.metrics = self.folder.open(model, position, total_steps, self.device, self.precision)
+        prompt_text = self.prepared.data.stats.prompt_text
+        self.metrics = self.folder.open(model, position, total_steps, self.device, self.precision, prompt_text)
         if self.measurement is None:
             self.folder.prepare_saves(engine)
         held_out = self.prepared.data.evaluation is not None
@@ -265,6 +266,7 @@ class Run:
             counted=self.task.counted,
             sample=lambda step: self.evaluation.sample(f"step-{step}", step, self.folder),
             sample_every=self.config.image.sample_every if self.task.counted == "images" else 0,
+            skipped=self._skipped if self.config.dataset.on_bad_record == "skip" else None,
             tell_start=self._tell_start,
             profiler=StepProfiler.of_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
             spikes=SpikeWatch(self.say) if self.ranks.is_main and self.config.training.on_spike == "warn" else None,
@@ -279,6 +281,13 @@ class Run:
             report_evaluation(self.metrics, position.step, loss, self.task.counted)
         self.evaluation.sample(when, position.step, self.folder)
         return loss
+
+    def _skipped(self) -> dict[str, int]:
+        """Records left out so far, by source."""
+        if isinstance(self.batches, StreamBatches):
+            return self.batches.skipped
+        skipped: dict[str, int] = self.prepared.data.stats.skipped
+        return skipped
 
     def _tell_start(self, times: StartTimes) -> None:
         for line in times.table() if self.profile_start else [times.line()]:
@@ -332,6 +341,9 @@ class Run:
         self.folder.write_times()
         with self.folder.while_there_is_room("the measured memory"):
             self.say(record_memory(self.folder.path, self.memory, self.peak, self.device, self.recovery.halvings))
+        for source, count in self._skipped().items():
+            if count:
+                self.say(f"[yellow]warning:[/yellow] {source}: {count:,} records were skipped as on_bad_record says")
         if self.stop:
             self.say(f"stopped at step {position.step}, saved; go on with training.resume_from_checkpoint=latest")
             return

@@ -19,6 +19,7 @@ from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.data import prepare_data
 from trainer.data.conversations import chat_template_of
+from trainer.data.prepared import fit_max_length
 from trainer.data.step_count import count_steps, steps_line
 from trainer.decisions import Machine
 from trainer.images.pipeline import is_pipeline, read_pipeline
@@ -219,8 +220,11 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"--gpus {arguments.gpus}: must be 1 or more")
         memory = parse_memory(arguments.gpu_memory or DEFAULT_GPU)
         loaded = load_config(arguments.config, arguments.overrides)
-        planner, notes = planner_for(loaded.config, arguments.gpus)
-        found, resolved = report(planner, loaded.config, memory, [*loaded.notes, *notes])
+        config = loaded.config
+        if not is_pipeline(config):
+            config = fit_max_length(config, context_length(model_config_of(config)[0]))
+        planner, notes = planner_for(config, arguments.gpus)
+        found, resolved = report(planner, config, memory, [*loaded.notes, *notes])
         found["gpu_is_assumed"] = arguments.gpu_memory is None
         if arguments.json:
             print(json.dumps(found, indent=1))

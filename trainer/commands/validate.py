@@ -28,7 +28,7 @@ def findings(config: RunConfig, prepared: "Prepared") -> list[str]:
     """What the configuration means on this model and data: `name: text` lines."""
     import torch
 
-    from trainer.data.prepared import samples_of
+    from trainer.data.prepared import fit_max_length, samples_of
     from trainer.data.step_count import (
         smaller_batch_line,
         step_warnings,
@@ -46,6 +46,7 @@ def findings(config: RunConfig, prepared: "Prepared") -> list[str]:
     from trainer.model.targets import unadapted_layers
     from trainer.patches.mamba import unadapted_lines
 
+    config = fit_max_length(config, prepared.longest)
     pictures = isinstance(prepared.model_config, Pipeline)
     model: Any
     if pictures:

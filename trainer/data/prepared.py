@@ -4,7 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from trainer.config import RunConfig
 from trainer.data import Samples, SampleStream
+from trainer.data.prompts import Prompt
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,18 @@ class Prepared:
     """What is worth a line on the console."""
     reference: Samples | None = None
     """The texts of scu.reference."""
+    sample_prompts: tuple[Prompt, ...] = ()
+    """Those of logging.sample_prompts, read from files where it names any."""
+    longest: int | None = None
+    """The model's context in tokens."""
+
+
+def fit_max_length(config: RunConfig, longest: int | None) -> RunConfig:
+    """Return the configuration with `dataset.max_length` no longer than the model's context, unless it was given."""
+    data = config.dataset
+    if longest is None or data.max_length <= longest or "max_length" in data.model_fields_set:
+        return config
+    return config.model_copy(update={"dataset": data.model_copy(update={"max_length": longest})})
 
 
 def share_stream(prepared: Prepared, folder: Path) -> Prepared:

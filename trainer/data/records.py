@@ -31,6 +31,8 @@ ROLES = {
 }
 ALPACA_WITH_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 ALPACA_WITHOUT_INPUT = "### Instruction:\n{instruction}\n\n### Response:\n"
+PLAIN_TEXT = "{prompt}"
+"""The form of prompts (see `prompt_form`) where whole texts are trained."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def prompt_form(shape: Shape, first: Mapping[str, Any]) -> str | None:
         template = shape.template_without_input or shape.template or ""
         marks = [name for name in shape.names if f"{{{name}}}" in template]
         return "{system}" + template.replace(f"{{{marks[0]}}}", "{prompt}") if len(marks) == 1 else "{system}{prompt}"
-    return "{prompt}" if shape.format == "completion" else "{system}{prompt}"
+    return PLAIN_TEXT if shape.format == "completion" else "{system}{prompt}"
 
 
 def _read(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Turns | Text:
