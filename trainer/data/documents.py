@@ -92,7 +92,7 @@ class DocumentEncoder:
             try:
                 records.append(record_of(row))
             except UserError as error:
-                problem = error
+                problem = problem or error
                 if not self.skips:
                     raise
         if problem is not None and not records:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from trainer.config import UserError
@@ -187,7 +188,7 @@ def _read_conversation(record: Mapping[str, Any], shape: Shape, where: str) -> T
     column = shape.names["conversations" if sharegpt else "messages"]
     role_key, content_key = ("from", "value") if sharegpt else ("role", "content")
     keys = shape.names.get(role_key, role_key), shape.names.get(content_key, content_key)
-    turns = [_Fields(turn) if isinstance(turn, Mapping) else turn for turn in _list(record[column], column, where)]
+    turns = _turns(record[column], column, where)
     messages = [
         _message(turn, keys, f"{where}, turn {number}", shape.roles) for number, turn in enumerate(turns, start=1)
     ]
@@ -198,9 +199,17 @@ def _read_conversation(record: Mapping[str, Any], shape: Shape, where: str) -> T
         for index, turn in enumerate(turns)
         if turn.get("weight") == 0 or turn.get("train") is False
     }
-    unread = dict.fromkeys(f"{column}.{name}" for turn in turns for name in turn.unread())
     tools = _tools(record.get(shape.names.get("tools", "tools")), where)
-    return Turns(messages, tools, frozenset(silent), (*ignored, *unread))
+    return Turns(messages, tools, frozenset(silent), ignored + _unread_of(turns, column))
+
+
+def _turns(value: Any, column: str, where: str) -> list[Any]:
+    """Return a list of turns, each of which remembers which of its fields were read."""
+    return [_Fields(turn) if isinstance(turn, Mapping) else turn for turn in _list(value, column, where)]
+
+
+def _unread_of(turns: list[Any], column: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(f"{column}.{name}" for turn in turns for name in turn.unread()))
 
 
 def _read_conversational_pair(
@@ -210,14 +219,14 @@ def _read_conversational_pair(
     keys = ("role", "content")
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    pair = {"prompt": prompt, "completion": completion}
+    columns = {name: _turns(turns, shape.names[name], where) for name, turns in pair.items()}
     lists = [
         [_message(turn, keys, f"{where}, {name} turn {number}", {}) for number, turn in enumerate(turns, start=1)]
-        for name, turns in (
-            ("prompt", _list(prompt, shape.names["prompt"], where)),
-            ("completion", _list(completion, shape.names["completion"], where)),
-        )
+        for name, turns in columns.items()
     ]
     ignored = _lead_with_system(lists[0], record, shape, where)
+    ignored += tuple(chain.from_iterable(_unread_of(turns, shape.names[name]) for name, turns in columns.items()))
     tools = _tools(record.get(shape.names.get("tools", "tools")), where)
     return Turns(lists[0] + lists[1], tools, frozenset(range(len(lists[0]))), ignored)
 
