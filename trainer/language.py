@@ -11,7 +11,7 @@ from rich.markup import escape
 from trainer.config import RunConfig
 from trainer.data import Batches, MicroBatch, Samples, StreamBatches, evaluation_batches
 from trainer.data.prepared import Prepared
-from trainer.data.prompts import as_text
+from trainer.data.prompt_files import as_text
 from trainer.engine.layer_gather.shards import LayerShards
 from trainer.engine.protocol import Engine
 from trainer.model.answers import answer_prompt, prompt_ids

@@ -21,7 +21,7 @@ from trainer.contract.hub_patience import ask_once_without_network
 from trainer.data import Samples, prepare_data
 from trainer.data.conversations import chat_template_of
 from trainer.data.prepared import Prepared, fit_max_length, samples_of
-from trainer.data.prompts import sample_prompts
+from trainer.data.prompt_files import sample_prompts
 from trainer.data.reference_text import reference_samples
 from trainer.data.step_count import step_warnings, with_global_batch
 from trainer.engine.deepspeed_engine import check_extra_keys, resolve_precision

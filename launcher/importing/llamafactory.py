@@ -281,7 +281,7 @@ def _turns(columns: dict[str, str], tags: dict[str, str], *, openai: bool) -> di
     content = tags.get("content_tag", "content" if openai else "value")
     fields = {"messages": columns.get("messages", "messages" if openai else "conversations")}
     fields |= {key: name for key, name in (("role", role), ("content", content)) if key != name}
-    fields |= {key: columns[key] for key in ("tools",) if columns.get(key) and columns[key] != key}
+    fields |= {key: columns[key] for key in ("system", "tools") if columns.get(key) and columns[key] != key}
     theirs = {"user": "human", "assistant": "gpt", "system": "system"}
     roles: dict[str, list[str]] = {}
     for ours, default in theirs.items():

@@ -33,7 +33,7 @@ from trainer.commands.image_adapter import DRAWN_BY_DIFFUSERS, refuse_images
 from trainer.config import CommandParser, DatasetSection, UserError
 from trainer.config.errors import shown
 from trainer.config.files import check_shape, read_json
-from trainer.data.prompts import Prompt, as_text, read_prompts
+from trainer.data.prompt_files import Prompt, as_text, read_prompts
 from trainer.data.records import PLAIN_TEXT
 from trainer.model.answers import prompt_ids, stop_tokens
 from trainer.model.base import context_length

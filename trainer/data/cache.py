@@ -57,7 +57,8 @@ def prepare_data(
     """
     if max_length_of_model is not None and section.max_length > max_length_of_model:
         raise UserError(
-            f"dataset.max_length={section.max_length}: the model was made for {max_length_of_model} tokens; use no more"
+            f"dataset.max_length={section.max_length}: the model was made for {max_length_of_model} tokens; "
+            f"use {max_length_of_model} or less"
         )
     train: Sources = [(f"dataset.mix.{at}", source) for at, source in enumerate(section.mix)] or [("dataset", section)]
     evaluation: Sources = [("dataset.evaluation", section.evaluation)] if section.evaluation else []
@@ -79,7 +80,7 @@ def prepare_data(
     if streamed:
         reports = [look_ahead(source, label, encoder) for label, source in streamed]
         read = partial(stream_samples, section, streamed, [report.shape for report in reports], encoder, seed)
-        notes = [f"{label}: streamed from {source.path}, of which the first block says:" for label, source in streamed]
+        notes = [f"{label}: streamed from {source.path}" for label, source in streamed]
         found = chain.from_iterable((note, *report.notes) for note, report in zip(notes, reports, strict=True))
         stats = replace(stats, notes=(*found, *stats.notes), prompt_text=_form_of(reports))
         name = _digest([key, seed, section.shuffle, [stamps(source, label) for label, source in streamed]])

@@ -6,7 +6,7 @@ from typing import Any
 
 from trainer.config import RunConfig
 from trainer.data import Samples, SampleStream
-from trainer.data.prompts import Prompt
+from trainer.data.prompt_files import Prompt
 
 
 @dataclass(frozen=True)

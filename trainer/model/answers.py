@@ -6,7 +6,7 @@ import torch
 from jinja2 import TemplateError
 
 from trainer.config import DatasetSection, UserError
-from trainer.data.prompts import Prompt
+from trainer.data.prompt_files import Prompt
 from trainer.data.tokens import leading_token
 from trainer.engine.layer_gather.shards import layer_shards_of
 from trainer.engine.protocol import Engine
