@@ -87,6 +87,8 @@ class DatasetSection(SourceSection):
     are text. A system turn in a record's list of turns takes precedence over its `system` field."""
     chat_template: TemplateText | None = None
     """A Jinja chat template, or the path of a file with one, instead of the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the chat template, such as {enable_thinking: false}, in training and in generation."""
     streaming: bool = False
     """Read and tokenise on the fly, for sets larger than memory; needs training.max_steps."""
     shuffle: bool = True
