@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import dataclass, field
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from trainer.commands.generate import (
     add_answer_options,
     continued,
     load_to_answer,
+    prompt_settings,
     prompts_on_stdin,
     readable,
     trained_form,
-    with_system,
 )
 from trainer.commands.image_adapter import DRAWN_BY_DIFFUSERS, refuse_images
 from trainer.config import CommandParser, DatasetSection, UserError
@@ -28,43 +29,43 @@ from trainer.model.base import context_length
 
 HELP = """/new         start over
 /save FILE   add the conversation to a .jsonl file, as a record with messages
-/quit        end (or Ctrl-D)
-/help        this list"""
+/help        this list; Ctrl-D ends the chat"""
 
 
+@dataclass
 class Conversation:
-    """A conversation with a trained model, kept whole whatever fits into the model's context."""
+    """A conversation with a trained model. All turns are kept, also those that no longer fit into the context."""
 
-    def __init__(
-        self, model: Any, tokenizer: Any, sampling: Sampling, section: DatasetSection, text: str | None
-    ) -> None:
-        """`text` is the form of prompts that are text (each is then asked by itself), None for conversations."""
-        self._model, self._tokenizer, self._sampling = model, tokenizer, sampling
-        self._section, self._text = section, text
-        self.turns: list[dict[str, Any]] = []
+    model: Any
+    tokenizer: Any
+    sampling: Sampling
+    section: DatasetSection
+    text: str | None
+    """The form of prompts that are text, each of which is asked by itself; None for conversations."""
+    turns: list[dict[str, Any]] = field(default_factory=list)
 
     def ask(self, question: str) -> None:
         """Answer a turn, showing the answer as it is made. Raises UserError if the turn alone does not fit."""
         turns = [*self.turns, {"role": "user", "content": question}]
         row = self._fitting(turns)
-        streamer = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
-        [answer] = continued(self._model, self._tokenizer, [row], self._sampling, streamer=streamer)
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        [answer] = continued(self.model, self.tokenizer, [row], self.sampling, streamer=streamer)
         self.turns = [*turns, {"role": "assistant", "content": answer}]
 
     def _fitting(self, turns: list[dict[str, Any]]) -> torch.Tensor:
         """Return token ids [1, T] of the latest turns that leave room for an answer."""
-        longest = context_length(self._model.config) or sys.maxsize
-        room = min(self._sampling.max_new_tokens, longest // 4)  # what is longer than that may be cut off
-        kept = turns if self._text is None else turns[-1:]
+        longest = context_length(self.model.config) or sys.maxsize
+        room = min(self.sampling.max_new_tokens, longest // 4)  # what is longer than that may be cut off
+        kept = turns if self.text is None else turns[-1:]
         while True:
-            prompt = kept if self._text is None else kept[-1]["content"]
-            row = prompt_ids(self._tokenizer, self._section, prompt, self._text)
+            prompt = kept if self.text is None else kept[-1]["content"]
+            row = prompt_ids(self.tokenizer, self.section, prompt, self.text)
             if row.shape[1] + room <= longest or len(kept) == 1:
                 break
             kept = kept[2:]
         if row.shape[1] >= longest:
             raise UserError(f"the turn has {row.shape[1]} tokens, and the model was made for {longest}; shorten it")
-        if self._text is None and len(kept) < len(turns):
+        if self.text is None and len(kept) < len(turns):
             print(f"note: the first {len(turns) - len(kept)} turns no longer fit into the context", file=sys.stderr)
         return row
 
@@ -82,13 +83,11 @@ def converse(conversation: Conversation) -> None:
     for line in prompts_on_stdin(sys.stdin.isatty()):
         command, _, argument = line.partition(" ")
         try:
-            if line in ("/quit", "/exit"):
-                return
             if line == "/new":
                 conversation.turns = []
             elif command == "/save" and argument:
                 conversation.save(Path(argument.strip()).expanduser())
-            elif line in ("/help", "/save", "/?"):
+            elif line in ("/help", "/save"):
                 print(HELP, file=sys.stderr)
             else:
                 conversation.ask(str(readable(line)))
@@ -114,11 +113,7 @@ def _run(arguments: argparse.Namespace) -> None:
     refuse_images(run, DRAWN_BY_DIFFUSERS)
     tokenizer = saved_tokenizer(run)
     text = trained_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
-    if text is None and not tokenizer.chat_template:
-        raise UserError(
-            f"{arguments.run}: its tokenizer has no chat template to talk by; use --raw or zerolora generate"
-        )
-    section = with_system(run, arguments.system)
+    section = prompt_settings(run, arguments.system)
     if text is not None:
         print("note: prompts were trained as text, so each line is asked by itself, in that form", file=sys.stderr)
     model = load_to_answer(run, tokenizer, both=False)

@@ -4,7 +4,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from itertools import islice
@@ -34,7 +34,7 @@ from trainer.config import CommandParser, DatasetSection, UserError
 from trainer.config.errors import shown
 from trainer.config.files import check_shape, read_json
 from trainer.data.prompt_files import Prompt, as_text, read_prompts
-from trainer.data.records import PLAIN_TEXT
+from trainer.data.records import PLAIN_PROMPT, PLAIN_TEXT
 from trainer.model.answers import prompt_ids, stop_tokens
 from trainer.model.base import context_length
 from trainer.patches.fused_lora import fuse
@@ -117,18 +117,13 @@ def load_to_answer(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
 def trained_form(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
     """Return the form of prompts that are text, as trained unless an option says otherwise; None for the chat template.
 
-    Raises UserError for `chat` without a template. Runs of older versions have no record of the form.
+    Runs of older versions have no record of the form: they use the template if there is one.
     """
-    if chat and not tokenizer.chat_template:
-        raise UserError(f"--chat: the tokenizer of {run.folder} has no chat template; leave it out")
-    if raw or chat:
-        return PLAIN_TEXT if raw else None
-    try:
-        record = read_json(run.run_dir / RUN)
-    except FileNotFoundError:
-        return None
-    form: str | None = check_shape(record.get(PROMPT_TEXT), run.run_dir / RUN, str | None)
-    return form
+    form: str | None = PLAIN_TEXT if raw else None
+    with suppress(FileNotFoundError):
+        if not raw and not chat:
+            form = check_shape(read_json(run.run_dir / RUN).get(PROMPT_TEXT), run.run_dir / RUN, str | None)
+    return form if form is not None or tokenizer.chat_template else PLAIN_PROMPT
 
 
 def encoded(
@@ -139,17 +134,15 @@ def encoded(
         try:
             row = encode(prompt)
             if longest is not None and row.shape[1] >= longest:
-                raise UserError(
-                    f"the prompt has {row.shape[1]} tokens, and the model was made for {longest}; shorten it"
-                )
+                raise UserError(f"it has {row.shape[1]} tokens, and the model was made for {longest}; shorten it")
             yield prompt, row
         except UserError as error:
             failed.append(as_text(prompt))
             print(f"error: {shown(as_text(prompt))!r}: {error}", file=sys.stderr, flush=True)
 
 
-def with_system(run: FinishedRun, system: str | None) -> DatasetSection:
-    """Return the run's data settings, with the system prompt of `--system` if one was given."""
+def prompt_settings(run: FinishedRun, system: str | None) -> DatasetSection:
+    """Return the settings that prompts are written by; `system` is the value of --system."""
     section = run.config.dataset
     return section if system is None else section.model_copy(update={"system_prompt": system or None})
 
@@ -236,7 +229,7 @@ def _run(arguments: argparse.Namespace) -> None:
     refuse_images(run, DRAWN_BY_DIFFUSERS)
     tokenizer = saved_tokenizer(run)
     text = trained_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
-    section = with_system(run, arguments.system)
+    section = prompt_settings(run, arguments.system)
     model = load_to_answer(run, tokenizer, both=arguments.base)
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     if isinstance(sys.stdout, TextIOWrapper):

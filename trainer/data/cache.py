@@ -153,7 +153,7 @@ def _build(
         stats,
         notes=tuple(chain.from_iterable(report.notes for report in reports)),
         prompt_text=_form_of(reports[: len(train)] or reports),
-        skipped={label: report.skipped for (label, _), report in zip(train, reports, strict=False) if report.skipped},
+        skipped={label: report.skipped for (label, _), report in zip(train + evaluation, reports, strict=True)},
     )
     (folder / "stats.json").write_text(json.dumps(asdict(stats)), encoding="utf-8")
 

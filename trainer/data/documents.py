@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,17 +88,11 @@ class DocumentEncoder:
 
     def open(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the records in rows, without those to skip. Raises UserError if none can be read."""
-        records, problem = [], None
+        records = []
         for row in rows:
-            try:
+            with suppress(UserError) if self.skips else nullcontext():
                 records.append(record_of(row))
-            except UserError as error:
-                problem = problem or error
-                if not self.skips:
-                    raise
-        if problem is not None and not records:
-            raise problem
-        return records
+        return records or [record_of(row) for row in rows]
 
     def rows(self, rows: Sequence[Mapping[str, Any]], first: int, shape: Shape, label: str) -> dict[str, list[Any]]:
         """Return the columns above for rows of a source, the first of which is record `first`, counted from 0."""
@@ -143,13 +138,10 @@ class DocumentEncoder:
             rows["empty"].append(sum(not answer for answer in answers))
             rows["digest"].append(xxhash.xxh3_64_intdigest(np.asarray(document.input_ids, np.int32).tobytes()) - 2**63)
             rows["continued"].append(continued)
-            rows["control"].append(isinstance(example, Turns) and self._has_special_token(example))
+            turns = example.messages if isinstance(example, Turns) else []
+            rows["control"].append(any(self._special.search(str(turn["content"])) for turn in turns))
             rows["unread"].append([] if continued else list(example.unread))
             rows["problem"].append(None)
-
-    def _has_special_token(self, conversation: Turns) -> bool:
-        """Check whether a turn's text holds a special token, which the model reads as one."""
-        return any(self._special.search(str(message["content"])) for message in conversation.messages)
 
     def report(self, label: str, shape: Shape, first: Mapping[str, Any], rows: Any) -> SourceReport:
         """Return what there is to say about a source, from its first record and the rows of all or some of them."""

@@ -1,5 +1,6 @@
 """Prompts to answer, from files of every kind that training data is read from."""
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
 def sample_prompts(texts: Iterable[str]) -> Iterator[Prompt]:
     """Yield the prompts of `logging.sample_prompts`: texts, or data files with prompts."""
     for text in texts:
-        is_file = suffix_of(Path(text)) in READERS and "\n" not in text and Path(text).is_file()
+        is_file = suffix_of(Path(text)) in READERS and os.path.isfile(text)
         yield from read_prompts(text, "logging.sample_prompts") if is_file else [text]
 
 

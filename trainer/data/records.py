@@ -32,8 +32,8 @@ ROLES = {
 }
 ALPACA_WITH_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 ALPACA_WITHOUT_INPUT = "### Instruction:\n{instruction}\n\n### Response:\n"
-PLAIN_TEXT = "{prompt}"
-"""The form of prompts (see `prompt_form`) where whole texts are trained."""
+# Forms of prompts (see `prompt_form`): of whole texts, and of pairs.
+PLAIN_TEXT, PLAIN_PROMPT = "{prompt}", "{system}{prompt}"
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def prompt_form(shape: Shape, first: Mapping[str, Any]) -> str | None:
     if shape.format == "custom":
         template = shape.template_without_input or shape.template or ""
         marks = [name for name in shape.names if f"{{{name}}}" in template]
-        return "{system}" + template.replace(f"{{{marks[0]}}}", "{prompt}") if len(marks) == 1 else "{system}{prompt}"
-    return PLAIN_TEXT if shape.format == "completion" else "{system}{prompt}"
+        return "{system}" + template.replace(f"{{{marks[0]}}}", "{prompt}") if len(marks) == 1 else PLAIN_PROMPT
+    return PLAIN_TEXT if shape.format == "completion" else PLAIN_PROMPT
 
 
 def _read(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Turns | Text:

@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 
 from trainer.config import DatasetSection, UserError
+from trainer.data.conversations import render_prompt
 from trainer.data.prompt_files import Prompt
 from trainer.data.tokens import leading_token
 from trainer.engine.layer_gather.shards import layer_shards_of
@@ -44,32 +44,19 @@ def answer_prompt(engine: Engine, tokenizer: Any, input_ids: torch.Tensor, max_n
 def prompt_ids(tokenizer: Any, section: DatasetSection, prompt: Prompt, text: str | None) -> torch.Tensor:
     """Return the token ids [1, T] of a prompt, up to where the model answers, as training wrote its prompts.
 
-    `text` is the form of prompts that are text (trainer/data/records.py: `prompt_form`); None, a tokenizer with a chat
-    template and a list of turns mean a conversation. Raises UserError where the template refuses it.
+    `text` is the form of prompts that are text (see records.prompt_form); a prompt is a conversation without it, or if
+    it is a list of turns. Raises UserError for an empty prompt, or one that the template refuses.
     """
-    if isinstance(prompt, list) or (text is None and tokenizer.chat_template):
+    if isinstance(prompt, list) or text is None:
         turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        return conversation_ids(tokenizer, section, turns)
-    system = f"{section.system_prompt}\n\n" if section.system_prompt else ""
-    whole = ("{system}{prompt}" if text is None else text).format(system=system, prompt=prompt)
+        whole, first = render_prompt(tokenizer, section, turns), None
+    else:
+        system = f"{section.system_prompt}\n\n" if section.system_prompt else ""
+        whole, first = text.format(system=system, prompt=prompt), leading_token(tokenizer)
     ids: list[int] = tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"]
-    first = leading_token(tokenizer)
-    return torch.tensor([ids if first is None or ids[:1] == [first] else [first, *ids]], dtype=torch.long)
-
-
-def conversation_ids(tokenizer: Any, section: DatasetSection, turns: list[dict[str, Any]]) -> torch.Tensor:
-    """Return the token ids [1, T] of turns through the chat template. Raises UserError where the template refuses."""
-    if not tokenizer.chat_template:
-        raise UserError(
-            "the run's tokenizer has no chat template, which a list of turns needs; give the prompt as text"
-        )
-    if section.system_prompt is not None and turns[0]["role"] != "system":
-        turns = [{"role": "system", "content": section.system_prompt}, *turns]
-    try:
-        whole = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
-        raise UserError(f"the run's chat template refuses the conversation ({error})") from None
-    return torch.tensor([tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"]])
+    if not ids:
+        raise UserError("the prompt is empty; write something to answer")
+    return torch.tensor([ids if first is None or ids[0] == first else [first, *ids]])
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> list[int]:
