@@ -89,6 +89,14 @@ def test_warns(capsys: pytest.CaptureFixture[str], override: str, warning: str) 
     assert out.count("warning: ") == 1
 
 
+@pytest.mark.parametrize("streaming", ["false", "true"])
+def test_plain_text_has_no_questions_to_warn_of(capsys: pytest.CaptureFixture[str], streaming: str) -> None:
+    Path("a.txt").write_text("red green\nblue\n")
+    settings = ["dataset.path=a.txt", f"dataset.streaming={streaming}", "training.max_steps=2"]
+    assert "warning" not in shown(capsys, *settings)
+    assert "questions as well as answers" in shown(capsys, *settings[1:], "dataset.train_on=all")
+
+
 def test_warns_of_nothing_trained() -> None:
     tokenizer = AutoTokenizer.from_pretrained("model")
     nothing = DataStats(records=1, documents=1, samples=1, tokens=3, max_length=8)

@@ -198,6 +198,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "template=llama3": ("template=llama3: not a setting here", "dataset.chat_template"),
     "eot_tokens=[x]": ("remove it; the end of a turn",),
     "tokenizer_type=AutoTokenizer": ("remove it",),
+    "dataset.fields={prompt:ticket}": ("needs a space after the colon; write {prompt: ticket}",),
+    "dataset.roles={user:me}": ("needs a space after the colon; write {user: me}",),
     "val_set_size=200.5": ("val_set_size=200.5: must be 0.5 or less, a fraction", "whole number"),
     "logging.report_to=[tensorboard, none]": ("logging.report_to=[tensorboard, none]: none stands alone",),
     "load_in_4bit=false ; adapter=qlora": ("load_in_4bit=false: adapter is qlora", "write adapter: lora"),
