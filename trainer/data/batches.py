@@ -163,7 +163,7 @@ class StreamBatches(GlobalBatches):
         self._in_epoch = 0  # samples of this epoch
         self._samples: SampleIterator | None = None
         self._states: list[dict[str, Any]] = []
-        self._skipped = [0] * len(stream.sources)  # records of each source, in earlier epochs
+        self._skipped: dict[str, int] = {}  # records by source, in earlier epochs
 
     @property
     def samples_per_epoch(self) -> None:
@@ -207,21 +207,21 @@ class StreamBatches(GlobalBatches):
     def _go_to(self, offset: int) -> None:
         known = next((state for state in self._states if state.get("offset") == offset), None)
         if known is None:
-            self._position, self._skipped = 0, [0] * len(self._skipped)
+            self._position, self._skipped = 0, {}
             self._start(0, None)
             self._take(offset)
             return
         self._position = offset
         self._start(int(known["epoch"]), known["samples"])
         self._in_epoch = int(known["in_epoch"])
-        self._skipped = list(known.get("skipped", self._skipped))
+        self._skipped = known.get("skipped", {})
 
     @property
     def skipped(self) -> dict[str, int]:
         """Records that were skipped so far, by source."""
-        now = self._samples.skipped if self._samples is not None else [0] * len(self._skipped)
-        counts = zip(self.stream.sources, self._skipped, now, strict=True)
-        return {name: before + since for name, before, since in counts}
+        if self._samples is None:
+            return self._skipped
+        return {source: self._skipped.get(source, 0) + count for source, count in self._samples.skipped.items()}
 
     def _start(self, epoch: int, state: dict[str, Any] | None) -> None:
         shared = self.stream.shared if self.world_size > 1 else None
@@ -238,7 +238,7 @@ class StreamBatches(GlobalBatches):
                 taken.append(sample)
                 self._in_epoch += 1
             elif self._in_epoch:
-                self._skipped = list(self.skipped.values())
+                self._skipped = self.skipped
                 self._start(self._epoch + 1, None)
             else:
                 raise UserError("dataset.streaming=true: the stream holds nothing to train on; see `zerolora inspect`")

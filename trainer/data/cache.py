@@ -81,11 +81,10 @@ def prepare_data(
         reports = [look_ahead(source, label, encoder) for label, source in streamed]
         read = partial(stream_samples, section, streamed, [report.shape for report in reports], encoder, seed)
         notes = [f"{label}: streamed from {source.path}" for label, source in streamed]
-        found = chain.from_iterable((note, *report.notes) for note, report in zip(notes, reports, strict=True))
-        stats = replace(stats, notes=(*found, *stats.notes), prompt_text=_form_of(reports))
+        notes += chain.from_iterable(report.notes for report in reports)
+        stats = replace(stats, notes=(*notes, *stats.notes), prompt_text=_form_of(reports))
         name = _digest([key, seed, section.shuffle, [stamps(source, label) for label, source in streamed]])
-        labels = tuple(label for label, _ in streamed)
-        stream = SampleStream(read, section.packing, folder_of_host(name), name, labels)
+        stream = SampleStream(read, section.packing, folder_of_host(name), name)
         return PreparedData(stream, held_out, stats, key, origin)
     assert samples is not None
     return PreparedData(samples, held_out, stats, key, origin)

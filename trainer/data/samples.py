@@ -78,8 +78,8 @@ class SampleIterator(Protocol):
     def __iter__(self) -> Iterator[Sample]: ...
     def __next__(self) -> Sample: ...
     @property
-    def skipped(self) -> list[int]:
-        """Records of each source that were skipped so far."""
+    def skipped(self) -> dict[str, int]:
+        """Records that were skipped so far, by source."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -104,8 +104,6 @@ class SampleStream:
     shared: Path | None = None
     name: str = ""
     """The same wherever the same is read in the same order."""
-    sources: tuple[str, ...] = ("dataset",)
-    """The settings that name the sources."""
 
 
 def join(samples: list[Sample]) -> Sample:

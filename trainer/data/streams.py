@@ -90,7 +90,7 @@ class SourceStream:
         state: State,
         folder: Path | None,
     ) -> None:
-        self._source, self._label, self._shape, self._encoder = source, label, shape, encoder
+        self._source, self.label, self._shape, self._encoder = source, label, shape, encoder
         self._place = where_from(source, label) + (" (in shuffled order)" if section.shuffle else "")
         self._block, self._taken = int(state["block"]), int(state["taken"])
         self._skipped, self._skipped_in_block = int(state.get("skipped", 0)), 0
@@ -125,7 +125,7 @@ class SourceStream:
         """Yield the blocks of rows, in order."""
         from datasets import IterableDataset
 
-        source, label = self._source, self._label
+        source, label = self._source, self.label
         records = read_source(source, label, streaming=True)
         if section.shuffle and isinstance(records, IterableDataset):
             records = records.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
@@ -177,16 +177,17 @@ class MixedStream:
                 self._ended[choice] = True
                 if all(self._ended):
                     break
-                self._streams[choice] = self._start(choice, {"block": 0, "taken": 0, "skipped": self.skipped[choice]})
+                again = {"block": 0, "taken": 0, "skipped": self._streams[choice].skipped}
+                self._streams[choice] = self._start(choice, again)
                 sample = next(self._streams[choice], None)
             if sample is not None:
                 return sample
         raise StopIteration
 
     @property
-    def skipped(self) -> list[int]:
-        """Records of each source that were skipped so far."""
-        return [stream.skipped for stream in self._streams]
+    def skipped(self) -> dict[str, int]:
+        """Records that were skipped so far, by source."""
+        return {stream.label: stream.skipped for stream in self._streams}
 
     def state_dict(self) -> State:
         """Where each source stands, which have ended, and the state of the draw."""
@@ -222,8 +223,8 @@ class PackedStream:
         return self._packs[self._given - 1]
 
     @property
-    def skipped(self) -> list[int]:
-        """Records of each source that were skipped so far, those of the window among them."""
+    def skipped(self) -> dict[str, int]:
+        """Records that were skipped so far, by source, those of the window among them."""
         return self._documents.skipped
 
     def state_dict(self) -> State:
