@@ -83,7 +83,7 @@ INFO = {
         "hf_hub_url": "org/talks",
         "formatting": "sharegpt",
         "split": "train_sft",
-        "columns": {"messages": "turns", "tools": "tools"},
+        "columns": {"messages": "turns", "tools": "tools", "system": "sys"},
         "tags": {"role_tag": "role", "content_tag": "text", "user_tag": "user", "assistant_tag": "robot"},
     },
     "pictures": {"file_name": "p.json", "columns": {"images": "images"}},
@@ -255,7 +255,9 @@ def test_a_llama_factory_file_says_the_same_here(folder: Path) -> None:
     assert (pairs.path, pairs.format, pairs.max_samples) == (f"{folder}/data/pairs.json", "alpaca", 50)
     assert pairs.fields == {"instruction": "ask", "output": "say"}
     assert (talks.path, talks.split, talks.format) == ("org/talks", "train_sft", "messages")
-    assert talks.fields == {"messages": "turns", "content": "text"} and talks.roles == {"assistant": ("robot",)}
+    assert talks.fields == {"messages": "turns", "content": "text", "system": "sys"} and talks.roles == {
+        "assistant": ("robot",)
+    }
     assert (training.epochs, training.save_total_limit, training.warmup_steps) == (3.0, None, 0)
     assert (training.precision, training.gradient_checkpointing) == ("fp16", "non_reentrant")
     assert (config.zero.stage, config.zero.offload_optimizer, config.zero.offload_parameters) == (3, True, True)
