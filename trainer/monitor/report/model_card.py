@@ -12,7 +12,8 @@ import yaml
 
 from trainer.config import RunConfig
 from trainer.monitor.metrics import Record
-from trainer.monitor.report.write import summary_rows, values_of
+from trainer.monitor.report.curves import HeldOut
+from trainer.monitor.report.write import summary_rows
 
 CARD = "README.md"
 OURS = "<!-- zerolora writes this card anew; delete this line to keep your own words. -->"
@@ -64,7 +65,7 @@ def model_card(config: RunConfig, run_dir: Path, records: list[Record], *, name:
         OURS,
         f"# {name.rpartition('/')[2]}",
         f"A {'QLoRA' if config.adapter == 'qlora' else 'LoRA'} adapter for {_link(base)}, trained with zerolora.",
-        *_headline(records, best=config.training.best_checkpoint),
+        *_headline(records),
         "## Use",
         _usage(config, name, base),
         "## Training",
@@ -87,11 +88,11 @@ def _front_matter(base_model: str, base: str, adapter: str, sources: list[str]) 
     return f"---\n{yaml.safe_dump(data, sort_keys=False)}---"
 
 
-def _headline(records: list[Record], *, best: bool) -> list[str]:
-    losses = values_of(records, "eval/loss")
-    if len(losses) < 2:
+def _headline(records: list[Record]) -> list[str]:
+    held_out = HeldOut.of(records)
+    if held_out is None:
         return []
-    before, after = losses[0], min(losses) if best else losses[-1]
+    before, after = held_out.before, held_out.after
     return [f"Held-out loss **{before:.4f} → {after:.4f}** nats per token ({after / before - 1:+.1%})."]
 
 
