@@ -92,7 +92,7 @@ WRONG = [
     # What only our own checks find
     ("max_grad_norm: -1", "max_grad_norm=-1: must be 0 or more"),
     ("adapter: qlora\ntorch_compile: true\nlora_dropout: 1.5", "lora_dropout=1.5: must be below 1"),
-    ("val_set_size: 20", "val_set_size=20: a number of records"),
+    ("val_set_size: -1", "val_set_size=-1: must be 0 or more"),
 ]
 
 

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.importing import axolotl, llamafactory, llamafactory_v1, trl
+from launcher.importing import axolotl, common, llamafactory, llamafactory_v1, trl
 from launcher.importing.command import translate_arguments
 from launcher.importing.translation import Key
 from launcher.importing.writing import format_yaml
@@ -62,6 +62,9 @@ VALUES = st.recursive(
 )
 
 
+few = settings(max_examples=50, deadline=None, derandomize=True)
+
+
 def fit(kind: Any) -> st.SearchStrategy[Any]:
     """Return values of the type that a key has."""
     if isinstance(kind, tuple):
@@ -90,7 +93,7 @@ def check_import(tree: dict[str, Any], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("trainer", TABLES)
-@settings(max_examples=50, deadline=None, derandomize=True)
+@few
 @given(data=st.data())
 def test_any_value_of_any_key(trainer: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     base, table = TABLES[trainer]
@@ -101,3 +104,32 @@ def test_any_value_of_any_key(trainer: str, data: st.DataObject, tmp_path_factor
     names = data.draw(st.lists(st.sampled_from(list(known)), min_size=1, max_size=4, unique=True))
     changed = {name: data.draw(VALUES | fit(known[name].kind)) for name in names}
     check_import({**base, **nest(changed)}, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("dataset_info.json", {"pairs": llamafactory.ENTRY}), ("ds.json", common.DEEPSPEED), ("fsdp.json", common.FSDP)],
+)
+@few
+@given(data=st.data())
+def test_any_content_of_a_file_that_a_file_names(
+    name: str, kind: Any, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("named", numbered=True)
+    (folder / "data").mkdir()
+    (folder / "data" / "dataset_info.json").write_text(json.dumps({"pairs": ENTRY}))
+    (folder / "data" / name).write_text(json.dumps(data.draw(fit(kind) | VALUES)))
+    named = {"ds.json": {"deepspeed": "data/ds.json"}, "fsdp.json": {"fsdp_config": "data/fsdp.json"}}
+    check_import({**FACTORY, **named.get(name, {})}, folder)
+
+
+@few
+@given(options=st.dictionaries(st.sampled_from([*trl.KEYS]), st.lists(SCALARS.map(str), max_size=2), max_size=4))
+def test_any_command_line(options: dict[str, list[str]]) -> None:
+    arguments = ["sft.py", "--model_name_or_path", "m", "--dataset_name", "d"]
+    for name, values in options.items():
+        arguments += [f"--{name}", *values]
+    try:
+        format_yaml(translate_arguments(arguments), "mine.yaml").encode()
+    except UserError as error:
+        assert str(error)
