@@ -241,7 +241,7 @@ def test_transformers_4_loads_the_tokenizer(added_tokens: tuple[str, ...], vllm_
         "import json, sys, transformers; t = transformers.AutoTokenizer.from_pretrained(sys.argv[1]); "
         "print(json.dumps([transformers.__version__, t(sys.argv[2]).input_ids, t.chat_template]))"
     )
-    command = [vllm_folder / "bin" / "python", "-c", program, tmp_path / "written", text]
+    command: list[str | Path] = [vllm_folder / "bin" / "python", "-c", program, tmp_path / "written", text]
     environment = os.environ | {"PYTHONPATH": str(vllm_folder / "lib" / "transformers4")}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-2000:]

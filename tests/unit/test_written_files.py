@@ -67,7 +67,10 @@ def test_image_adapters_have_the_mode_of_new_files(mode: int, run_dir: Path, tmp
 
 
 def test_a_shared_cache_can_be_read_by_others(mode: int, tmp_path: Path) -> None:
-    make_once(tmp_path / "model", lambda folder: make_model(folder) and None)
+    def make(folder: Path) -> None:
+        make_model(folder)
+
+    make_once(tmp_path / "model", make)
     assert modes(tmp_path / "model") == {mode}
     assert (tmp_path / "model").stat().st_mode & 0o777 == (0o755 if mode == 0o644 else 0o750)
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from trainer.config import RunConfig
 from trainer.model.expert_layers import expert_modules
-from trainer.model.targets import layers_to_adapt, other_parameters
+from trainer.model.expert_targets import other_parameters
+from trainer.model.targets import layers_to_adapt
 
 NAMES = {"vllm": "vLLM", "sglang": "SGLang", "gguf-lora": "llama.cpp", "llama.cpp": "llama.cpp"}
 ROUTERS_IN_VLLM = ("mixtral", "gpt_oss")
