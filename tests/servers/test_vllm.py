@@ -201,7 +201,7 @@ def add_unapplied(jobs: dict[str, dict[str, Any]], root: Path, found: Answers) -
     """Add an adapter of a router, which export refuses, in PEFT's files; its `base` answers are without the router."""
     base = root / "qwen3_moe"
     run = make_run(root / "refused", base, {"target_modules": ["gate", "v_proj"]})
-    with pytest.raises(UserError, match=r"vLLM does not apply adapters of gate; .*lora\.exclude_modules"):
+    with pytest.raises(UserError, match=r"vLLM does not apply adapters of gate; .*lora\.target_modules"):
         export(find_run(run), "vllm", root / "refused-export")
     add_request(jobs, base, REFUSED, run)
     model = PeftModel.from_pretrained(load(base), str(run)).eval()

@@ -31,6 +31,13 @@ def unapplied_layers(server: str, model_type: str, layers: Iterable[str]) -> lis
     return sorted(own & never) if server == "vllm" else []
 
 
+def train_without(name: str) -> str:
+    """Return how to train without adapters of that name: routers have one only where they are named."""
+    if name in ("gate", "router"):
+        return f"take {name} out of lora.target_modules and lora.target_parameters"
+    return "set lora.experts: false" if name == "experts" else f"set lora.exclude_modules: [{name}]"
+
+
 def serving_notes(config: RunConfig, model: Any) -> list[str]:
     """Return what `export.target` would not apply of the adapter that will be trained; the model may be empty.
 
@@ -53,8 +60,7 @@ def serving_notes(config: RunConfig, model: Any) -> list[str]:
         if target == "llama.cpp" and lora.experts and expert_modules(model):
             names = ["experts"]
         notes += [
-            f"export.target={target}: {server} does not apply adapters of {name}; train without them: "
-            f"lora.exclude_modules: [{name}]"
+            f"export.target={target}: {server} does not apply adapters of {name}; {train_without(name)}"
             for name in names
         ]
-    return [f"{note}; the merged model can be served (zerolora export --format hf)" for note in notes]
+    return [f"{note}; or serve the merged model (zerolora export --format hf)" for note in notes]

@@ -21,7 +21,7 @@ from torch import Tensor
 from trainer.commands.export.factors import PREFIX, Factors, read_factors
 from trainer.config import UserError
 from trainer.model.base import load_model_config
-from trainer.model.served_layers import NAMES, unapplied_layers
+from trainer.model.served_layers import NAMES, train_without, unapplied_layers
 
 PLAIN_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 NUMBERED = {name: number for number, name in PLAIN_NAMES.items()}
@@ -40,8 +40,8 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
     factors = _named(read_factors(folder, base_model, section, whole_groups=server == "sglang"), server, model_type)
     if unapplied := unapplied_layers(server, model_type, factors):
         raise UserError(
-            f"--format {server}: {NAMES[server]} does not apply adapters of {', '.join(unapplied)}; train without them "
-            f"(lora.exclude_modules: [{', '.join(unapplied)}]), or {MERGED}"
+            f"--format {server}: {NAMES[server]} does not apply adapters of {', '.join(unapplied)}; "
+            f"to train without them {'; '.join(map(train_without, unapplied))}; or {MERGED}"
         )
     rank, scale = max(len(found.a_RI) for found in factors.values()), common_scale(factors)
     tensors: dict[str, Tensor] = {}
