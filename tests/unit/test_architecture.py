@@ -36,7 +36,7 @@ LATE = {
     "trainer/model/adapter.py trainer/model/base.py trainer/model/expert_forward.py trainer/model/saved_adapter.py "
     "trainer/patches/installation.py trainer/patches/mamba.py",
     "torch and transformers, where a mistake in the arguments is told without them": "trainer/commands/validate.py "
-    "trainer/commands/doctor/probe.py trainer/tiers/machine.py",
+    "trainer/commands/demo.py trainer/commands/doctor/probe.py trainer/tiers/machine.py",
     "the operators, registered where they are used": "trainer/preflight.py trainer/memory/preflight.py",
     "DeepSpeed's op builder, and Triton, which torch's CPU builds lack": "ops/backend.py ops/head.py",
     "the table of operators, which imports the builder": "ops/builder.py",
