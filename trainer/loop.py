@@ -74,7 +74,7 @@ class Parts:
     stragglers: StragglerWatch | None = None
     graphs: GraphedLoss | None = None
     """The loss, where it may be played back from CUDA graphs."""
-    skipped: Callable[[], dict[str, int]] | None = None
+    skipped: Callable[[], dict[str, int]] = dict
     """Records left out so far by `dataset.on_bad_record: skip`, by source."""
     tell_start: Callable[[StartTimes], None] | None = None
     """Called at the end of the first step with where the time until then went."""
@@ -90,7 +90,8 @@ class Loop:
         self._total_steps = total_steps
         self._saved_at = position.step
         self._save_asked, self._saved_time, self._save_s = False, time.monotonic(), 0.0
-        self._stopped_early = False
+        self.stopped_early = False
+        """Whether `training.early_stopping` ended the run."""
         self._gradient_check = parts.gradient_check
         self._in_flight: tuple[int, StepInFlight, dict[str, float]] | None = None  # what is known of it at its launch
         self._before: StepInFlight | None = None
@@ -109,7 +110,7 @@ class Loop:
         self._parts.engine.train()  # models are loaded for inference: without dropout and without recomputation
         try:
             with garbage_of_steps_only():
-                while self.position.step < self._total_steps and not self._stopped_early and not self._stop:
+                while self.position.step < self._total_steps and not self.stopped_early and not self._stop:
                     self._step()
                     if self._parts.stragglers is not None:
                         self._parts.stragglers.compare(self.position.step)
@@ -261,8 +262,7 @@ class Loop:
             values["train/epoch"] = position.epoch + position.offset / samples
         if parts.counted == "tokens":
             values["train/target_tokens"] = float(position.target_tokens)
-        if parts.skipped is not None:
-            values |= {f"data/skipped/{source}": float(count) for source, count in parts.skipped().items()}
+        values |= {f"data/skipped/{source}": float(count) for source, count in parts.skipped().items()}
         if parts.mfu is not None:
             values |= parts.mfu.values(step, seconds)
         if parts.steering is not None:
@@ -294,7 +294,7 @@ class Loop:
                 self._save()
         else:
             position.worse_in_a_row += 1
-            self._stopped_early = bool(training.early_stopping) and position.worse_in_a_row >= (
+            self.stopped_early = bool(training.early_stopping) and position.worse_in_a_row >= (
                 training.early_stopping or 0
             )
 

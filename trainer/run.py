@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from trainer.config import LoadedConfig, RunConfig, collective_timeout, engine_z
 from trainer.contract.folder_lock import FolderLock
 from trainer.course import Course
 from trainer.data import StreamBatches
-from trainer.data.prepared import Prepared, fit_max_length, samples_of
+from trainer.data.prepared import Prepared, fit_max_length, samples_of, skipped_records
 from trainer.data.step_count import count_steps
 from trainer.decisions import VARLEN, Decisions
 from trainer.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
@@ -131,13 +132,18 @@ class Run:
         held_out = self.prepared.data.evaluation is not None
         self.evaluation = Evaluation(self.task, engine, self.loss, self.say, self.measurement, held_out=held_out)
         before = self._evaluate_and_sample(position, "before") if position.step == 0 else None
-        Loop(self._parts(engine, total_steps), self.config.training, position, total_steps).run()
+        loop = Loop(self._parts(engine, total_steps), self.config.training, position, total_steps)
+        loop.run()
         after = None
         if not self.stop:
-            self.course.return_to_best(engine, position)
+            if loop.stopped_early:
+                self._report_early_stop(position, total_steps)
+            kept_step = self.course.return_to_best(engine, position)
             if (factor := fit_to_target(self.steering, engine.module, self.say)) != 1.0:
                 position.evaluated_at = -1  # what was measured before is another adapter's
             after = self._evaluate_and_sample(position, "after")
+            if kept_step is not None and after is not None and self.metrics is not None:
+                self.metrics.log(position.step, {"eval/kept_step": float(kept_step), "eval/kept_loss": after})
             self._save_result(engine, factor)
             if self.measurement is not None:
                 self.measurement.at_the_end(engine)
@@ -266,7 +272,7 @@ class Run:
             counted=self.task.counted,
             sample=lambda step: self.evaluation.sample(f"step-{step}", step, self.folder),
             sample_every=self.config.image.sample_every if self.task.counted == "images" else 0,
-            skipped=self._skipped if self.config.dataset.on_bad_record == "skip" else None,
+            skipped=partial(skipped_records, self.config, self.prepared, self.batches),
             tell_start=self._tell_start,
             profiler=StepProfiler.of_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
             spikes=SpikeWatch(self.say) if self.ranks.is_main and self.config.training.on_spike == "warn" else None,
@@ -282,12 +288,15 @@ class Run:
         self.evaluation.sample(when, position.step, self.folder)
         return loss
 
-    def _skipped(self) -> dict[str, int]:
-        """Records left out so far, by source."""
-        if isinstance(self.batches, StreamBatches):
-            return self.batches.skipped
-        skipped: dict[str, int] = self.prepared.data.stats.skipped
-        return skipped
+    def _report_early_stop(self, position: Position, total_steps: int) -> None:
+        patience = self.config.training.early_stopping
+        self.say(
+            f"stopped early at step {position.step} of {total_steps}: the held-out loss was no lower in "
+            f"{patience} evaluation{'s' * (patience != 1)} (training.early_stopping={patience}); the lowest is "
+            f"{position.best_loss:.4f} at step {position.best_step}"
+        )
+        if self.metrics is not None:
+            self.metrics.log(position.step, {"train/stopped_early_of": float(total_steps)})
 
     def _tell_start(self, times: StartTimes) -> None:
         for line in times.table() if self.profile_start else [times.line()]:
@@ -341,9 +350,8 @@ class Run:
         self.folder.write_times()
         with self.folder.while_there_is_room("the measured memory"):
             self.say(record_memory(self.folder.path, self.memory, self.peak, self.device, self.recovery.halvings))
-        for source, count in self._skipped().items():
-            if count:
-                self.say(f"[yellow]warning:[/yellow] {source}: {count:,} records were skipped as on_bad_record says")
+        for source, count in skipped_records(self.config, self.prepared, self.batches).items():
+            self.say(f"{source}: {count:,} records were skipped (dataset.on_bad_record=skip)")
         if self.stop:
             self.say(f"stopped at step {position.step}, saved; go on with training.resume_from_checkpoint=latest")
             return

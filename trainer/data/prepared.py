@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import RunConfig
-from trainer.data import Samples, SampleStream
+from trainer.data import Samples, SampleStream, StreamBatches
 from trainer.data.prompt_files import Prompt
 
 
@@ -41,6 +41,12 @@ def share_stream(prepared: Prepared, folder: Path) -> Prepared:
     if not isinstance(train, SampleStream):
         return prepared
     return replace(prepared, data=replace(prepared.data, train=replace(train, shared=folder / train.name)))
+
+
+def skipped_records(config: RunConfig, prepared: Prepared, batches: Any) -> dict[str, int]:
+    """Return how many records `dataset.on_bad_record: skip` left out so far, by source."""
+    counts: dict[str, int] = batches.skipped if isinstance(batches, StreamBatches) else prepared.data.stats.skipped
+    return counts if config.dataset.on_bad_record == "skip" else {}
 
 
 def samples_of(prepared: Prepared) -> int | None:
