@@ -17,6 +17,7 @@ from trainer.checkpoint.checkpoint_files import choose_checkpoint
 from trainer.checkpoint.output_folder import check_free, check_place
 from trainer.checkpoint.resume_comparison import Resumption, plan_resumption
 from trainer.config import RunConfig, UserError
+from trainer.config.adapter_settings import FILE
 from trainer.contract.hub_patience import ask_once_without_network
 from trainer.data import Samples, prepare_data
 from trainer.data.conversations import chat_template_of
@@ -237,13 +238,9 @@ def check_packing(model_config: Any) -> None:
 
 def _check_adapter_folder(config: RunConfig) -> None:
     path = config.lora.adapter_path
-    if (
-        path
-        and (Path(path).exists() or path.startswith(("/", ".")))
-        and not (Path(path) / "adapter_config.json").exists()
-    ):
-        raise UserError(f"lora.adapter_path={path}: no adapter_config.json there; name the folder of a PEFT adapter")
-    if path and Path(path).is_dir():
+    if path and (Path(path).exists() or path.startswith(("/", "."))):
+        if not (Path(path) / FILE).exists():
+            raise UserError(f"lora.adapter_path={path}: no {FILE} there; name the folder of a PEFT adapter")
         if problem := damage_of_adapter(Path(path)):
             raise UserError(f"lora.adapter_path={path}: {problem}")
     elif path:

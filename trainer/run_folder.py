@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from trainer.checkpoint.adapter_files import record_checksums
+from trainer.checkpoint.adapter_files import record_result
 from trainer.checkpoint.adapter_form import AdapterForm
 from trainer.checkpoint.background import SaveFailed, WriteWeights
 from trainer.checkpoint.host_copies import HostCopies
@@ -170,8 +170,7 @@ class RunFolder:
             if self._ranks.is_main:
                 self.check()
                 self._write_card(result)
-                place_result(self.path)
-                record_checksums(self.path)
+                record_result(self.path, place_result(self.path), None)
         if failures:
             raise SaveFailed(f"{self.path}: the result was not written: {failures[0]}; the newest checkpoint has it")
 

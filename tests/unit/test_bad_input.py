@@ -5,6 +5,7 @@ through `zerolora prepare`, which looks at model, tokenizer, data and folders be
 """
 
 import importlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -235,13 +236,13 @@ def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (ground / "half" / "checkpoint-5" / "state.json").write_text("{}")
     for name, content in (("cut-adapter", b"\x10\0\0\0\0\0\0\0{}"), ("old-adapter", b"PK\x03\x04" + bytes(60))):
         (ground / name).mkdir()
-        (ground / name / "adapter_config.json").write_text("{}")
+        (ground / name / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
         (ground / name / "adapter_model.safetensors").write_bytes(content)
     (ground / "pickled").mkdir()
     (ground / "pickled" / "config.json").write_bytes((ground / "model" / "config.json").read_bytes())
     (ground / "pickled" / "pytorch_model.bin").write_text("x")
     (ground / "pickled-adapter").mkdir()
-    (ground / "pickled-adapter" / "adapter_config.json").write_text("{}")
+    shutil.copy(ground / "cut-adapter" / "adapter_config.json", ground / "pickled-adapter")
     (ground / "config.yaml").write_text(
         "base_model: model\noutput_dir: out\ndataset: {path: good.jsonl, max_length: 64, cache_dir: cache}\n"
     )
@@ -265,7 +266,7 @@ CONTENT: dict[str, tuple[str, ...]] = {
     "dataset.max_length=257": ("dataset.max_length=257: the model was made for 256 tokens", "use 256 or less"),
     "lora.target_modules=q_project": ("lora.target_modules=", "q_project", "q_proj"),
     "lora.modules_to_save=head": ("lora.modules_to_save=head", "lm_head"),
-    "lora.adapter_path=./cut-adapter": ("./cut-adapter: adapter_model.safetensors is cut short: 10 bytes of 24",),
+    "lora.adapter_path=./cut-adapter": ("./cut-adapter: adapter_model.safetensors is cut short within its header",),
     "lora.adapter_path=./old-adapter": ("./old-adapter: adapter_model.safetensors is not", "pickled"),
     "lora.r=500": ("lora.r=500: no adapted layer of this model is wider than 64", "use 64 or less"),
     "lora.r=65 ; lora.target_modules=k_proj": ("no adapted layer of this model is wider than 32",),

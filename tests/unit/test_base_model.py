@@ -104,9 +104,9 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     "another family": (settings(model_type="gpt2", architectures=["GPT2LMHeadModel"]), ("would be drawn at random",)),
     # the files
     "no weights": (removed("model.safetensors"), ("no .safetensors file; only safetensors are loaded",)),
-    "cut short": (cut("model.safetensors", 9000), ("model.safetensors cannot be read (it is cut short: 9,000 of ",)),
-    "cut in the header": (cut("model.safetensors", 500), ("model.safetensors cannot be read (", "copy it again")),
-    "empty": (cut("model.safetensors", 0), ("model.safetensors cannot be read (",)),
+    "cut short": (cut("model.safetensors", 9000), ("model.safetensors is cut short: 9,000 bytes ",)),
+    "cut in the header": (cut("model.safetensors", 500), ("model.safetensors is cut short", "copy it again")),
+    "empty": (cut("model.safetensors", 0), ("model.safetensors is not a safetensors file",)),
     "pickled": (pickled, ("model.safetensors is a pickled file under that name",)),
     "git-lfs": (written("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), ("`git lfs pull`",)),
     "web page": (written("model.safetensors", "<!doctype html>" * 9), ("model.safetensors is a web page",)),
@@ -122,10 +122,10 @@ BROKEN: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "a cut shard": (
         sharded(lambda folder: cut(sorted(folder.glob("model-*"))[1].name, 2000)(folder)),
-        ("model-00002-of-", "cannot be read ("),
+        ("model-00002-of-", "is cut short"),
     ),
-    "index": (sharded(written("model.safetensors.index.json", "{")), ("index.json cannot be read (Expecting",)),
-    "index of nothing": (sharded(written("model.safetensors.index.json", "[]")), ("index.json cannot be read (",)),
+    "index": (sharded(written("model.safetensors.index.json", "{")), ("index.json is not JSON (",)),
+    "index of nothing": (sharded(written("model.safetensors.index.json", "[]")), ("index.json Input should be",)),
     "index lost": (sharded(removed("model.safetensors.index.json")), ("neither model.safetensors nor",)),
     # config.json
     "no config.json": (removed("config.json"), ("the folder has no config.json",)),
@@ -247,7 +247,9 @@ def test_a_name_of_something_else_is_one_line(
     shutil.copytree(model, tmp_path / "m")
     shutil.copytree(model, tmp_path / "parent" / "m")
     (tmp_path / "adapter").mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": "some/base"}'
+    )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as refused:
         check(name)

@@ -18,6 +18,7 @@ from trainer.images.model import ImageModel
 from trainer.images.pipeline import Pipeline, read_pipeline
 
 RANK, ALPHA = 2, 6.0
+SETTINGS = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}
 SMALL = {
     "flux-dev": "num_layers=1,num_single_layers=1",
     "flux2-klein-4b": "num_layers=1,num_single_layers=1",
@@ -57,7 +58,7 @@ def adapter(folder: Path, shape: str, *, only: tuple[str, ...] = ("",)) -> tuple
         rows = torch.arange(0, layer.out_features, 97)
         updates[path.removeprefix("transformer.")] = ALPHA / RANK * up[rows] @ down
     save_file(tensors, folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA}))
+    (folder / "adapter_config.json").write_text(json.dumps(SETTINGS))
     return pipeline, updates
 
 
@@ -147,7 +148,7 @@ def test_a_reader_of_the_names_of_sd3_finds_every_update(tmp_path: Path) -> None
 
 def test_magnitudes_of_dora_are_refused(tmp_path: Path) -> None:
     pipeline, _ = adapter(tmp_path, "flux-dev", only=("to_q",))
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": ALPHA, "use_dora": True}))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(SETTINGS | {"use_dora": True}))
     with pytest.raises(UserError, match=r"^lora\.dora=true: .*--format peft"):
         as_kohya(tmp_path, pipeline)
 

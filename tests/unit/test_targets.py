@@ -88,7 +88,7 @@ def test_a_rank_beyond_the_layers_is_said_and_beyond_all_of_them_refused(tmp_pat
         f"adapter: r=40 is more than the width of {narrow}, where a higher rank adds nothing"
     ]
     assert rank_lines(layers, LoraSection(r=8)) == []
-    (tmp_path / "adapter_config.json").write_text('{"r": 4}')
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
     said = f"adapter: r=4, as in {tmp_path}; lora.r=8 is for new adapters"
     assert rank_lines(layers, LoraSection(r=8, adapter_path=str(tmp_path))) == [said]
 

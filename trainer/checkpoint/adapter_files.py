@@ -1,50 +1,65 @@
-"""The files of a finished adapter: their checksums in run.json, and what is wrong with those that are found."""
+"""The files of a finished adapter: what is wrong with them, and which ones differ from what training wrote."""
 
-import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from trainer.checkpoint.checkpoint_files import checksum, damage_of_file, damage_of_safetensors
+from trainer.checkpoint.checkpoint_files import checksum, recorded_checksums
+from trainer.config.adapter_settings import FILE, read_adapter_settings
+from trainer.config.files import UnreadableFile, check_shape, read_json, read_safetensors_header
 from trainer.contract.whole_files import write_json
 
-WEIGHTS, SETTINGS, RECORD = "adapter_model.safetensors", "adapter_config.json", "run.json"
+WEIGHTS, SETTINGS, RECORD = "adapter_model.safetensors", FILE, "run.json"
+TEXTS = (".json", ".jinja", ".model", ".txt")
+"""Suffixes of settings and tokenizer files."""
+OTHERS = ("state.json", "README.md")
 
 
-def record_checksums(run_dir: Path) -> None:
-    """Add the checksums of the result's weights and of the adapter's settings to run.json, by which they are known."""
+def record_result(run_dir: Path, names: Iterable[str], identity: dict[str, Any] | None) -> None:
+    """Add to run.json what identifies the result: checksums of its files, and base, data and settings."""
     path = run_dir / RECORD
-    record = json.loads(path.read_text(encoding="utf-8"))
-    files = [*sorted(run_dir.glob("*.safetensors")), *run_dir.glob(SETTINGS)]
-    record["checksums"] = {file.name: checksum(file) for file in files}
-    write_json(path, record)
+    checksums = {name: checksum(run_dir / name) for name in names if name not in OTHERS}
+    write_json(path, read_json(path) | {"checksums": checksums, "identity": identity})
 
 
 def damage_of_adapter(folder: Path) -> str | None:
-    """What is wrong with the adapter in a folder, its file named: missing, pickled, cut, or not as it was written.
+    """Return why the adapter in a folder cannot be loaded, beginning with the file; None if it can be.
 
-    Whether it is as it was written is known of runs and checkpoints that kept checksums.
+    Weights are compared with their checksum where a run or checkpoint recorded one. Raises UserError if the settings
+    are missing.
     """
     try:
-        problem = damage_of_safetensors(folder / WEIGHTS) or damage_of_file(folder, WEIGHTS)
-        kept = _recorded(folder)
-        if problem is None and WEIGHTS in kept and checksum(folder / WEIGHTS) != kept[WEIGHTS]:
-            problem = f"is damaged: its checksum is not that of {RECORD}"
-        if not isinstance(json.loads((folder / SETTINGS).read_text(encoding="utf-8")), dict):
-            raise ValueError("no settings")
-        if SETTINGS in kept and checksum(folder / SETTINGS) != kept[SETTINGS]:
-            return f"{SETTINGS} was changed: its checksum is not that of {RECORD}; take it from a checkpoint"
-    except FileNotFoundError as error:
-        return f"no {Path(error.filename).name}; only safetensors are loaded"
-    except ValueError:
-        return f"{SETTINGS} holds no settings in JSON; take it from a checkpoint, or from where the adapter came from"
-    except OSError as error:
-        return f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"
-    return f"{WEIGHTS} {problem}; take it from a checkpoint, or from where the adapter came from" if problem else None
+        read_safetensors_header(folder / WEIGHTS)
+        read_adapter_settings(folder)
+        if _differs(folder, WEIGHTS, _recorded(folder)):
+            return (
+                f"{WEIGHTS} is damaged: its checksum is not the one that training recorded; take it from a checkpoint"
+            )
+    except FileNotFoundError:
+        return f"no {WEIGHTS}; only safetensors are loaded"
+    except UnreadableFile as error:
+        return f"{error.path.name} {error.problem}; {error.fix}"
+    return None
 
 
-def _recorded(run_dir: Path) -> dict[str, str]:
-    """What `record_checksums` has kept; nothing for a checkpoint, or a run from before there were any."""
+def changed_files(folder: Path) -> list[str]:
+    """Return the names of an adapter's settings and tokenizer files that are not as training wrote them."""
+    recorded = _recorded(folder)
+    texts = [name for name in recorded if name.endswith(TEXTS) and name not in OTHERS]
+    return [name for name in texts if _differs(folder, name, recorded)]
+
+
+def _differs(folder: Path, name: str, recorded: dict[str, str]) -> bool:
     try:
-        sums = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))["checksums"]
-    except (OSError, ValueError, KeyError, TypeError):  # not there, from before there were any, or damaged itself
-        return {}
-    return sums if isinstance(sums, dict) else {}
+        return name in recorded and checksum(folder / name) != recorded[name]
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        raise UnreadableFile(folder / name, f"cannot be read ({error.strerror})") from None
+
+
+def _recorded(folder: Path) -> dict[str, str]:
+    """Return the checksums of a checkpoint or a finished run; none of one from before there were any."""
+    if (folder / RECORD).is_file():
+        return check_shape(read_json(folder / RECORD).get("checksums") or {}, folder / RECORD, dict[str, str])
+    return recorded_checksums(folder)

@@ -10,12 +10,13 @@ from pathlib import Path
 import xxhash
 
 from trainer.config import ModelSection
+from trainer.config.files import read_json
 from trainer.model.published_shapes import is_random
+from trainer.model.tensor_files import INDEX, Index
 
 SAMPLE, EVERY = 1 << 16, 1 << 24
 # Written again by whoever saves a model, and no part of what it computes.
 VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
-INDEX = "model.safetensors.index.json"
 PIPELINE = "model_index.json"
 
 
@@ -28,7 +29,7 @@ def fingerprint_of_base(base_model: str, section: ModelSection) -> dict[str, str
         return {"name": base_model}
     folder, found = Path(base_model).expanduser(), {}
     if not folder.is_dir():
-        cached = _in_hub_cache(base_model, section)
+        cached = cached_folder(base_model, "config.json", section.revision or "main")
         if cached is None:
             return {}
         folder = cached
@@ -37,7 +38,7 @@ def fingerprint_of_base(base_model: str, section: ModelSection) -> dict[str, str
         return found | _of_pipeline(folder)
     config = folder / "config.json"
     if config.is_file():
-        settings = json.loads(config.read_text(encoding="utf-8"))
+        settings = read_json(config)
         kept = {name: value for name, value in settings.items() if name not in VOLATILE}
         found["config"] = xxhash.xxh3_128_hexdigest(json.dumps(kept, sort_keys=True).encode())
     return found | _of_weights(_weight_files(folder))
@@ -62,12 +63,13 @@ def same_base(one: dict[str, str], other: dict[str, str]) -> bool | None:
     return None
 
 
-def _in_hub_cache(name: str, section: ModelSection) -> Path | None:
+def cached_folder(name: str, file: str, revision: str) -> Path | None:
+    """Return the folder of the hub's cache that holds a repository's file; None if it was not downloaded."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, "config.json", revision=section.revision or "main")
+        found = try_to_load_from_cache(name, file, revision=revision)
     except HFValidationError:
         return None
     return Path(found).parent if isinstance(found, str) else None
@@ -77,7 +79,7 @@ def _weight_files(folder: Path) -> list[Path]:
     """The model's files, if all of them are there."""
     index = folder / INDEX
     if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(read_json(index, Index).weight_map.values())
         files = sorted(folder / name for name in names)
         return files if all(file.is_file() for file in files) else []
     return sorted(folder.glob("*.safetensors"))

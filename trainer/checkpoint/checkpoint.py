@@ -21,13 +21,14 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from trainer.checkpoint.checkpoint_files import FORMAT, damage, read_state
 from trainer.checkpoint.host_copies import HostCopies, Size
 from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.config import UserError
+from trainer.config.files import read_safetensors_header
 from trainer.engine.flat_adapter import trained_parameters
 from trainer.engine.optimizer_state import EngineState
 from trainer.engine.partitioned import whole_size
@@ -148,12 +149,7 @@ def _load_state(checkpoint: Path) -> dict[str, torch.Tensor]:
     if (checkpoint / WHOLE_STATE).exists():
         return _load(checkpoint / WHOLE_STATE)
     parts = sorted(checkpoint.glob("training_state-*.safetensors"))
-    return whole_state(Pieces.read(_load(part), _metadata(part)) for part in parts)
-
-
-def _metadata(path: Path) -> dict[str, str]:
-    with safe_open(str(path), framework="pt") as handle:
-        return dict(handle.metadata())
+    return whole_state(Pieces.read(_load(part), read_safetensors_header(part)[1]) for part in parts)
 
 
 def _random_states() -> dict[str, torch.Tensor]:
@@ -170,7 +166,7 @@ def _random_states() -> dict[str, torch.Tensor]:
 
 def _restore_rank(path: Path, engine_state: EngineState) -> bool:
     tensors = _load(path)
-    version, internal, gauss = json.loads(_metadata(path)["python_rng"])
+    version, internal, gauss = json.loads(read_safetensors_header(path)[1]["python_rng"])
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(tensors["rng/torch"])
     position, has_gauss, cached = tensors["rng/numpy_rest"].tolist()

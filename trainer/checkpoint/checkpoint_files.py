@@ -5,7 +5,6 @@ lines, so that one changed bit is found wherever it is. Checkpoints of older ver
 """
 
 import errno
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -17,13 +16,13 @@ import numpy
 import xxhash
 
 from trainer.config import UserError
+from trainer.config.files import UnreadableFile, read_json, read_safetensors_header
 
 MARKER = "COMPLETE"
 FORMAT = 3
 READABLE = (1, 2, 3)
 """1 has no checksums, up to 2 the state of all ranks is one file."""
 STATE_KEYS = ("step", "optimizer_steps", "schedule_steps", "world_size", "zero_stage", "loss_scale", "skipped_steps")
-MOST_HEADER_BYTES = 100_000_000  # the format's own bound
 CHUNK = 1 << 25
 NAME = re.compile(r"checkpoint-(\d+)")
 NO_SUCH_CALL = (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EPERM)
@@ -119,54 +118,44 @@ def damage(checkpoint: Path) -> str | None:
         return f"{Path(error.filename or checkpoint).name} cannot be read ({error.strerror})"
 
 
-def damage_of_file(checkpoint: Path, name: str) -> str | None:
-    """The same of one file; None also where no checksum of it was kept. Raises OSError if it cannot be read."""
+def recorded_checksums(checkpoint: Path) -> dict[str, str]:
+    """Return the checksums of a checkpoint's files by name; none where it was written without."""
     sums = _sums_in((checkpoint / MARKER).read_bytes()) if (checkpoint / MARKER).is_file() else None
-    return _difference(checkpoint / name, *sums[name]) if sums and name in sums else None
+    return {name: digest for name, (digest, _) in (sums or {}).items()}
 
 
-def damage_of_safetensors(file: Path) -> str | None:
-    """Whether a safetensors file is what its header says, without its data being read: None, or what is wrong."""
-    with file.open("rb") as stream:
-        first = stream.read(8)
-        length = int.from_bytes(first, "little")
-        if len(first) < 8 or first.startswith((b"PK\x03\x04", b"\x80")) or length > MOST_HEADER_BYTES:
-            return "is not a safetensors file (pickled weights could run code and are not loaded)"
-        header = stream.read(length)
+def _damage_of_safetensors(file: Path) -> str | None:
+    """Return what is wrong with a safetensors file by its header, without its data being read; None if nothing."""
     try:
-        entries = json.loads(header)
-        end = max((entry["data_offsets"][1] for name, entry in entries.items() if name != "__metadata__"), default=0)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError):
-        return "is not a safetensors file, or its header is damaged"
-    size, expected = file.stat().st_size, 8 + length + end
-    return None if size == expected else f"is cut short: {size:,} bytes of {expected:,}"
+        read_safetensors_header(file)
+    except UnreadableFile as error:
+        return error.problem
+    return None
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """`state.json` of a checkpoint. Raises UserError if it cannot be read or is of another version."""
+    """Return `state.json` of a checkpoint. Raises UserError if it cannot be read or is of another version."""
     try:
-        state: dict[str, Any] = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-        found = state.get("format")
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{checkpoint}: state.json cannot be read ({error}); use another checkpoint") from None
-    if found not in READABLE:
-        raise UserError(f"{checkpoint}: written in format {found}, this version reads {FORMAT}")
+        state: dict[str, Any] = read_json(checkpoint / "state.json")
+    except FileNotFoundError:
+        raise UserError(f"{checkpoint}: has no state.json; use another checkpoint") from None
+    if state.get("format") not in READABLE:
+        raise UserError(f"{checkpoint}: written in format {state.get('format')}, this version reads {FORMAT}")
     return state
 
 
 def _damage_without_sums(checkpoint: Path) -> str | None:
-    """Of a checkpoint from before there were checksums: what its files say of themselves."""
+    """Return what is wrong with a checkpoint from before there were checksums, by the form of its files."""
     try:
-        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-        if state.get("format") != READABLE[0]:
-            return f"{MARKER} is damaged: its checksums are gone"
-        missing = [key for key in STATE_KEYS if key not in state]
-    except (ValueError, AttributeError):
-        return "state.json is not JSON"
-    if missing:
+        state = read_json(checkpoint / "state.json")
+    except UnreadableFile as error:
+        return f"state.json {error.problem}"
+    if state.get("format") != READABLE[0]:
+        return f"{MARKER} is damaged: it has no checksums"
+    if missing := [key for key in STATE_KEYS if key not in state]:
         return f"state.json lacks {missing[0]}"
     for file in (checkpoint / "training_state.safetensors", *sorted(checkpoint.glob("*.safetensors"))):
-        if problem := damage_of_safetensors(file):
+        if problem := _damage_of_safetensors(file):
             return f"{file.name} {problem}"
     return None
 

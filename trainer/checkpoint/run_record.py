@@ -13,10 +13,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from trainer.config import RunConfig, UserError
+from trainer.config.files import read_json, read_text
 from trainer.contract.command_typed import command_typed
 from trainer.contract.lock_file import LOCK_FILE
 from trainer.contract.versions import package_versions
@@ -25,6 +28,7 @@ from trainer.contract.whole_files import sync_folder, write_json, write_whole
 CONFIG, RUN, WRITTEN = "training_config.json", "run.json", "written.txt"
 LOGS = "logs"
 STARTED_IN, PROMPT_TEXT = "working_directory", "prompt_text"
+OF_RESULT = ("checksums", "identity")
 RESULT = ".writing-result"
 OF_EVERY_RUN = (
     *(CONFIG, RUN, WRITTEN, RESULT, "initial_adapter", "metrics.jsonl", "tensorboard", "wandb", "wandb-id.txt"),
@@ -49,7 +53,9 @@ def write_run_record(
     if not (run_dir / CONFIG).exists() and not any(map(_is_checkpoint, files_in(run_dir))):
         (run_dir / WRITTEN).touch()  # what an older version wrote has no list, and half a one would pass for the whole
     note_written(run_dir, OF_EVERY_RUN)
-    resolved = config.model_dump_json(indent=1)
+    resolved, earlier = config.model_dump_json(indent=1), {}
+    with suppress(UserError):  # a damaged record is replaced
+        earlier = read_record(run_dir)
     write_whole(run_dir / CONFIG, resolved)
     record = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -65,7 +71,13 @@ def write_run_record(
         "commit": commit(),
         "config_sha256": hashlib.sha256(resolved.encode()).hexdigest(),
     }
-    write_json(run_dir / RUN, record)
+    # Of an earlier result, which stays in the folder until this run has its own.
+    write_json(run_dir / RUN, record | {key: earlier[key] for key in OF_RESULT if key in earlier})
+
+
+def read_record(run_dir: Path) -> dict[str, Any]:
+    """Return run.json; empty if the folder has none. Raises UserError if it is damaged."""
+    return read_json(run_dir / RUN) if (run_dir / RUN).is_file() else {}
 
 
 def note_written(run_dir: Path, names: Iterable[str]) -> None:
@@ -88,10 +100,10 @@ def note_written(run_dir: Path, names: Iterable[str]) -> None:
 
 
 def written_names(run_dir: Path) -> set[str] | None:
-    """The names on the run's list; None if it has none. A last line that was cut short is left out."""
+    """Return the names on the run's list, but for a last line that was cut short; None if it has none."""
     try:
-        text = (run_dir / WRITTEN).read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
+        text = read_text(run_dir / WRITTEN)
+    except FileNotFoundError:
         return None
     return {name for name in text.split("\n")[:-1] if name and Path(name).name == name and name != LOGS}
 
@@ -172,13 +184,14 @@ def _record_last(paths: Iterable[Path]) -> list[Path]:
     return sorted(paths, key=lambda path: path.name in (CONFIG, RUN, WRITTEN))
 
 
-def place_result(run_dir: Path) -> None:
-    """Move what training ends with (adapter or model, tokenizer) from RESULT to where it belongs, file by file.
+def place_result(run_dir: Path) -> list[str]:
+    """Move what training ends with (adapter or model, tokenizer) from RESULT to where it belongs; returns the names.
 
     A README.md of the user's stays in place of ours; another file of the user's that has the name of one is renamed.
     """
     result, listed = run_dir / RESULT, written_names(run_dir)
     entries = sorted(result.iterdir())
+    names = [str(path.relative_to(result)) for path in sorted(result.rglob("*")) if path.is_file()]
     for path in entries:
         target = run_dir / path.name
         if listed is not None and path.name not in listed and os.path.lexists(target):
@@ -191,6 +204,7 @@ def place_result(run_dir: Path) -> None:
         os.replace(path, target)
     shutil.rmtree(result)
     sync_folder(run_dir)
+    return names
 
 
 def _free_name(path: Path) -> Path:

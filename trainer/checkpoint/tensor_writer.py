@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 import xxhash
 
+from trainer.config.files import read_safetensors_header
+
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -49,20 +51,18 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def float_pieces(path: Path) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """The floating-point values of a file in flat pieces, across tensors; with the names of those they may be of."""
+    """Yield the floating-point values of a file in flat pieces, across tensors, with the names of these tensors."""
+    entries, _, data_start = read_safetensors_header(path)
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        entries = json.loads(file.read(length))
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    entries.pop("__metadata__", None)
-    ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
-    for kind, neighbours in itertools.groupby(ordered, key=lambda item: item[1]["dtype"]):
+    ordered = sorted(entries.items(), key=lambda item: item[1].data_offsets)
+    for kind, neighbours in itertools.groupby(ordered, key=lambda item: item[1].dtype):
         tensors = list(neighbours)
-        begin, end = tensors[0][1]["data_offsets"][0], tensors[-1][1]["data_offsets"][1]
+        begin, end = tensors[0][1].data_offsets[0], tensors[-1][1].data_offsets[1]
         if kind not in _FLOATS or begin == end:
             continue
         count = (end - begin) // _FLOATS[kind].itemsize
-        values = torch.frombuffer(mapped, dtype=_FLOATS[kind], count=count, offset=8 + length + begin)
+        values = torch.frombuffer(mapped, dtype=_FLOATS[kind], count=count, offset=data_start + begin)
         names = [name for name, _ in tensors]
         for piece in values.split(_PIECE):
             yield names, piece

@@ -6,6 +6,8 @@ goes through this module, and says in `shape` which types it relies on.
 """
 
 import json
+import math
+import re
 import stat
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,10 +24,10 @@ MAX_SAFETENSORS_HEADER_BYTES = 100 << 20
 
 
 class UnreadableFile(UserError):
-    """A file that exists but cannot be used. `path` and `problem` are for callers that word the message themselves."""
+    """A file that exists but cannot be used. Its parts are for callers that word the message themselves."""
 
     def __init__(self, path: Path, problem: str, fix: str = "restore or replace the file") -> None:
-        self.path, self.problem = path, problem
+        self.path, self.problem, self.fix = path, problem, fix
         super().__init__(f"{path}: {problem}; {fix}")
 
 
@@ -45,21 +47,27 @@ def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
         FileNotFoundError: if the file does not exist, so that callers can tell "missing" from "damaged".
         UnreadableFile: if it is a folder, pipe or device, may not be read, or is larger than `max_bytes`.
     """
+    content = _read(path, 0, max_bytes + 1)
+    if len(content) > max_bytes:
+        raise UnreadableFile(path, f"is larger than {max_bytes:,} bytes")
+    return content
+
+
+def _read(path: Path, offset: int, count: int) -> bytes:
+    """Return at most `count` bytes of a regular file. Raises as `read_bytes` does."""
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
             raise UnreadableFile(path, "is a folder" if stat.S_ISDIR(mode) else "is not a regular file")
         with path.open("rb") as file:
-            content = file.read(max_bytes + 1)
+            file.seek(offset)
+            return file.read(count)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(error.errno, "No such file or directory", str(path)) from None
     except OSError as error:
         raise UnreadableFile(path, f"cannot be read ({error.strerror})", "check its permissions and disk") from None
     except ValueError:  # a null character in the name
         raise UnreadableFile(path, "is not a possible file name") from None
-    if len(content) > max_bytes:
-        raise UnreadableFile(path, f"is larger than {max_bytes:,} bytes")
-    return content
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
@@ -121,36 +129,39 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, TensorEntry], dict[st
 
     Raises:
         FileNotFoundError: if the file does not exist.
-        UnreadableFile: if it is no safetensors file, or its size differs from what the header announces.
+        UnreadableFile: if it is no safetensors file, its header contradicts itself, or its size is not as announced.
     """
-    begin = _read_at(path, 0, 9)
+    begin = _read(path, 0, 9)
     length = int.from_bytes(begin[:8], "little")
     # The first bytes of a header's length can be those of a pickle or a zip; the byte after the length cannot.
     if len(begin) < 9 or begin[8:] != b"{" or length > MAX_SAFETENSORS_HEADER_BYTES:
         fix = "only safetensors files are loaded, because pickled weights can run code"
         raise UnreadableFile(path, "is not a safetensors file", fix)
-    content = _read_at(path, 8, length)
+    content = _read(path, 8, length)
     if len(content) < length:
         raise UnreadableFile(path, "is cut short within its header", "copy or download it again")
     header: dict[str, Any] = parse_json(content, path)
     metadata: dict[str, str] = check_shape(header.pop("__metadata__", {}), path, dict[str, str])
     entries: dict[str, TensorEntry] = check_shape(header, path, dict[str, TensorEntry])
-    size = path.stat().st_size
-    expected = 8 + length + max((entry.data_offsets[1] for entry in entries.values()), default=0)
+    size, expected = path.stat().st_size, 8 + length + _check_entries(entries, path)
     if size != expected:
         raise UnreadableFile(path, f"is cut short: {size:,} bytes instead of {expected:,}", "copy or download it again")
     return entries, metadata, 8 + length
 
 
-def _read_at(path: Path, offset: int, count: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read(count)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise UnreadableFile(path, f"cannot be read ({error.strerror})", "check its permissions and disk") from None
+def _check_entries(entries: dict[str, TensorEntry], path: Path) -> int:
+    """Return where the data ends. Raises UnreadableFile for tensors that overlap, leave gaps or differ from their size.
+
+    The safetensors library has the same rules, and fails when such a tensor is loaded.
+    """
+    end = 0
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, after = entry.data_offsets
+        bits = 8 if entry.dtype == "BOOL" else int((re.match(r"[A-Z]+(\d{1,3})", entry.dtype) or "00")[1])
+        if begin != end or min(entry.shape, default=0) < 0 or bits * math.prod(entry.shape) != 8 * (after - begin):
+            raise UnreadableFile(path, f"has a damaged header, at {name}", "copy or download it again")
+        end = after
+    return end
 
 
 @lru_cache(maxsize=64)

@@ -1,9 +1,9 @@
 """How stage 3 gathers the frozen base: per layer by our code, or parameter by parameter by DeepSpeed."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from trainer.config.adapter_settings import FILE, read_adapter_settings
 from trainer.config.sections import RunConfig
 from trainer.config.training_sections import ZeroSection
 
@@ -44,12 +44,6 @@ def trained_in_full(config: RunConfig) -> tuple[str, ...]:
 
 
 def adapter_to_continue(config: RunConfig) -> dict[str, Any]:
-    """`adapter_config.json` of the adapter at lora.adapter_path; empty if there is none, or none that can be read."""
-    file = Path(config.lora.adapter_path or "") / "adapter_config.json"
-    if not config.lora.adapter_path or not file.is_file():
-        return {}
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:  # PEFT says what is wrong with it when it loads the adapter
-        return {}
-    return record if isinstance(record, dict) else {}
+    """Return the settings of the adapter at lora.adapter_path; empty if it is not on this machine."""
+    folder = Path(config.lora.adapter_path or "")
+    return read_adapter_settings(folder) if config.lora.adapter_path and (folder / FILE).is_file() else {}

@@ -7,6 +7,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trainer.config.adapter_settings import read_adapter_settings
 from trainer.contract.whole_files import apply_umask
 from trainer.images.pipeline import Pipeline
 
@@ -22,7 +23,7 @@ OF_DIFFUSERS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora"
 def write_for_diffusers(folder: Path, pipeline: Pipeline) -> None:
     """`pytorch_lora_weights.safetensors` beside PEFT's file: its tensors under the pipeline's names, and settings."""
     tensors = tensors_by_part(folder)
-    settings = adapter_settings(folder)
+    settings = read_adapter_settings(folder)
     metadata: dict[str, Any] = {}
     for part in sorted({name.partition(".")[0] for name in tensors}):  # denoiser, text encoders
         metadata |= {f"{part}.{name}": settings[name] for name in OF_DIFFUSERS if name in settings}
@@ -30,12 +31,6 @@ def write_for_diffusers(folder: Path, pipeline: Pipeline) -> None:
     text = {"format": "pt", METADATA: json.dumps(metadata, indent=2, sort_keys=True)}
     save_file(tensors, folder / DIFFUSERS, metadata=text)
     apply_umask(folder / DIFFUSERS)
-
-
-def adapter_settings(folder: Path) -> dict[str, Any]:
-    """PEFT's, of the adapter in `folder`."""
-    settings: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    return settings
 
 
 def tensors_by_part(folder: Path) -> dict[str, Tensor]:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from trainer.config import UserError
-from trainer.images.files import adapter_settings, tensors_by_part
+from trainer.config.adapter_settings import read_adapter_settings
+from trainer.images.files import tensors_by_part
 from trainer.images.pipeline import Pipeline
 
 QKV = ("attn.to_q", "attn.to_k", "attn.to_v")
@@ -74,7 +75,7 @@ BLOCKS: dict[str, dict[str, tuple[str, Layers]]] = {
 
 def as_kohya(folder: Path, pipeline: Pipeline) -> dict[str, Tensor]:
     """The tensors of the adapter in `folder`. Raises UserError for DoRA, and for a layer that has no such name."""
-    settings, factors = adapter_settings(folder), defaultdict[str, dict[str, Tensor]](dict)
+    settings, factors = read_adapter_settings(folder), defaultdict[str, dict[str, Tensor]](dict)
     if settings.get("use_dora"):
         raise UserError(
             "lora.dora=true: programs that read kohya's format do not agree on DoRA's magnitudes; export with --format "

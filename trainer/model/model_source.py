@@ -3,11 +3,13 @@
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
 from trainer.config import UserError
+from trainer.config.adapter_settings import FILE, read_adapter_settings
 
 LONGEST_NAME = 255  # bytes of a name in a folder, on common file systems
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -49,10 +51,10 @@ def check_config_file(base_model: str) -> None:
     file = folder / "config.json"
     if not file.exists():
         raise UserError(f"{said}: {_instead_of_config(folder)}")
-    if (folder / "adapter_config.json").exists():
+    if (folder / FILE).exists():
         raise UserError(
             f"{said}: holds an adapter as well, and transformers would load that with its base and not these weights; "
-            "move adapter_config.json to a folder of its own"
+            f"move {FILE} to a folder of its own"
         )
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
@@ -78,12 +80,11 @@ def check_config_file(base_model: str) -> None:
 
 def _instead_of_config(folder: Path) -> str:
     """What is in a folder without config.json, and the fix."""
-    adapter = folder / "adapter_config.json"
-    if adapter.exists():
-        try:
-            base = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        except (OSError, ValueError, LookupError, TypeError):
-            base = "its base"
+    if (folder / FILE).exists():
+        base = None
+        with suppress(UserError):
+            base = read_adapter_settings(folder).get("base_model_name_or_path")
+        base = base or "its base"
         return f"the folder holds an adapter; set base_model: {base}, and lora.adapter_path: {folder} to go on from it"
     inner = sorted(child.parent.name for child in folder.glob("*/config.json"))
     if inner:

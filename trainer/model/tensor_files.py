@@ -3,18 +3,18 @@
 Names and shapes come from the headers, a few kilobytes; a tensor is read when it is asked for.
 """
 
-import json
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from pydantic import BaseModel
+from safetensors import safe_open
 
 from trainer.config import ModelSection, UserError
+from trainer.config.files import UnreadableFile, read_json, read_safetensors_header
 
 STEM = "model"
 WEIGHTS = f"{STEM}.safetensors"
 INDEX = f"{STEM}.safetensors.index.json"
-LONGEST_HEADER = 100 * 2**20  # what safetensors allows
 # First bytes of what people have under a name that ends with .safetensors.
 OTHER_FORMATS = (
     (b"version https://git-lfs", "is a pointer of git-lfs and not the weights; run `git lfs pull` there"),
@@ -23,6 +23,12 @@ OTHER_FORMATS = (
     (b"\x80\x02", "is a pickled file under that name; only safetensors are loaded, convert it first"),
     (b"<", "is a web page and not the weights; download it again"),
 )
+
+
+class Index(BaseModel):
+    """`model.safetensors.index.json`: which file holds each tensor."""
+
+    weight_map: dict[str, str]
 
 
 class SafetensorsFiles:
@@ -87,9 +93,9 @@ def files_in(folder: Path, setting: str, *, stem: str = STEM) -> list[Path]:
 
 def _named_in(index: Path, setting: str) -> list[str]:
     try:
-        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, LookupError, AttributeError, TypeError) as error:
-        raise UserError(f"{setting}: {index.name} cannot be read ({error}); download or copy it again") from None
+        return sorted(set(read_json(index, Index).weight_map.values()))
+    except UnreadableFile as error:
+        raise UserError(f"{setting}: {index.name} {error.problem}; download or copy it again") from None
 
 
 def stored_shapes(file: Path, setting: str) -> dict[str, tuple[int, ...]]:
@@ -99,40 +105,21 @@ def stored_shapes(file: Path, setting: str) -> dict[str, tuple[int, ...]]:
 
 def _headers(file: Path, setting: str) -> dict[str, tuple[tuple[int, ...], str]]:
     try:
-        with safe_open(str(file), framework="pt") as handle:
-            slices = {name: handle.get_slice(name) for name in handle.keys()}
-            return {name: (tuple(each.get_shape()), str(each.get_dtype())) for name, each in slices.items()}
-    except (OSError, SafetensorError) as error:
+        entries, _, _ = read_safetensors_header(file)
+    except UnreadableFile as error:
         raise UserError(f"{setting}: {file.name} {_what_is_wrong(file, error)}") from None
+    return {name: (tuple(entry.shape), entry.dtype) for name, entry in entries.items()}
 
 
-def _what_is_wrong(file: Path, error: Exception) -> str:
-    """What a file is that safetensors cannot read, and the fix."""
-    if file.is_dir():
-        return "is a folder; put the file in its place"
+def _what_is_wrong(file: Path, error: UnreadableFile) -> str:
+    """Return what a file that is no whole safetensors file holds instead, and the fix."""
     try:
-        size = file.stat().st_size
         with file.open("rb") as handle:
             begin = handle.read(64)
-            handle.seek(8)
-            header = handle.read(min(int.from_bytes(begin[:8], "little"), LONGEST_HEADER))
-    except OSError as denied:
-        return f"cannot be read ({denied.strerror}); give this user the right to read it, or copy it again"
-    for first, kind in OTHER_FORMATS:
-        if begin.startswith(first):
-            return kind
-    whole = _announced(header)
-    reason = str(error).splitlines()[0] if whole is None else f"it is cut short: {size:,} of {whole:,} bytes"
-    return f"cannot be read ({reason}); download or copy it again"
-
-
-def _announced(header: bytes) -> int | None:
-    """How long a file should be by its header; None if that cannot be read."""
-    try:
-        tensors = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
-        return 8 + len(header) + max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
-    except (ValueError, LookupError, AttributeError, TypeError):
-        return None
+    except OSError:  # a folder, or without permission
+        begin = b""
+    kinds = (kind for first, kind in OTHER_FORMATS if begin.startswith(first))
+    return next(kinds, f"{error.problem}; download or copy it again")
 
 
 def is_here(base_model: str, section: ModelSection) -> bool:

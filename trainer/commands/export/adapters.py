@@ -16,6 +16,7 @@ from trainer.commands.export.servers import write_for_server
 from trainer.commands.export.verify import verify
 from trainer.commands.whole_output import put_in_place, writing
 from trainer.config import UserError
+from trainer.config.adapter_settings import FILE, read_adapter_settings
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.report.model_card import is_on_hub, public_name
 
@@ -49,10 +50,9 @@ def _write_folder(run: FinishedRun, form: str, folder: Path, tokenizer: Any) -> 
     base = public_name(run.config.base_model)
     for name in ADAPTER:
         shutil.copyfile(run.folder / name, folder / name)
-    path = folder / "adapter_config.json"
-    settings: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    settings = read_adapter_settings(folder)
     settings |= {"base_model_name_or_path": base if is_on_hub(base) else run.config.base_model}
-    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if form != "peft":
         settings = write_for_server(folder, form, run.config.base_model, run.config.model)
     write_files(tokenizer_files(tokenizer), folder)

@@ -10,7 +10,6 @@ Each yields the name of a layer in the base's checkpoint and the gain of its wei
 the server would refuse, or pass over in silence.
 """
 
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -20,6 +19,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+
+from trainer.config.adapter_settings import read_adapter_settings
 
 Gain = tuple[str, Tensor]
 IN_OUT = ("gpt_oss", "llama4", "llama4_text")
@@ -38,7 +39,7 @@ ONE_EXPERT = re.compile(r"(.*\.experts\.\d+)\.(\w+)")
 def read_vllm(folder: Path, stored: dict[str, Tensor], config: Any) -> Iterator[Gain]:
     """Scale alpha / r, or alpha / sqrt(r) for rsLoRA; layers by name, each with an A of no more than r rows."""
     parts = VLLM_PARTS.get(config.get_text_config().model_type, {part: part for part in PARTS})
-    settings = _settings(folder)
+    settings = read_adapter_settings(folder)
     for forbidden in ("modules_to_save", "use_dora"):
         if settings.get(forbidden):
             raise RuntimeError(f"adapter_config.json: vLLM refuses {forbidden}")
@@ -57,7 +58,7 @@ def read_vllm(folder: Path, stored: dict[str, Tensor], config: Any) -> Iterator[
 
 def read_sglang(folder: Path, stored: dict[str, Tensor], _config: Any) -> Iterator[Gain]:
     """Scale alpha / r whatever else is said; q, k, v and gate, up are stacked, r rows of A each."""
-    settings = _settings(folder)
+    settings = read_adapter_settings(folder)
     rank, scale = settings["r"], settings["lora_alpha"] / settings["r"]
     pairs = {layer: (a, b) for layer, a, b in _pairs(folder)}
     targets = set(settings["target_modules"])
@@ -144,8 +145,3 @@ def _pairs(folder: Path) -> Iterator[tuple[str, Tensor, Tensor]]:
             raise RuntimeError(f"{name}: neither A nor B of a layer")
         if match[2] == "A":
             yield match[1], a, tensors[name.replace(".lora_A.", ".lora_B.")]
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    settings: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    return settings

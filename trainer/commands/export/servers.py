@@ -20,6 +20,7 @@ from torch import Tensor
 
 from trainer.commands.export.factors import PREFIX, Factors, read_factors
 from trainer.config import UserError
+from trainer.config.adapter_settings import FILE, read_adapter_settings
 from trainer.model.base import load_model_config
 from trainer.model.served_layers import NAMES, train_without, unapplied_layers
 
@@ -50,13 +51,13 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
         found = found.padded(rank) if server == "sglang" else found
         tensors[f"{PREFIX}{layer}.lora_A.weight"] = found.a_RI.clone(memory_format=torch.contiguous_format)
         tensors[f"{PREFIX}{layer}.lora_B.weight"] = found.b_OR.clone(memory_format=torch.contiguous_format)
-    settings: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    settings = read_adapter_settings(folder)
     alpha = scale * rank
     settings |= {"r": rank, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha, "use_rslora": False}
     settings |= {"target_modules": sorted({layer.rpartition(".")[2] for layer in factors}), "target_parameters": None}
     settings |= {"rank_pattern": {}, "alpha_pattern": {}, "exclude_modules": None}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / FILE).write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return settings
 
 
@@ -68,7 +69,7 @@ def common_scale(factors: dict[str, Factors]) -> float:
 
 def check_applied(folder: Path, server: str) -> None:
     """Raise UserError for an adapter that is more than low-rank products of layers that the server knows."""
-    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    settings = read_adapter_settings(folder)
     name = NAMES[server]
     if settings.get("use_dora"):
         raise UserError(f"--format {server}: {name} applies no DoRA; {MERGED}")

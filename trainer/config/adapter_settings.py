@@ -1,0 +1,48 @@
+"""The settings of a PEFT LoRA adapter, `adapter_config.json`, read and checked in one place."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from trainer.config.errors import UserError
+from trainer.config.files import read_json
+
+FILE = "adapter_config.json"
+Names = list[str] | str | None
+Number = int | Annotated[float, Field(allow_inf_nan=False)]
+Rank = Annotated[int, Field(gt=0)]
+
+
+class AdapterSettings(BaseModel):
+    """The keys that PEFT and zerolora rely on; all others are kept as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    peft_type: Literal["LORA"]
+    r: Rank
+    lora_alpha: Number
+    base_model_name_or_path: str | None = None
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    use_rslora: bool = False
+    use_dora: bool = False
+    target_modules: Names = None
+    exclude_modules: Names = None
+    target_parameters: list[str] | None = None
+    modules_to_save: list[str] | None = None
+    rank_pattern: dict[str, Rank] | None = None
+    alpha_pattern: dict[str, Number] | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+
+
+def read_adapter_settings(folder: Path) -> dict[str, Any]:
+    """Return the settings of the LoRA adapter in a folder, as the file has them.
+
+    Raises:
+        UserError: if there are none, or they are damaged or of another kind of adapter.
+    """
+    try:
+        settings: AdapterSettings = read_json(folder / FILE, AdapterSettings)
+    except FileNotFoundError:
+        raise UserError(f"{folder}: no {FILE} in it; name the folder of a PEFT adapter") from None
+    return settings.model_dump(exclude_unset=True)
