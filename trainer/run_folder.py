@@ -21,14 +21,21 @@ from trainer.checkpoint.background import SaveFailed, WriteWeights
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.position import Position
 from trainer.checkpoint.run_record import RESULT, make_way, note_written, place_result, write_run_record
-from trainer.checkpoint.weights import gathered, save_adapter, save_full_model, write_adapter, write_full_model
+from trainer.checkpoint.weights import (
+    gathered,
+    save_adapter,
+    save_full_model,
+    save_initial_adapter,
+    write_adapter,
+    write_full_model,
+)
 from trainer.config import RunConfig
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.full_disk import disk_errors_into
 from trainer.course import Course
 from trainer.engine.flat_adapter import trained_parameters
 from trainer.engine.protocol import Engine
-from trainer.model.adapter import changes_base_weights, save_initial_adapter
+from trainer.model.adapter import changes_base_weights
 from trainer.monitor.metrics import Metrics
 from trainer.monitor.report.model_card import CARD, is_own_card
 from trainer.monitor.report.recorded import TIMES, keep_times

@@ -20,11 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.tiny import make_tokenizer
 from trainer.checkpoint.finished_run import find_run
-from trainer.checkpoint.weights import save_adapter
+from trainer.checkpoint.weights import save_adapter, save_initial_adapter
 from trainer.commands.export.__main__ import export
 from trainer.commands.merge import merge
 from trainer.config import ModelSection, RunConfig, UserError
-from trainer.model.adapter import apply_adapter, changes_base_weights, save_initial_adapter
+from trainer.model.adapter import apply_adapter, changes_base_weights
 from trainer.model.base import load_tokenizer
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 

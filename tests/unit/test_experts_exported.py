@@ -62,7 +62,7 @@ def logits_of(folder: Path) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoehybrid"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "granitemoehybrid", "laguna"])
 def test_merged_experts_are_stored_as_the_checkpoint_stores_them(model_type: str, tmp_path: Path) -> None:
     run_dir, logits = make_run(tmp_path, model_type)
     output = merge(find_run(run_dir), tmp_path / "merged")
@@ -82,6 +82,7 @@ def test_merged_experts_are_stored_as_the_checkpoint_stores_them(model_type: str
         ("deepseek_v3", {"target_modules": ["down_proj", "q_a_proj"]}),
         ("gpt_oss", {}),
         ("llama4_text", {}),
+        ("laguna", {"exclude_modules": ["g_proj"]}),
     ],
 )
 def test_what_servers_read_expert_by_expert_gives_the_same_logits(

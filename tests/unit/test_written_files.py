@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.tiny import CHATML, make_model, make_tokenizer
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import find_run, saved_tokenizer
-from trainer.checkpoint.weights import write_full_model
+from trainer.checkpoint.weights import save_initial_adapter, write_full_model
 from trainer.commands import merge
 from trainer.commands.demo import make_once
 from trainer.commands.export.__main__ import export
@@ -22,7 +22,7 @@ from trainer.config import LoraSection, ModelSection
 from trainer.contract.whole_files import apply_umask
 from trainer.images.files import DIFFUSERS, write_for_diffusers
 from trainer.images.pipeline import read_pipeline
-from trainer.model.adapter import apply_adapter, save_initial_adapter
+from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_tokenizer
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from trainer.checkpoint.adapter_files import SETTINGS, WEIGHTS
 from trainer.model.expert_factor import ExpertFactor
+from trainer.model.older_names import names_in_file
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,18 @@ class AdapterForm:
 
     @classmethod
     def of(cls, model: Any, trained: Iterable[str]) -> "AdapterForm":
-        """Let PEFT save the model with a number in place of each tensor. Takes tenths of a second."""
+        """Let PEFT save the model with a number in place of each tensor. Takes tenths of a second.
+
+        Raises UserError for tensors that PEFT alone would not find again.
+        """
         trained = list(trained)
         factors = {f"{path}.weight": part for path, part in model.named_modules() if isinstance(part, ExpertFactor)}
         with tempfile.TemporaryDirectory() as folder:
             numbers = {name: torch.tensor([number]) for number, name in enumerate(trained)}
             model.save_pretrained(folder, state_dict=numbers)
-            names = {stored: trained[int(number)] for stored, number in load_file(Path(folder) / WEIGHTS).items()}
+            saved = load_file(Path(folder) / WEIGHTS)
+            in_file = names_in_file(model, saved)
+            names = {in_file[name]: trained[int(number)] for name, number in saved.items()}
             settings = (Path(folder) / SETTINGS).read_text(encoding="utf-8")
         return cls(names, settings, {name: factors[name] for name in trained if name in factors})
 

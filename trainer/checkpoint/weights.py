@@ -39,6 +39,14 @@ def save_adapter(
         write_adapter(form, trained, folder, must_have_moved=must_have_moved, initial=initial)
 
 
+def save_initial_adapter(model: Any, folder: Path, *, is_main: bool) -> None:
+    """Write the adapter as it began: the difference to it is what fits the unchanged base. Every rank must call it."""
+    config = model.peft_config["default"]
+    method, config.init_lora_weights = config.init_lora_weights, True
+    save_adapter(model, folder, is_main=is_main, must_have_moved=False)
+    config.init_lora_weights = method
+
+
 def write_adapter(
     form: AdapterForm,
     trained: Mapping[str, torch.Tensor],

@@ -1,6 +1,5 @@
 """PEFT adapters onto the base model: which layers, how many parameters, and proof that each one learns."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,11 @@ import torch
 from torch import nn
 
 from trainer.config import LoraSection, UserError
-from trainer.contract.whole_files import apply_umask
+from trainer.config.adapter_settings import read_adapter_settings
 from trainer.engine.flat_adapter import FLAT, flat_adapter_of, trained_parameters
 from trainer.engine.linear_layers import model_shape
 from trainer.engine.partitioned import whole_size
-from trainer.model.saved_adapter import load_adapter, tail, write_for_peft
+from trainer.model.saved_adapter import check_found_again, load_adapter, tail, write_for_peft
 from trainer.model.targets import Targets, excluded_modules, targets_of
 
 ONE_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(.*)")  # its layer, and what follows its number
@@ -74,16 +73,6 @@ def changes_base_weights(lora: LoraSection) -> bool:
     return lora.init.startswith(("pissa", "olora"))
 
 
-def save_initial_adapter(model: Any, folder: Path, *, is_main: bool) -> None:
-    """Keep the adapter as it began: the difference to it is what fits the unchanged base model."""
-    if is_main:
-        config = model.peft_config["default"]
-        method, config.init_lora_weights = config.init_lora_weights, True
-        model.save_pretrained(folder)
-        apply_umask(folder)
-        config.init_lora_weights = method
-
-
 def apply_adapter(
     model: Any,
     lora: LoraSection,
@@ -103,7 +92,8 @@ def apply_adapter(
     from trainer.model.expert_adapter import own_experts, set_dropout  # brings bitsandbytes
 
     if lora.adapter_path:
-        adapted = _load_existing(model, lora)
+        misfit = f"lora.adapter_path={lora.adapter_path}: does not fit this model"
+        adapted = load_adapter(model, lora.adapter_path, misfit=misfit, trainable=True, dropout=lora.dropout)
     else:
         token_ids = {_embedding_name(model): added_token_ids} if added_token_ids else None
         targets, excluded = targets_of(model, lora), excluded_modules(model, lora)
@@ -120,6 +110,7 @@ def apply_adapter(
             write_for_peft(adapted, targets, excluded)
         if lora.init == "loftq":
             _start_from_quantisation_error(adapted, base_model)
+    check_found_again(adapted)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -133,17 +124,6 @@ def _start_from_quantisation_error(adapted: Any, base_model: str) -> None:
     if not file.exists():
         raise UserError(f"lora.init=loftq: reads one file {file}, which is not there; use a local model in one file")
     replace_lora_weights_loftq(adapted, model_path=str(file))
-
-
-def _load_existing(model: Any, lora: LoraSection) -> Any:
-    try:
-        return load_adapter(model, str(lora.adapter_path), trainable=True, dropout=lora.dropout)
-    except (ValueError, OSError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"lora.adapter_path={lora.adapter_path}: does not fit this model ({reason}); name an adapter of this base "
-            "model"
-        ) from None
 
 
 def _embedding_name(model: Any) -> str:
@@ -196,10 +176,8 @@ def rank_lines(layers: list[AdaptedLayers], lora: LoraSection) -> list[str]:
 
 
 def _rank_at(adapter_path: str) -> int | None:
-    """The rank of an adapter on this machine; None of one that is still to be downloaded."""
-    file = Path(adapter_path) / "adapter_config.json"
-    rank = json.loads(file.read_text(encoding="utf-8")).get("r") if file.is_file() else None
-    return None if rank is None else int(rank)
+    """Return the rank of an adapter on this machine; None for one that is still to be downloaded."""
+    return int(read_adapter_settings(Path(adapter_path))["r"]) if Path(adapter_path).is_dir() else None
 
 
 class GradientCheck:

@@ -1,13 +1,17 @@
-"""PEFT's translation of the names that layers of mixtures had in older models, which mistakes some (peft#3711).
+"""PEFT's translation of the names that layers of MoE models had in transformers 4, which mistakes some (peft#3711).
 
 transformers 5 holds experts as parameters where each was a module before. PEFT translates gate_proj, up_proj and
 down_proj (w1, w2, w3) into `target_parameters` of these, and drops the dense layers and shared experts of that name.
+It also applies the renamings of a model's checkpoint to the tensors of an adapter that it loads.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from trainer.config import UserError
 from trainer.contract.known_versions import require
 
 
@@ -41,3 +45,45 @@ def taken_for_experts(model: Any, names: set[str]) -> set[str]:
         if name not in set(config.target_modules or ()):
             taken.add(name)
     return taken
+
+
+def loaded_names(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """Map names of tensors in an adapter's file to the names under which PEFT looks for them in the model.
+
+    Left out are tensors that PEFT would combine into others. The model may be adapted or not, and without weights.
+    """
+    import peft.utils.transformers_weight_conversion as conversion
+    from peft import LoraConfig
+
+    translate = require(conversion, "convert_peft_adapter_state_dict_for_transformers", "peft")
+    known = list(names)
+    numbers = {name: torch.tensor([number], device="cpu") for number, name in enumerate(known)}
+    translated = translate(model, LoraConfig(), numbers).items()
+    return {known[int(number)]: name for name, number in translated if number.numel() == 1}
+
+
+def names_in_file(adapted: Any, names: Iterable[str]) -> dict[str, str]:
+    """Map the names of an adapter's tensors in the model to those under which PEFT alone finds them again.
+
+    Nearly all are the same. Where a renaming matches its own result, as Laguna's `shared_expert.` does, PEFT finds
+    only the checkpoint's name. Raises UserError if there is no such name.
+    """
+    from transformers import core_model_loading
+
+    own = list(names)
+    found = loaded_names(adapted, own)
+    lost = [name for name in own if found.get(name) != name]
+    if not lost:
+        return dict(zip(own, own, strict=True))
+    revert = require(core_model_loading, "revert_weight_conversion", "transformers")
+    base, prefix = adapted.get_base_model(), "base_model.model."
+    tensors = {name.removeprefix(prefix): torch.empty(0, device="cpu") for name in lost}
+    stored = [prefix + name for name in revert(base, tensors)]
+    of_checkpoint = {name: older for older, name in loaded_names(adapted, stored).items()}
+    missing = [name for name in lost if name not in of_checkpoint]
+    if missing:
+        raise UserError(
+            f"lora.target_modules: PEFT could not load {len(missing)} of {len(own)} tensors of this adapter again, "
+            f"first {missing[0]}; leave their layers out with lora.exclude_modules"
+        )
+    return {name: of_checkpoint.get(name, name) for name in own}

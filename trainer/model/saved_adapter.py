@@ -1,42 +1,94 @@
 """Adapters as files: settings by which PEFT alone finds the same layers, and how those of others are read."""
 
+import copy
 import re
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from trainer.model.older_names import taken_for_experts
+from trainer.config import UserError
+from trainer.config.adapter_settings import read_adapter_settings
+from trainer.contract.known_versions import require
+from trainer.model.older_names import names_in_file, taken_for_experts
 from trainer.model.targets import Targets
 
 
 def load_adapter(
-    model: Any, folder: str, *, trainable: bool = False, dropout: float = 0.0, in_32_bits: bool = False
+    model: Any,
+    folder: str,
+    *,
+    misfit: str | None = None,
+    trainable: bool = False,
+    dropout: float = 0.0,
+    in_32_bits: bool = False,
 ) -> Any:
-    """The model with the adapter of a folder, or of the hub, on it; experts and what they share names with as ours.
+    """Return the model with the adapter of a folder, or of the hub, on it; experts as ours compute them.
 
-    Where experts are adapted PEFT's settings cannot say a dropout, and `dropout` is that of the coming training. With
-    `in_32_bits` a 16-bit adapter is widened. Raises what PEFT raises where it does not fit.
+    Where experts are adapted PEFT's settings cannot hold a dropout, and `dropout` is that of the coming training. With
+    `in_32_bits` a 16-bit adapter is widened.
+
+    Raises:
+        UserError: beginning with `misfit`, unless every tensor of the file and of the adapted model is loaded.
     """
-    from peft import PeftConfig, PeftModel
+    from peft import LoraConfig, PeftConfig, get_peft_model
 
     from trainer.model.expert_adapter import ParamWrapper, own_experts, set_dropout  # brings bitsandbytes
 
-    config: Any = PeftConfig.from_pretrained(folder)
-    widen = {"autocast_adapter_dtype": in_32_bits}
-    if not getattr(config, "target_parameters", None):
-        return PeftModel.from_pretrained(model, folder, is_trainable=trainable, **widen)
-    excluded = config.exclude_modules
-    parameters = set(config.target_parameters)
-    by_weight = {name for name in parameters if name.endswith(".weight") and _is_linear(model, name)}
-    config.target_parameters = sorted(parameters - by_weight) or None
-    config.target_modules = {*(config.target_modules or ()), *(name.removesuffix(".weight") for name in by_weight)}
-    with own_experts(model, config):
-        adapted = PeftModel.from_pretrained(model, folder, is_trainable=trainable, config=config, **widen)
-    config.target_modules -= {name.removesuffix(".weight") for name in by_weight}
-    config.target_parameters, config.exclude_modules, config._custom_modules = sorted(parameters), excluded, None
-    if dropout and any(isinstance(module, ParamWrapper) for module in adapted.modules()):
-        set_dropout(adapted, dropout)
-    return adapted
+    if Path(folder).is_dir():
+        read_adapter_settings(Path(folder))
+    try:
+        config: Any = PeftConfig.from_pretrained(folder)
+        if not isinstance(config, LoraConfig):
+            raise ValueError(f"it is of the kind {config.peft_type}, not LORA")
+        config.inference_mode, config.base_model_name_or_path = not trainable, None
+        parameters, excluded = set(config.target_parameters or ()), config.exclude_modules
+        if not parameters:
+            adapted = get_peft_model(model, config, autocast_adapter_dtype=in_32_bits)
+        else:
+            by_weight = {name for name in parameters if name.endswith(".weight") and _is_linear(model, name)}
+            modules = {name.removesuffix(".weight") for name in by_weight}
+            config.target_parameters = sorted(parameters - by_weight) or None
+            config.target_modules = {*(config.target_modules or ()), *modules}
+            with own_experts(model, config):
+                adapted = get_peft_model(model, config, autocast_adapter_dtype=in_32_bits)
+            config.target_modules -= modules
+            config.target_parameters, config.exclude_modules, config._custom_modules = (
+                sorted(parameters),
+                excluded,
+                None,
+            )
+            if any(isinstance(module, ParamWrapper) for module in adapted.modules()):
+                set_dropout(adapted, dropout)
+        _load_tensors(adapted, folder)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # PEFT and torch raise many kinds for values that do not fit a model
+        reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        what = misfit or f"{folder}: does not fit this base model"
+        raise UserError(f"{what}: {'; '.join(reason.strip().splitlines()[:2])}") from error
+    return adapted if trainable else adapted.eval()
+
+
+def _load_tensors(adapted: Any, folder: str) -> None:
+    """Load an adapter's file. Raises ValueError unless all its tensors, and all of the adapted model's, are taken."""
+    from peft import set_peft_model_state_dict
+    from peft.utils.save_and_load import load_peft_weights
+
+    weights: dict[str, Tensor] = load_peft_weights(folder, device="cpu")
+    layers = {path for path, _ in adapted.named_modules()}
+    own = [name for name in weights if name.partition(".lora_")[0] in layers]
+    in_file, device = names_in_file(adapted, own), next(adapted.parameters()).device
+    state = {in_file.get(name, name): value.to(device) for name, value in weights.items()}
+    result = set_peft_model_state_dict(adapted, state)
+    missing = [name for name in result.missing_keys if re.search(r"\.default(\.|$)", name)]
+    for names, problem in (
+        (result.unexpected_keys, f"of the {len(weights)} tensors of the adapter find no layer"),
+        (missing, "tensors of the adapted model are not in the file"),
+    ):
+        if names:
+            raise ValueError(f"{len(names)} {problem}, first {names[0]}")
 
 
 def _is_linear(model: nn.Module, parameter: str) -> bool:
@@ -62,6 +114,39 @@ def write_for_peft(adapted: Any, targets: Targets, excluded: str | None) -> None
     config.target_parameters = sorted(_shortest([*targets.parameters, *by_weight], weights, parts=2)) or None
     config.exclude_modules = excluded
     config._custom_modules = None
+
+
+def check_found_again(adapted: Any) -> None:
+    """Raise UserError unless PEFT alone, given what is saved of this adapter, would load every tensor of it.
+
+    By PEFT's own rules for names, without a second model: its saved settings must mean the adapted layers and no
+    others, and each tensor must have a name that PEFT finds in them.
+    """
+    import peft.utils.transformers_weight_conversion as conversion
+    from peft import get_peft_model_state_dict
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    config, base = copy.deepcopy(adapted.peft_config["default"]), adapted.get_base_model()
+    if hasattr(base.config, "model_type"):
+        require(conversion, "convert_peft_config_for_transformers", "peft")(config, base, None)
+    named = tuple(f".{name}" for name in config.target_parameters or ())
+    layers, found = set(), set()
+    for path, module in base.named_modules():
+        plain = path.replace(".base_layer", "")
+        if isinstance(module, LoraLayer):
+            layers.add(f"{plain}.{getattr(module, 'parameter_name', 'weight')}")
+        if ".lora_" not in path:
+            own = [f"{plain}.{name}" for name, _ in module.named_parameters(recurse=False)]
+            found |= {name for name in own if f".{name}".endswith(named)}
+            if plain and check_target_module_exists(config, plain):
+                found.add(f"{plain}.weight")
+    if found != layers:
+        raise UserError(
+            f"lora.target_modules: PEFT would not find these {len(layers)} layers again when it loads the adapter, "
+            f"first {min(found ^ layers)}; leave it out with lora.exclude_modules"
+        )
+    names_in_file(adapted, get_peft_model_state_dict(adapted, save_embedding_layers=False))
 
 
 def _shortest(paths: list[str], among: list[str], *, parts: int) -> list[str]:

@@ -7,7 +7,6 @@ Names are those of the base's checkpoint (`block_sparse_moe.experts.7.w1`), wher
 gate_proj, up_proj and down_proj. PEFT keeps A of all experts as one matrix [E R, in] and B as [out, R E].
 """
 
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trainer.config import UserError
+from trainer.config.adapter_settings import read_adapter_settings
 from trainer.contract.known_versions import require
 from trainer.model.base import empty_model, load_model_config
 from trainer.model.expert_forward import activation_of
@@ -33,6 +33,8 @@ from trainer.model.expert_layers import (
     is_transposed,
     takes_all_tokens,
 )
+from trainer.model.older_names import names_in_file
+from trainer.model.saved_adapter import load_adapter
 
 PARTS = {GATE_UP: ("gate_proj", "up_proj"), UP: ("up_proj",), DOWN: ("down_proj",)}
 STORED_AS = {"gate_proj": ("gate_proj", "w1"), "up_proj": ("up_proj", "w3", "w1"), "down_proj": ("down_proj", "w2")}
@@ -67,15 +69,30 @@ def read_factors(folder: Path, base_model: str, section: Any, *, whole_groups: b
     Experts of which a part has no adapter get one that adds nothing, for servers take all parts of one or none; with
     `whole_groups` the same holds for q, k, v and for gate, up. Raises UserError for what is no low-rank product.
     """
-    settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    settings = read_adapter_settings(folder)
     tensors = load_file(folder / "adapter_model.safetensors")
-    model = empty_model(load_model_config(base_model, section), section)
+    config = load_model_config(base_model, section)
+    tensors = _by_names_in_model(tensors, folder, empty_model(config, section))
+    model = empty_model(config, section)
     factors = _factors(tensors, settings, model)
     factors |= _idle_parts(factors, model)
     if whole_groups:
         factors |= _idle_siblings(factors, model)
     names = _StoredNames(model)
     return {names.of_layer(path): found for path, found in factors.items()}
+
+
+def _by_names_in_model(tensors: dict[str, Tensor], folder: Path, model: Any) -> dict[str, Tensor]:
+    """Return the tensors under the names that they have in the model, where a file may have the checkpoint's.
+
+    Raises UserError unless every tensor fits the model and none is missing.
+    """
+    from peft import get_peft_model_state_dict
+
+    with torch.device("meta"):
+        adapted = load_adapter(model, str(folder))
+    in_file = names_in_file(adapted, get_peft_model_state_dict(adapted, save_embedding_layers=False))
+    return {name: tensors[stored if stored in tensors else name] for name, stored in in_file.items()}
 
 
 def _factors(tensors: dict[str, Tensor], settings: dict[str, Any], model: Any) -> dict[str, Factors]:
