@@ -14,8 +14,9 @@ from trainer.checkpoint.background import Order, SaveFailed, Saves, WriteWeights
 from trainer.checkpoint.checkpoint import agreed_damage, restore_checkpoint
 from trainer.checkpoint.checkpoint_files import later_checkpoints
 from trainer.checkpoint.host_copies import HostCopies
+from trainer.checkpoint.identity import run_identity
 from trainer.checkpoint.position import Position
-from trainer.checkpoint.resume_comparison import agree_on_resumption, nothing_left, run_identity
+from trainer.checkpoint.resume_comparison import agree_on_resumption, nothing_left
 from trainer.config import RunConfig, UserError
 from trainer.data.prepared import Prepared
 from trainer.engine.protocol import Engine
@@ -79,14 +80,16 @@ class Course:
         """Have a thread do what the first save needs, and `also`, while the first step runs."""
 
         def prepare() -> None:
-            self._identity_of_run()
+            self.identity()
             also()
 
         self._saves.prepare(engine, prepare)
 
-    def _identity_of_run(self) -> dict[str, Any] | None:
+    def identity(self) -> dict[str, Any] | None:
+        """Return what this run is known by; None on all ranks but the first."""
         if self._identity is None and self._ranks.is_main:
-            self._identity = run_identity(self._config, self._prepared, self._ranks.world_size, self._precision)
+            found = run_identity(self._config, self._prepared, self._ranks.world_size, self._precision)
+            self._identity = found.model_dump()
         return self._identity
 
     def copy(self, engine: Engine, weights: Callable[[HostCopies], object]) -> None:
@@ -117,7 +120,7 @@ class Course:
             after_publishing=self._is_under_way,
         )
         with self._told():
-            state = position.to_dict() | more | {"run": self._identity_of_run()}
+            state = position.to_dict() | more | {"run": self.identity()}
             self._saves.begin(engine, state, write_weights, order)
 
     @phase("save")

@@ -177,7 +177,7 @@ class RunFolder:
             if self._ranks.is_main:
                 self.check()
                 self._write_card(result)
-                record_result(self.path, place_result(self.path), None)
+                record_result(self.path, place_result(self.path), self._course.identity())
         if failures:
             raise SaveFailed(f"{self.path}: the result was not written: {failures[0]}; the newest checkpoint has it")
 

@@ -5,7 +5,7 @@ checkpoint-N/
   training_state-00000.safetensors ...             each rank's part of master weights and AdamW moments, fp32
   rank-00000.safetensors ...                       random states of each rank, and its 8-bit moments
   state.json                                       step, position in the data, loss scale, best loss, SCU, what decides
-                                                   the run (trainer/checkpoint/resume_comparison.py)
+                                                   the run (trainer/checkpoint/identity.py)
   COMPLETE                                         written last: the checksums (trainer/checkpoint/checkpoint_files.py)
 
 Frozen weights are not in it. How it is written while training goes on: trainer/checkpoint/background.py.

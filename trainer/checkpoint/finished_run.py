@@ -1,6 +1,6 @@
 """A run as training left it: its configuration, tokenizer and adapter, found again from the run's folder."""
 
-import json
+import argparse
 import logging
 import re
 import sys
@@ -15,9 +15,11 @@ from pydantic import BaseModel, ValidationError
 
 from trainer.checkpoint.adapter_files import damage_of_adapter
 from trainer.checkpoint.checkpoint_files import whole_checkpoints
-from trainer.checkpoint.run_record import CONFIG, RUN, STARTED_IN
+from trainer.checkpoint.identity import ALLOW, check_loaded
+from trainer.checkpoint.run_record import CONFIG, RUN, STARTED_IN, read_record
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import one_line
+from trainer.config.files import check_shape
 from trainer.data.conversations import chat_template_of
 from trainer.engine.deepspeed_engine import DTYPES, resolve_precision
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
@@ -30,6 +32,7 @@ CHECKPOINT = re.compile(r"(abandoned-(\d+-)?)?checkpoint-\d+")
 ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
 INPUTS = ("base_model", "tokenizer", "path", "chat_template", "adapter_path", "reference")
 """Settings, of any section, that may name a file or folder which a run reads."""
+MOVED = "where the base model is now, if it was moved"
 Section = TypeVar("Section", bound=BaseModel)
 
 
@@ -40,13 +43,24 @@ class FinishedRun:
     folder: Path
     run_dir: Path
     config: RunConfig
+    allow_mismatch: bool = False
+    """The user allows a base, data and files other than those it was trained with."""
 
 
-def find_run(folder: Path, base_model: str | None = None, *, needs_base: bool = True) -> FinishedRun:
-    """The run whose output folder, or checkpoint, `folder` is; `base_model` stands in for the base it was trained on.
+def add_run_arguments(parser: argparse.ArgumentParser, base_model: str) -> None:
+    """Add what `find_run` takes: RUN, --base-model with that help, --allow-mismatch."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
+    parser.add_argument("--base-model", metavar="MODEL", help=base_model)
+    parser.add_argument(ALLOW, action="store_true", help="load it although base, data or files differ from training")
 
-    Raises UserError if it is no such folder, holds no adapter, its configuration cannot be read, or, with `needs_base`,
-    the base model was in a folder that is gone.
+
+def find_run(
+    folder: Path, base_model: str | None = None, *, needs_base: bool = True, allow_mismatch: bool = False
+) -> FinishedRun:
+    """Return the run that has `folder` as its output folder or checkpoint; `base_model` replaces the recorded base.
+
+    Raises UserError if it is no such folder, holds no adapter, its configuration cannot be read, with `needs_base` the
+    folder of the base model does not exist, or, without `allow_mismatch`, something is not as it was in training.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; name the output_dir of a run, or a checkpoint-N in it")
@@ -76,7 +90,9 @@ def find_run(folder: Path, base_model: str | None = None, *, needs_base: bool = 
         raise UserError(
             f"base_model={config.base_model}: the folder of the base model is gone; --base-model says where it is now"
         )
-    return FinishedRun(folder, run_dir, config)
+    if not allow_mismatch:
+        check_loaded(config, folder, needs_base=needs_base)
+    return FinishedRun(folder, run_dir, config, allow_mismatch)
 
 
 def _check_adapter(folder: Path, run_dir: Path) -> None:
@@ -99,12 +115,9 @@ def _read_config(path: Path) -> RunConfig:
 
 
 def _started_in(run_dir: Path) -> Path | None:
-    """The folder that relative paths of the run's settings are of; None if it is not known, or not here."""
-    try:
-        folder = Path(json.loads((run_dir / RUN).read_text(encoding="utf-8"))[STARTED_IN])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None  # an earlier version's record has none
-    return folder if folder.is_dir() else None
+    """Return the folder that relative paths of the run's settings are of; None if it is not known, or not here."""
+    folder = check_shape(read_record(run_dir).get(STARTED_IN), run_dir / RUN, str | None)
+    return Path(folder) if folder and _exists(Path(folder) / ".") else None
 
 
 def _written_out(section: Section, folder: Path) -> Section:
@@ -174,13 +187,8 @@ def put_adapter(base: Any, tokenizer: Any, run: FinishedRun, *, in_32_bits: bool
     """
     set_seed(run.config.seed)  # rows for added tokens are drawn: everything made of one run has the same
     match_vocabulary(base, tokenizer)
-    try:
-        model = load_adapter(base, str(run.folder), in_32_bits=in_32_bits)
-    except (ValueError, RuntimeError, OSError) as error:
-        raise UserError(
-            f"{run.folder}: its adapter does not fit base_model={run.config.base_model}: {_first_line(error)}"
-        ) from None
-    return model.eval()
+    misfit = f"{run.folder}: its adapter does not fit base_model={run.config.base_model}"
+    return load_adapter(base, str(run.folder), misfit=misfit, in_32_bits=in_32_bits)
 
 
 def run_command(command: Callable[[], None], *expected: type[Exception]) -> int:
@@ -210,8 +218,3 @@ def quiet_libraries() -> None:
         warnings.filterwarnings("ignore", module=rf"{module}\.")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return "; ".join(lines[:2])

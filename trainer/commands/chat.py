@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from trainer.checkpoint.finished_run import find_run, quiet_libraries, run_command, saved_tokenizer
+from trainer.checkpoint.finished_run import (
+    MOVED,
+    add_run_arguments,
+    find_run,
+    quiet_libraries,
+    run_command,
+    saved_tokenizer,
+)
 from trainer.commands.generate import (
     Sampling,
     add_answer_options,
@@ -101,7 +108,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="zerolora chat", description="Talk with a trained adapter; /help lists commands, Ctrl-D ends it."
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
+    add_run_arguments(parser, MOVED)
     add_answer_options(parser, Sampling(512, 0.7, 0.95))
     return parser.parse_args(argv)
 
@@ -109,7 +116,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _run(arguments: argparse.Namespace) -> None:
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     sampling.check()
-    run = find_run(arguments.run, arguments.base_model)
+    run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     refuse_images(run, DRAWN_BY_DIFFUSERS)
     tokenizer = saved_tokenizer(run)
     text = trained_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)

@@ -23,7 +23,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from trainer.checkpoint.finished_run import (
+    MOVED,
     FinishedRun,
+    add_run_arguments,
     find_run,
     load_trained,
     quiet_libraries,
@@ -31,6 +33,7 @@ from trainer.checkpoint.finished_run import (
     run_device,
     saved_tokenizer,
 )
+from trainer.checkpoint.identity import check_held_out
 from trainer.commands.image_adapter import refuse_images
 from trainer.commands.scale import AUTO, SCALES, best_scale, chosen_on_the_other_half, scale_of
 from trainer.config import CommandParser, DatasetSection, SourceSection, UserError
@@ -181,6 +184,8 @@ def held_out_documents(run: FinishedRun, tokenizer: Any, data: str | None, split
             raise
         named = str(error).replace("dataset.split=", "--split=").replace("dataset.path=", "--data=")
         raise UserError(named) from None
+    if source is None and not run.allow_mismatch:
+        check_held_out(run.config, run.folder, prepared.origin)
     samples = prepared.evaluation if source is None else prepared.train
     assert isinstance(samples, Samples)  # a stream holds nothing out by val_split
     return [document for sample in samples for document in _documents(sample)]
@@ -264,7 +269,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="zerolora eval", description="Loss, bits per token and perplexity of base and adapter on held-out data."
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
+    add_run_arguments(parser, MOVED)
     parser.add_argument(
         "--data", metavar="FILE", help="other data than what the run held out: a file, folder, hub name"
     )
@@ -275,14 +280,13 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--scale", type=scale_of, default=1.0, metavar="X", help="how much of the adapter's update counts, or auto (1)"
     )
-    parser.add_argument("--base-model", metavar="MODEL", help="where the base model is now, if it was moved")
     return parser.parse_args(argv)
 
 
 def _run(arguments: argparse.Namespace) -> None:
     if arguments.json is not None:
         check_result_file(arguments.json, f"--json={arguments.json}", {"run", "confidence", "resamples"})
-    run = find_run(arguments.run, arguments.base_model)
+    run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     refuse_images(run, "its held-out loss is in metrics.jsonl")
     config = run.config
     tokenizer = saved_tokenizer(run)

@@ -8,7 +8,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,9 @@ from rich.text import Text
 from transformers import TextStreamer
 
 from trainer.checkpoint.finished_run import (
+    MOVED,
     FinishedRun,
+    add_run_arguments,
     find_run,
     load_trained,
     quiet_libraries,
@@ -202,7 +203,6 @@ def add_answer_options(parser: argparse.ArgumentParser, default: Sampling) -> No
     help_ = f"draw from the likeliest P only ({top_p})"
     parser.add_argument("--top-p", type=float, default=top_p, metavar="P", help=help_)
     parser.add_argument("--system", metavar="TEXT", help="system prompt (dataset.system_prompt of the run)")
-    parser.add_argument("--base-model", metavar="MODEL", help="where the base model is now, if it was moved")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--raw", action="store_true", help="continue prompts as typed: no template, no system prompt")
     form.add_argument("--chat", action="store_true", help="ask through the chat template, whatever was trained")
@@ -213,7 +213,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         prog="zerolora generate",
         description="Answer prompts with a trained adapter; without a PROMPT, every line of standard input is one.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
+    add_run_arguments(parser, MOVED)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="user messages, each a conversation of its own")
     add_answer_options(parser, Sampling())
     parser.add_argument("--base", action="store_true", help="show the base model's answer beside")
@@ -228,7 +228,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def _run(arguments: argparse.Namespace) -> None:
     given = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
-    run = find_run(arguments.run, arguments.base_model)
+    run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     refuse_images(run, DRAWN_BY_DIFFUSERS)
     tokenizer = saved_tokenizer(run)
     text = trained_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)

@@ -18,6 +18,7 @@ from torch import nn
 
 from trainer.checkpoint.finished_run import (
     FinishedRun,
+    add_run_arguments,
     find_run,
     load_trained,
     put_adapter,
@@ -26,6 +27,7 @@ from trainer.checkpoint.finished_run import (
     run_device,
     saved_tokenizer,
 )
+from trainer.checkpoint.identity import ALLOW
 from trainer.commands.evaluate import evaluate, held_out_documents
 from trainer.commands.image_adapter import is_of_images, merge_images
 from trainer.commands.integers import InIntegers
@@ -188,12 +190,12 @@ def _number_format(run: FinishedRun, dtype: str) -> torch.dtype:
     if fp8 and dtype == "auto":
         raise UserError(
             f"base_model={run.config.base_model}: is stored in FP8, which would round most of the adapter away; name "
-            "the 16-bit model with --base-model, or merge with --dtype bf16 into the dequantised weights"
+            f"the 16-bit model with --base-model and {ALLOW}, or merge with --dtype bf16 into the dequantised weights"
         )
     if getattr(config, "quantization_config", None) is not None and not is_mxfp4(config) and not fp8:
         raise UserError(
             f"base_model={run.config.base_model}: is stored quantised, and merging needs full precision; name the "
-            "model that it was made from with --base-model"
+            f"model that it was made from with --base-model and {ALLOW}"
         )
     if dtype != "auto":
         return DTYPES[dtype]
@@ -242,7 +244,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="zerolora merge", description="Merge an adapter into its full-precision base model; safetensors."
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
+    add_run_arguments(parser, "where the full-precision base is, if not where it was")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where to write the model (RUN/merged)")
     parser.add_argument(
         "--dtype",
@@ -263,7 +265,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="adapted layers as whole numbers, in compressed-tensors' form for vLLM and SGLang; for runs with "
         "training.qat",
     )
-    parser.add_argument("--base-model", metavar="MODEL", help="where the full-precision base is, if not where it was")
     return parser.parse_args(argv)
 
 
@@ -275,7 +276,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    run = find_run(arguments.run, arguments.base_model)
+    run = find_run(arguments.run, arguments.base_model, allow_mismatch=arguments.allow_mismatch)
     name = "merged" if arguments.quantize is None else f"merged-{arguments.quantize}"
     output = arguments.output or arguments.run / name
     if not is_of_images(run):

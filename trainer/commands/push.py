@@ -20,6 +20,7 @@ from trainer.checkpoint.checkpoint_files import reseal, step_of
 from trainer.checkpoint.finished_run import (
     ADAPTER,
     FinishedRun,
+    add_run_arguments,
     find_run,
     quiet_libraries,
     run_command,
@@ -27,6 +28,7 @@ from trainer.checkpoint.finished_run import (
 )
 from trainer.commands.image_adapter import card_of_images, copy_of_images, is_of_images
 from trainer.config import CommandParser, UserError
+from trainer.config.adapter_settings import read_adapter_settings
 from trainer.contract.output_file import check_output_file
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import Record, read_metrics
@@ -45,7 +47,7 @@ def stage(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
     else:
         write_files(tokenizer_files(saved_tokenizer(run)), folder)
     base = public_name(run.config.base_model)
-    settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8")) | {"base_model_name_or_path": base}
+    settings = read_adapter_settings(folder) | {"base_model_name_or_path": base}
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     card = run.folder / CARD
     if not is_own_card(card):
@@ -108,11 +110,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
         prog="zerolora push", description="Upload adapter, tokenizer and model card to the Hugging Face hub."
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
+    add_run_arguments(parser, "the base model's name on the hub, if a folder was used")
     parser.add_argument("repo", metavar="REPO", help="owner/name on the hub; made if it is missing")
     parser.add_argument("--private", action="store_true", help="make the repository a private one")
     parser.add_argument("--dry-run", action="store_true", help="write the card, list the files, use no network")
-    parser.add_argument("--base-model", metavar="NAME", help="the base model's name on the hub, if a folder was used")
     return parser.parse_args(argv)
 
 
@@ -124,7 +125,7 @@ def _run(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"{repo}: not a name for the hub; use owner/name with letters, digits, '-', '_' and '.', 96 at most"
         ) from None
-    run = find_run(arguments.run, arguments.base_model, needs_base=False)
+    run = find_run(arguments.run, arguments.base_model, needs_base=False, allow_mismatch=arguments.allow_mismatch)
     check_output_file(run.folder / CARD, str(run.folder / CARD))
     with tempfile.TemporaryDirectory(prefix="zerolora-push-") as temporary:
         folder = Path(temporary)

@@ -69,6 +69,8 @@ class LoraSection(Section):
     """Modules that are trained in full and saved beside the adapter, such as lm_head."""
     adapter_path: PathText | None = None
     """Folder or hub name of an existing adapter to start from; its own r, alpha and targets are then used."""
+    allow_mismatch: bool = False
+    """Start from the adapter at `adapter_path` although it was trained on another base model."""
 
 
 class QuantizationSection(Section):

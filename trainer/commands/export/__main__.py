@@ -14,6 +14,7 @@ from typing import Any
 
 from trainer.checkpoint.finished_run import (
     FinishedRun,
+    add_run_arguments,
     find_run,
     quiet_libraries,
     run_command,
@@ -129,7 +130,7 @@ def export(
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(prog="zerolora export", description="A trained adapter for other programs.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
+    add_run_arguments(parser, "where the full-precision base is, if not where it was")
     parser.add_argument("--format", choices=(*ADAPTER_FORMS, "hf", "gguf", "ollama", "kohya"), required=True)
     parser.add_argument(
         "--output", type=Path, metavar="PATH", help="file for gguf and gguf-lora, else folder (RUN/export-FORMAT)"
@@ -140,7 +141,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=("auto", *FORMATS), default="auto", help="number format (auto: as the base is stored)"
     )
-    parser.add_argument("--base-model", metavar="MODEL", help="where the full-precision base is, if not where it was")
     parser.add_argument(
         "--converter",
         type=Path,
@@ -170,7 +170,12 @@ def _run(options: argparse.Namespace) -> None:
         )
     if options.dtype == "q8_0" and options.format == "hf":
         raise UserError(f"--dtype q8_0: a format of GGUF files, and --format is {options.format}; leave it out")
-    run = find_run(options.run, options.base_model, needs_base=options.format != "peft" or options.verify)
+    run = find_run(
+        options.run,
+        options.base_model,
+        needs_base=options.format != "peft" or options.verify,
+        allow_mismatch=options.allow_mismatch,
+    )
     lines = export(
         run, options.format, output, dtype=options.dtype, converter=options.converter, verified=options.verify
     )

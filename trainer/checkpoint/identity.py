@@ -1,0 +1,299 @@
+"""What identifies a run: its base, tokenizer, adapter and data, recorded with it and compared before it is loaded.
+
+A checkpoint has the record in state.json (`run`), a finished run in run.json (`identity`). Resuming compares all of it
+(trainer/checkpoint/resume_comparison.py); commands compare what decides the model that they load.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from trainer.checkpoint.adapter_files import RECORD, SETTINGS, changed_files
+from trainer.checkpoint.base_fingerprint import cached_folder, fingerprint_of_base, same_base
+from trainer.config import AUTO, RunConfig
+from trainer.config.adapter_settings import read_adapter_settings
+from trainer.config.errors import UserErrors, shown
+from trainer.config.files import check_shape, read_json
+from trainer.data.prepared import Prepared, samples_of
+from trainer.data.step_count import with_global_batch
+from trainer.model.base import load_model_config
+
+ALLOW = "--allow-mismatch"
+# The optimizer's state is that of these tensors, and of no others.
+FIXED = (
+    "lora.r",
+    "lora.target_modules",
+    "lora.exclude_modules",
+    "lora.modules_to_save",
+    "lora.dora",
+    "lora.init",
+    "model.added_tokens",
+)
+# Setting -> the name by which training.resume_changes allows it.
+DECISIVE = {
+    "adapter": "adapter",
+    "lora.alpha": "adapter",
+    "lora.dropout": "adapter",
+    "lora.rslora": "adapter",
+    "training.qat": "adapter",
+    "seed": "seed",
+    "training.optimizer": "optimizer",
+    "training.precision": "precision",
+}
+OF_SECTIONS = {"dataset": "data", "image": "data", "quantization": "adapter", "scu": "scu"}
+# Compared by something better (the bytes behind a path, the global batch), or of this start only.
+NOT_COMPARED = (
+    "base_model",
+    "output_dir",
+    "output.overwrite",
+    "model.revision",
+    "model.tokenizer",
+    "lora.adapter_path",
+    "lora.allow_mismatch",
+    "dataset.path",
+    "dataset.on_bad_record",
+    "dataset.workers",
+    "dataset.cache_dir",
+    "image.sample_steps",
+    "image.sample_guidance",
+    "image.sample_every",
+    "training.batch_size",
+    "training.gradient_accumulation_steps",
+    "training.global_batch_size",
+    "training.resume_from_checkpoint",
+    "training.resume_changes",
+)
+LOADED_BY = ("adapter", "model.added_tokens", "quantization.", "training.qat")
+"""Settings that decide the model which a finished adapter is loaded into; its own are in adapter_config.json."""
+SPLIT_BY = (
+    *("dataset.val_split", "dataset.split", "dataset.mix", "dataset.format", "dataset.fields", "dataset.template"),
+    *("dataset.max_length", "seed"),
+)
+"""Settings that decide which documents were held out."""
+# adapter_config.json's names for ours, of an adapter that training continues from.
+OF_PEFT = {
+    "r": "r",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "target_modules": "target_modules",
+    "exclude_modules": "exclude_modules",
+    "modules_to_save": "modules_to_save",
+    "use_rslora": "rslora",
+    "use_dora": "dora",
+}
+
+
+class Identity(BaseModel):
+    """The record; figures that are not known before the ranks start are None."""
+
+    names: dict[str, str | None] = {}
+    settings: dict[str, Any] = {}
+    base_model: str = ""
+    base: dict[str, str] = {}
+    data: dict[str, str] = {}
+    global_batch: int | None = None
+    ranks: int | None = None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One difference from the record."""
+
+    problem: str
+    """`setting=value: what was recorded`."""
+    change: str
+    """`setting old -> new`."""
+    group: str | None
+    """The name that allows it in training.resume_changes; None for what may always change."""
+    fixed: bool = False
+    """Whether it can never change when a checkpoint is resumed."""
+
+
+def run_identity(
+    config: RunConfig, prepared: Prepared | None, world_size: int | None, precision: str | None
+) -> Identity:
+    """Return the identity of a run that is about to train, or, without `prepared`, of a finished one."""
+    # `global_batch_size` is still undivided before the ranks start, and divided in them.
+    shared = config
+    if prepared is not None and world_size is not None:
+        shared = with_global_batch(config, samples_of(prepared), world_size)
+    training = shared.training
+    open_batch = world_size is None or training.batch_size == AUTO
+    return Identity(
+        names={
+            "dataset.path": _data_path(config),
+            "model.tokenizer": config.model.tokenizer or config.base_model,
+            "batch": f"training.batch_size={training.batch_size} x gradient_accumulation_steps="
+            f"{training.gradient_accumulation_steps} x {world_size} ranks",
+        },
+        settings=_settings(config) | {"training.precision": precision},
+        base_model=config.base_model,
+        base=fingerprint_of_base(config.base_model, config.model),
+        data={} if prepared is None else dict(prepared.data.origin),
+        global_batch=None
+        if open_batch
+        else training.batch_size * training.gradient_accumulation_steps * (world_size or 1),
+        ranks=world_size,
+    )
+
+
+def recorded_identity(folder: Path) -> Identity | None:
+    """Return what a checkpoint or a finished run recorded; None if it recorded nothing, as PEFT does."""
+    state = folder / "state.json"
+    file, key = (state, "run") if state.is_file() else (folder / RECORD, "identity")
+    found: Identity | None = check_shape(read_json(file).get(key), file, Identity | None) if file.is_file() else None
+    return found
+
+
+def differences(then: Identity, now: Identity, name: str) -> list[Difference]:
+    """Return how `now` differs from what `name` was trained with; values unknown on either side are equal."""
+    found = []
+    for setting in (setting for setting in now.settings if setting in then.settings):
+        old, new = then.settings[setting], now.settings[setting]
+        unknown = new == "auto" or (old == "auto" and setting == "dataset.format")
+        if old == new or unknown or (new is None and setting == "training.precision"):
+            continue
+        fixed = setting in FIXED or (setting == "adapter" and "none" in (old, new))
+        group = DECISIVE.get(setting) or OF_SECTIONS.get(setting.partition(".")[0])
+        problem = f"{setting}={shown(new)}: {name} was trained with {shown(old)}"
+        found.append(Difference(problem, f"{setting} {shown(old)} -> {shown(new)}", group, fixed))
+    same = same_base(then.base, now.base)
+    if not same:
+        what = "has other weights than" if same is False else "cannot be compared with"
+        before = f"{then.base_model}, on" if then.base_model != now.base_model else "what was there when"
+        after = "which " if then.base_model != now.base_model else ""
+        problem = f"base_model={now.base_model}: {what} {before} {after}{name} was trained"
+        found.append(Difference(problem, "the weights of base_model", "base_model"))
+    for part, setting, what in (("content", "dataset.path", "data"), ("tokenizer", "model.tokenizer", "tokenizer")):
+        digests = then.data.get(part), now.data.get(part)
+        if None not in digests and digests[0] != digests[1]:
+            problem = f"{setting}={now.names[setting]}: not the {what} that {name} was trained with"
+            found.append(Difference(problem, f"the {what}", "data"))
+    if now.global_batch is not None and then.global_batch != now.global_batch:
+        before = f"{then.global_batch} (training.global_batch_size: {then.global_batch})"
+        problem = f"{now.names['batch']} = {now.global_batch} samples a step: {name} was trained with {before}"
+        change = f"samples a step {then.global_batch} -> {now.global_batch}"
+        found.append(Difference(problem, change, "batch"))
+    if now.ranks not in (None, then.ranks):
+        found.append(Difference("", f"ranks {then.ranks} -> {now.ranks}", None))
+    return found
+
+
+def check_loaded(config: RunConfig, folder: Path, *, needs_base: bool) -> None:
+    """Raise UserError, a line each, for whatever changed since the adapter in `folder` was trained.
+
+    A base that is neither needed nor on this machine is not compared.
+    """
+    problems = [f"{folder}: {name} is not as training wrote it; restore it" for name in changed_files(folder)]
+    then = recorded_identity(folder)
+    if then is not None:
+        base = fingerprint_of_base(config.base_model, config.model)
+        if needs_base and not base:
+            load_model_config(config.base_model, config.model)  # from the hub, whose commit is known then
+            base = fingerprint_of_base(config.base_model, config.model)
+        now = Identity(settings=_settings(_without_adapter_path(config)))
+        problems += [f"{each}; restore the setting" for each in _problems(then, now, folder, LOADED_BY)]
+        now = Identity(base_model=config.base_model, base=base)
+        problems += [f"{each}; name that model with --base-model" for each in _problems(then, now, folder)]
+    if problems:
+        raise UserErrors([f"{problem}, or allow it with {ALLOW}" for problem in problems])
+
+
+def check_held_out(config: RunConfig, folder: Path, origin: dict[str, str]) -> None:
+    """Raise UserError if a split made now, of data with that `origin`, may hold out documents that were trained on."""
+    then = recorded_identity(folder)
+    if then is not None:
+        settings = _settings(_without_adapter_path(config))
+        content = {"content": origin["content"]}
+        now = Identity(names={"dataset.path": _data_path(config)}, settings=settings, data=content)
+        fix = f"what was trained on may be held out now; name other data with --data, or allow it with {ALLOW}"
+        if problems := _problems(then, now, folder, SPLIT_BY):
+            raise UserErrors([f"{problem}; {fix}" for problem in problems])
+
+
+def check_start(config: RunConfig) -> list[str]:
+    """Compare the base with that of the adapter at lora.adapter_path; returns warnings.
+
+    Raises UserError where the adapter was trained on another base, unless lora.allow_mismatch.
+    """
+    folder = Path(config.lora.adapter_path or "").expanduser()
+    if config.adapter == "none" or not config.lora.adapter_path or not folder.is_dir():
+        return []
+    then = recorded_identity(folder)
+    if then is None:
+        named = read_adapter_settings(folder).get("base_model_name_or_path")
+        if not named or Path(named).name.lower() == Path(config.base_model).name.lower():
+            return []
+        return [f"lora.adapter_path={folder}: its {SETTINGS} names {named}, and base_model is {config.base_model}"]
+    now = run_identity(_without_adapter_path(config), None, None, None)
+    problems = _problems(then, now, folder, ("model.added_tokens",))
+    if problems and not config.lora.allow_mismatch:
+        fix = "set it to what the adapter was trained with, or allow it with lora.allow_mismatch: true"
+        raise UserErrors([f"{problem}; {fix}" for problem in problems])
+    return problems
+
+
+def _problems(then: Identity, now: Identity, folder: Path, settings: tuple[str, ...] = ()) -> list[str]:
+    """Return a line for each difference in base, data and those settings that may not change without permission."""
+    kept = {key: value for key, value in now.settings.items() if key.startswith(settings)}
+    base = then.base if same_base(then.base, now.base) is None else now.base
+    found = differences(then, now.model_copy(update={"settings": kept, "base": base}), str(folder))
+    return [each.problem for each in found if each.group or each.fixed]
+
+
+def _without_adapter_path(config: RunConfig) -> RunConfig:
+    """Return the settings without the adapter that the run began with, which may be gone or changed by now."""
+    return config.model_copy(update={"lora": config.lora.model_copy(update={"adapter_path": None})})
+
+
+def _data_path(config: RunConfig) -> str:
+    data = config.dataset
+    return data.path or ", ".join(str(source.path) for source in data.mix)
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """Return every setting that can be compared, by its dotted name; what is switched off has none."""
+    values = config.model_dump(mode="json")
+    if config.lora.adapter_path is not None:
+        # Its own settings take the place of those of the section.
+        values["lora"] = {name: value for name, value in values["lora"].items() if name not in OF_PEFT.values()}
+        values["lora"] |= _of_adapter_path(config.lora.adapter_path)
+    values["lora"]["init"] = values["lora"]["init"] if config.lora.init.startswith(("pissa", "olora")) else "default"
+    off = {
+        "lora": config.adapter == "none",
+        "quantization": config.adapter != "qlora",
+        "scu": not config.scu.enabled,
+    }
+    flat: dict[str, Any] = {"scu.enabled": config.scu.enabled}
+    for name, value in values.items():
+        if not isinstance(value, dict):
+            flat[name] = value
+        elif not off.get(name):
+            flat |= {f"{name}.{key}": _without_order(f"{name}.{key}", inner) for key, inner in value.items()}
+    return {name: value for name, value in flat.items() if name not in NOT_COMPARED}
+
+
+def _without_order(name: str, value: Any) -> Any:
+    """Sort names of layers, which are a set; leave the paths out of sources of data, whose content is compared."""
+    if name in FIXED and isinstance(value, list) and name != "model.added_tokens":
+        return sorted(value)
+    if name == "dataset.mix":
+        return [{key: inner for key, inner in source.items() if key != "path"} for source in value]
+    if name == "dataset.evaluation" and value:
+        return {key: inner for key, inner in value.items() if key != "path"}
+    return value
+
+
+def _of_adapter_path(adapter_path: str) -> dict[str, Any]:
+    """Return the settings of an adapter that training begins with; none of one that is not on this machine yet."""
+    folder: Path | None = Path(adapter_path).expanduser()
+    if folder is not None and not folder.exists():
+        folder = cached_folder(adapter_path, SETTINGS, "main")
+    if folder is None:
+        return {}
+    saved = read_adapter_settings(folder)
+    found = {ours: saved[theirs] for theirs, ours in OF_PEFT.items() if theirs in saved}
+    lists = ("target_modules", "exclude_modules", "modules_to_save")
+    return {name: (value or [] if name in lists else value) for name, value in found.items()}
