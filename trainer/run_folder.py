@@ -6,8 +6,9 @@ is still this run's.
 
 import shutil
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from trainer.checkpoint.adapter_form import AdapterForm
 from trainer.checkpoint.background import SaveFailed, WriteWeights
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.position import Position
-from trainer.checkpoint.run_record import RESULT, make_way, note_written, place_result, write_run_record
+from trainer.checkpoint.run_record import CONFIG, RESULT, RUN, make_way, note_written, place_result, write_run_record
 from trainer.checkpoint.weights import (
     gathered,
     save_adapter,
@@ -36,6 +37,7 @@ from trainer.course import Course
 from trainer.engine.flat_adapter import trained_parameters
 from trainer.engine.protocol import Engine
 from trainer.model.adapter import changes_base_weights
+from trainer.monitor.metric_files import METRICS_FILE
 from trainer.monitor.metrics import Metrics
 from trainer.monitor.report.model_card import CARD, is_own_card
 from trainer.monitor.report.recorded import TIMES, keep_times
@@ -62,6 +64,7 @@ class RunFolder:
         self._console, self._course, self._lock = console, course, lock
         self._metrics: Metrics | None = None
         self._form: AdapterForm | None = None
+        self._write_record: Callable[[], None] = lambda: None
         self._copied: dict[str, torch.Tensor] = {}
 
     def check(self) -> None:
@@ -88,7 +91,9 @@ class RunFolder:
             moved = make_way(self.path, config.output.overwrite) if position.step == 0 else None
             if moved:
                 self._say(moved)
-            write_run_record(self.path, config, self._ranks.world_size, str(device.type), precision, prompt_text)
+            run_on = (self._ranks.world_size, str(device.type), precision, prompt_text)
+            self._write_record = partial(write_run_record, self.path, config, *run_on)
+            self._write_record()
         if position.step == 0 and moves_base:
             save_initial_adapter(model, self.path / INITIAL_ADAPTER, is_main=is_main)
         if not is_main:
@@ -154,7 +159,7 @@ class RunFolder:
         `must_have_moved`: a learning rate was above zero by now. Raises SaveFailed, of which the user has been told.
         """
         if self._ranks.is_main:
-            self.check()
+            self._keep_record()
             name = f"checkpoint-{position.step}"
             note_written(self.path, [name, f".writing-{name}"])
         write_weights = self._writer(engine, self._copied, must_have_moved)
@@ -170,7 +175,7 @@ class RunFolder:
         failures: list[str] = []
         with disk_errors_into(failures, self.path):
             if self._ranks.is_main:
-                self.check()
+                self._keep_record()
                 shutil.rmtree(result, ignore_errors=True)
                 result.mkdir()
             self._save_weights(engine, result, must_have_moved, factor)
@@ -180,6 +185,13 @@ class RunFolder:
                 record_result(self.path, place_result(self.path), self._course.identity())
         if failures:
             raise SaveFailed(f"{self.path}: the result was not written: {failures[0]}; the newest checkpoint has it")
+
+    def _keep_record(self) -> None:
+        """Check the folder, and write the record again where the folder was moved away with it."""
+        self.check()
+        if not ((self.path / RUN).exists() and (self.path / CONFIG).exists()):
+            self._write_record()
+            (self.path / METRICS_FILE).touch()
 
     def write_times(self) -> None:
         """Seconds by phase, on top of those of the starts that this one goes on from."""

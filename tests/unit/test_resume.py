@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model, write_chats
 from trainer.checkpoint.checkpoint_files import damage, reseal, whole_checkpoints
+from trainer.checkpoint.finished_run import find_run
 from trainer.commands.estimate import main as estimate
 from trainer.commands.inspect import main as inspect
 from trainer.commands.prepare_run import main as prepare
@@ -22,6 +23,7 @@ from trainer.commands.validate import main as validate
 from trainer.config import UserError
 from trainer.engine.state_pieces import Pieces, whole_state
 from trainer.monitor.metrics import read_metrics
+from trainer.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -368,6 +370,28 @@ def test_pissa_goes_on_in_another_folder(ground: Path, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "whole" / "initial_adapter")
     with pytest.raises(UserError, match="whole/initial_adapter: missing, and the run cannot go on without it"):
         train(ground, **settings, **start, output_dir=str(tmp_path / "lost"))
+
+
+def test_a_folder_that_is_moved_in_training_leaves_whole_runs(
+    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints that follow lie in a new folder, with a record by which they can be used and resumed."""
+    run, save = tmp_path / "run", RunFolder.save_checkpoint
+
+    def move_and_save(folder: RunFolder, *arguments: Any, **options: Any) -> None:
+        if (run / "checkpoint-2").exists():
+            run.rename(tmp_path / "moved")
+        save(folder, *arguments, **options)
+
+    monkeypatch.setattr(RunFolder, "save_checkpoint", move_and_save)
+    train(ground, output_dir=str(run))
+    for name in ("moved/checkpoint-2", "run/checkpoint-4", "run"):
+        assert find_run(tmp_path / name).config.output_dir == str(run)
+    shown = train(ground, output_dir=str(run), training__resume_from_checkpoint="latest", training__max_steps=5)
+    assert "resumed from" in shown and find_run(run / "checkpoint-5")
+    moved = str(tmp_path / "moved" / "checkpoint-2")
+    train(ground, output_dir=str(tmp_path / "third"), training__resume_from_checkpoint=moved)
+    assert find_run(tmp_path / "third" / "checkpoint-4")
 
 
 def test_the_default_length_is_the_context_of_a_shorter_model(

@@ -20,12 +20,16 @@ MOST_KEPT_BYTES = 2**28
 
 
 class AppendedFile:
-    """A file that pieces are added to, each whole or not at all."""
+    """A file that pieces are added to, each whole or not at all; a new one where it was moved away."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._path = path
+        self._descriptor: int | None = self._open()
         self._unwritten = bytearray()
+
+    def _open(self) -> int:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def add(self, piece: bytes) -> None:
         """Keep a piece for the next `settle`, while there is memory for it."""
@@ -36,6 +40,9 @@ class AppendedFile:
         """Write what is not written yet. Raises OSError, with the file as it was."""
         if self._descriptor is None or not self._unwritten:
             return
+        if not self._path.exists() or not os.path.samestat(self._path.stat(), os.fstat(self._descriptor)):
+            moved, self._descriptor = self._descriptor, self._open()
+            os.close(moved)
         end, written = os.fstat(self._descriptor).st_size, 0
         try:
             while written < len(self._unwritten):
