@@ -228,6 +228,10 @@ class Counted:
         self.made.append(self.at + 100 * self.epoch)
         return document(self.made[-1], 3)
 
+    @property
+    def skipped(self) -> dict[str, int]:
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         return {"at": self.at}
 

@@ -84,13 +84,13 @@ def parse(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.Namesp
     names = [action.dest for action in parser._actions if action.dest not in ("help", "overrides")]
     typed = parser.parse_intermixed_args(arguments, argparse.Namespace(**dict.fromkeys(names, untyped)))
     given = {name for name in names if getattr(typed, name) is not untyped}
-    options = parser.parse_intermixed_args(arguments)
-    for name, value in CARDS.get(options.card, {}).items():
-        if name not in given and not (name in ("fp16", "bf16") and given & {"fp16", "bf16"}):
-            setattr(options, name, value)
-            given.add(name)
-    options.given = frozenset(given)
-    return options
+    options = vars(parser.parse_intermixed_args(arguments))
+    recipe = {
+        name: value
+        for name, value in CARDS.get(options["card"], {}).items()
+        if name not in given and not (name in ("fp16", "bf16") and given & {"fp16", "bf16"})
+    }
+    return argparse.Namespace(**(options | recipe), given=frozenset(given | recipe.keys()))
 
 
 def _build_parser(by_rank: bool) -> "_Parser":
