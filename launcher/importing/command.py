@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 
 from launcher.importing import axolotl, llamafactory, trl
-from launcher.importing.translation import Refused, Theirs, Translation
+from launcher.importing.translation import Refused, Remark, Theirs, Translation
 from launcher.importing.writing import as_yaml
 from launcher.supervision.terminal import say
-from trainer.config import UserError, load_config
+from trainer.config import RunConfig, UserError, load_config
 from trainer.config.foreign import written_for
-from trainer.config.yaml_core import read_yaml
+from trainer.config.needs import unread_settings
+from trainer.config.yaml_core import read_yaml, yaml_of
 from trainer.contract.output_file import check_output_file
 from trainer.contract.whole_files import write_whole
 
@@ -44,6 +46,7 @@ def import_(
         if output.exists() and not force:
             raise UserError(f"--output {output}: is there already; name another file, or add --force")
     translation = translate_words(typed, dataset_dir)
+    leave_out_unread(translation)
     text = as_yaml(translation, str(output or "mine.yaml"))
     checked(translation, text)
     if output is None:
@@ -72,6 +75,20 @@ def translate_words(typed: Sequence[str], dataset_dir: Path | None = None) -> Tr
         path, trainer, {str(name): value for name, value in file.tree.items()}, file.lines, path.absolute().parent
     )
     return TRANSLATORS[trainer](theirs)
+
+
+def leave_out_unread(translation: Translation) -> None:
+    """Turn settings that nothing would read into remarks: other trainers accept them without their switch."""
+    tree = yaml_of(Path("mine.yaml"), as_yaml(translation, "mine.yaml")).tree
+    try:
+        config = RunConfig.model_validate(tree)
+    except ValidationError:  # `checked` reports it
+        return
+    for found in unread_settings(config):
+        if found.name in translation.settings and not found.need.replaces:
+            origin = translation.settings.pop(found.name).origin
+            reason = f"{found.name} would have no effect, because {found.need.reason(config)}"
+            translation.left_out.append(Remark(origin, reason))
 
 
 def checked(translation: Translation, text: str) -> None:

@@ -72,7 +72,7 @@ READ_AS: list[tuple[str, Any]] = [
     ("training.learning_rate=.0002", 0.0002),
     ("zero.stage=\"2\"", 2),
     ("zero.stage='auto'", -1),
-    ("scu.target=0.01", 0.01),
+    ("training.warmup_ratio=0.01", 0.01),
     # nothing, in every way of writing it
     ("training.max_steps=None", None),
     ("training.max_steps=null", None),
@@ -282,15 +282,6 @@ def test_two_settings_that_contradict_each_other(text: str, file: Path) -> None:
     file.write_text(BASE + text)
     line = refusal(file)
     assert "load_in_4bit" in line and "adapter" in line and "keep one" in line and "c.yaml:5" in line
-
-
-def test_quantization_without_a_quantised_base_is_said(file: Path) -> None:
-    file.write_text(BASE + "quantization: {bits: 4}\n")
-    (note,) = load_config(file).notes
-    assert note.startswith("quantization.bits has no effect: adapter is lora, and only adapter: qlora")
-    assert load_config(file, ["adapter=qlora"]).notes == ()
-    Path("again.yaml").write_text(dump_yaml(load_config(file).config))
-    assert load_config("again.yaml").notes == (), "a record of a run holds every section"
 
 
 def test_every_mistake_is_told_with_its_line(file: Path) -> None:
