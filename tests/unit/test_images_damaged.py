@@ -56,7 +56,7 @@ def test_a_record_of_metadata_must_fit_its_picture(tmp_path: Path, record: dict[
 def test_captions_in_another_encoding_are_refused_with_their_place(tmp_path: Path) -> None:
     folder = write_pictures(tmp_path / "a", 2)
     (folder / "001.txt").write_bytes("a café".encode("latin-1"))
-    assert "001.txt is not UTF-8 text (byte 0xe9 at offset 5)" in refused(folder)
+    assert "001.txt: line 1: byte 0xe9 is not UTF-8" in refused(folder)
     (folder / "001.txt").write_bytes(b"\xef\xbb\xbfa mark before it")
     assert read(folder)[1].caption == "a mark before it"
     (folder / "metadata.jsonl").write_bytes(b"\xff\xfe\x00")

@@ -38,6 +38,9 @@ class ModelSection(Section):
     """Tokens to add to the vocabulary; their embeddings are trained and saved with the adapter."""
     pad_token: Annotated[str | None, _LANGUAGE] = None
     """Padding token for a tokenizer that has none; by default an unused one is found, else the end-of-text token."""
+    pipeline: Annotated[PathText | None, Needs("task", ("image",))] = None
+    """Folder or hub name of the diffusers pipeline that a `base_model` in a single file belongs to, for its settings
+    and tokenizers; by default the published one that the file resembles."""
 
 
 class LoraSection(Section):

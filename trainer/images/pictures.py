@@ -12,6 +12,7 @@ import xxhash
 from PIL import Image, UnidentifiedImageError
 
 from trainer.config import SourceSection, UserError
+from trainer.config.files import read_bytes, read_text
 from trainer.data.sources import read_source
 from trainer.data.text_files import raw_records, record_of
 
@@ -101,7 +102,7 @@ def _of_folder(folder: Path, entries: list[Path], said: str, label: str, caption
     files = [path for path in entries if path.suffix.lower() in ENDINGS and path.is_file()]
     names = {path: str(path.relative_to(folder)) for path in files}
     captions = _metadata(folder, said, label, set(names.values()))
-    found = {path: _caption_beside(path, captions.get(name), said) for path, name in names.items()}
+    found = {path: _caption_beside(path, captions.get(name)) for path, name in names.items()}
     without = [path for path, text in found.items() if text is None]
     if without and caption is None:
         raise UserError(
@@ -112,20 +113,12 @@ def _of_folder(folder: Path, entries: list[Path], said: str, label: str, caption
         yield _picture(str(path), caption if text is None else text, path)
 
 
-def _caption_beside(file: Path, listed: str | None, said: str) -> str | None:
-    """The text beside a picture, else what is `listed` of it."""
-    text = file.with_suffix(".txt")
-    if not text.is_file():
-        return listed
+def _caption_beside(file: Path, listed: str | None) -> str | None:
+    """Return the text next to an image, else what is `listed` for it. Raises UserError if it cannot be read."""
     try:
-        return " ".join(text.read_text(encoding="utf-8-sig").split())
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{said}: {text.name} is not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {error.start}); "
-            "convert the file, with iconv -f LATIN1 -t UTF-8 if it is Western European text"
-        ) from None
-    except OSError as error:
-        raise UserError(f"{said}: {text.name} cannot be read ({error.strerror}); mend its rights, or copy it") from None
+        return " ".join(read_text(file.with_suffix(".txt")).split())
+    except FileNotFoundError:
+        return listed
 
 
 def _metadata(folder: Path, said: str, label: str, names: set[str]) -> dict[str, str]:
@@ -171,8 +164,8 @@ def _of_rows(rows: Any, source: SourceSection, said: str, label: str, caption: s
 
 
 def _picture(name: str, caption: str | None, source: Any) -> Picture:
-    data = _bytes_of(source, name)
     try:
+        data = _bytes_of(source, name)
         with Image.open(io.BytesIO(data)) as image:
             width, height = image.size
             if image.mode[0] in DEEP:
@@ -193,10 +186,7 @@ def _picture(name: str, caption: str | None, source: Any) -> Picture:
 
 def _bytes_of(source: Any, name: str) -> bytes:
     if isinstance(source, Path):
-        try:
-            return source.read_bytes()
-        except OSError as error:
-            raise UserError(f"{source}: cannot be read ({error.strerror}); mend its rights, or copy it") from None
+        return read_bytes(source)
     rows, index, column = source
     entry = rows[index][column]
     if entry is None:

@@ -4,7 +4,6 @@ Those of CLIP alone: diffusers loads adapters of no others. What frozen ones mak
 """
 
 import inspect
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.images.families import Conditions, Family
-from trainer.images.pipeline import INDEX, Pipeline
+from trainer.images.pipeline import Pipeline
 
 TRAINED = "CLIPTextModel"
 """How the classes begin that can be trained: with and without a projection."""
@@ -20,9 +19,7 @@ TRAINED = "CLIPTextModel"
 
 def trained_encoders(pipeline: Pipeline) -> dict[str, str]:
     """The text encoders of a pipeline that can be trained, and their classes in transformers."""
-    if pipeline.folder is None:
-        return {}
-    listed = json.loads((pipeline.folder / INDEX).read_text(encoding="utf-8"))
+    listed = pipeline.index
     classes = {name: str(listed[name][1]) for name in pipeline.family.text_encoders if listed.get(name)}
     return {name: kind for name, kind in classes.items() if kind.startswith(TRAINED)}
 
@@ -50,7 +47,7 @@ def cut_captions(pipeline: Pipeline, captions: Sequence[str]) -> list[str]:
 
     if pipeline.folder is None:
         return []
-    listed = json.loads((pipeline.folder / INDEX).read_text(encoding="utf-8"))
+    listed = pipeline.index
     encode = inspect.signature(getattr(diffusers, pipeline.family.pipeline).encode_prompt)
     readers: dict[int, list[str]] = {}
     too_long: dict[int, int] = {}
