@@ -98,19 +98,14 @@ def plan(path: Path, overrides: Sequence[str], config: RunConfig, options: argpa
     for seed in range(config.seed, config.seed + options.seeds):
         for setting in settings(config, options):
             folder = options.output / f"{setting.label}-seed{seed}"
-            given = _read_overrides(overrides, config, setting)
+            steered = {"enabled": True, "measure": setting.measure, "controller": setting.controller}
+            scu = config.scu.model_copy(update=steered)
+            unread = {each.name for each in unread_settings(config.model_copy(update={"scu": scu}))}
+            given = [text for text in overrides if text.partition("=")[0] not in unread]
             own = [*given, *OF_EVERY_TRIAL, *shown, *_overrides(setting, config, min(options.lambdas))]
             own += [f"seed={seed}", f"output_dir={folder}"]
             trials.append(Trial(setting, seed, folder, tuple(own), load_config(path, own).config))
     return trials
-
-
-def _read_overrides(overrides: Sequence[str], config: RunConfig, setting: Setting) -> list[str]:
-    """Return the overrides without those that only trials with another measure or controller read."""
-    steered = {"enabled": True, "measure": setting.measure, "controller": setting.controller}
-    changed = config.model_copy(update={"scu": config.scu.model_copy(update=steered)})
-    unread = {each.name for each in unread_settings(changed)}
-    return [text for text in overrides if text.partition("=")[0] not in unread]
 
 
 def settings(config: RunConfig, options: argparse.Namespace) -> list[Setting]:

@@ -42,8 +42,6 @@ def _of_adapter(config: RunConfig) -> Iterator[str]:
     if "all-linear" in lora.target_modules and len(lora.target_modules) > 1:
         yield f"lora.target_modules={shown(lora.target_modules)}: all-linear stands alone; remove it or the names"
     if config.adapter == "none":
-        if lora.adapter_path:
-            yield f"lora.adapter_path={lora.adapter_path}: adapter is none; set adapter: lora"
         return
     if lora.init != "default" and lora.adapter_path:
         yield f"lora.init={lora.init}: the adapter at lora.adapter_path has its values already; remove one"
@@ -203,10 +201,9 @@ def _of_training(config: RunConfig) -> Iterator[str]:
 
 def _of_evaluation(config: RunConfig) -> Iterator[str]:
     training = config.training
-    if training.evals_per_epoch and training.eval_steps:
-        yield f"training.evals_per_epoch={training.evals_per_epoch:g}: training.eval_steps is given as well; keep one"
-    if training.saves_per_epoch and training.save_steps != TrainingSection().save_steps:
-        yield f"training.saves_per_epoch={training.saves_per_epoch:g}: training.save_steps is given as well; keep one"
+    for per_epoch, steps in (("evals_per_epoch", "eval_steps"), ("saves_per_epoch", "save_steps")):
+        if (given := getattr(training, per_epoch)) and getattr(training, steps) != getattr(TrainingSection(), steps):
+            yield f"training.{per_epoch}={given:g}: training.{steps} is given as well; keep one"
     when = "evals_per_epoch" if training.evals_per_epoch else "eval_steps"
     looks = {name: getattr(training, name) for name in ("early_stopping", "best_checkpoint") if getattr(training, name)}
     if not (config.dataset.val_split or config.dataset.evaluation):

@@ -102,11 +102,10 @@ class Mistakes:
 
     def _is_switched_off(self, found: Unread, config: RunConfig) -> bool:
         """Return whether the switch was given as off, or on the command line for a setting of the file."""
-        switches = [name for name in found.need.switch.split() if self._is_given(name)]
-        on_command_line = self._place(found.name)[0][0] == 2
+        is_of_file = self._place(found.name)[0][0] < 2
         return any(
-            not switch_value(config, name) or (self._place(name)[0][0] == 2 and not on_command_line)
-            for name in switches
+            self._is_given(name) and (not switch_value(config, name) or (is_of_file and self._place(name)[0][0] == 2))
+            for name in found.need.switch.split()
         )
 
     def of_file(self) -> int:

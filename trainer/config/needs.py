@@ -39,30 +39,23 @@ class Needs:
             return bool(value)
         return value in self.values or (isinstance(value, tuple) and any(each in self.values for each in value))
 
+    @property
+    def is_absence(self) -> bool:
+        """Whether the switch must not be given."""
+        return self.values in ((None,), ((),))
+
     def reason(self, config: BaseModel) -> str:
         """Return why the setting is not read, as the rest of a sentence."""
         names = self.switch.split()
         if not self.values:
             return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} not set"
-        if self.values[0] in (None, ()):
-            return f"{names[0]} is given instead"
-        return f"{names[0]} is {shown(switch_value(config, names[0]))}"
+        state = "given instead" if self.is_absence else shown(switch_value(config, names[0]))
+        return f"{names[0]} is {state}"
 
     def condition(self) -> str:
-        """Return the switch with its values, for the reference; empty for the task and for what is given instead."""
-        if not self.values:
-            return " or ".join(self.switch.split())
-        is_shown = self.switch != "task" and self.values[0] not in (None, ())
-        return f"{self.switch.split()[0]}: {' | '.join(map(shown, self.values))}" if is_shown else ""
-
-    def fix(self) -> str:
-        """Return what to change so that the setting is read."""
-        if not self.values:
-            return "set it" if " " not in self.switch else "set one of them"
-        switch = self.switch.split()[0]
-        if self.values[0] in (None, ()):
-            return f"remove {switch}"
-        return f"set {switch} to {' or '.join(map(shown, self.values))}"
+        """Return the switch with its values, as in YAML."""
+        names = self.switch.split()
+        return f"{names[0]}: {' or '.join(map(shown, self.values))}" if self.values else " or ".join(names)
 
 
 @dataclass(frozen=True)
@@ -89,7 +82,8 @@ def unread_message(settings: Sequence[Unread], reason: str) -> str:
     first, others = settings[0], [setting.name.rpartition(".")[2] for setting in settings[1:]]
     what = f"no effect, nor {'has' if len(others) == 1 else 'have'} {', '.join(others)}" if others else "no effect"
     pronoun = "them" if others else "it"
-    return f"{first.name}={shown(first.value)}: has {what}, because {reason}; {first.need.fix()}, or remove {pronoun}"
+    fix = f"remove {first.need.switch}" if first.need.is_absence else f"set {first.need.condition()}"
+    return f"{first.name}={shown(first.value)}: has {what}, because {reason}; {fix}, or remove {pronoun}"
 
 
 def declared_needs(section: type[BaseModel], name: str, prefix: str = "") -> tuple[Needs, ...]:

@@ -37,7 +37,8 @@ def _section_lines(section: type[BaseModel], prefix: str, width: int) -> list[st
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             inner.append((name, field.annotation))
         else:
-            needs = " and ".join(filter(None, (need.condition() for need in declared_needs(section, name, prefix))))
+            switches = (each for each in declared_needs(section, name, prefix) if each.switch != "task")
+            needs = " and ".join(each.condition() for each in switches if not each.is_absence)
             lines += _setting_lines(prefix + name, field, width, f" Needs {needs}." if needs else "")
     for name, model in inner:
         text = " ".join((model.__doc__ or "").split())

@@ -1,5 +1,6 @@
 """The settings of the loop, of ZeRO and of the operators; the text under a field is its documentation."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
@@ -111,7 +112,7 @@ class TrainingSection(Section):
     ignore_memory_check: bool = False
     """Start although the memory estimate says that it does not fit."""
     save_steps: StepsOrNever = 500
-    """Steps between checkpoints; 0 saves only at the end."""
+    """Steps between checkpoints; below 1 a fraction of the run; 0 saves only at the end."""
     save_minutes: NonNegative = 0.0
     """Minutes after which a checkpoint is made, beside those of `save_steps`; 0 never."""
     saves_per_epoch: Annotated[float, Field(gt=0.0, le=10_000.0)] | None = None
@@ -119,7 +120,7 @@ class TrainingSection(Section):
     save_total_limit: PositiveInt | None = 3
     """Newest checkpoints that are kept (and the best one)."""
     eval_steps: StepsOrNever = 0
-    """Steps between evaluations; 0 evaluates before and after training only."""
+    """Steps between evaluations; below 1 a fraction of the run; 0 evaluates before and after training only."""
     evals_per_epoch: Annotated[float, Field(gt=0.0, le=10_000.0)] | None = None
     """Evaluations in each pass over the data, instead of `eval_steps`."""
     logging_steps: PositiveInt = 1
@@ -166,6 +167,22 @@ class TrainingSection(Section):
     rank fails again before it made a step; the global batch stays, the accumulation grows."""
     launcher_timeout: NonNegative = 120.0
     """Seconds without a sign of the `zerolora` process after which ranks on other hosts than its own end; 0 never."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_fractions_of_the_run(cls, given: Any) -> Any:
+        """Read `eval_steps: 0.25` and `save_steps: 0.25` as transformers does: once in a quarter of the run."""
+        if not isinstance(given, dict):
+            return given
+        given = dict(given)
+        epochs, steps = given.get("epochs", 1), given.get("max_steps")
+        for name, other in (("eval_steps", "evals_per_epoch"), ("save_steps", "saves_per_epoch")):
+            if isinstance(fraction := given.get(name), float) and 0.0 < fraction < 1.0:
+                if isinstance(steps, int):
+                    given[name] = math.ceil(fraction * steps)
+                elif isinstance(epochs, (int, float)) and epochs > 0:
+                    given[other] = 1 / (given.pop(name) * epochs)
+        return given
 
 
 def collective_timeout(training: TrainingSection) -> float:
