@@ -91,9 +91,11 @@ def _are_here(model: str | None, data: str | None) -> bool:
 
     if not (model and data and Path(data).expanduser().exists()):
         return False
+    if (Path(model).expanduser() / "config.json").is_file():
+        return True
     with suppress(HFValidationError):
         return isinstance(try_to_load_from_cache(model, "config.json"), str)
-    return (Path(model).expanduser() / "config.json").is_file()
+    return False
 
 
 def nearest_preset(model: str) -> str:

@@ -117,9 +117,7 @@ def check_settings(config: RunConfig) -> None:
     on_gpu = {"lora.init": "loftq", "ops.backend": "cuda", "model.attn_implementation": "flex_attention"}
     for name, value in on_gpu.items() if not torch.cuda.is_available() else ():
         if switch_value(config, name) == value:
-            raise UserError(
-                f"{name}={value}: runs on a GPU, and this machine has none; use another value, or the default"
-            )
+            raise UserError(f"{name}={value}: runs on a GPU, and this machine has none; remove it")
 
 
 def check_folder(config: RunConfig, *, to_train: bool = True) -> None:

@@ -77,8 +77,10 @@ def test_init_examines_a_model_and_data_that_are_here(ground: Path, monkeypatch:
     monkeypatch.chdir(ground)
     monkeypatch.setenv("HOME", str(ground))
     monkeypatch.setattr(presets, "become_module", become)
+    (ground / "models").mkdir(exist_ok=True)
+    (ground / "models" / "mine").symlink_to(ground / "model")
     with pytest.raises(SystemExit) as ended:
-        init(model="./model", data="chats.jsonl", output=Path("here.yaml"))
+        init(model="models/mine", data="chats.jsonl", output=Path("here.yaml"))
     assert ended.value.code == 0
     assert "# 600 documents" in Path("here.yaml").read_text()
     for model, data in (("./model", "absent.jsonl"), ("org/model", "chats.jsonl")):

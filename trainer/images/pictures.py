@@ -95,7 +95,7 @@ def _skipped(folder: Path, entries: list[Path]) -> Iterator[str]:
     kinds = Counter(path.suffix.lower() or "no ending" for path in others if path.exists())
     if kinds:
         listed = ", ".join(f"{count:,} with {kind}" for kind, count in kinds.most_common())
-        yield f"files that are no images that can be read, nor captions of any, are skipped: {listed}"
+        yield f"{sum(kinds.values()):,} files are skipped, neither readable images nor captions of one: {listed}"
 
 
 def _of_folder(folder: Path, entries: list[Path], said: str, label: str, caption: str | None) -> Iterator[Picture]:
