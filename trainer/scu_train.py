@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from trainer.commands.demo import demo_data
-from trainer.config import UserError, load_config
-from trainer.config.scu_flags import CONFIG_FILE, open_log, parse, settings
+from trainer.config import UserError
+from trainer.config.scu_flags import CONFIG_FILE, load_flags, open_log, parse, resumed_settings, settings
 from trainer.config.yaml_core import dump
 from trainer.contract.exit_codes import TO_SPEAK_S
 from trainer.contract.rank_variables import read_place
@@ -43,18 +43,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _write(path: Path, arguments: list[str]) -> list[str]:
-    """The configuration that the flags mean, into a file; returns the settings in place of it. Raises UserError."""
+    """Write the configuration for the flags to `path` and return the overrides. Raises UserError."""
     options = parse(arguments, by_rank=True)
     for flag in ("check_requirements", "dry_run"):
         if getattr(options, flag):
             word = flag.replace("_", "-")
             raise UserError(f"--{word}: needs no ranks; zerolora scu-train --{word}")
-    data, held_out = options.data, None
-    if data is None:
-        cache = Path(os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora").expanduser()
-        data, held_out = map(str, demo_data(cache))
-    path.write_text(dump(settings(options, data, held_out)), encoding="utf-8")
-    load_config(path, options.overrides, with_lines=False)  # mistakes are of flags, not of a file's lines
+    tree = resumed_settings(options)
+    if tree is None:
+        data, held_out = options.data, None
+        if data is None:
+            cache = Path(os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora").expanduser()
+            data, held_out = map(str, demo_data(cache))
+        tree = settings(options, data, held_out)
+    path.write_text(dump(tree), encoding="utf-8")
+    load_flags(path, options)
     return list(options.overrides)
 
 

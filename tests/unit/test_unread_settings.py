@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 import yaml
 
-from launcher.importing.command import leave_out_unread, translate_words
-from launcher.importing.writing import as_yaml
+from launcher.importing.command import translate_arguments
+from launcher.importing.writing import format_yaml
 from tests import runs_in_process
 from trainer.config import LoadedConfig, RunConfig, UserError, dump_yaml, load_config
 from trainer.config.messages import section_at, setting_names
@@ -115,12 +115,11 @@ def test_import_turns_settings_without_effect_into_remarks(tmp_path: Path) -> No
         "per_device_eval_batch_size: 4\nwarmup_ratio: 0.1\ntemplate: llama3\noutput_dir: out\n"
     )
     (tmp_path / "dataset_info.json").write_text('{"data": {"file_name": "data.json"}}')
-    translation = translate_words([str(theirs)], tmp_path)
-    leave_out_unread(translation)
-    assert {remark.where for remark in translation.left_out} == {
-        "line 6, per_device_eval_batch_size", "line 7, warmup_ratio",
+    translation = translate_arguments([str(theirs)], tmp_path)
+    assert {name for name, reason in translation.left_out if "no effect" in reason} == {
+        "per_device_eval_batch_size", "warmup_ratio",
     }  # fmt: skip
-    (tmp_path / "mine.yaml").write_text(as_yaml(translation, "mine.yaml"))
+    (tmp_path / "mine.yaml").write_text(format_yaml(translation, "mine.yaml"))
     load_config(tmp_path / "mine.yaml")
 
 

@@ -75,7 +75,7 @@ def _line(found: ErrorDetails, path: list[str], section: type[BaseModel] | None,
     above = section_at(path[:-1])
     meaning = above.model_fields[path[-1]].description if found["input"] is True and above else None
     hint = f" ({meaning.split('.')[0]})" if meaning else ""  # what a switch elsewhere is a number here
-    return f"{name}={shown(found['input'])}: {_allowed(found)}{hint}"
+    return f"{name}={shown(found['input'])}: {describe_problem(found)}{hint}"
 
 
 def section_wanted(name: str, section: type[BaseModel], value: Any) -> str:
@@ -174,7 +174,8 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return next((model for inner in get_args(annotation) if (model := _model_in(inner))), None)
 
 
-def _allowed(found: ErrorDetails) -> str:
+def describe_problem(found: ErrorDetails) -> str:
+    """Return what a value must be, for what pydantic found wrong with it."""
     words = WORDS.get(found["type"])
     if words:
         bounds = {name: _whole(value) for name, value in found.get("ctx", {}).items()}
