@@ -5,6 +5,7 @@ import re
 import shlex
 import textwrap
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -19,25 +20,11 @@ from trainer.contract.home import HOME
 
 CONFIGS = HOME / "configs"
 # What people type -> the file in configs/.
-PRESETS = {
-    "llama2-7b": "llama2-7b",
-    "llama3.1-8b": "llama3.1-8b",
-    "mistral-7b": "mistral-7b",
-    "phi3-mini": "phi3-mini",
-    "qwen2.5-7b": "qwen2.5-7b",
-    "granite-4.0-h-1b": "granite-4.0-h-1b",
-    "qwen3-30b-a3b": "qwen3-30b-a3b",
-    "gpt-oss-20b": "gpt-oss-20b",
-    "mixtral-8x7b": "mixtral-8x7b",
-    "olmoe": "olmoe-1b-7b",
-    "tinyllama": "tinyllama-1.1b",
-    "smollm2": "smollm2-135m",
-    "scu-kl": "scu-kl",
-    "sdxl": "sdxl",
-    "sd3.5-medium": "sd3.5-medium",
-    "flux-dev": "flux-dev",
-    "flux2-klein": "flux2-klein",
-}
+_OWN_NAMES = """llama2-7b llama3.1-8b mistral-7b phi3-mini qwen2.5-7b granite-4.0-h-1b qwen3-30b-a3b gpt-oss-20b
+    mixtral-8x7b scu-kl sdxl sd3.5-medium flux-dev flux2-klein"""
+PRESETS = {name: name for name in _OWN_NAMES.split()} | {
+    "olmoe": "olmoe-1b-7b", "tinyllama": "tinyllama-1.1b", "smollm2": "smollm2-135m",
+}  # fmt: skip
 # Beginnings of model names that differ from the name of their preset.
 CALLED = {
     "stable-diffusion-xl": "sdxl",
@@ -61,12 +48,13 @@ def init(
     output: Annotated[Path | None, typer.Option(help="The file to write; default: NAME.yaml in this folder.")] = None,
     gpus: Annotated[
         int | None,
-        typer.Option(help="Look at the data and make the file for so many GPUs, each setting with its reason."),
+        typer.Option(help="Fit the file to the data and so many GPUs; default: those here, where model and data are."),
     ] = None,
-    gpu_memory: Annotated[str | None, typer.Option(help="With --gpus: of each, such as 24GiB.")] = None,
+    gpu_memory: Annotated[str | None, typer.Option(help="Memory of each GPU, such as 24GiB.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
 ) -> None:
-    """Write a commented configuration to start from."""
+    """Write a commented configuration to start from, fitted to the model and data where both are on this machine."""
+    tailored = gpus is not None or gpu_memory is not None or (preset is None and _are_here(model, data))
     preset = preset or (nearest_preset(model) if model else FOR_NO_MODEL)
     name = _short(model) if model else preset
     output = output or Path(f"{name}.yaml")
@@ -74,7 +62,7 @@ def init(
     try:
         if output.exists() and not force:
             raise UserError(f"--output {output}: is there already; name another file, or add --force")
-        if gpus is not None or gpu_memory is not None:
+        if tailored:
             _tailor(model, data, gpus, gpu_memory, output)
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text, encoding="utf-8")
@@ -86,12 +74,28 @@ def init(
 
 
 def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: str | None, output: Path) -> NoReturn:
-    """Go on as the program that looks at the model and the data, which takes torch."""
+    """Continue as the program that examines the model and the data, which needs torch."""
     if not (model and data):
         raise UserError("--gpus: the file is made for a model and data; name both with --model and --data")
-    words = ["--model", model, "--data", data, "--gpus", str(gpus or 1), "--output", str(output)]
+    typer.echo("looking at the model and the data")
+    words = ["--model", model, "--data", data, "--output", str(output)]
+    words += ["--gpus", str(gpus)] if gpus is not None else []
     words += ["--gpu-memory", gpu_memory] if gpu_memory else []
     become_module("trainer.commands.tailor", [*words, "--output-dir", f"runs/{_short(model)}"])
+
+
+def _are_here(model: str | None, data: str | None) -> bool:
+    """Return whether the settings of a language model and a file or folder of data are on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if not (model and data and Path(data).expanduser().exists()):
+        return False
+    if (Path(model).expanduser() / "config.json").is_file():
+        return True
+    with suppress(HFValidationError):
+        return isinstance(try_to_load_from_cache(model, "config.json"), str)
+    return False
 
 
 def nearest_preset(model: str) -> str:

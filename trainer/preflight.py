@@ -18,6 +18,7 @@ from trainer.checkpoint.output_folder import check_free, check_place
 from trainer.checkpoint.resume_comparison import Resumption, plan_resumption
 from trainer.config import RunConfig, UserError
 from trainer.config.adapter_settings import FILE
+from trainer.config.needs import switch_value
 from trainer.contract.hub_patience import ask_once_without_network
 from trainer.data import Samples, prepare_data
 from trainer.data.conversations import chat_template_of
@@ -122,8 +123,10 @@ def check_settings(config: RunConfig) -> None:
     kernels = config.model.attn_implementation
     if kernels.startswith("flash_attention") and importlib.util.find_spec("flash_attn") is None:
         raise UserError(f"model.attn_implementation={kernels}: the package flash-attn is not installed; use auto")
-    if config.lora.init == "loftq" and not torch.cuda.is_available():
-        raise UserError("lora.init=loftq: PEFT computes it on a GPU, and this machine has none; use lora.init: default")
+    on_gpu = {"lora.init": "loftq", "ops.backend": "cuda", "model.attn_implementation": "flex_attention"}
+    for name, value in on_gpu.items() if not torch.cuda.is_available() else ():
+        if switch_value(config, name) == value:
+            raise UserError(f"{name}={value}: runs on a GPU, and this machine has none; remove it")
 
 
 def check_folder(config: RunConfig, *, to_train: bool = True) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 
 from launcher.importing import axolotl, llamafactory, trl
 from launcher.importing.translation import Foreign, Translation
@@ -14,7 +15,9 @@ from launcher.supervision.terminal import say
 from trainer.config.errors import UserError, UserErrors
 from trainer.config.foreign import written_for
 from trainer.config.load import load_text
-from trainer.config.yaml_core import Yaml11Loader, read_yaml
+from trainer.config.needs import unread_settings
+from trainer.config.sections import RunConfig
+from trainer.config.yaml_core import Yaml11Loader, read_yaml, yaml_of
 from trainer.contract.output_file import check_output_file
 from trainer.contract.whole_files import write_whole
 
@@ -63,6 +66,7 @@ def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = Non
     else:
         foreign = read_foreign(Path(arguments[0]), dataset_dir)
     translation = TRANSLATORS[foreign.trainer](foreign)
+    leave_out_unread(translation)
     try:
         load_text(Path("mine.yaml"), format_yaml(translation, ""), with_lines=False)
     except UserErrors as errors:
@@ -70,6 +74,19 @@ def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = Non
             translation.report_ours(message)
     translation.check()
     return translation
+
+
+def leave_out_unread(translation: Translation) -> None:
+    """Turn settings that nothing would read into remarks: other trainers accept them without their switch."""
+    try:
+        config = RunConfig.model_validate(yaml_of(Path("mine.yaml"), format_yaml(translation, "")).tree)
+    except ValidationError:  # reported when the whole is checked
+        return
+    for found in unread_settings(config):
+        if found.name in translation.settings and not found.need.replaces:
+            names = translation.settings.pop(found.name).names
+            for name in names[:1]:  # none for their defaults
+                translation.leave_out(name, f"{found.name} would have no effect, because {found.need.reason(config)}")
 
 
 def read_foreign(path: Path, dataset_dir: Path | None) -> Foreign:

@@ -30,7 +30,7 @@ output_dir: runs/x
 seed: 5
 dataset: {path: data.jsonl, evaluation: {path: eval.jsonl}}
 training: {max_steps: 10, eval_steps: 5, best_checkpoint: true, save_steps: 5}
-scu: {target: 0.2, sigma: 0.3, deadband: 0.002, lambda_min: 0.001, lambda_max: 2.0}
+scu: {enabled: true, target: 0.2, sigma: 0.3, deadband: 0.002, lambda_min: 0.001, lambda_max: 2.0}
 """
 
 

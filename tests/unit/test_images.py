@@ -67,9 +67,9 @@ def test_captions_come_from_text_files_metadata_and_a_default(tmp_path: Path) ->
     (folder / "000.txt").unlink()
     with pytest.raises(UserError, match=r"no caption for 000\.png \(1 of 3 have none\).*image\.caption"):
         read_pictures(SourceSection(path=str(folder)), "dataset", None)
-    assert read_pictures(SourceSection(path=str(folder)), "dataset", "a thing")[0].caption == "a thing"
+    assert read_pictures(SourceSection(path=str(folder)), "dataset", "a thing")[0][0].caption == "a thing"
     (folder / "metadata.jsonl").write_text(json.dumps({"file_name": "000.png", "text": "from metadata"}) + "\n")
-    assert read_pictures(SourceSection(path=str(folder)), "dataset", None)[0].caption == "from metadata"
+    assert read_pictures(SourceSection(path=str(folder)), "dataset", None)[0][0].caption == "from metadata"
     (folder / "metadata.jsonl").write_text('{"file_name": "000.png"}\n')
     with pytest.raises(UserError, match=r"metadata\.jsonl, record 1: must have file_name and, as text,"):
         read_pictures(SourceSection(path=str(folder)), "dataset", None)
@@ -81,7 +81,7 @@ def test_an_image_set_of_datasets_is_read(tmp_path: Path) -> None:
     folder = write_pictures(tmp_path / "a", 2)
     rows = {"image": [str(folder / "000.png"), str(folder / "001.png")], "text": ["one", "two"]}
     datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image()).save_to_disk(tmp_path / "set")
-    found = read_pictures(SourceSection(path=str(tmp_path / "set")), "dataset", None)
+    found, _ = read_pictures(SourceSection(path=str(tmp_path / "set")), "dataset", None)
     assert [picture.caption for picture in found] == ["one", "two"]
     assert found[0].open().tobytes() == Image.open(folder / "000.png").tobytes()
 
@@ -131,7 +131,7 @@ def test_cached_latents_and_conditions_are_what_the_pipeline_computes(root: Path
     prepared = prepare(run_config(root, "image.flip=true"))
     samples = prepared.data.train
     pipeline = diffusers.StableDiffusionXLPipeline.from_pretrained(root / "sdxl", dtype=torch.float32)
-    pictures = read_pictures(SourceSection(path=str(root / "pictures")), "dataset", None)
+    pictures, _ = read_pictures(SourceSection(path=str(root / "pictures")), "dataset", None)
     entry, picture = samples[1], pictures[1]
     pixels = as_pixels(fit(picture.width, picture.height, [(entry.width, entry.height)]).apply(picture.open()))
     with torch.no_grad():

@@ -14,14 +14,15 @@ from tests.unit.test_images import run_config
 from trainer.config import ImageSection, ModelSection, SourceSection, UserError
 from trainer.images.encoding import load_vae
 from trainer.images.model import ImageModel, check_weights
-from trainer.images.pictures import Picture, read_pictures
+from trainer.images.pictures import FIRST_FRAME, ON_WHITE, OTHER_COLOURS, Picture, read_pictures
 from trainer.images.pipeline import Pipeline, read_pipeline
 from trainer.images.prepare import refuse_image_settings
+from trainer.images.text import cut_captions
 from trainer.preflight import prepare
 
 
 def read(folder: Path, caption: str | None = None) -> list[Picture]:
-    return read_pictures(SourceSection(path=str(folder)), "dataset", caption)
+    return read_pictures(SourceSection(path=str(folder)), "dataset", caption)[0]
 
 
 def refused(folder: Path) -> str:
@@ -55,7 +56,7 @@ def test_a_record_of_metadata_must_fit_its_picture(tmp_path: Path, record: dict[
 def test_captions_in_another_encoding_are_refused_with_their_place(tmp_path: Path) -> None:
     folder = write_pictures(tmp_path / "a", 2)
     (folder / "001.txt").write_bytes("a café".encode("latin-1"))
-    assert "001.txt is not UTF-8 text (byte 0xe9 at offset 5)" in refused(folder)
+    assert "001.txt: line 1: byte 0xe9 is not UTF-8" in refused(folder)
     (folder / "001.txt").write_bytes(b"\xef\xbb\xbfa mark before it")
     assert read(folder)[1].caption == "a mark before it"
     (folder / "metadata.jsonl").write_bytes(b"\xff\xfe\x00")
@@ -71,6 +72,84 @@ def test_pictures_that_cannot_be_shown_in_8_bits_are_named_and_hidden_copies_lef
     assert "000.png: has more than 8 bits a colour (mode I;16)" in refused(folder)
     (folder / "000.png").write_bytes(b"")
     assert "000.png: is no picture that can be read (of no format that is known)" in refused(folder)
+
+
+def transparent(mode: str, file: Path) -> None:
+    """Save an image, red on the left and transparent on the right, in this mode."""
+    rgba = Image.new("RGBA", (64, 64), (220, 40, 40, 255))
+    rgba.paste((0, 0, 0, 0), (32, 0, 64, 64))
+    if mode == "P":
+        indexed = Image.new("P", (64, 64), 0)
+        indexed.putpalette([220, 40, 40, 0, 0, 0])
+        indexed.paste(1, (32, 0, 64, 64))
+        indexed.save(file, transparency=1)
+    elif mode in ("RGB", "L"):
+        see_through = {"RGB": (0, 0, 0), "L": 0}[mode]
+        rgba.convert(mode).save(file, transparency=see_through)
+    else:
+        rgba.convert(mode).save(file)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB", "L"])
+def test_transparent_parts_are_white_and_counted(tmp_path: Path, mode: str) -> None:
+    file = tmp_path / "a.png"
+    transparent(mode, file)
+    (picture,) = read(tmp_path, "a")
+    shown = picture.open()
+    assert shown.getpixel((48, 8)) == (255, 255, 255)
+    assert shown.getpixel((8, 8)) == ((220, 40, 40) if mode in ("RGBA", "P", "RGB") else (94, 94, 94))
+    assert picture.changes == (ON_WHITE,)
+
+
+def test_every_mode_is_shown_as_it_looks(tmp_path: Path) -> None:
+    for mode in ("1", "L", "P", "RGB", "CMYK"):
+        image = Image.new("RGB", (64, 64), (255, 255, 255)).convert(mode)
+        image.save(tmp_path / f"{mode}.{'tif' if mode == 'CMYK' else 'png'}")
+    pictures = read(tmp_path, "a")
+    assert [picture.open().getpixel((5, 5)) for picture in pictures] == [(255, 255, 255)] * 5
+    assert [picture.changes for picture in pictures if picture.changes] == [(OTHER_COLOURS,)]
+
+
+def test_the_first_of_several_frames_is_used_and_counted(tmp_path: Path) -> None:
+    frames = [Image.new("RGB", (64, 64), colour) for colour in ("red", "blue")]
+    for name in ("a.gif", "b.png", "c.tif", "d.webp"):
+        frames[0].save(tmp_path / name, save_all=True, append_images=frames[1:], lossless=True)
+    pictures = read(tmp_path, "a")
+    assert [FIRST_FRAME in picture.changes for picture in pictures] == [True] * 4
+    assert [picture.open().getpixel((5, 5)) for picture in pictures] == [(255, 0, 0)] * 4
+
+
+def test_files_that_are_not_used_are_counted_by_kind(tmp_path: Path) -> None:
+    folder = write_pictures(tmp_path / "a", 2)
+    for name in ("x.heic", "y.HEIC", "clip.mp4", "left.txt", ".DS_Store"):
+        (folder / name).write_bytes(b"x")
+    (folder / "metadata.jsonl").write_text("")
+    (folder / "link.png").symlink_to(tmp_path / "moved.png")
+    _, skipped = read_pictures(SourceSection(path=str(folder)), "dataset", None)
+    assert len(skipped) == 2
+    assert "without a target" in skipped[0] and "1 (first: link.png" in skipped[0]
+    assert all(part in skipped[1] for part in ("2 with .heic", "1 with .mp4", "1 with .txt")), skipped[1]
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x.heic").write_bytes(b"x")
+    assert "1 with .heic" in refused(tmp_path / "b")
+
+
+def test_captions_in_a_table_are_read_as_imagefolder_reads_them(tmp_path: Path) -> None:
+    folder = write_pictures(tmp_path / "a", 2)
+    (folder / "001.txt").unlink()
+    (folder / "metadata.csv").write_text('file_name,text\n001.png,"a fox, red"\n')
+    assert [picture.caption for picture in read(folder)][1] == "a fox, red"
+    (folder / "metadata.csv").write_text("file,text\n001.png,x\n")
+    assert "metadata.csv, record 1: must have file_name" in refused(folder)
+
+
+@pytest.mark.parametrize(("family", "more"), [("sdxl", ""), ("sd3", "text_encoder_3 read up to 256")])
+def test_captions_longer_than_an_encoder_reads_are_counted(tmp_path: Path, family: str, more: str) -> None:
+    pipeline = read_pipeline(str(make_pipeline(tmp_path / "pipeline", family)), ModelSection())
+    assert cut_captions(pipeline, ["a" * 75, "short"]) == []
+    (line,) = cut_captions(pipeline, ["a" * 76, "short"])
+    assert "1 of 2 captions" in line and "77 tokens" in line and "text_encoder and text_encoder_2" in line
+    assert more in line
 
 
 def test_an_image_set_names_the_record_that_lacks_something(tmp_path: Path) -> None:
@@ -89,7 +168,7 @@ def test_an_image_set_names_the_record_that_lacks_something(tmp_path: Path) -> N
     set_of_one.to_parquet(tmp_path / "one.parquet")
     assert "name them with dataset.fields: {image: ..., caption: ...}" in refused(tmp_path / "one.parquet")
     named = SourceSection(path=str(tmp_path / "one.parquet"), fields={"image": "pic", "caption": "words"})
-    assert [picture.caption for picture in read_pictures(named, "dataset", None)] == ["a"]
+    assert [picture.caption for picture in read_pictures(named, "dataset", None)[0]] == ["a"]
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +185,15 @@ def test_what_is_seldom_meant_of_pictures_is_said(whole: Path, tmp_path: Path) -
     folder = write_pictures(tmp_path / "a", 4)
     (folder / "000.txt").write_text(" \n")
     Image.new("RGB", (20, 20)).save(folder / "001.png")
+    Image.new("RGBA", (64, 64)).save(folder / "002.png")
+    (folder / "003.txt").write_text("a" * 90)
+    (folder / "004.heic").write_bytes(b"x")
     data = f"dataset={{path: {folder}, cache_dir: {tmp_path / 'cache'}, val_split: 0.001}}"
     found = prepare(run_config(whole.parent, data)).data
     assert len(found.evaluation) == 1 and len(found.train) == 3, "a part that rounds to nothing holds one out"
-    assert [line for line in found.stats.lines() if line.startswith("warning: ")] == [
-        "warning: 1 of 4 pictures have an empty caption; image.caption_dropout shows them without",
-        "warning: 1 of 4 pictures are smaller than their size, and are blurred by enlarging them",
-    ]
+    lines = [line for line in found.stats.lines() if line.startswith("warning: ")]
+    said = ("1 with .heic", "1 of 4 pictures have an alpha channel", "an empty caption", "smaller than", "77 tokens")
+    assert [part in line for part, line in zip(said, lines, strict=True)] == [True] * 5, lines
 
 
 def test_a_language_model_takes_no_settings_of_pictures(whole: Path) -> None:

@@ -72,7 +72,7 @@ READ_AS: list[tuple[str, Any]] = [
     ("training.learning_rate=.0002", 0.0002),
     ("zero.stage=\"2\"", 2),
     ("zero.stage='auto'", -1),
-    ("scu.target=0.01", 0.01),
+    ("training.warmup_ratio=0.01", 0.01),
     # nothing, in every way of writing it
     ("training.max_steps=None", None),
     ("training.max_steps=null", None),
@@ -302,13 +302,30 @@ def test_two_settings_that_contradict_each_other(text: str, file: Path) -> None:
     assert "load_in_4bit" in line and "adapter" in line and "keep one" in line and "c.yaml:5" in line
 
 
-def test_quantization_without_a_quantised_base_is_said(file: Path) -> None:
-    file.write_text(BASE + "quantization: {bits: 4}\n")
-    (note,) = load_config(file).notes
-    assert note.startswith("quantization.bits has no effect: adapter is lora, and only adapter: qlora")
-    assert load_config(file, ["adapter=qlora"]).notes == ()
-    Path("again.yaml").write_text(dump_yaml(load_config(file).config))
-    assert load_config("again.yaml").notes == (), "a record of a run holds every section"
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["training.eval_steps=0.25"], {"evals_per_epoch": 4.0, "eval_steps": 0}),
+        (["training.eval_steps=0.1", "training.epochs=2"], {"evals_per_epoch": 5.0}),
+        (["training.eval_steps=0.25", "training.max_steps=10"], {"evals_per_epoch": None, "eval_steps": 3}),
+        (["training.save_steps=0.5"], {"saves_per_epoch": 2.0}),
+    ],
+)
+def test_steps_below_one_are_a_fraction_of_the_run(overrides: list[str], expected: dict[str, Any], file: Path) -> None:
+    training = load_config(file, ["dataset.val_split=0.1", *overrides]).config.training
+    assert {name: getattr(training, name) for name in expected} == pytest.approx(expected)
+
+
+def test_a_switch_in_place_of_a_number_is_answered_with_its_meaning(file: Path) -> None:
+    line = refusal(file, "training.early_stopping=true")
+    assert "training.early_stopping=true: must be a whole number" in line and "evaluations in a row" in line
+
+
+@pytest.mark.parametrize(("name", "word"), [("output.overwrite", "delete"), ("scu.reference_cache", "auto")])
+def test_a_switch_with_further_values_names_them(name: str, word: str, file: Path) -> None:
+    for value in ("maybe", "[1]", "3"):
+        line = refusal(file, f"{name}={value}")
+        assert "must be true or false" in line and word in line
 
 
 def test_every_mistake_is_told_with_its_line(file: Path) -> None:

@@ -1,13 +1,17 @@
 """`zerolora init --gpus`: a file made for the data and the cards, each setting with its reason, valid as it is."""
 
 import json
+import re
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from launcher import presets
 from launcher.presets import init
 from tests.tiny import make_model, write_chats
 from trainer.commands.tailor import main as tailor
+from trainer.commands.validate import main as validate
 from trainer.config import RunConfig, UserError, load_config
 from trainer.model import capacity
 
@@ -16,7 +20,7 @@ from trainer.model import capacity
 def ground(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ground = tmp_path_factory.mktemp("tailor")
     make_model(ground / "model")
-    write_chats(ground / "chats.jsonl", 400)
+    write_chats(ground / "chats.jsonl", 600)
     write_chats(ground / "few.jsonl", 8)
     texts = [json.dumps({"text": "word " * count}) for count in range(100, 700, 3)]
     (ground / "texts.jsonl").write_text("\n".join(texts))
@@ -42,10 +46,46 @@ def test_short_chats_are_packed_and_every_setting_has_a_reason(ground: Path, mon
     lines = text.splitlines()[3:]
     settings = [at for at, line in enumerate(lines) if line and not line.lstrip().startswith("#") and ": " in line]
     assert len(settings) > 15 and all(lines[at - 1].lstrip().startswith("# ") for at in settings)
-    assert "# 400 documents, " in text and "a document alone would fill" in text
+    assert "# 600 documents, " in text and "a document alone would fill" in text
     from trainer.preflight import prepare
 
     assert prepare(config).data.stats.packed, "and it can be trained as it is"
+
+
+@pytest.mark.parametrize("gpus", [1, 8])
+@pytest.mark.parametrize("count", [3, 12, 40, 140, 1500])
+def test_what_init_writes_is_not_warned_of(
+    count: int, gpus: int, ground: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_chats(ground / f"chats-{count}.jsonl", count)
+    words = ("--model", "./model", "--data", f"chats-{count}.jsonl", "--gpus", str(gpus))
+    made(ground, monkeypatch, *words)
+    capsys.readouterr()
+    assert validate(["mine.yaml"]) == 0
+    shown = capsys.readouterr().out
+    # Of a model this tiny, real data is always more than the adapter can learn.
+    assert [line for line in shown.splitlines() if line.startswith("warning: ") and "Mbit" not in line] == []
+    steps = re.search(r"^steps: ([\d,]+)", shown, re.MULTILINE)
+    assert steps and int(steps.group(1).replace(",", "")) >= 20
+
+
+def test_init_examines_a_model_and_data_that_are_here(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def become(module: str, words: list[str]) -> NoReturn:
+        assert module == "trainer.commands.tailor"
+        raise SystemExit(tailor(words))
+
+    monkeypatch.chdir(ground)
+    monkeypatch.setenv("HOME", str(ground))
+    monkeypatch.setattr(presets, "become_module", become)
+    (ground / "models").mkdir(exist_ok=True)
+    (ground / "models" / "mine").symlink_to(ground / "model")
+    with pytest.raises(SystemExit) as ended:
+        init(model="models/mine", data="chats.jsonl", output=Path("here.yaml"))
+    assert ended.value.code == 0
+    assert "# 600 documents" in Path("here.yaml").read_text()
+    for model, data in (("./model", "absent.jsonl"), ("org/model", "chats.jsonl")):
+        init(model=model, data=data, output=Path("there.yaml"), force=True)
+        assert "with the settings of the preset" in Path("there.yaml").read_text(), "nothing to examine"
 
 
 def test_few_documents_are_all_trained_on(ground: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def report(planner: Planner, config: RunConfig, memory: int, notes: list[str]) -
         "fits": found.needed <= memory,
         "recommended": None if best is None else _recommendation(planner, best, memory),
         "batch_size_is_bounded_by": None if best is None else _why_no_larger(planner, best, memory),
-        "largest_batch_size": planner.largest_batch(resolved, memory),
+        "largest_batch_size": _largest_batch(planner, resolved, memory),
         "decisions": planner.decisions(resolved).as_json(),
         "on_cpu": _cpu_row(planner, config),
         "stages": [_stage_row(planner, choice, memory) for choice in table],
@@ -122,14 +122,22 @@ def _recommendation(planner: Planner, best: RunConfig, memory: int) -> dict[str,
         "zero.stage": zero.stage,
         **({"zero.offload_optimizer": True} if zero.offload_optimizer else {}),
         **({"zero.offload_parameters": True} if zero.offload_parameters else {}),
-        "training.batch_size": planner.largest_batch(best, memory),
+        "training.batch_size": _largest_batch(planner, best, memory),
     }
 
 
+def _largest_batch(planner: Planner, config: RunConfig, memory: int) -> int:
+    """Return the largest micro-batch that fits: with a reserve, unless the configured one fits without."""
+    configured = config.training.batch_size if planner.of(config).needed <= memory else 0
+    return max(configured, planner.largest_batch(config, memory))
+
+
 def _why_no_larger(planner: Planner, best: RunConfig, memory: int) -> str:
-    """What bounds the recommended micro-batch."""
+    """Return what bounds the recommended micro-batch."""
     most, reason = planner.most_rows(best)
-    return f"as many as fit in {gib(memory)}" if planner.largest_batch(best, memory) < most else reason
+    if best.training.batch_size > (largest := planner.largest_batch(best, memory)):
+        return "as configured; more may not fit" if largest < most else f"as configured; {reason}"
+    return f"as many as fit in {gib(memory)}" if largest < most else reason
 
 
 def _cpu_row(planner: Planner, config: RunConfig) -> dict[str, Any] | None:

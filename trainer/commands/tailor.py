@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.commands.estimate import DEFAULT_GPU, parse_memory
@@ -25,7 +26,7 @@ from trainer.contract.output_file import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Samples
-from trainer.data.step_count import count_steps, with_global_batch
+from trainer.data.step_count import ENOUGH_STEPS, FEW_STEPS, count_steps, with_global_batch
 from trainer.decisions import Machine
 from trainer.memory.bytes import GIB
 from trainer.memory.model_widths import read_shapes
@@ -93,7 +94,7 @@ def tailored(ask: Ask) -> tuple[list[Line], list[str]]:
     settings = {line.name: line.value for line in data} | {"lora.r": rank.value, "base_model": ask.model}
     settings |= {"output_dir": ask.output_dir} | {line.name: line.value for line in _target_lines(seen)}
     samples = _samples(settings, seen)
-    length = _length_lines(samples, settings, seen)
+    length = _length_lines(samples, ask.gpus, seen)
     settings |= {line.name: line.value for line in length}
     batch = with_global_batch(_config(settings | {"training.global_batch_size": "auto"}), samples, ask.gpus)
     together = batch.training.global_batch_size
@@ -152,7 +153,9 @@ def _data_lines(ask: Ask, seen: Seen) -> list[Line]:
     needed = int(np.quantile(seen.tokens, KEPT_WHOLE, method="higher"))
     length = min(-(-needed // 64) * 64, seen.context or needed * 2)
     pack = min(max(length, PACK), seen.context or PACK)
-    packs = bool(seen.packable and documents > 1 and seen.tokens.mean() < 0.5 * pack and total > 4 * pack * ask.gpus)
+    short = bool(seen.packable and documents > 1 and seen.tokens.mean() < 0.5 * pack)
+    steps = _passes(documents) * total // (pack * ask.gpus)
+    packs = short and steps >= ENOUGH_STEPS
     cut = int((seen.tokens > (pack if packs else length)).sum())
     held = 0.0 if documents < 20 else round(min(0.1, max(200 / documents, 0.01)), 3)
     middle, longest = int(np.median(seen.tokens)), int(seen.tokens.max())
@@ -167,8 +170,10 @@ def _data_lines(ask: Ask, seen: Seen) -> list[Line]:
     ]
     full = seen.tokens.mean() / pack
     why_not = (
-        "documents fill their sequences" if seen.packable else "this model's layers carry one document into the next"
-    )
+        f"packed, the run would have {steps} steps" if short
+        else "documents fill their sequences" if seen.packable
+        else "this model's layers carry one document into the next"
+    )  # fmt: skip
     reason = f"a document alone would fill {full:.0%} of a sequence" if packs else why_not
     lines.append(Line("dataset.packing", packs, reason))
     if held:
@@ -206,10 +211,16 @@ def _samples(settings: dict[str, Any], seen: Seen) -> int:
     return max(1, round(kept * len(seen.tokens)))
 
 
-def _length_lines(samples: int, settings: dict[str, Any], seen: Seen) -> list[Line]:
+def _passes(documents: int) -> int:
+    """Return the usual number of passes over so many documents."""
+    return 3 if documents < 10_000 else 2 if documents < 100_000 else 1
+
+
+def _length_lines(samples: int, gpus: int, seen: Seen) -> list[Line]:
     documents = len(seen.tokens)
-    epochs = 3 if documents < 10_000 else 2 if documents < 100_000 else 1
-    return [Line("training.epochs", epochs, f"{documents:,} documents; the best of the passes is kept")]
+    least, usual = math.ceil(FEW_STEPS / math.ceil(samples / gpus)), _passes(documents)
+    why = f"fewer make fewer than {FEW_STEPS} steps" if least > usual else "the best of the passes is kept"
+    return [Line("training.epochs", max(least, usual), f"{documents:,} documents; {why}")]
 
 
 def _placement(ask: Ask, prepared: Prepared, settings: dict[str, Any], samples: int) -> list[Line]:
@@ -298,8 +309,6 @@ def _config(settings: dict[str, Any]) -> RunConfig:
 
 
 def _card(given: str | None) -> tuple[int, str]:
-    import torch
-
     if given is not None:
         return parse_memory(given), f"of {given}"
     if torch.cuda.is_available():
@@ -309,11 +318,11 @@ def _card(given: str | None) -> tuple[int, str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code 0, or 2 after one line on stderr."""
+    """Return exit code 0, or 2 after one line on stderr."""
     parser = CommandParser(prog="zerolora init", description="A configuration made for this model, data and cards.")
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True)
-    parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--gpus", type=int, help="default: those of this machine, or 1")
     parser.add_argument("--gpu-memory")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--output-dir", required=True)
@@ -321,11 +330,12 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
     quiet_libraries()
     try:
-        if arguments.gpus < 1:
+        if arguments.gpus is not None and arguments.gpus < 1:
             raise UserError(f"--gpus {arguments.gpus}: must be 1 or more")
         check_output_file(arguments.output, f"--output {arguments.output}")
         memory, card = _card(arguments.gpu_memory)
-        ask = Ask(arguments.model, arguments.data, arguments.gpus, memory, card, arguments.output_dir)
+        gpus = arguments.gpus or max(1, torch.cuda.device_count())
+        ask = Ask(arguments.model, arguments.data, gpus, memory, card, arguments.output_dir)
         lines, warnings = tailored(ask)
         write_whole(arguments.output, as_yaml(lines, arguments.output, warnings))
         load_config(arguments.output)
@@ -335,7 +345,8 @@ def main(argv: list[str] | None = None) -> int:
     for warning in warnings:
         print(f"warning: {warning}")
     typed = shlex.quote(str(arguments.output))
-    print(f"{arguments.output}: now\n  zerolora validate {typed}\n  zerolora train {typed} --num-gpus {arguments.gpus}")
+    on_gpus = f" --num-gpus {arguments.gpus}" if arguments.gpus else ""
+    print(f"{arguments.output}: now\n  zerolora validate {typed}\n  zerolora train {typed}{on_gpus}")
     return 0
 
 

@@ -60,7 +60,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 def _compare(options: argparse.Namespace, console: Console) -> int:
-    config = load_config(options.config, options.overrides).config
+    config = load_config(options.config, [*options.overrides, "scu.enabled=true"]).config
     options.output = options.output or Path(config.output_dir)
     check(config, options)
     trials = plan(options.config, options.overrides, config, options)

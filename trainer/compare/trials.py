@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from trainer.compare.measured_run import DOCUMENTS_FILE
 from trainer.config import RunConfig, UserError, load_config
+from trainer.config.needs import unread_settings
 from trainer.contract.launcher_process import tie_children_to_this_process
 
 CONTROLLERS = ("none", "fixed", "linear", "cosine", "pi")
@@ -97,7 +98,11 @@ def plan(path: Path, overrides: Sequence[str], config: RunConfig, options: argpa
     for seed in range(config.seed, config.seed + options.seeds):
         for setting in settings(config, options):
             folder = options.output / f"{setting.label}-seed{seed}"
-            own = [*overrides, *OF_EVERY_TRIAL, *shown, *_overrides(setting, config, min(options.lambdas))]
+            steered = {"enabled": True, "measure": setting.measure, "controller": setting.controller}
+            scu = config.scu.model_copy(update=steered)
+            unread = {each.name for each in unread_settings(config.model_copy(update={"scu": scu}))}
+            given = [text for text in overrides if text.partition("=")[0] not in unread]
+            own = [*given, *OF_EVERY_TRIAL, *shown, *_overrides(setting, config, min(options.lambdas))]
             own += [f"seed={seed}", f"output_dir={folder}"]
             trials.append(Trial(setting, seed, folder, tuple(own), load_config(path, own).config))
     return trials

@@ -37,23 +37,11 @@ def _of_adapter(config: RunConfig) -> Iterator[str]:
         yield "base_model='': empty; name a folder or a model on the hub"
     if not config.output_dir.strip():
         yield "output_dir='': empty; name a folder"
-    if config.adapter != "qlora" and config.quantization.eight_bit:
-        yield (
-            f"quantization.quant_type={config.quantization.quant_type}: adapter is {config.adapter}, whose base stays "
-            "as it is; write adapter: qlora, or remove it"
-        )
-    elif config.adapter != "qlora" and config.quantization.bits == 8:
-        yield (
-            f"quantization.bits=8: adapter is {config.adapter}, whose base stays as it is; write adapter: qlora and "
-            "quantization.quant_type: fp8, or int8, or remove it"
-        )
     if not lora.target_modules:
         yield "lora.target_modules=[]: no targets; write all-linear or names such as q_proj"
     if "all-linear" in lora.target_modules and len(lora.target_modules) > 1:
         yield f"lora.target_modules={shown(lora.target_modules)}: all-linear stands alone; remove it or the names"
     if config.adapter == "none":
-        if lora.adapter_path:
-            yield f"lora.adapter_path={lora.adapter_path}: adapter is none; set adapter: lora"
         return
     if lora.init != "default" and lora.adapter_path:
         yield f"lora.init={lora.init}: the adapter at lora.adapter_path has its values already; remove one"
@@ -144,16 +132,12 @@ def _of_data(config: RunConfig) -> Iterator[str]:
             continue
         if not source.path and label != "dataset":
             yield f"{label}.path: missing; name a file, a folder or a data set on the hub"
+        if source.weight != 1.0 and not label.startswith("dataset.mix"):
+            yield f"{label}.weight={source.weight:g}: only sources of dataset.mix are weighted; remove it"
         if source.format == "custom" and not (source.template and "completion" in source.fields):
             yield f"{label}.format=custom: needs {label}.template with {{field}} marks and {label}.fields.completion"
-        if source.template and source.format not in ("custom", "auto"):
-            yield f"{label}.template: only format: custom uses it, and {label}.format={source.format}"
-        if source.template_without_input and not source.template:
-            yield f"{label}.template_without_input: needs {label}.template, for records that have an input"
         if unknown := [role for role in source.roles if role not in ROLES]:
             yield f"{label}.roles.{unknown[0]}: the roles are {', '.join(ROLES)}; name yours below one of them"
-        if source.roles and source.format not in ("auto", "messages", "sharegpt"):
-            yield f"{label}.roles: only conversations have roles, and {label}.format={source.format}; remove it"
     if data.batching == "tokens" and (data.packing or data.streaming):
         what = "packing leaves nothing to pad" if data.packing else "the lengths in a stream are not known"
         yield f"dataset.batching=tokens: {what}; use samples"
@@ -192,6 +176,8 @@ def _of_training(config: RunConfig) -> Iterator[str]:
             f"training.gradient_accumulation_steps={accumulation}: training.global_batch_size="
             f"{'auto' if together == AUTO else together} decides it; remove one, or set it to null"
         )
+    if training.elastic and training.max_restarts == 0:
+        yield "training.elastic=true: needs restarts, and training.max_restarts is 0; remove one of them"
     if training.cuda_graphs == "on" and (why_not := why_no_graphs(config)):
         yield f"training.cuda_graphs=on: {why_not}; use auto"
     yield from _of_evaluation(config)
@@ -215,10 +201,9 @@ def _of_training(config: RunConfig) -> Iterator[str]:
 
 def _of_evaluation(config: RunConfig) -> Iterator[str]:
     training = config.training
-    if training.evals_per_epoch and training.eval_steps:
-        yield f"training.evals_per_epoch={training.evals_per_epoch:g}: training.eval_steps is given as well; keep one"
-    if training.saves_per_epoch and training.save_steps != TrainingSection().save_steps:
-        yield f"training.saves_per_epoch={training.saves_per_epoch:g}: training.save_steps is given as well; keep one"
+    for per_epoch, steps in (("evals_per_epoch", "eval_steps"), ("saves_per_epoch", "save_steps")):
+        if (given := getattr(training, per_epoch)) and getattr(training, steps) != getattr(TrainingSection(), steps):
+            yield f"training.{per_epoch}={given:g}: training.{steps} is given as well; keep one"
     when = "evals_per_epoch" if training.evals_per_epoch else "eval_steps"
     looks = {name: getattr(training, name) for name in ("early_stopping", "best_checkpoint") if getattr(training, name)}
     if not (config.dataset.val_split or config.dataset.evaluation):
@@ -253,8 +238,6 @@ def _of_scu(config: RunConfig) -> Iterator[str]:
         yield f"scu.target={scu.target}: a fraction of information lies below 1; use 0.01 to start with"
     if scu.target == "auto" and scu.measure == "delta" and scu.law == "published" and scu.controller == "pi":
         yield "scu.target=auto: published targets are for measure: factors; give a number, or use scu.law: logit"
-    if scu.reference is not None and scu.measure != "kl":
-        yield f"scu.reference={scu.reference}: only scu.measure: kl reads it, and it is {scu.measure}"
     if scu.measure == "kl":
         yield from _kl(config)
         return  # no N: bits a token as they are

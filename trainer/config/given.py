@@ -10,7 +10,8 @@ from trainer.config.aliases import canonical
 from trainer.config.dialects import understood
 from trainer.config.errors import UserError, shown
 from trainer.config.messages import section_wanted
-from trainer.config.mistakes import Mistakes
+from trainer.config.mistakes import Mistakes, remove_setting
+from trainer.config.needs import Unread
 from trainer.config.sections import RunConfig
 from trainer.config.source_dialect import source_settings
 
@@ -41,22 +42,22 @@ class Given:
         self._add(name, value, replace=True)
 
     def check_bits(self) -> None:
-        """A base cannot be and not be in 4 bits; settings of one that is not are noted."""
+        """Note a base that is asked for in 4 bits and not in 4 bits."""
         adapter = self.tree.get("adapter", "lora")
         if adapter == "qlora" and self._left_out.get("load_in_4bit") is False:
             self.mistakes.add(
                 "load_in_4bit",
                 "load_in_4bit=false: adapter is qlora, whose base has 4 bits; write adapter: lora, or remove it",
             )
-        section = self.tree.get("quantization")
-        # Written out in full with its defaults it comes from a finished run's record.
-        defaults = RunConfig.model_fields["quantization"].get_default().model_dump()
-        if adapter != "qlora" and isinstance(section, dict) and section and section != defaults:
-            name = f"quantization.{next(iter(section))}"
-            self.notes.append(
-                f"{self.names.get(name, name)} has no effect: adapter is {shown(adapter)}, and only adapter: qlora "
-                "has a quantised base"
-            )
+
+    def leave_out(self, unread: Mapping[str, list[Unread]]) -> None:
+        """Remove settings that nothing reads, and note each reason; what another setting replaces is only noted."""
+        for reason, settings in unread.items():
+            for setting in settings:
+                if not setting.need.replaces:
+                    remove_setting(self.tree, setting.name.split("."))
+            names = ", ".join(self.names.get(setting.name, setting.name) for setting in settings)
+            self.notes.append(f"{names}: no effect, because {reason}")
 
     def _entries(self, tree: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
         for key, value in tree.items():

@@ -64,8 +64,7 @@ def load_text(
     except ValidationError as error:
         mistakes.add_values(error)
         config = without_mistakes(given.tree, error)
-    if config is not None:
-        mistakes.add_combinations(config)
+    left_out = {} if config is None else mistakes.add_combinations(config)
     if with_lines and mistakes.of_file() and (trainer := written_for(file.tree)):
         raise UserError(
             f"{path}: is written for {trainer}, and {mistakes.of_file()} of its settings mean nothing here; translate "
@@ -73,6 +72,9 @@ def load_text(
         )
     if lines := mistakes.in_order():
         raise UserErrors(lines)
+    if left_out:
+        given.leave_out(left_out)
+        config = RunConfig.model_validate(given.tree)
     assert config is not None, "pydantic refused it without a mistake"
     return LoadedConfig(config, (*given.notes, *doubts(config)))
 

@@ -72,7 +72,10 @@ def _line(found: ErrorDetails, path: list[str], section: type[BaseModel] | None,
         return f"{name}={shown(found['input'])}: must be text, and this is a {kind}{several}"
     if found["type"] in ("model_type", "model_attributes_type") and section:
         return section_wanted(name, section, found["input"])
-    return f"{name}={shown(found['input'])}: {describe_problem(found)}"
+    above = section_at(path[:-1])
+    meaning = above.model_fields[path[-1]].description if found["input"] is True and above else None
+    hint = f" ({meaning.split('.')[0]})" if meaning else ""  # what a switch elsewhere is a number here
+    return f"{name}={shown(found['input'])}: {describe_problem(found)}{hint}"
 
 
 def section_wanted(name: str, section: type[BaseModel], value: Any) -> str:

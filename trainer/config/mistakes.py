@@ -9,7 +9,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainer.config.checks import combination_mistakes
-from trainer.config.messages import all_mistakes
+from trainer.config.gather import gathers_by_layer
+from trainer.config.messages import all_mistakes, setting_names
+from trainer.config.needs import Unread, switch_value, unread_message, unread_settings
 from trainer.config.sections import RunConfig
 
 _SUGGESTED = re.compile(r"; did you mean ([\w.]+)\?")
@@ -64,14 +66,47 @@ class Mistakes:
             if ": missing; " not in message or dotted not in doubtful:
                 self.add(dotted, message)
 
-    def add_combinations(self, config: RunConfig) -> None:
-        """Note what cannot go together, unless a setting that is wrong in itself has a part in it."""
+    def add_combinations(self, config: RunConfig) -> dict[str, list[Unread]]:
+        """Note what cannot go together, unless a setting that is wrong in itself has a part in it.
+
+        Returns the settings that were switched off on purpose, by the reason why nothing reads them.
+        """
         doubtful = self._doubtful({dotted: text for dotted, (_, text) in self._found.items()})
         names = {name.rpartition(".")[2] for name in doubtful} | doubtful
-        for message in combination_mistakes(config):
+        unread, left_out = self._unread(config)
+        for message in (*combination_mistakes(config), *unread):
             if not any(re.search(rf"\b{re.escape(name)}\b", message) for name in names):
                 start = re.match(r"\w+(\.\w+)*", message)
                 self.add(start.group() if start else message, message)
+        return left_out
+
+    def _unread(self, config: RunConfig) -> tuple[list[str], dict[str, list[Unread]]]:
+        """Return a message for each reason why given settings have no effect, and those that are meant to have none."""
+        mistaken: dict[str, list[Unread]] = {}
+        left_out: dict[str, list[Unread]] = {}
+        if config.zero.stage == 3 and config.zero.gather == "auto":
+            gather = "layer" if gathers_by_layer(config) else "module"
+            config = config.model_copy(update={"zero": config.zero.model_copy(update={"gather": gather})})
+        names = setting_names()
+        for found in unread_settings(config):
+            section = found.name.partition(".")[0]
+            is_whole = all(self._is_given(each) for each in names if each.startswith(f"{section}."))
+            if not self._is_given(found.name) or (is_whole and found.is_default):  # a record of a run lists everything
+                continue
+            on_purpose = is_whole or found.need.replaces or self._is_switched_off(found, config)
+            (left_out if on_purpose else mistaken).setdefault(found.need.reason(config), []).append(found)
+        return [unread_message(settings, reason) for reason, settings in mistaken.items()], left_out
+
+    def _is_given(self, dotted: str) -> bool:
+        return any(dotted == name or dotted.startswith(f"{name}.") for name in self.names)
+
+    def _is_switched_off(self, found: Unread, config: RunConfig) -> bool:
+        """Return whether the switch was given as off, or on the command line for a setting of the file."""
+        is_of_file = self._place(found.name)[0][0] < 2
+        return any(
+            self._is_given(name) and (not switch_value(config, name) or (is_of_file and self._place(name)[0][0] == 2))
+            for name in found.need.switch.split()
+        )
 
     def of_file(self) -> int:
         """How many of them concern the file, and not the command line."""
@@ -110,7 +145,7 @@ def without_mistakes(tree: Mapping[str, Any], error: ValidationError) -> RunConf
             first = dotted.partition(".")[0]
             mended[first] = _ANYTHING.get(first)
         else:
-            _remove(mended, dotted.split("."))
+            remove_setting(mended, dotted.split("."))
     for name, value in _ANYTHING.items():
         mended.setdefault(name, value)
     try:
@@ -119,8 +154,8 @@ def without_mistakes(tree: Mapping[str, Any], error: ValidationError) -> RunConf
         return None
 
 
-def _remove(tree: dict[str, Any], path: list[str]) -> None:
-    """Take out a setting; of a list of words the whole list."""
+def remove_setting(tree: dict[str, Any], path: list[str]) -> None:
+    """Remove a setting; for one entry of a list of words, the whole list."""
     above, name = tree, path[0]
     for node, key in _steps(tree, path):
         if not isinstance(node, dict):

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from trainer.config.data_sections import DatasetSection
 from trainer.config.image_section import ImageSection
 from trainer.config.model_sections import LoraSection, ModelSection, QuantizationSection
+from trainer.config.needs import Needs
 from trainer.config.paths import PathText
 from trainer.config.training_sections import OpsSection, TrainingSection, ZeroSection
 from trainer.config.types import Count, Fraction, NonNegative, Positive, PositiveInt, Section, Texts, Words
@@ -19,6 +20,8 @@ AUTO_TARGET = 0.02
 START_TIMES_TARGET = 0.12
 """lambda S of a run whose term is strong and has come to rest was 0.140 to 0.194 on the two texts of docs/lab/scu.md; a
 little less lets S reach the target."""
+_PI, _PUBLISHED = Needs(".controller", ("pi",)), Needs(".law", ("published",))
+_KL, _INFORMATION = Needs(".measure", ("kl",)), Needs(".measure", ("delta", "factors"))
 _IN_EVERY_RECORD = {"measure", "kp", "ki", "ema", "leak", "every", "tokens", "check_every"}
 
 
@@ -32,25 +35,27 @@ class ScuSection(Section):
     themselves (`factors`); or K, bits a token between the outputs of adapter and base on reference text (`kl`)."""
     controller: Literal["pi", "fixed", "linear", "cosine", "none"] = "pi"
     """What moves lambda. `none` measures only."""
-    law: Literal["logit", "published"] = "logit"
+    law: Annotated[Literal["logit", "published"], _PI] = "logit"
     """How PI moves it. `logit`: by the error in logit S, from when S first reaches the target. `published`: by the
     error in S, as the published scripts do. `kl` has a law of its own, by the error in ln K."""
     target: Annotated[float, Field(gt=0.0, le=1000.0)] | Literal["auto"] = "auto"
     """S = ParamBPT / (DataBPT + ParamBPT) to hold, or K in bits a token. `auto`: 0.02 for `delta`, the published value
     by size for `factors`, 0.05 bits for `kl`."""
-    kp: NonNegative | Literal["auto"] = "auto"
+    kp: Annotated[NonNegative | Literal["auto"], _PI] = "auto"
     """Proportional gain; `kl`: eight times that below the target. `auto`: 0.5; 0.8 by the published law."""
-    ki: NonNegative | Literal["auto"] = "auto"
+    ki: Annotated[NonNegative | Literal["auto"], _PI] = "auto"
     """Integral gain; `kl`: four times that below the target. `auto`: 0.025, 0.1 for `kl`; 0.15 by the published law."""
-    deadband: NonNegative | Literal["auto"] = "auto"
+    deadband: Annotated[NonNegative | Literal["auto"], _PI] = "auto"
     """Error within which lambda stays. `auto`: 0.05, a twentieth of the target; 0.002 of S by the published law."""
     ema: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     """Weight of the newest measurement in the smoothed one."""
-    leak: Annotated[float, Field(ge=0.0, le=1.0)] = 0.995
+    leak: Annotated[float, Field(ge=0.0, le=1.0), _PI, _PUBLISHED] = 0.995
     """Factor on the integral at every update of the published law."""
-    integral_bound: Positive = 0.2
+    integral_bound: Annotated[Positive, _PI, _PUBLISHED] = 0.2
     """Largest absolute value of the published law's integral."""
-    lambda_start: Positive | Literal["auto"] = "auto"
+    lambda_start: Annotated[Positive | Literal["auto"], Needs(".controller", ("pi", "fixed", "linear", "cosine"))] = (
+        "auto"
+    )
     """First lambda, and the value of `fixed`. `kl`: lambda is 0 until K first passes the target, then this. `auto`:
     0.12 over the target, near which lambda comes to rest; 0.1 for `kl`, `factors`, `linear` and `cosine`; 1 by the
     published law."""
@@ -58,25 +63,25 @@ class ScuSection(Section):
     """Smallest lambda."""
     lambda_max: Positive = 1e4
     """Largest lambda; linear and cosine end here."""
-    rate_floor: Fraction = 0.0
+    rate_floor: Annotated[Fraction, _PI] = 0.0
     """Fraction of the peak below which PI lets the learning rate not fall after warm-up: what acts on the gradient
     loses its hold as the rate goes to 0."""
-    sigma: Positive | Literal["auto"] = "auto"
+    sigma: Annotated[Positive | Literal["auto"], _INFORMATION] = "auto"
     """Standard deviation of the Gaussian prior on the weights. `auto`: 0.03; 0.01 for `factors`, as published."""
-    reference: PathText | None = None
+    reference: Annotated[PathText | None, _KL] = None
     """`kl`: text whose answers should stay the base's: a file, folder or hub name, read as `dataset.path` is, all of it
     without labels. None: the base's own samples, drawn before training, which keep less of other texts."""
-    reference_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.125
+    reference_share: Annotated[float, Field(gt=0.0, le=1.0), _KL] = 0.125
     """`kl`: tokens of reference text a step, over the tokens trained on."""
-    reference_cache: Literal["auto"] | bool = "auto"
+    reference_cache: Annotated[Literal["auto"] | bool, _KL] = "auto"
     """`kl`: keep the base's last hidden states of the reference text on the host, so that no step makes a forward pass
     of the base. `auto`: where they take at most 1 GiB a rank and the run comes to each text twice or more."""
-    scale_to_target: bool = True
+    scale_to_target: Annotated[bool, _KL, _PI] = True
     """`kl` with `pi`: keep an eighth of the reference texts apart, 64 at most, and where K is over the target on them
     when training ends, save only as large a part of the adapter's update as is within it. Of 64 texts and more."""
     every: PositiveInt = 1
     """Optimizer steps between updates of lambda."""
-    tokens: Annotated[int, Field(ge=1, le=10**16)] | None = None
+    tokens: Annotated[Annotated[int, Field(ge=1, le=10**16)] | None, _INFORMATION] = None
     """Target tokens N the information is spread over; counted from the data set unless it streams."""
     check_every: PositiveInt = 50
     """Steps between checks that lambda is the same to the bit on all ranks."""
@@ -122,11 +127,11 @@ class LoggingSection(Section):
     """tensorboard, wandb, or none. metrics.jsonl is always written."""
     run_name: Annotated[str, Field(max_length=255)] | None = None
     """Name of the run in TensorBoard and wandb; the output folder's name if not given."""
-    project: str = "zerolora"
+    project: Annotated[str, Needs(".report_to", ("wandb",))] = "zerolora"
     """Project in wandb."""
     sample_prompts: Texts = ()
     """User messages that the model answers before and after training; of an image model, what it draws."""
-    sample_tokens: Count = 64
+    sample_tokens: Annotated[Count, Needs("task", ("language",)), Needs(".sample_prompts")] = 64
     """Longest answer to a sample prompt."""
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     """A live bar on a terminal, a line every `logging_steps` elsewhere."""
@@ -181,13 +186,13 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 42
     """Seed of everything random."""
     model: ModelSection = ModelSection()
-    lora: LoraSection = LoraSection()
-    quantization: QuantizationSection = QuantizationSection()
+    lora: Annotated[LoraSection, Needs("adapter", ("lora", "qlora"))] = LoraSection()
+    quantization: Annotated[QuantizationSection, Needs("adapter", ("qlora",))] = QuantizationSection()
     dataset: DatasetSection
-    image: ImageSection = ImageSection()
+    image: Annotated[ImageSection, Needs("task", ("image",))] = ImageSection()
     training: TrainingSection = TrainingSection()
     zero: ZeroSection = ZeroSection()
-    scu: ScuSection = ScuSection()
+    scu: Annotated[ScuSection, Needs("scu.enabled", (True,))] = ScuSection()
     ops: OpsSection = OpsSection()
     logging: LoggingSection = LoggingSection()
     output: OutputSection = OutputSection()

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from trainer.config.aliases import ALIASES
 from trainer.config.errors import shown
+from trainer.config.needs import declared_needs
 from trainer.config.sections import RunConfig
 from trainer.config.types import AUTO
 
@@ -36,14 +37,16 @@ def _section_lines(section: type[BaseModel], prefix: str, width: int) -> list[st
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             inner.append((name, field.annotation))
         else:
-            lines += _setting_lines(prefix + name, field, width)
+            switches = (each for each in declared_needs(section, name, prefix) if each.switch != "task")
+            needs = " and ".join(each.condition() for each in switches if not each.is_absence)
+            lines += _setting_lines(prefix + name, field, width, f" Needs {needs}." if needs else "")
     for name, model in inner:
         text = " ".join((model.__doc__ or "").split())
         lines += ["", f"# {name}: {text}", *_section_lines(model, f"{prefix}{name}.", width)]
     return lines
 
 
-def _setting_lines(name: str, field: FieldInfo, width: int) -> list[str]:
+def _setting_lines(name: str, field: FieldInfo, width: int, needs: str) -> list[str]:
     default = "required" if field.is_required() else f"default {shown(field.get_default(call_default_factory=True))}"
     head = f"{name}: {_type_text(field.annotation, field.metadata)} ({default})"
     others = [alias for alias, ours in ALIASES.items() if ours == name and "." not in alias]
@@ -51,7 +54,9 @@ def _setting_lines(name: str, field: FieldInfo, width: int) -> list[str]:
     also = f" Also read: {', '.join(others)}." if others else ""
     return [
         *textwrap.wrap(head, width, subsequent_indent="  ", break_on_hyphens=False),
-        *textwrap.wrap(text + also, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False),
+        *textwrap.wrap(
+            text + needs + also, width, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+        ),
     ]
 
 

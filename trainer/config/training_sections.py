@@ -1,9 +1,11 @@
 """The settings of the loop, of ZeRO and of the operators; the text under a field is its documentation."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from trainer.config.needs import Needs
 from trainer.config.paths import CheckpointText
 from trainer.config.types import (
     BatchSize,
@@ -32,6 +34,12 @@ def _checkpointing_word(value: Any) -> Any:
     return value
 
 
+_ADAPTER = Needs("adapter", ("lora", "qlora"))
+_WARMUP = Needs(
+    ".lr_scheduler",
+    ("linear", "cosine", "cosine_with_min_lr", "constant_with_warmup", "polynomial", "inverse_sqrt"),
+)
+_PARTITIONED, _STAGE_3, _BY_MODULE = (Needs(".stage", (1, 2, 3)), Needs(".stage", (3,)), Needs(".gather", ("module",)))
 # A step's first run compiles, tunes and allocates.
 FIRST_STEP_FACTOR = 3.0
 TO_SPEAK_MINUTES = 5.0
@@ -46,7 +54,7 @@ class TrainingSection(Section):
     """Optimizer steps."""
     batch_size: BatchSize = 1
     """Sequences per GPU and micro-step; `auto` takes the most that fit by the memory estimate."""
-    eval_batch_size: Count | None = None
+    eval_batch_size: Annotated[Count | None, Needs("dataset.val_split dataset.evaluation")] = None
     """Sequences per GPU in evaluation; batch_size if not given."""
     gradient_accumulation_steps: Count = 1
     """Micro-steps per optimizer step. Global batch = batch_size x this x GPUs."""
@@ -59,17 +67,17 @@ class TrainingSection(Section):
         "linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"
     ] = "cosine"
     """Course of the learning rate (transformers' schedules)."""
-    min_lr_ratio: Fraction = 0.0
+    min_lr_ratio: Annotated[Fraction, Needs(".lr_scheduler", ("cosine_with_min_lr",))] = 0.0
     """Last learning rate over the peak, for cosine_with_min_lr."""
-    warmup_ratio: Fraction = 0.03
+    warmup_ratio: Annotated[Fraction, _WARMUP, Needs(".warmup_steps", (None,), replaces=True)] = 0.03
     """Fraction of the steps in which the learning rate rises from zero."""
-    warmup_steps: StepsOrNever | None = None
+    warmup_steps: Annotated[StepsOrNever | None, _WARMUP] = None
     """Steps of warm-up, instead of `warmup_ratio`."""
     weight_decay: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
     """AdamW's decoupled decay; biases and norms are left out."""
     max_grad_norm: Annotated[float, Field(ge=0.0, le=1e12)] = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
-    router_aux_loss: NonNegative = 0.0
+    router_aux_loss: Annotated[NonNegative, Needs("task", ("language",))] = 0.0
     """Weight of the load-balancing loss of a mixture of experts, where its router is trained (0.001 to 0.02 is usual);
     it is no part of `train/loss`."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
@@ -82,7 +90,7 @@ class TrainingSection(Section):
     """AdamW's epsilon."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Number format of weights and activations. `auto`: bf16 if the card has it, fp16 on older cards, fp32 on a CPU."""
-    qat: Literal["int8", "int4"] | None = None
+    qat: Annotated[Literal["int8", "int4"] | None, Needs("task", ("language",))] = None
     """Train for a server with integer weights: adapted layers compute with their merged weight W + s B A, rounded in
     every pass, and gradients pass as if it were not. int8: a scale a row; int4: one for 128 weights (64, 32). Weights
     alone are rounded. `zerolora merge --quantize` writes what was trained; needs `pip install 'zerolora[qat]'`."""
@@ -104,7 +112,7 @@ class TrainingSection(Section):
     ignore_memory_check: bool = False
     """Start although the memory estimate says that it does not fit."""
     save_steps: StepsOrNever = 500
-    """Steps between checkpoints; 0 saves only at the end."""
+    """Steps between checkpoints; below 1 a fraction of the run; 0 saves only at the end."""
     save_minutes: NonNegative = 0.0
     """Minutes after which a checkpoint is made, beside those of `save_steps`; 0 never."""
     saves_per_epoch: Annotated[float, Field(gt=0.0, le=10_000.0)] | None = None
@@ -112,20 +120,20 @@ class TrainingSection(Section):
     save_total_limit: PositiveInt | None = 3
     """Newest checkpoints that are kept (and the best one)."""
     eval_steps: StepsOrNever = 0
-    """Steps between evaluations; 0 evaluates before and after training only."""
+    """Steps between evaluations; below 1 a fraction of the run; 0 evaluates before and after training only."""
     evals_per_epoch: Annotated[float, Field(gt=0.0, le=10_000.0)] | None = None
     """Evaluations in each pass over the data, instead of `eval_steps`."""
     logging_steps: PositiveInt = 1
     """Steps between lines of metrics."""
     resume_from_checkpoint: CheckpointText = None
     """`latest`, the folder of a checkpoint, or `auto`: latest if there is one, else from the start."""
-    resume_changes: ResumeChanges = ()
+    resume_changes: Annotated[ResumeChanges, Needs(".resume_from_checkpoint")] = ()
     """What may differ from what the checkpoint was trained with, such as [seed, data]: base_model, adapter (alpha,
     dropout, rslora, quantization, training.qat), data (and all of `dataset`), seed, batch (samples a step),
     precision, optimizer, scu."""
     early_stopping: PositiveInt | None = None
     """Stop after this many evaluations in a row without a lower held-out loss."""
-    early_stopping_threshold: NonNegative = 0.0
+    early_stopping_threshold: Annotated[NonNegative, Needs(".early_stopping")] = 0.0
     """By how much the held-out loss must fall to count as lower."""
     best_checkpoint: bool = False
     """Keep the checkpoint with the lowest held-out loss and end with its adapter."""
@@ -160,6 +168,22 @@ class TrainingSection(Section):
     launcher_timeout: NonNegative = 120.0
     """Seconds without a sign of the `zerolora` process after which ranks on other hosts than its own end; 0 never."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_fractions_of_the_run(cls, given: Any) -> Any:
+        """Read `eval_steps: 0.25` and `save_steps: 0.25` as transformers does: once in a quarter of the run."""
+        if not isinstance(given, dict):
+            return given
+        given = dict(given)
+        epochs, steps = given.get("epochs", 1), given.get("max_steps")
+        for name, other in (("eval_steps", "evals_per_epoch"), ("save_steps", "saves_per_epoch")):
+            if isinstance(fraction := given.get(name), float) and 0.0 < fraction < 1.0:
+                if isinstance(steps, int):
+                    given[name] = math.ceil(fraction * steps)
+                elif isinstance(epochs, (int, float)) and epochs > 0:
+                    given[other] = 1 / (given.pop(name) * epochs)
+        return given
+
 
 def collective_timeout(training: TrainingSection) -> float:
     """Minutes after which torch gives a collective up: later than the watchdog, which can say whom it waits for."""
@@ -174,26 +198,26 @@ class ZeroSection(Section):
     stage: Stage = 2
     """`auto`: the lowest that fits by the memory estimate.
     0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters (the base model too)."""
-    gather: Literal["auto", "layer", "module"] = "auto"
+    gather: Annotated[Literal["auto", "layer", "module"], _STAGE_3] = "auto"
     """How stage 3 gathers the base. `layer`: one gather a decoder layer, a layer ahead, with the adapter whole on every
     GPU (frozen bases only). `module`: DeepSpeed's own, parameter by parameter. `auto`: layer where it can be."""
     offload_optimizer: bool = False
     """Optimizer state in host memory (stages 1 to 3)."""
     offload_parameters: bool = False
     """Partitioned parameters in host memory (stage 3)."""
-    pin_memory: bool = True
+    pin_memory: Annotated[bool, Needs(".offload_optimizer .offload_parameters")] = True
     """Page-locked host memory for what is offloaded."""
-    overlap_comm: bool = True
+    overlap_comm: Annotated[bool, _PARTITIONED] = True
     """Reduce gradients while the backward pass still runs (GPU only)."""
-    reduce_bucket_size: Annotated[int, Field(ge=1, le=10**11)] = 200_000_000
+    reduce_bucket_size: Annotated[int, Field(ge=1, le=10**11), _PARTITIONED] = 200_000_000
     """Elements per gradient reduction."""
-    allgather_bucket_size: Annotated[int, Field(ge=1, le=10**11)] = 200_000_000
+    allgather_bucket_size: Annotated[int, Field(ge=1, le=10**11), _PARTITIONED] = 200_000_000
     """Elements per parameter gather (stages 1 and 2)."""
-    prefetch_bucket_size: Elements = 50_000_000
+    prefetch_bucket_size: Annotated[Elements, _STAGE_3, _BY_MODULE] = 50_000_000
     """Elements that stage 3 gathers ahead of their use."""
-    persistence_threshold: Elements = 100_000
+    persistence_threshold: Annotated[Elements, _STAGE_3, _BY_MODULE] = 100_000
     """Stage 3 keeps parameters of fewer elements than this whole on every GPU."""
-    max_live_parameters: Annotated[int, Field(ge=1, le=10**13)] = 1_000_000_000
+    max_live_parameters: Annotated[int, Field(ge=1, le=10**13), _STAGE_3, _BY_MODULE] = 1_000_000_000
     """Elements that stage 3 keeps gathered at most."""
     extra: dict[str, Any] = Field(default_factory=dict)
     """Keys of DeepSpeed's own configuration, merged in last, for what has no setting here."""
@@ -202,11 +226,11 @@ class ZeroSection(Section):
 class OpsSection(Section):
     """The arithmetic of the adapters."""
 
-    backend: Literal["auto", "cuda", "reference", "peft"] = "auto"
+    backend: Annotated[Literal["auto", "cuda", "reference", "peft"], _ADAPTER] = "auto"
     """`cuda` fused operators, `reference` the same in plain torch, `peft` PEFT's own; `auto` says what it chose."""
-    flat: bool = True
+    flat: Annotated[bool, _ADAPTER] = True
     """Keep all adapter parameters of one learning rate in one buffer, so that the engine sees one tensor."""
-    recompute: Literal["activations", "norms", "none"] = "activations"
+    recompute: Annotated[Literal["activations", "norms", "none"], _ADAPTER] = "activations"
     """Cheap results that the backward pass computes again instead of keeping, where there is no gradient checkpointing:
     the activation of SwiGLU (7 of 50 GiB for 1 % of time at 8B and 8,192 tokens), with `norms` those of norms too."""
     elementwise: Literal["auto", "off"] = "auto"

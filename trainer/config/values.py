@@ -67,15 +67,16 @@ def as_meant(annotation: Any, value: Any) -> Any:
         if _python_reads_a_number(value):
             raise ValueError(f"must be a {'whole ' * (float not in wanted)}number, written as in 1000 or 1e3")
         return value
-    if bool in wanted and isinstance(value, (int, float)):
-        raise ValueError("must be true or false" + (f"; write {str(value == 1).lower()}" if value in (0, 1) else ""))
-    if bool in wanted and isinstance(value, str):
-        word = value.strip().lower()
-        if word in ("true", "false"):
+    if bool in wanted and value is not None:
+        allowed = " or ".join(["must be true or false", *sorted(words(annotation))])
+        word = str(value).strip().lower()
+        if isinstance(value, (int, float)) and value in (0, 1):
+            raise ValueError(f"{allowed}; write {str(value == 1).lower()}")
+        if isinstance(value, str) and word in ("true", "false"):
             return word == "true"
-        if word in _TRUE + _FALSE:
-            raise ValueError(f"must be true or false, and this is text; write {str(word in _TRUE).lower()}")
-        raise ValueError("must be true or false")
+        if isinstance(value, str) and word in _TRUE + _FALSE:
+            raise ValueError(f"{allowed}, and this is text; write {str(word in _TRUE).lower()}")
+        raise ValueError(allowed)
     return value
 
 

@@ -4,6 +4,7 @@ What the VAE says of a picture is a mean and a standard deviation; training draw
 """
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,8 +26,9 @@ from trainer.images.families import Conditions
 from trainer.images.pictures import Picture, read_pictures
 from trainer.images.pipeline import Pipeline
 from trainer.images.sizes import Fit, bucket_sizes, fit
+from trainer.images.text import cut_captions
 
-CACHE_FORMAT = 3
+CACHE_FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,8 @@ class _Plan:
     """train, evaluation, prior -> numbers of pictures, in order."""
     fits: list[Fit]
     captions: list[str]
+    skipped: list[str]
+    """A line for each kind of file that is not used."""
 
 
 def prepare_images(config: RunConfig, pipeline: Pipeline, tell: Any = lambda line: None) -> PreparedImages:
@@ -179,7 +183,8 @@ def prepare_images(config: RunConfig, pipeline: Pipeline, tell: Any = lambda lin
         key = f"{entry.width} x {entry.height}"
         sizes[key] = sizes.get(key, 0) + 1
     held_out, prior = parts["evaluation"], parts["prior"]
-    notes = ((note,) if note else (), _warnings(plan))
+    warnings = [*plan.skipped, *_warnings(plan), *cut_captions(pipeline, [each.caption for each in plan.pictures])]
+    notes = ((note,) if note else (), (f"warning: {line}" for line in warnings))
     stats = ImageStats(
         len(parts["train"]),
         len({picture.caption for picture in plan.pictures}),
@@ -202,12 +207,14 @@ def _plan(config: RunConfig) -> _Plan:
     data, image = config.dataset, config.image
     sources = [(f"dataset.mix.{at}", source) for at, source in enumerate(data.mix)] or [("dataset", data)]
     pictures: list[Picture] = []
+    skipped: list[str] = []
     parts: dict[str, list[int]] = {"evaluation": [], "prior": []}
     draw = np.random.default_rng([config.seed, 0x1AC])
 
     def read(source: SourceSection, label: str) -> list[int]:
-        found = read_pictures(source, label, image.caption)
+        found, lines = read_pictures(source, label, image.caption)
         pictures.extend(found)
+        skipped.extend(lines)
         return list(range(len(pictures) - len(found), len(pictures)))
 
     of_sources = [np.array(read(source, label), dtype=np.int64) for label, source in sources]
@@ -227,12 +234,14 @@ def _plan(config: RunConfig) -> _Plan:
     sizes = bucket_sizes(image)
     fits = [fit(picture.width, picture.height, sizes) for picture in pictures]
     texts = [picture.caption for picture in pictures] + list(config.logging.sample_prompts) + [""]
-    return _Plan(pictures, parts, fits, list(dict.fromkeys(texts)))
+    return _Plan(pictures, parts, fits, list(dict.fromkeys(texts)), skipped)
 
 
 def _warnings(plan: _Plan) -> list[str]:
-    """What is allowed and seldom meant."""
-    found, total = [], len(plan.pictures)
+    """Return what is shown differently from the files, and what is allowed but seldom meant."""
+    total = len(plan.pictures)
+    changes = Counter(chain.from_iterable(picture.changes for picture in plan.pictures))
+    found = [f"{count:,} of {total:,} pictures {text}" for text, count in changes.items()]
     empty = sum(not picture.caption for picture in plan.pictures)
     if empty:
         found.append(f"{empty:,} of {total:,} pictures have an empty caption; image.caption_dropout shows them without")
@@ -241,7 +250,7 @@ def _warnings(plan: _Plan) -> list[str]:
         found.append(
             f"{enlarged:,} of {total:,} pictures are smaller than their size, and are blurred by enlarging them"
         )
-    return [f"warning: {line}" for line in found]
+    return found
 
 
 def _entry(number: int, plan: _Plan) -> Entry:

@@ -82,11 +82,8 @@ def _encode_flux(pipeline: Any, captions: Sequence[str], device: torch.device) -
 
 
 def _trained_sd(pipeline: Any, captions: Sequence[str], cached: Conditions) -> Conditions:
-    return _encode_sd(pipeline, captions, cached["text"].device)
-
-
-def _trained_sdxl(pipeline: Any, captions: Sequence[str], cached: Conditions) -> Conditions:
-    return _encode_sdxl(pipeline, captions, cached["text"].device)
+    encode = _encode_sdxl if "pooled" in cached else _encode_sd
+    return encode(pipeline, captions, cached["text"].device)
 
 
 def _trained_sd3(pipeline: Any, captions: Sequence[str], cached: Conditions) -> Conditions:
@@ -174,7 +171,7 @@ FAMILIES = (
     ),
     Family(
         *("sdxl", "StableDiffusionXLPipeline", "unet", UNET, "DDPMScheduler", 1, CLIP_T5[:2], True),
-        *(_encode_sdxl, _trained_sdxl, _predict_sdxl),
+        *(_encode_sdxl, _trained_sd, _predict_sdxl),
     ),
     Family(
         *("sd3", "StableDiffusion3Pipeline", "transformer", "SD3Transformer2DModel", FLOW, 2, CLIP_T5, True),

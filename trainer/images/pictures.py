@@ -1,6 +1,7 @@
-"""Pictures and their captions: a folder with .txt files or metadata.jsonl beside them, or an image set of datasets."""
+"""Images and captions: a folder with .txt files or metadata.jsonl or metadata.csv, or an image set of datasets."""
 
 import io
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -11,15 +12,19 @@ import xxhash
 from PIL import Image, UnidentifiedImageError
 
 from trainer.config import SourceSection, UserError
+from trainer.config.files import read_bytes, read_text
 from trainer.data.sources import read_source
 from trainer.data.text_files import raw_records, record_of
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif")
 CAPTION_FIELDS = ("text", "caption", "prompt", "description")
 IMAGE_FIELDS = ("image", "img", "picture", "jpg", "png")
-METADATA = "metadata.jsonl"
+METADATA = {"metadata.jsonl": "json", "metadata.csv": "csv"}
 DEEP = ("I", "F")
 """How the modes of Pillow begin that its conversion to three colours would cut at 255."""
+ON_WHITE = "have an alpha channel, and are shown on white where they are transparent"
+FIRST_FRAME = "have several frames or pages, of which the first is used"
+OTHER_COLOURS = "are in CMYK or LAB, and are converted to RGB without their colour profile"
 SAVED_SETS = ("dataset_info.json", "dataset_dict.json")
 
 
@@ -36,81 +41,100 @@ class Picture:
     height: int
     source: Any
     """A path, or the rows of a data set and a number."""
+    changes: tuple[str, ...] = ()
+    """What is shown differently from the file: ON_WHITE, FIRST_FRAME, OTHER_COLOURS."""
 
     def open(self) -> Image.Image:
-        """The picture in three colours, upright. Raises UserError if it is damaged."""
+        """Return the image in RGB, upright, on white where it is transparent. Raises UserError if it is damaged."""
         try:
             with Image.open(io.BytesIO(_bytes_of(self.source, self.name))) as image:
-                return _upright(image).convert("RGB")
+                upright = _upright(image)
+                if not upright.has_transparency_data:
+                    return upright.convert("RGB")
+                white = Image.new("RGBA", upright.size, "white")
+                return Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise _broken(self.name, error) from None
 
 
-def read_pictures(source: SourceSection, label: str, caption: str | None) -> list[Picture]:
-    """The pictures of a source in a fixed order. Raises UserError for a damaged one, or one without a caption.
+def read_pictures(source: SourceSection, label: str, caption: str | None) -> tuple[list[Picture], list[str]]:
+    """Return the images of a source in a fixed order, and what was skipped of it.
 
-    `caption` is that of pictures that have none.
+    `caption` is for images without one. Raises UserError for a damaged image, or one without a caption.
     """
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
     said, path = f"{label}.path={source.path}", Path(source.path).expanduser()
     if path.is_file() and path.suffix.lower() != ".parquet":
         raise UserError(f"{said}: is a file; name the folder that holds the pictures")
+    skipped: list[str] = []
     if path.is_dir() and not any((path / name).exists() for name in SAVED_SETS):
-        pictures = list(islice(_of_folder(path, said, label, caption), source.max_samples))
+        entries = _visible_entries(path)
+        pictures = list(islice(_of_folder(path, entries, said, label, caption), source.max_samples))
+        skipped = [f"{said}: {line}" for line in _skipped(path, entries)]
     else:
         pictures = list(_of_rows(read_source(source, label), source, said, label, caption))
     if not pictures:
-        raise UserError(f"{said}: no pictures in it; there should be files that end in {', '.join(ENDINGS[:4])}")
-    return pictures
+        found = "".join(f"; {line.partition(': ')[2]}" for line in skipped)
+        raise UserError(f"{said}: no pictures in it; there should be files that end in {', '.join(ENDINGS[:4])}{found}")
+    return pictures, skipped
 
 
-def _of_folder(folder: Path, said: str, label: str, caption: str | None) -> Iterator[Picture]:
-    files = [path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS and path.is_file()]
-    names = {path: str(path.relative_to(folder)) for path in sorted(files)}
-    # Hidden ones are copies that notebooks and file managers make.
-    names = {path: name for path, name in names.items() if not any(part.startswith(".") for part in Path(name).parts)}
+def _visible_entries(folder: Path) -> list[Path]:
+    """Return everything in a folder but hidden entries, which are copies that notebooks and file managers make."""
+    entries = sorted(folder.rglob("*"))
+    return [path for path in entries if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+
+
+def _skipped(folder: Path, entries: list[Path]) -> Iterator[str]:
+    """Yield a line for links without a target, and one for files that are neither images nor their captions."""
+    images = {path for path in entries if path.suffix.lower() in ENDINGS and path.is_file()}
+    used = {*images, *(path.with_suffix(".txt") for path in images), *(folder / name for name in METADATA)}
+    others = [path for path in entries if path not in used and not path.is_dir()]
+    if broken := [path for path in others if not path.exists()]:
+        yield f"links without a target are skipped: {len(broken):,} (first: {broken[0].name})"
+    kinds = Counter(path.suffix.lower() or "no ending" for path in others if path.exists())
+    if kinds:
+        listed = ", ".join(f"{count:,} with {kind}" for kind, count in kinds.most_common())
+        yield f"{sum(kinds.values()):,} files are skipped, neither readable images nor captions of one: {listed}"
+
+
+def _of_folder(folder: Path, entries: list[Path], said: str, label: str, caption: str | None) -> Iterator[Picture]:
+    files = [path for path in entries if path.suffix.lower() in ENDINGS and path.is_file()]
+    names = {path: str(path.relative_to(folder)) for path in files}
     captions = _metadata(folder, said, label, set(names.values()))
-    found = {path: _caption_beside(path, captions.get(name), said) for path, name in names.items()}
+    found = {path: _caption_beside(path, captions.get(name)) for path, name in names.items()}
     without = [path for path, text in found.items() if text is None]
     if without and caption is None:
         raise UserError(
             f"{said}: no caption for {without[0].name} ({len(without)} of {len(found)} have none); write it to "
-            f"{without[0].with_suffix('.txt').name} or {METADATA}, or set image.caption for all of them"
+            f"{without[0].with_suffix('.txt').name} or {next(iter(METADATA))}, or set image.caption for all of them"
         )
     for path, text in found.items():
         yield _picture(str(path), caption if text is None else text, path)
 
 
-def _caption_beside(file: Path, listed: str | None, said: str) -> str | None:
-    """The text beside a picture, else what is `listed` of it."""
-    text = file.with_suffix(".txt")
-    if not text.is_file():
-        return listed
+def _caption_beside(file: Path, listed: str | None) -> str | None:
+    """Return the text next to an image, else what is `listed` for it. Raises UserError if it cannot be read."""
     try:
-        return " ".join(text.read_text(encoding="utf-8-sig").split())
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{said}: {text.name} is not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {error.start}); "
-            "convert the file, with iconv -f LATIN1 -t UTF-8 if it is Western European text"
-        ) from None
-    except OSError as error:
-        raise UserError(f"{said}: {text.name} cannot be read ({error.strerror}); mend its rights, or copy it") from None
+        return " ".join(read_text(file.with_suffix(".txt")).split())
+    except FileNotFoundError:
+        return listed
 
 
 def _metadata(folder: Path, said: str, label: str, names: set[str]) -> dict[str, str]:
-    """Captions by file name, as the datasets library writes them; `names` are the files that there are."""
+    """Return captions by file name, read as the `imagefolder` loader of datasets does; `names` are the images."""
     captions: dict[str, str] = {}
-    file = folder / METADATA
-    if not file.is_file():
-        return captions
-    for number, row in enumerate(raw_records([str(file)], "json", said, label, "train"), start=1):
-        record, place = record_of(row), f"{said}: {METADATA}, record {number}"
-        name, field = record.get("file_name"), next((each for each in CAPTION_FIELDS if each in record), None)
-        if not isinstance(name, str) or field is None or not isinstance(record[field], str):
-            raise UserError(f"{place}: must have file_name and, as text, one of {', '.join(CAPTION_FIELDS)}")
-        if str(Path(name)) not in names:
-            raise UserError(f"{place}: there is no picture {name} in the folder; mend file_name, or remove the record")
-        captions[str(Path(name))] = record[field]
+    for file, kind in METADATA.items():
+        rows = raw_records([str(folder / file)], kind, said, label, "train") if (folder / file).is_file() else ()
+        for number, row in enumerate(rows, start=1):
+            record, place = record_of(row), f"{said}: {file}, record {number}"
+            name, field = record.get("file_name"), next((each for each in CAPTION_FIELDS if each in record), None)
+            if not isinstance(name, str) or field is None or not isinstance(record[field], str):
+                raise UserError(f"{place}: must have file_name and, as text, one of {', '.join(CAPTION_FIELDS)}")
+            if str(Path(name)) not in names:
+                fix = "correct file_name, or remove the record"
+                raise UserError(f"{place}: there is no picture {name} in the folder; {fix}")
+            captions[str(Path(name))] = record[field]
     return captions
 
 
@@ -140,26 +164,29 @@ def _of_rows(rows: Any, source: SourceSection, said: str, label: str, caption: s
 
 
 def _picture(name: str, caption: str | None, source: Any) -> Picture:
-    data = _bytes_of(source, name)
     try:
+        data = _bytes_of(source, name)
         with Image.open(io.BytesIO(data)) as image:
             width, height = image.size
             if image.mode[0] in DEEP:
                 raise UserError(f"{name}: has more than 8 bits a colour (mode {image.mode}); save it with 8")
             if image.getexif().get(0x0112, 1) in (5, 6, 7, 8):  # turned by a quarter
                 width, height = height, width
+            happens = {
+                ON_WHITE: image.has_transparency_data,
+                FIRST_FRAME: getattr(image, "is_animated", False),
+                OTHER_COLOURS: image.mode in ("CMYK", "LAB"),
+            }
     except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise _broken(name, error) from None
     assert caption is not None, f"{name}: a picture without caption was not refused"
-    return Picture(name, caption, xxhash.xxh3_128_hexdigest(data), width, height, source)
+    changes = tuple(text for text, is_so in happens.items() if is_so)
+    return Picture(name, caption, xxhash.xxh3_128_hexdigest(data), width, height, source, changes)
 
 
 def _bytes_of(source: Any, name: str) -> bytes:
     if isinstance(source, Path):
-        try:
-            return source.read_bytes()
-        except OSError as error:
-            raise UserError(f"{source}: cannot be read ({error.strerror}); mend its rights, or copy it") from None
+        return read_bytes(source)
     rows, index, column = source
     entry = rows[index][column]
     if entry is None:

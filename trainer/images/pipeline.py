@@ -1,9 +1,8 @@
 """The pipeline that a run trains: its folder, its family, the settings of its denoiser and its scheduler."""
 
 import importlib.util
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +11,9 @@ from typing import Any
 import xxhash
 
 from trainer.config import ImageSection, ModelSection, RunConfig, UserError
+from trainer.config.files import UnreadableFile, read_json, read_safetensors_header
 from trainer.contract.hub_patience import ask_once_without_network
+from trainer.data.built_folder import built_folder
 from trainer.images.families import FAMILIES, Family, family_of
 from trainer.images.published import published_shape
 from trainer.model.model_source import check_source, unreadable
@@ -28,7 +29,7 @@ def is_pipeline(config: RunConfig) -> bool:
     if config.task != "auto":
         return config.task == "image"
     name = config.base_model
-    if published_shape(name) is not None or (Path(name) / INDEX).is_file():
+    if published_shape(name) is not None or (Path(name) / INDEX).is_file() or _is_single_file(Path(name)):
         return True
     return not Path(name).exists() and _cached(name, config.model, INDEX) is not None
 
@@ -87,7 +88,7 @@ class Pipeline:
         """diffusers' pipeline with its text encoders, or its VAE, and without the denoiser."""
         assert self.folder is not None, "a random pipeline encodes nothing"
         left_out: dict[str, Any] = {self.family.denoiser: None}
-        listed = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
+        listed = self.index
         left_out |= {} if vae else {VAE: None}
         if not text:
             left_out |= {name: None for name in listed if name.startswith(("text_encoder", "tokenizer"))}
@@ -101,7 +102,7 @@ class Pipeline:
 
         assert self.folder is not None, "a random pipeline encodes nothing"
         _quiet()
-        listed = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
+        listed = self.index
         with self.said_of(f"its {name}"):
             model, found = getattr(transformers, listed[name][1]).from_pretrained(
                 self.folder / name, dtype=dtype, local_files_only=True, output_loading_info=True
@@ -125,23 +126,21 @@ class Pipeline:
 
         assert self.folder is not None, "a random pipeline encodes nothing"
         _quiet()
-        listed = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
+        listed = self.index
         parts |= {name: None for name in ("safety_checker", "feature_extractor", "image_encoder") if name in listed}
         extra = {"requires_safety_checker": False} if self.family.name == "sd" else {}
         kind = getattr(diffusers, self.family.pipeline)
         with self.said_of("its text encoders, tokenizers or VAE"):
             return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **parts, **extra)
 
-    @contextmanager
-    def said_of(self, what: str) -> Iterator[None]:
-        """Raise UserError for whatever the libraries say of files that cannot be read."""
-        try:
-            yield
-        except Exception as error:  # they know dozens of kinds
-            reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
-            raise UserError(
-                f"base_model={self.base_model}: {what} cannot be read ({reason}); copy the pipeline again"
-            ) from None
+    def said_of(self, what: str) -> AbstractContextManager[None]:
+        """Raise UserError for whatever the libraries raise for files that cannot be read."""
+        return _reading(f"base_model={self.base_model}", what)
+
+    @cached_property
+    def index(self) -> dict[str, Any]:
+        """The content of model_index.json: the library and class of each component."""
+        return {} if self.folder is None else _json(self.folder / INDEX, f"base_model={self.base_model}")
 
     @cached_property
     def encoders_digest(self) -> str:
@@ -155,6 +154,15 @@ class Pipeline:
                 with file.open("rb") as stream:
                     digest.update(stream.read(SAMPLED_BYTES))
         return digest.hexdigest()
+
+
+@contextmanager
+def _reading(said: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the libraries raise dozens of kinds
+        reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
+        raise UserError(f"{said}: {what} cannot be read ({reason}); copy the pipeline again") from None
 
 
 def _quiet() -> None:
@@ -209,8 +217,15 @@ def _check_parts(folder: Path, listed: dict[str, Any], family: Family, said: str
             raise UserError(f"{said}: {name}, which {INDEX} names, is not there; copy the whole pipeline")
 
 
-def _folder(base_model: str, section: ModelSection) -> Path:
+def _is_single_file(path: Path) -> bool:
+    return path.suffix == ".safetensors" and path.is_file()
+
+
+def _folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/*", INDEX)) -> Path:
+    """Return the folder of a pipeline; of one on the hub, with the files that match `wanted`."""
     path = Path(base_model).expanduser()
+    if _is_single_file(path):
+        return _converted(path, section)
     if path.is_dir():
         if not (path / INDEX).is_file():
             raise UserError(f"base_model={base_model}: no {INDEX} in it; name the folder of a pipeline of diffusers")
@@ -223,11 +238,54 @@ def _folder(base_model: str, section: ModelSection) -> Path:
         # Many repositories hold the same weights again, for other tools and in other precisions.
         ignored = ["*.bin", "*.ckpt", "*.onnx*", "*.msgpack", "*.fp16.safetensors", "*openvino*", "*.png", "*.jpg"]
         found = snapshot_download(
-            base_model, revision=section.revision, allow_patterns=["*/*", INDEX], ignore_patterns=ignored
+            base_model, revision=section.revision, allow_patterns=list(wanted), ignore_patterns=ignored
         )
     except Exception as error:  # whatever the hub's library says: it is not there
         raise unreadable("base_model", base_model, error) from None
     return Path(found)
+
+
+def _converted(file: Path, section: ModelSection) -> Path:
+    """Return a folder with the pipeline of a single file of weights, converted once by diffusers.
+
+    Settings and tokenizers come from `model.pipeline`, by default the published pipeline that diffusers recognises; of
+    a file of the denoiser alone, as Flux has them, all other parts too.
+    """
+    import diffusers
+    import torch
+    from diffusers.loaders.single_file_utils import fetch_diffusers_config
+
+    said = f"base_model={file}"
+    entries, _, _ = read_safetensors_header(file)
+    shapes = {name: torch.empty(entry.shape, device="meta") for name, entry in entries.items()}
+    source = section.pipeline or fetch_diffusers_config(shapes)["pretrained_model_name_or_path"]
+    is_whole = any(name.startswith(("first_stage_model.", "vae.")) for name in entries)
+    try:
+        origin = _folder(source, section, [INDEX, "*/*.json", "*/*.txt", "*/*.model"] if is_whole else ("*/*", INDEX))
+    except UserError as error:
+        fix = "set model.pipeline to the folder of a pipeline of its kind"
+        raise UserError(f"{said}: holds weights alone, and their settings are not here; {fix} ({error})") from None
+    family = family_of(str(_json(origin / INDEX, said).get("_class_name")))
+    if family is None:
+        raise UserError(f"{said}: model.pipeline={source} is of no kind that is trained here; name another")
+    stored = {"F16": torch.float16, "BF16": torch.bfloat16}.get(next(iter(entries.values())).dtype, torch.float32)
+    options = {"config": str(origin), "dtype": stored, "local_files_only": True}
+
+    def build(folder: Path) -> None:
+        _quiet()
+        if is_whole:
+            getattr(diffusers, family.pipeline).from_single_file(str(file), **options).save_pretrained(folder)
+            return
+        for part in origin.iterdir():
+            if part.name != family.denoiser:
+                (folder / part.name).symlink_to(part.resolve())
+        denoiser = getattr(diffusers, family.model).from_single_file(str(file), subfolder=family.denoiser, **options)
+        denoiser.save_pretrained(folder / family.denoiser)
+
+    identity = f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns} {origin}"
+    target = Path("~/.cache/zerolora/pipelines").expanduser() / xxhash.xxh3_128_hexdigest(identity.encode())
+    with _reading(said, f"as {family.pipeline}"):
+        return built_folder(target, build, lambda folder: folder)[0]
 
 
 def _cached(name: str, section: ModelSection, file: str) -> str | None:
@@ -244,11 +302,9 @@ def _cached(name: str, section: ModelSection, file: str) -> str | None:
 def _json(file: Path, said: str) -> dict[str, Any]:
     name = f"{file.parent.name}/{file.name}" if file.name != INDEX else INDEX
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
+        settings: dict[str, Any] = read_json(file)
     except FileNotFoundError:
-        raise UserError(f"{said}: {name} is not there; copy the whole pipeline") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{said}: {name} cannot be read ({error}); copy it again") from None
-    if not isinstance(settings, dict):
-        raise UserError(f"{said}: {name} holds no settings but a {type(settings).__name__}; copy it again")
+        raise UserError(f"{said}: {name} is missing; copy the whole pipeline") from None
+    except UnreadableFile as error:
+        raise UserError(f"{said}: {name} {error.problem}; copy it again") from None
     return settings

@@ -5,7 +5,7 @@ from typing import Any
 
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import shown
-from trainer.config.types import Section
+from trainer.config.needs import Unread, unread_settings
 from trainer.data.prepared import Prepared
 from trainer.images.data import prepare_images
 from trainer.images.model import ImageModel, check_weights
@@ -13,29 +13,21 @@ from trainer.images.pipeline import INDEX, Pipeline, read_pipeline
 from trainer.images.sizes import check_sizes
 from trainer.model.targets import check_targets, targets_of
 
-OF_TEXT = {
-    "dataset": ("format", "roles", "template", "template_without_input", "text_mode", "on_bad_record",
-                "max_length", "too_long", "packing", "batching", "train_on", "system_prompt", "chat_template",
-                "streaming"),
-    "model": ("tokenizer", "added_tokens", "pad_token"),
-    "training": ("router_aux_loss", "qat"),
-}  # fmt: skip
-"""Settings that mean nothing to pictures."""
-
-
-def changed(section: Section) -> dict[str, Any]:
-    """The settings of a section that are not at their defaults."""
-    defaults = {name: each.get_default(call_default_factory=True) for name, each in type(section).model_fields.items()}
-    return {name: value for name, value in section if value != defaults[name]}
-
 
 def refuse_image_settings(config: RunConfig) -> None:
-    """Raise UserError for a setting of pictures in a run on a language model."""
-    for name, value in changed(config.image).items():
+    """Raise UserError for a setting of image models in a run on a language model."""
+    for setting in _settings_of_other_task(config, "language"):
         raise UserError(
-            f"image.{name}={shown(value)}: is for image models, and base_model={config.base_model} is none (no "
-            f"{INDEX} in it); remove it"
+            f"{setting.name}={shown(setting.value)}: is for image models, and base_model={config.base_model} is none "
+            f"(no {INDEX} in it); remove it"
         )
+
+
+def _settings_of_other_task(config: RunConfig, task: str) -> Iterator[Unread]:
+    """Yield the settings that were changed although a model of this kind does not read them."""
+    for setting in unread_settings(config.model_copy(update={"task": task})):
+        if setting.need.switch == "task" and not setting.is_default:
+            yield setting
 
 
 def prepare_pictures(config: RunConfig, tell: Callable[[str], None]) -> Prepared:
@@ -83,10 +75,8 @@ def _mistakes(config: RunConfig) -> Iterator[str]:
         yield "scu.enabled=true: steers by bits a token, and a loss on noise has none; turn it off for image models"
     if config.adapter == "none":
         yield "adapter=none: of image models only adapters are trained; use lora or qlora"
-    for section, names in OF_TEXT.items():
-        for name, value in changed(getattr(config, section)).items():
-            if name in names:
-                yield f"{section}.{name}={shown(value)}: is for language models; remove it"
+    for setting in _settings_of_other_task(config, "image"):
+        yield f"{setting.name}={shown(setting.value)}: is for language models; remove it"
     if training.gradient_checkpointing in ("reentrant", "selective"):
         yield (
             f"training.gradient_checkpointing={training.gradient_checkpointing}: image models are recomputed block by "
@@ -111,3 +101,9 @@ def _of_family(config: RunConfig, pipeline: Pipeline) -> Iterator[str]:
         yield f"image.prediction={image.prediction}: {name} is trained by flow matching; use auto"
     if not flow and image.time_shift != "auto":
         yield f"image.time_shift={image.time_shift:g}: only flow matching is shifted; use auto"
+    defaults = type(image)()
+    for setting in ("logit_mean", "logit_std") if not flow and image.times == "auto" else ():
+        if (value := getattr(image, setting)) != getattr(defaults, setting):
+            yield f"image.{setting}={value:g}: {name} draws uniform times; add image.times: logit_normal, or remove it"
+    if image.guidance != defaults.guidance and not pipeline.settings.get("guidance_embeds"):
+        yield f"image.guidance={image.guidance:g}: only models distilled from guidance take it, as Flux does; remove it"

@@ -3,7 +3,7 @@
 Those of CLIP alone: diffusers loads adapters of no others. What frozen ones make of a caption comes from the cache.
 """
 
-import json
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.images.families import Conditions, Family
-from trainer.images.pipeline import INDEX, Pipeline
+from trainer.images.pipeline import Pipeline
 
 TRAINED = "CLIPTextModel"
 """How the classes begin that can be trained: with and without a projection."""
@@ -19,9 +19,7 @@ TRAINED = "CLIPTextModel"
 
 def trained_encoders(pipeline: Pipeline) -> dict[str, str]:
     """The text encoders of a pipeline that can be trained, and their classes in transformers."""
-    if pipeline.folder is None:
-        return {}
-    listed = json.loads((pipeline.folder / INDEX).read_text(encoding="utf-8"))
+    listed = pipeline.index
     classes = {name: str(listed[name][1]) for name in pipeline.family.text_encoders if listed.get(name)}
     return {name: kind for name, kind in classes.items() if kind.startswith(TRAINED)}
 
@@ -40,6 +38,37 @@ def empty_encoders(pipeline: Pipeline) -> dict[str, Any]:
         with init_empty_weights(include_buffers=False):
             made[name] = model(model.config_class.from_pretrained(pipeline.folder / name, local_files_only=True))
     return made
+
+
+def cut_captions(pipeline: Pipeline, captions: Sequence[str]) -> list[str]:
+    """Return a line for each number of tokens at which captions are cut, with the text encoders that read no more."""
+    import diffusers
+    import transformers
+
+    if pipeline.folder is None:
+        return []
+    listed = pipeline.index
+    encode = inspect.signature(getattr(diffusers, pipeline.family.pipeline).encode_prompt)
+    readers: dict[int, list[str]] = {}
+    too_long: dict[int, int] = {}
+    for name in pipeline.family.text_encoders:
+        part = name.replace("text_encoder", "tokenizer")
+        if None in listed.get(part, [None]):
+            continue
+        with pipeline.said_of(f"its {part}"):
+            tokenizer: Any = getattr(transformers, listed[part][1]).from_pretrained(pipeline.folder / part)
+        is_clip = listed[part][1].startswith("CLIP")
+        limit = tokenizer.model_max_length if is_clip else encode.parameters["max_sequence_length"].default
+        lengths = [len(ids) for ids in tokenizer(list(captions)).input_ids]
+        readers.setdefault(limit, []).append(name)
+        too_long[limit] = max(too_long.get(limit, 0), sum(length > limit for length in lengths))
+    more = [f"; {' and '.join(names)} read up to {limit}" for limit, names in readers.items() if not too_long[limit]]
+    return [
+        f"{count:,} of {len(captions):,} captions have more than the {limit} tokens read by "
+        f"{' and '.join(readers[limit])}, and are cut there{''.join(more)}"
+        for limit, count in too_long.items()
+        if count
+    ]
 
 
 class EncoderFiles:

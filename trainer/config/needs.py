@@ -1,0 +1,119 @@
+"""Settings that are read only while another setting has a certain value, declared in the metadata of their fields."""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import BaseModel
+
+from trainer.config.errors import shown
+from trainer.config.types import AUTO
+
+HUB = "a name on the hub"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The switch of a setting: the setting is read only while the switch has one of `values`, or any if there are none.
+
+    `switch` names one setting, or several of which one is enough, separated by spaces; a leading dot stands for the
+    section of the field. A field with several of these needs all of them.
+    """
+
+    switch: str
+    values: tuple[Any, ...] = ()
+    replaces: bool = False
+    """The switch is given instead of the setting, and takes precedence; both together are no mistake."""
+
+    def is_met(self, config: BaseModel, setting: str) -> bool:
+        """Return whether the setting is read; true as well where that is not known yet."""
+        if setting in self.switch.split():
+            return True
+        found = [switch_value(config, name) for name in self.switch.split()]
+        return any(value is _UNKNOWN or self._allows(value) for value in found)
+
+    def _allows(self, value: Any) -> bool:
+        if not self.values:
+            return bool(value)
+        return value in self.values or (isinstance(value, tuple) and any(each in self.values for each in value))
+
+    @property
+    def is_absence(self) -> bool:
+        """Whether the switch must not be given."""
+        return self.values in ((None,), ((),))
+
+    def reason(self, config: BaseModel) -> str:
+        """Return why the setting is not read, as the rest of a sentence."""
+        names = self.switch.split()
+        if not self.values:
+            return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} not set"
+        state = "given instead" if self.is_absence else shown(switch_value(config, names[0]))
+        return f"{names[0]} is {state}"
+
+    def condition(self) -> str:
+        """Return the switch with its values, as in YAML."""
+        names = self.switch.split()
+        return f"{names[0]}: {' or '.join(map(shown, self.values))}" if self.values else " or ".join(names)
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A setting with a value that nothing reads."""
+
+    name: str
+    value: Any
+    is_default: bool
+    need: Needs
+
+
+_UNKNOWN = object()
+"""The value of a switch that does not exist here, or that is decided later."""
+
+
+def unread_settings(config: BaseModel) -> Iterator[Unread]:
+    """Yield every setting that asks for something (is not false, 0, empty or none) and is not read."""
+    yield from _walk(config, config, "", ())
+
+
+def unread_message(settings: Sequence[Unread], reason: str) -> str:
+    """Return the error message for given settings that the same switch turns off."""
+    first, others = settings[0], [setting.name.rpartition(".")[2] for setting in settings[1:]]
+    what = f"no effect, nor {'has' if len(others) == 1 else 'have'} {', '.join(others)}" if others else "no effect"
+    pronoun = "them" if others else "it"
+    fix = f"remove {first.need.switch}" if first.need.is_absence else f"set {first.need.condition()}"
+    return f"{first.name}={shown(first.value)}: has {what}, because {reason}; {fix}, or remove {pronoun}"
+
+
+def declared_needs(section: type[BaseModel], name: str, prefix: str = "") -> tuple[Needs, ...]:
+    """Return the needs of a field, with `prefix` in place of leading dots."""
+    declared = [need for need in section.model_fields[name].metadata if isinstance(need, Needs)]
+    return tuple(replace(need, switch=re.sub(r"(^| )\.", rf"\1{prefix}", need.switch)) for need in declared)
+
+
+def switch_value(config: Any, name: str) -> Any:
+    """Return the value of a setting; HUB for a model or data set that is not on this machine."""
+    value = config
+    for part in name.split("."):
+        value = value[int(part)] if part.isdigit() else getattr(value, part, _UNKNOWN)
+    if value in ("auto", AUTO):
+        return _UNKNOWN
+    is_source = isinstance(value, str) and name.endswith(("path", "base_model", "tokenizer"))
+    if is_source and not value.startswith("random:") and not os.path.exists(os.path.expanduser(value)):
+        return HUB
+    return value
+
+
+def _walk(config: BaseModel, section: BaseModel, prefix: str, inherited: tuple[Needs, ...]) -> Iterator[Unread]:
+    defaults = dict(type(section)()) if prefix else {}  # with `auto` resolved; at the top only sections have needs
+    for name, value in section:
+        dotted = prefix + name
+        needs = inherited + declared_needs(type(section), name, prefix)
+        if isinstance(value, BaseModel):
+            yield from _walk(config, value, f"{dotted}.", needs)
+        elif isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+            for at, each in enumerate(value):
+                yield from _walk(config, each, f"{dotted}.{at}.", needs)
+        elif value and (failed := next((need for need in needs if not need.is_met(config, dotted)), None)):
+            yield Unread(dotted, value, value == defaults.get(name), failed)
