@@ -78,7 +78,7 @@ class LoraSection(Section):
     """Modules that are trained in full and saved beside the adapter, such as lm_head."""
     adapter_path: PathText | None = None
     """Folder or hub name of an existing adapter to start from; its own r, alpha and targets are then used."""
-    allow_mismatch: bool = False
+    allow_mismatch: Annotated[bool, Needs(".adapter_path")] = False
     """Start from the adapter at `adapter_path` although it was trained on another base model."""
 
 

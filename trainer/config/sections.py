@@ -150,7 +150,7 @@ class OutputSection(Section):
 class ExportSection(Section):
     """Where the adapter will be served."""
 
-    target: Literal["vllm", "sglang", "llama.cpp", "ollama"] | None = None
+    target: Annotated[Literal["vllm", "sglang", "llama.cpp", "ollama"] | None, Needs("task", ("language",))] = None
     """The server that the adapter is for: `validate` and the start of training warn of what it would not apply."""
 
 
