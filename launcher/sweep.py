@@ -18,7 +18,7 @@ from typing import IO, Annotated, Any
 import typer
 
 from launcher.become import become_module
-from launcher.submit import sweep_lines
+from launcher.submit import load_runs, sweep_lines
 from launcher.supervision.terminal import say
 from launcher.targets.local import visible_gpus
 from trainer.config import UserError, load_config
@@ -31,7 +31,6 @@ from trainer.contract.whole_files import write_json
 
 RECORD = "sweep.json"
 LOOK_EVERY_S = 0.5
-MOST_RUNS = 1000
 _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
@@ -121,16 +120,12 @@ def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: Path) -> list[Run]:
     """All runs, each checked; those that an earlier start has finished know it. Raises UserError for what cannot be."""
-    lines = sweep_lines(axes, folder)
-    if len(lines) > MOST_RUNS:
-        raise UserError(f"zerolora sweep: {len(lines):,} runs, and {MOST_RUNS:,} are the most; try fewer values")
+    lines = sweep_lines(axes, folder, fixed)
     before = {entry["folder"]: entry for entry in read_record(folder)}
     runs = []
-    for line in lines:
-        settings = [*fixed, *shlex.split(line)]
-        loaded = load_config(config, settings)
-        digest = hashlib.sha256(loaded.config.model_dump_json().encode()).hexdigest()
-        run = Run(settings, Path(loaded.config.output_dir), digest)
+    for line, loaded in zip(lines, load_runs(config, fixed, lines), strict=True):
+        digest = hashlib.sha256(loaded.model_dump_json().encode()).hexdigest()
+        run = Run([*fixed, *shlex.split(line)], Path(loaded.output_dir), digest)
         earlier = before.get(str(run.folder))
         if earlier and earlier["digest"] != digest and run.folder.exists():
             raise UserError(f"{run.folder}: an earlier sweep trained it with other settings; name another output_dir")
@@ -153,7 +148,8 @@ def tasks_left(runs: Sequence[Run], of_submit: Sequence[str]) -> tuple[list[int]
     _tell_finished(runs)
     asked, rest = _array_of(of_submit)
     tasks, _, at_once = asked.partition("%")
-    left = [task for task in left if not asked or task in _numbers(tasks)]
+    wanted = _numbers(tasks) if asked else []
+    left = [task for task in left if not asked or any(task in numbers for numbers in wanted)]
     return left, [*rest, "--array", ",".join(map(str, left)) + (f"%{at_once}" if at_once else "")]
 
 
@@ -165,15 +161,15 @@ def _array_of(of_submit: Sequence[str]) -> tuple[str, list[str]]:
     return found.array, rest
 
 
-def _numbers(tasks: str) -> set[int]:
-    """Those of `0,3-5,8-12:2`, as sbatch reads them. Raises UserError for what is not."""
-    numbers: set[int] = set()
+def _numbers(tasks: str) -> list[range]:
+    """Parse `0,3-5,8-12:2` as sbatch does; ranges stay ranges, whose ends may be far apart. Raises UserError."""
+    numbers = []
     for part in tasks.split(","):
         found = _TASKS.fullmatch(part)
         if found is None:
             raise UserError(f"--array {tasks}: must read 0-7, 0,3,5 or 0-12:2, with %2 for two at a time")
         first, last, every = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
-        numbers |= set(range(first, last + 1, max(every, 1)))
+        numbers.append(range(first, last + 1, max(every, 1)))
     return numbers
 
 

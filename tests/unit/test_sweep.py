@@ -58,9 +58,40 @@ def test_every_combination_has_a_folder_and_is_checked(config: Path) -> None:
     assert runs[3].settings[:3] == ["zero.stage=0", "lora.r=16", "seed=2"]
     with pytest.raises(UserError, match=r"lora\.r=0: must be 1 or more \(command line\)"):
         plan_runs(config, ["lora.r=8,0"], [], Path("runs/s"))
-    with pytest.raises(UserError, match="1,089 runs, and 1,000 are the most"):
+    with pytest.raises(UserError, match="1,089 runs: at most 1,000"):
         numbers = ",".join(map(str, range(1, 34)))
         plan_runs(config, [f"lora.r={numbers}", f"seed={numbers}"], [], Path("runs/s"))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["seed=1,2", "seed=3,4"], "seed=3,4: seed is also set by seed=1,2"),
+        (["lr=1e-4,2e-4", "training.learning_rate=1e-3,2e-3"], "also set by lr=1e-4,2e-4"),
+        (["seed=1,2", "seed=5"], "seed=1,2: seed is also set by seed=5"),
+        (["output_dir=a,b"], "output_dir=a,b: a sweep needs a single output_dir"),
+        (["seed=1,1"], "is the same run as seed=1"),
+        (["lr=1e-4,0.0001"], "lr=0.0001: is the same run as lr=1e-4"),
+        (["load_in_4bit=true,false", "adapter=lora,qlora"], "is the same run as load_in_4bit=true,adapter=lora"),
+        ([f"seed={','.join(map(str, range(500)))}"] * 9, "also set by"),
+    ],
+)
+def test_runs_that_would_be_the_same_are_refused(
+    words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "sweep", "c.yaml", *words, "--dry-run") == 2
+    assert told in capsys.readouterr().err
+    axes, fixed = split_axes(words)
+    options = [word for axis in axes for word in ("--sweep", axis)]
+    assert run(monkeypatch, "submit", "c.yaml", *fixed, *options, "--dry-run") == 2
+    assert told in capsys.readouterr().err
+
+
+def test_too_many_combinations_are_counted_not_made(config: Path) -> None:
+    many = ",".join(map(str, range(1, 1000)))
+    names = ("seed", "lora.r", "training.max_steps", "training.save_steps", "training.eval_steps")
+    with pytest.raises(UserError, match="at most 1,000"):
+        plan_runs(config, [f"{name}={many}" for name in names], [], Path("runs/s"))
 
 
 def test_gpus_are_shared_out() -> None:
@@ -141,6 +172,7 @@ def test_an_array_leaves_out_what_an_earlier_one_has_finished(
         return shown.out.split()[-1]
 
     assert array() == "1,2,3"
+    assert array("--array", "0-999999999") == "1,2,3"
     assert array("--array", "0-3:2%5") == "2%5" and array("--array=0,3%1") == "3%1"
     assert run(monkeypatch, "sweep", "c.yaml", seeds, "--slurm", "--array", "all") == 2
     assert "--array all: must read 0-7" in capsys.readouterr().err
