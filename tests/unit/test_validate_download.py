@@ -97,7 +97,7 @@ def test_it_says_what_the_settings_mean(
         ("dataset.path=chat.jsonl", "dataset.path=chat.jsonl: no such file or folder"),
         ("lora.target_modules=query", "query: matches no layer of this model"),
         ("base_model=nobody/nothing", "base_model=nobody/nothing: not a local folder"),
-        ("training.warmup_steps=100", "training.warmup_steps=100: more than the run's 6 steps"),
+        ("training.warmup_steps=100", "would never reach its peak in a run of 6 steps"),
         ("dataset.max_length=512", "the model was made for 256 tokens"),
     ],
 )
