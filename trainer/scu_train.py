@@ -28,9 +28,9 @@ def main(argv: list[str] | None = None) -> int:
         _, rank, _, local_rank = read_place(os.environ)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / CONFIG_FILE
-            overrides = _write(path, arguments)
+            overrides, output = _write(path, arguments)
             if rank == 0:
-                _copy_to_log()
+                _copy_to_log(output)
             from trainer.rank import main as train
 
             return train([str(path), *overrides])
@@ -42,8 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         return UserError.exit_code
 
 
-def _write(path: Path, arguments: list[str]) -> list[str]:
-    """The configuration that the flags mean, into a file; returns the settings in place of it. Raises UserError."""
+def _write(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
+    """Write the configuration that the flags mean; return the overrides and the output folder. Raises UserError."""
     options = parse(arguments, by_rank=True)
     for flag in ("check_requirements", "dry_run"):
         if getattr(options, flag):
@@ -54,13 +54,14 @@ def _write(path: Path, arguments: list[str]) -> list[str]:
         cache = Path(os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora").expanduser()
         data, held_out = map(str, demo_data(cache))
     path.write_text(dump(settings(options, data, held_out)), encoding="utf-8")
-    load_config(path, options.overrides, with_lines=False)  # mistakes are of flags, not of a file's lines
-    return list(options.overrides)
+    # Mistakes are of flags, not of a file's lines.
+    output = load_config(path, options.overrides, with_lines=False).config.output_dir
+    return list(options.overrides), Path(output)
 
 
-def _copy_to_log() -> None:
-    """From here on, what this process prints also goes to the guide's log."""
-    with open_log() as log:
+def _copy_to_log(output: Path) -> None:
+    """Copy what this process prints from now on to the guide's log."""
+    with open_log(output) as log:
         copier = subprocess.Popen(["tee", "-a", log.name], stdin=subprocess.PIPE, start_new_session=True)
     assert copier.stdin is not None
     os.dup2(copier.stdin.fileno(), 1)
