@@ -1,6 +1,7 @@
 """One run on one rank, read from top to bottom: join, load, adapt, start the engine, restore, loop, save."""
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.markup import escape
 from trainer.build import build_model, patches_wanted
 from trainer.checkpoint.position import Position
 from trainer.config import LoadedConfig, RunConfig, collective_timeout, engine_zero
+from trainer.contract.command_typed import resume_command
 from trainer.contract.folder_lock import FolderLock
 from trainer.course import Course
 from trainer.data import StreamBatches
@@ -333,7 +335,8 @@ class Run:
         with self.folder.while_there_is_room("the measured memory"):
             self.say(record_memory(self.folder.path, self.memory, self.peak, self.device, self.recovery.halvings))
         if self.stop:
-            self.say(f"stopped at step {position.step}, saved; go on with training.resume_from_checkpoint=latest")
+            command = resume_command(sys.argv, overwrites=bool(self.config.output.overwrite))
+            self.say(escape(f"stopped at step {position.step}, saved; continue with: {command}"))
             return
         self.folder.write_report(before, after)
 

@@ -149,10 +149,11 @@ def test_an_entry_of_another_user_is_named_and_left_alone(kept: str) -> None:
         cache.mkdir()
         for folder in (Path(place), cache):
             folder.chmod(0o1777)
-        read = partial(
-            built_folder, cache / "built", lambda folder: (folder / "data").write_text("1"),
-            lambda folder: (folder / "data").read_text(),
-        )  # fmt: skip
+
+        def build(folder: Path) -> None:
+            (folder / "data").write_text("1")
+
+        read = partial(built_folder, cache / "built", build, lambda folder: (folder / "data").read_text())
         if kept == "lock":  # of a build that was killed
             (cache / "built.lock").touch(mode=0o600)
         else:

@@ -202,8 +202,8 @@ def _of_training(config: RunConfig) -> Iterator[str]:
         )
     if training.warmup_steps is not None and training.max_steps and training.warmup_steps >= training.max_steps:
         yield (
-            f"training.warmup_steps={training.warmup_steps}: must be less than training.max_steps={training.max_steps}, "
-            "or the learning rate never reaches its peak"
+            f"training.warmup_steps={training.warmup_steps}: must be less than training.max_steps={training.max_steps}"
+            ", or the learning rate never reaches its peak"
         )
     reporters = config.logging.report_to
     if "none" in reporters:

@@ -131,8 +131,8 @@ def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> li
     warmup = 0 if training.lr_scheduler in _NO_WARMUP else warmup_steps(training, total)
     if warmup >= total:
         raise UserError(
-            f"training.warmup_steps={warmup}: the learning rate would never reach its peak in a run of {total:,} steps; "
-            "warm up for fewer, or remove it (training.warmup_ratio is a fraction of the steps)"
+            f"training.warmup_steps={warmup}: the learning rate would never reach its peak in a run of {total:,} "
+            "steps; warm up for fewer, or remove it (training.warmup_ratio is a fraction of the steps)"
         )
     warnings = []
     if total < FEW_STEPS and training.max_steps is None:
