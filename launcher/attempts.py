@@ -1,9 +1,9 @@
 """The starts of one run's ranks: the first, and those after a failure, on the same ranks or on those that are left."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +21,30 @@ from launcher.targets.environment import write_environment
 from launcher.targets.local import Command
 from launcher.targets.slurm import is_requeued, job_state, lost_nodes
 from trainer.config import LoadedConfig, UserError
+from trainer.config.files import Positive, read_json
 from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE
 
 DEFAULT_RESTARTS = 3
+
+
+@dataclass(frozen=True)
+class _Batch:
+    batch_size: Positive
+    gradient_accumulation_steps: Positive
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What is read here of training_config.json."""
+
+    training: _Batch
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What is read here of run.json."""
+
+    world_size: Positive
 
 
 class Attempts:
@@ -127,14 +148,13 @@ class Attempts:
         return name
 
     def _global_batch(self) -> int | None:
-        """Samples of a step of the run, from the settings as it resolved them; None where it has not come to that."""
+        """Return the samples of a step, from the settings as the run resolved them; None before it has. UserError."""
         try:
-            record = json.loads((self._logs.parent / "training_config.json").read_text(encoding="utf-8"))["training"]
-            run = json.loads((self._logs.parent / "run.json").read_text(encoding="utf-8"))
+            settings: _Settings = read_json(self._logs.parent / "training_config.json", _Settings)
+            run: _Run = read_json(self._logs.parent / "run.json", _Run)
         except FileNotFoundError:
             return None
-        size: int = record["batch_size"] * record["gradient_accumulation_steps"] * run["world_size"]
-        return size
+        return settings.training.batch_size * settings.training.gradient_accumulation_steps * run.world_size
 
     def _tell_batch(self, step: int) -> None:
         """The samples of a step, as `zerolora inspect` shows them, from the settings as the run resolved them."""

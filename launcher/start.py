@@ -15,6 +15,7 @@ from launcher.supervision.child import run_child
 from launcher.supervision.held_ranks import FAILED, HeldRanks
 from launcher.supervision.terminal import say, show
 from trainer.config import LoadedConfig
+from trainer.config.files import UnreadableFile
 from trainer.contract.command_typed import as_argument
 from trainer.contract.folder_lock import FolderLock, refuse_if_held
 from trainer.contract.launcher_process import tie_children_to_this_process
@@ -61,7 +62,7 @@ def start(
             words = [*arguments, "--lock", lock.token, as_argument(sys.argv), *["--profile-start"] * profiled]
             code = Attempts(words, loaded, (build, reach), places, held).train()
             if goes_on and lock.is_held:
-                with suppress(OSError):  # a folder that is gone does not change how the run ended
+                with suppress(OSError, UnreadableFile):  # a folder that is gone does not change how the run ended
                     note_end(run_dir, os.environ, code)
             return code
 

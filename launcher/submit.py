@@ -187,7 +187,7 @@ def _kept_if_accepted(files: Mapping[Path, str]) -> Iterator[None]:
     """Write the files, all in one folder; what is refused leaves everything as it was before."""
     folder = next(iter(files)).parent
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    before = {path: path.read_text() if path.exists() else None for path in files}
+    before = {path: path.read_bytes() if path.exists() else None for path in files}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
@@ -198,7 +198,7 @@ def _kept_if_accepted(files: Mapping[Path, str]) -> Iterator[None]:
             if old is None:
                 path.unlink(missing_ok=True)
             else:
-                write_whole(path, old)
+                path.write_bytes(old)
         for path in made:
             if path.is_dir():
                 path.rmdir()

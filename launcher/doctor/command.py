@@ -7,9 +7,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -36,6 +37,8 @@ from launcher.targets.hostfile import choose_slots, read_hostfile
 from launcher.targets.local import CPU_RANKS, Command, visible_gpus
 from launcher.targets.slurm import in_allocation, read_allocation
 from trainer.config import LoadedConfig, UserError, load_config
+from trainer.config.errors import printable
+from trainer.config.files import UnreadableFile, parse_json
 from trainer.contract.rank_variables import host_name
 
 PROBE_PATIENCE_S = 300.0
@@ -145,7 +148,7 @@ def probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], Need]:
     found, last_words = _run(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
     if found is None:
         return [Check("torch", "FAIL", last_words, "python -m trainer.commands.doctor.probe shows all of it")], Need()
-    return [Check(**check) for check in found["checks"]], Need(**found["need"])
+    return found.checks, found.need
 
 
 def measure_ranks(command: Command) -> list[Check]:
@@ -153,11 +156,19 @@ def measure_ranks(command: Command) -> list[Check]:
     found, last_words = _run(command, RANKS_PATIENCE_S)
     if found is None:
         return [Check("ranks", "FAIL", last_words, f"the same by hand: {command.shell()}")]
-    return [Check(**check) for check in found["checks"]]
+    return found.checks
 
 
-def _run(command: Command, patience_s: float) -> tuple[Any, str]:
-    """The JSON that a command prints after MARK, or None and the last words it said."""
+@dataclass(frozen=True)
+class Answer:
+    """What the processes that the doctor starts print."""
+
+    checks: list[Check]
+    need: Need = field(default_factory=Need)
+
+
+def _run(command: Command, patience_s: float) -> tuple[Answer | None, str]:
+    """Return the answer that a command prints after MARK, or None and the last words it said."""
     with tempfile.TemporaryFile() as output:
         processes = command.start(output, output)
         deadline = time.monotonic() + patience_s
@@ -174,7 +185,8 @@ def _run(command: Command, patience_s: float) -> tuple[Any, str]:
         said = output.read().decode(errors="replace")
     for line in said.splitlines():
         if MARK in line:
-            return json.loads(line.partition(MARK)[2].rpartition("}")[0] + "}"), ""
+            with suppress(UnreadableFile):
+                return parse_json(line.partition(MARK)[2].rpartition("}")[0] + "}", Path(command.argv[0]), Answer), ""
     lines = [line.strip("- ") for line in said.splitlines() if line.strip("- ")] or ["it said nothing"]
     errors = [line for line in lines if "Error" in line][-1:] or lines[:2]
     if len(late) == len(processes):
@@ -202,8 +214,10 @@ def show(checks: Iterable[Check], *, as_json: bool) -> None:
             continue
         name = f"{check.host}: {check.name}" if check.host else check.name
         word = "better" if check.state == "OK" else "fix"
-        fix = f"\n[bold]{word}:[/bold] {escape(check.fix)}" if check.fix else ""
-        table.add_row(f"[{COLOURS[check.state]}]{check.state}[/]", escape(name), escape(check.found) + fix)
+        fix = f"\n[bold]{word}:[/bold] {escape(printable(check.fix))}" if check.fix else ""
+        table.add_row(
+            f"[{COLOURS[check.state]}]{check.state}[/]", escape(printable(name)), escape(printable(check.found)) + fix
+        )
     for host, count in good.items():
         table.add_row("[green]OK[/]", escape(host), f"{count} checks are good")
     console.print(table)

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from trainer.config.errors import printable
+
 SHOW_CURSOR = b"\x1b[?25h"
 FOLLOW_S = 0.2
 
@@ -129,9 +131,9 @@ def _terminal_arguments() -> list[str]:
 
 
 def say(message: str) -> None:
-    """A line of the launcher's own on stderr, whatever has become of stderr."""
+    """Print a line of the launcher's own on stderr, whatever has become of stderr."""
     try:
-        print(message, file=sys.stderr, flush=True)
+        print(printable(message), file=sys.stderr, flush=True)
     except OSError:
         pass  # the terminal is closed; the run goes on, and launcher.log has the rest
 
@@ -139,7 +141,7 @@ def say(message: str) -> None:
 def show(line: str) -> None:
     """A line of the launcher's own where rank 0's lines go: how far the start is."""
     sys.stdout.flush()
-    _write(f"{line}\n".encode())
+    _write(f"{printable(line)}\n".encode(errors="replace"))
 
 
 def _write(data: bytes) -> None:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from trainer.config.files import read_text
 from trainer.contract.whole_files import write_whole
 
 PREFIXES = (
@@ -36,6 +37,6 @@ def write_environment(file: Path, env: Mapping[str, str]) -> None:
     lines = [f"PATH={Path(sys.executable).parent}:$PATH"]
     for folder in (Path.home(), Path()):
         if (folder / own).is_file():
-            lines += [line for line in (folder / own).read_text().splitlines() if "=" in line]
+            lines += [line for line in read_text(folder / own).splitlines() if "=" in line]
     lines += [f"{name}={value}" for name, value in exported_variables(env).items() if "\n" not in value]
     write_whole(file, "\n".join(lines))

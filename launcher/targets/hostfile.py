@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from trainer.config import UserError
+from trainer.config.files import read_text
 
 Slots = dict[str, list[int]]
 """Host -> numbers of its GPUs, in the order in which ranks are dealt out."""
@@ -37,7 +38,7 @@ def read_hostfile(path: Path) -> Slots:
     if not path.is_file():
         raise UserError(f"--hostfile {path}: no such file; a line for each host is needed, `gpu-a slots=8`")
     slots: Slots = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue

@@ -196,4 +196,4 @@ def test_status_of_a_folder_that_may_not_be_looked_into(folder: Path, closed: st
         words, cwd=folder, env=ENVIRONMENT | {"PYTHONPATH": str(CHECKOUT)}, capture_output=True, text=True
     )
     assert done.returncode == 2 and done.stderr.startswith(f"error: {closed}"), done.stderr
-    assert done.stderr.endswith(": Permission denied; give this user the right to read it\n")
+    assert "Permission denied" in done.stderr and done.stderr.count("\n") == 1

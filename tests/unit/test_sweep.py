@@ -11,11 +11,12 @@ import pytest
 
 from launcher import sweep as sweep_module
 from launcher.commands import main as zerolora
-from launcher.sweep import Run, go_through, plan_runs, read_record, slots_of, split_axes, write_record
+from launcher.sweep import Run, go_through, note_runs, plan_runs, slots_of, split_axes
 from trainer.commands.sweep_table import main as show_table
 from trainer.commands.sweep_table import outcomes
 from trainer.config import UserError
 from trainer.contract.heartbeat import Folder, Heartbeat
+from trainer.contract.sweep_record import read_sweep
 
 BEAT = Heartbeat(
     rank=0, host="n0", pid=100, step=4, phase="", collective=None, place=None, collectives_begun=None, idle_s=0.0,
@@ -160,7 +161,7 @@ def test_an_array_leaves_out_what_an_earlier_one_has_finished(
     """Task 0 is done, task 1 was preempted, task 2 lost a rank, task 3 has not begun."""
     folder = Path("runs/s").absolute()
     seeds = "seed=1,2,3,4"
-    write_record(folder, plan_runs(config, [seeds], [], folder))
+    note_runs(folder, plan_runs(config, [seeds], [], folder))
     for seed, codes in (1, (0, 0)), (2, (75, 75)), (3, (0, None)):
         end_of_run(folder / f"seed={seed}", *codes)
 
@@ -214,7 +215,7 @@ def test_a_signal_is_passed_on_and_waited_for(config: Path, monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt):
         go_through(config, plan_runs(config, ["seed=1,2"], [], folder), [()], None, folder)
     assert Path("saved").exists(), "it is waited until the run has saved"
-    assert [entry["exit_code"] for entry in read_record(folder)] == [None, None]
+    assert [run.exit_code for run in read_sweep(folder)] == [None, None]
 
 
 def test_the_table_is_best_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,7 +227,7 @@ def test_the_table_is_best_first(capsys: pytest.CaptureFixture[str]) -> None:
         records += [{"step": 3 * at, "eval/loss": loss} for at, loss in enumerate(held_out)]
         (folder / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     codes = {"r=8": 0, "r=16": 0, "r=32": 1}
-    write_record(folder, [Run([], folder / name, "d", codes[name]) for name in losses])
+    note_runs(folder, [Run([], folder / name, "d", codes[name]) for name in losses])
     assert [(run.name, run.loss, run.step, run.last) for run in outcomes(folder)] == [
         ("r=16", 2.4, 3, 2.9), ("r=8", 2.5, 3, 2.7), ("r=32", None, 0, None),
     ]  # fmt: skip
@@ -237,4 +238,4 @@ def test_the_table_is_best_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert show_table(["elsewhere"]) == 2 and "no sweep.json there" in capsys.readouterr().err
     (folder / "sweep.json").write_text("{")
-    assert show_table([str(folder)]) == 2 and "sweep.json: cannot be read" in capsys.readouterr().err
+    assert show_table([str(folder)]) == 2 and "sweep.json: is not JSON" in capsys.readouterr().err

@@ -10,12 +10,17 @@ import stat
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from trainer.config.errors import UserError
 
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(gt=0, lt=2**63)]
+ProcessId = Annotated[int, Field(ge=0, lt=2**31)]
+Seconds = Annotated[float, Field(ge=0.0, lt=2**40)]
+"""Shapes of numbers that readers compute with: none is NaN, infinite, or too large for what it is passed to."""
 MAX_TEXT_BYTES = 1 << 28
 MAX_SAFETENSORS_HEADER_BYTES = 100 << 20
 """The limit of the safetensors library itself."""
@@ -46,20 +51,18 @@ def read_bytes(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
         UnreadableFile: if it is a folder, pipe or device, may not be read, or is larger than `max_bytes`.
     """
     try:
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):
-            raise UnreadableFile(path, "is a folder" if stat.S_ISDIR(mode) else "is not a regular file")
-        with path.open("rb") as file:
-            content = file.read(max_bytes + 1)
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise UnreadableFile(path, "is a folder" if stat.S_ISDIR(status.st_mode) else "is not a regular file")
+        if status.st_size > max_bytes:
+            raise UnreadableFile(path, f"is larger than {max_bytes:,} bytes")
+        return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(error.errno, "No such file or directory", str(path)) from None
     except OSError as error:
         raise UnreadableFile(path, f"cannot be read ({error.strerror})", "check its permissions and disk") from None
     except ValueError:  # a null character in the name
         raise UnreadableFile(path, "is not a possible file name") from None
-    if len(content) > max_bytes:
-        raise UnreadableFile(path, f"is larger than {max_bytes:,} bytes")
-    return content
 
 
 def read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
@@ -85,6 +88,14 @@ def read_json(path: Path, shape: Any = dict[str, Any], max_bytes: int = MAX_TEXT
         UnreadableFile: if it cannot be read, is not JSON, or does not have that shape.
     """
     return parse_json(read_bytes(path, max_bytes), path, shape)
+
+
+def find_json(path: Path, shape: Any, default: Any = None) -> Any:
+    """Return what `read_json` does, or `default` for a file that is missing or cannot be used."""
+    try:
+        return read_json(path, shape)
+    except (FileNotFoundError, UnreadableFile):
+        return default
 
 
 def parse_json(content: bytes | str, path: Path, shape: Any = dict[str, Any]) -> Any:
