@@ -15,6 +15,7 @@ from launcher.become import become_module
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import nearest
 from trainer.config.yaml_core import plain
+from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.home import HOME
 
 CONFIGS = HOME / "configs"
@@ -89,7 +90,7 @@ def _tailor(model: str | None, data: str | None, gpus: int | None, gpu_memory: s
     """Go on as the program that looks at the model and the data, which takes torch."""
     if not (model and data):
         raise UserError("--gpus: the file is made for a model and data; name both with --model and --data")
-    words = ["--model", model, "--data", data, "--gpus", str(gpus or 1), "--output", str(output)]
+    words = ["--model", model, "--data", data, "--gpus", str(gpus or len(visible_gpus()) or 1), "--output", str(output)]
     words += ["--gpu-memory", gpu_memory] if gpu_memory else []
     become_module("trainer.commands.tailor", [*words, "--output-dir", f"runs/{_short(model)}"])
 

@@ -19,11 +19,11 @@ import typer
 from launcher.become import become_module
 from launcher.submit import load_runs, sweep_lines
 from launcher.supervision.terminal import say
-from launcher.targets.local import visible_gpus
 from trainer.config import UserError, load_config
 from trainer.config.aliases import ALIASES
 from trainer.config.messages import annotation_of
 from trainer.config.values import kinds
+from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.heartbeat import read_heartbeats
 from trainer.contract.launcher_process import tie_children_to_this_process
 from trainer.contract.sweep_record import SweptRun, read_sweep, write_sweep

@@ -34,11 +34,12 @@ from launcher.supervision.processes import end_sessions
 from launcher.supervision.remote import ThroughSsh
 from launcher.targets.environment import write_environment
 from launcher.targets.hostfile import choose_slots, read_hostfile
-from launcher.targets.local import CPU_RANKS, Command, visible_gpus
-from launcher.targets.slurm import in_allocation, read_allocation
+from launcher.targets.local import Command
+from launcher.targets.slurm import read_allocation
 from trainer.config import LoadedConfig, UserError, load_config
 from trainer.config.errors import printable
 from trainer.config.files import UnreadableFile, parse_json
+from trainer.contract.default_ranks import CPU_RANKS, in_allocation, visible_gpus
 from trainer.contract.rank_variables import host_name
 
 PROBE_PATIENCE_S = 300.0
