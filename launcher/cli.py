@@ -13,10 +13,21 @@ def _command() -> int:
     return main()
 
 
+def _refuse(message: str) -> int:
+    """Print an error without our own packages, which are not found; the exit code is that of a mistake of the user."""
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
 def main() -> None:
     """Run the command line."""
-    # Until launcher/entry.py is there a Ctrl-C ends the process silently, not in a traceback of these imports.
+    # Until launcher/entry.py is imported, Ctrl-C ends the process silently, not in a traceback of these imports.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+    from launcher.import_path import find_foreign_package, leave_out_working_folder
+
+    leave_out_working_folder()
+    if foreign := find_foreign_package():
+        sys.exit(_refuse(foreign))
     from launcher.entry import Stopped, run
 
     sys.exit(run(_command, exception=Stopped))

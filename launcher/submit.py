@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import re
 import shlex
 import shutil
@@ -16,6 +17,7 @@ import typer
 
 from launcher.status import COMMENT
 from launcher.supervision.terminal import say
+from launcher.targets.local import SAFE_PATH
 from trainer.config import RunConfig, UserError, load_config
 from trainer.config.aliases import canonical
 from trainer.contract.home import HOME
@@ -173,8 +175,11 @@ def submit(
     files = {logs / JOB_SCRIPT: script}
     if lines:
         files[logs / SWEEP_FILE] = "".join(f"{line}\n" for line in lines)
+    # The job's shell gets the user's environment, in which a script may import what lies next to it.
+    environment = {name: value for name, value in os.environ.items() if name not in SAFE_PATH}
+    sbatch_command = ["sbatch", "--parsable", str(logs / JOB_SCRIPT)]
     with _kept_if_accepted(files):
-        done = subprocess.run(["sbatch", "--parsable", str(logs / JOB_SCRIPT)], capture_output=True, text=True)
+        done = subprocess.run(sbatch_command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"sbatch: {_in_one_line(done.stderr) or done.returncode}; nothing was submitted")
     number = done.stdout.strip().split(";")[0]

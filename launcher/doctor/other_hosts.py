@@ -29,7 +29,6 @@ PIECE = 400
 _PIECE = re.compile(rf"{MARK}(\S+) ([0-9]{{1,9}}) ([0-9]{{1,9}}) (\S+)[ \t]*$", re.M)
 PATIENCE_S = 20.0
 HOST_PATIENCE_S = 300.0
-CHECKOUT = Path(__file__).parents[2]
 
 
 def check_ssh(hosts: Sequence[str]) -> Iterator[Check]:
@@ -49,7 +48,7 @@ def _reach(host: str) -> Check:
 
 def ask_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[Check]:
     """What the doctor says on each of these hosts about that host alone; this one is left out."""
-    variables = exported_variables(os.environ) | {"PYTHONPATH": os.environ.get("PYTHONPATH", str(CHECKOUT))}
+    variables = exported_variables(os.environ)
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
     line = f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {shlex.join(_here(arguments))}"
     with ThreadPoolExecutor(max_workers=64) as pool:

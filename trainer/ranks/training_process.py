@@ -3,6 +3,8 @@
 import logging
 import os
 import signal
+import sys
+from pathlib import Path
 from types import FrameType
 
 import trainer.ranks.allocator  # noqa: F401
@@ -23,8 +25,13 @@ LAUNCHER_WATCH = LauncherWatch(os.environ, is_rank=True)
 def begin() -> None:
     """End at once on a signal, until trainer.ranks.signals takes over, and with what started this process.
 
-    What is imported from here on is imported without what nobody calls, while the driver makes the CUDA context.
+    What is imported from here on is imported without what nobody calls and never from the working folder, while the
+    driver makes the CUDA context.
     """
+    root = str(Path(__file__).parents[2])
+    if not sys.flags.safe_path and root in sys.path[1:]:
+        del sys.path[0]  # the working folder (`torchrun -m`), or the folder of the script
+    os.environ["PYTHONSAFEPATH"] = "1"
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, _end_at_once)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # held back by a launcher until here
