@@ -93,7 +93,7 @@ class Attempts:
                 say(f"not started again: {error}")
                 return Ending(1)
             settings += more
-        with ConsolePipe() if reach is None else ConsoleFile(self._logs) as console:
+        with ConsolePipe(self._logs) if reach is None else ConsoleFile(self._logs) as console:
             words = [*self._arguments, *settings, *console.arguments()]
             command = build(words)
             self._full = self._full or command.ranks

@@ -19,6 +19,7 @@ from typing import IO
 
 from launcher.doctor.requirements import check_requirements
 from launcher.supervision.stop_signals import PASSED_ON
+from launcher.supervision.terminal import show
 from trainer.config import UserError, load_config
 from trainer.config.scu_flags import CONFIG_FILE, LOG_FILE, open_log, parse, settings
 from trainer.config.yaml_core import dump
@@ -53,7 +54,7 @@ def run(arguments: Sequence[str]) -> int:
         return EXIT_OK
     open_log(output).close()
     config.write_text(header + text, encoding="utf-8")
-    print(f"the same as: zerolora {shlex.join(train)}", flush=True)
+    show(f"the same as: zerolora {shlex.join(train)}")
     return _logged([sys.executable, "-m", "launcher.cli", *train], output / LOG_FILE)
 
 

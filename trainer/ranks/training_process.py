@@ -10,6 +10,7 @@ from types import FrameType
 import trainer.ranks.allocator  # noqa: F401
 from trainer.contract.exit_codes import exit_code_after
 from trainer.contract.launcher_process import LauncherWatch
+from trainer.contract.standard_streams import open_closed_descriptors
 from trainer.ranks.device_ahead import make_context_ahead
 from trainer.ranks.lean_imports import import_lean
 
@@ -28,6 +29,7 @@ def begin() -> None:
     What is imported from here on is imported without what nobody calls and never from the working folder, while the
     driver makes the CUDA context.
     """
+    open_closed_descriptors()
     root = str(Path(__file__).parents[2])
     if not sys.flags.safe_path and root in sys.path[1:]:
         del sys.path[0]  # the working folder (`torchrun -m`), or the folder of the script
