@@ -29,7 +29,9 @@ def main() -> None:
     if foreign := find_foreign_package():
         sys.exit(_refuse(foreign))
     from launcher.entry import Stopped, run
+    from trainer.contract.standard_streams import PROGRESS
 
+    PROGRESS.show(" ".join(["zerolora", *sys.argv[1:2]]))
     sys.exit(run(_command, exception=Stopped))
 
 

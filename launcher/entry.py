@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_PREEMPTED, exit_code_after
-from trainer.contract.standard_streams import forgiving_stream, open_closed_descriptors
+from trainer.contract.standard_streams import PROGRESS, forgiving_stream, open_closed_descriptors
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -51,6 +51,7 @@ class _Output(io.FileIO):
     error: OSError | None = None
 
     def write(self, data: Any) -> int:
+        PROGRESS.clear()
         try:
             return super().write(data)
         except OSError as error:
@@ -84,6 +85,7 @@ def run(command: Callable[[], int], *, exception: type[BaseException] = Keyboard
         if not ending.number and output.error is None:
             raise
         code = EXIT_FAILED
+    PROGRESS.clear()
     if ending.number and code < 128 and code != EXIT_PREEMPTED:
         return ending.tell()
     return code if output.error is None else _told(output.error)

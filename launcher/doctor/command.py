@@ -41,6 +41,7 @@ from trainer.config.errors import printable
 from trainer.config.files import UnreadableFile, parse_json
 from trainer.contract.default_ranks import CPU_RANKS, in_allocation, visible_gpus
 from trainer.contract.rank_variables import host_name
+from trainer.contract.standard_streams import PROGRESS
 
 PROBE_PATIENCE_S = 300.0
 RANKS_PATIENCE_S = 300.0
@@ -145,6 +146,7 @@ def _num_gpus(request: Request) -> list[str]:
 
 def probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], Need]:
     """What needs torch on this machine, in a process of its own."""
+    PROGRESS.show("checking this machine")
     argv = (sys.executable, "-m", "trainer.commands.doctor.probe", *arguments, "--ranks", str(ranks))
     found, last_words = _run(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
     if found is None:
@@ -154,6 +156,7 @@ def probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], Need]:
 
 def measure_ranks(command: Command) -> list[Check]:
     """What the ranks find out about each other, started as a run would be."""
+    PROGRESS.show(f"starting {command.ranks} ranks, which look at each other")
     found, last_words = _run(command, RANKS_PATIENCE_S)
     if found is None:
         return [Check("ranks", "FAIL", last_words, f"the same by hand: {command.shell()}")]

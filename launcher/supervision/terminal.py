@@ -140,14 +140,22 @@ def _terminal_arguments() -> list[str]:
 def say(message: str) -> None:
     """Print a line of the launcher's own on stderr, whatever has become of stderr."""
     with suppress(OSError):  # the terminal is closed; the run goes on, and launcher.log has the rest
+        _clear_line()
         print(printable(message), file=sys.stderr, flush=True)
 
 
 def show(line: str) -> None:
     """Print a line of the launcher's own where rank 0's lines go: how far the start is."""
     with suppress(OSError):
+        _clear_line()
         sys.stdout.flush()
     _write(f"{printable(line)}\n".encode(errors="replace"))
+
+
+def _clear_line() -> None:
+    """Remove what the first rank shows on the terminal's last line while it imports (standard_streams.py)."""
+    if os.isatty(2):
+        os.write(2, b"\r\x1b[2K")
 
 
 def _write(data: bytes) -> bool:

@@ -64,6 +64,7 @@ def test_a_configuration_that_can_be_read_once_is_refused_at_once(folder: Path) 
 
 
 def test_how_far_the_start_is_comes_line_by_line(folder: Path) -> None:
+    (folder / "data.jsonl").touch()
     result = zerolora("train", "c.yaml", cwd=folder, variables={"HF_HUB_OFFLINE": "1"})
     assert result.returncode == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     first, second = result.stdout.splitlines()

@@ -18,6 +18,7 @@ from rich.table import Table
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.contract.default_ranks import visible_gpus
+from trainer.contract.standard_streams import PROGRESS
 from trainer.data import prepare_data
 from trainer.data.conversations import chat_template_of
 from trainer.data.step_count import count_steps, steps_line
@@ -221,6 +222,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"--gpus {gpus}: must be 1 or more")
         memory = parse_memory(arguments.gpu_memory or DEFAULT_GPU)
         loaded = load_config(arguments.config, arguments.overrides)
+        PROGRESS.show(f"reading {loaded.config.base_model} and the data")
         planner, notes = planner_for(loaded.config, gpus)
         found, resolved = report(planner, loaded.config, memory, [*loaded.notes, *notes])
         found["gpu_is_assumed"] = arguments.gpu_memory is None

@@ -23,6 +23,7 @@ from trainer.config import CommandParser, RunConfig, TrainingSection, UserError,
 from trainer.config.command_parser import from_one
 from trainer.config.types import AUTO
 from trainer.contract.default_ranks import default_ranks
+from trainer.contract.standard_streams import PROGRESS
 from trainer.data import Batches, DataStats, PreparedData, Sample, Samples, prepare_data
 from trainer.data.step_count import global_batch, steps_per_epoch, with_global_batch
 from trainer.images.batches import order_of
@@ -211,6 +212,7 @@ def main(argv: list[str] | None = None) -> int:
         if is_pipeline(config):
             show_pictures(config, console, examples=arguments.examples, step=arguments.step, ranks=ranks)
             return 0
+        PROGRESS.show(f"reading {config.base_model} and the data")
         tokenizer = load_tokenizer(config.base_model, config.model)
         data = prepare_data(
             config.dataset,

@@ -14,12 +14,15 @@ from difflib import unified_diff
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.checkpoint.output_folder import obstacle
 from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.config.repair import repaired
 from trainer.config.yaml_core import read_text
 from trainer.contract.default_ranks import default_ranks
 from trainer.contract.output_file import check_output_file
+from trainer.contract.standard_streams import PROGRESS
 from trainer.contract.whole_files import write_whole
+from trainer.early_checks import check_early
 
 if TYPE_CHECKING:
     from trainer.data.prepared import Prepared
@@ -171,16 +174,17 @@ def main(argv: list[str] | None = None) -> int:
     try:
         ranks = default_ranks()
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
-        # The settings alone are checked without torch, in a moment.
-        from trainer.checkpoint.finished_run import quiet_libraries
-        from trainer.checkpoint.output_folder import obstacle
-        from trainer.preflight import prepare_to_resume
-
-        quiet_libraries()
+        # Without torch, in a moment.
         loaded = load_config(arguments.config, arguments.overrides)
         for note in loaded.notes:
             print(f"note: {note}")
-        prepared, resumption = prepare_to_resume(loaded.config, to_train=False)
+        check_early(loaded.config, to_train=False)
+        PROGRESS.show("importing")
+        from trainer.checkpoint.finished_run import quiet_libraries
+        from trainer.preflight import prepare_to_resume
+
+        quiet_libraries()
+        prepared, resumption = prepare_to_resume(loaded.config, tell=PROGRESS.show, to_train=False)
         for warning in resumption.warnings:
             print(f"warning: {warning}")
         for line in findings(loaded.config, prepared, ranks):

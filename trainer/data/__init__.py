@@ -1,10 +1,14 @@
 """Data: from files and hub names to masked, packed, deterministic micro-batches."""
 
-from trainer.data.batches import Batches, MicroBatch, StreamBatches, evaluation_batches
-from trainer.data.cache import PreparedData, prepare_data
-from trainer.data.grouping import DataStats
-from trainer.data.samples import Sample, Samples, SampleStream
-from trainer.data.sources import read_source
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.data.batches import Batches, MicroBatch, StreamBatches, evaluation_batches
+    from trainer.data.cache import PreparedData, prepare_data
+    from trainer.data.grouping import DataStats
+    from trainer.data.samples import Sample, Samples, SampleStream
+    from trainer.data.sources import read_source
 
 __all__ = [
     "Batches",
@@ -19,3 +23,12 @@ __all__ = [
     "prepare_data",
     "read_source",
 ]
+_MODULES = ("batches", "cache", "grouping", "samples", "sources")
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for: most of it imports torch, and checks come before that (trainer/early_checks.py)."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    modules = (import_module(f"{__name__}.{module}") for module in _MODULES)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))
