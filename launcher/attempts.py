@@ -1,9 +1,9 @@
 """The starts of one run's ranks: the first, and those after a failure, on the same ranks or on those that are left."""
 
+import math
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,30 +21,10 @@ from launcher.targets.environment import write_environment
 from launcher.targets.local import Command
 from launcher.targets.slurm import is_requeued, job_state, lost_nodes
 from trainer.config import LoadedConfig, UserError
-from trainer.config.files import Positive, read_json
+from trainer.config.files import Positive, read_value
 from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE
 
 DEFAULT_RESTARTS = 3
-
-
-@dataclass(frozen=True)
-class _Batch:
-    batch_size: Positive
-    gradient_accumulation_steps: Positive
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """What is read here of training_config.json."""
-
-    training: _Batch
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What is read here of run.json."""
-
-    world_size: Positive
 
 
 class Attempts:
@@ -150,11 +130,12 @@ class Attempts:
     def _global_batch(self) -> int | None:
         """Return the samples of a step, from the settings as the run resolved them; None before it has. UserError."""
         try:
-            settings: _Settings = read_json(self._logs.parent / "training_config.json", _Settings)
-            run: _Run = read_json(self._logs.parent / "run.json", _Run)
+            names = ("training.batch_size", "training.gradient_accumulation_steps")
+            sizes = [read_value(self._logs.parent / "training_config.json", name, Positive) for name in names]
+            ranks: int = read_value(self._logs.parent / "run.json", "world_size", Positive)
+            return ranks * int(math.prod(sizes))
         except FileNotFoundError:
             return None
-        return settings.training.batch_size * settings.training.gradient_accumulation_steps * run.world_size
 
     def _tell_batch(self, step: int) -> None:
         """The samples of a step, as `zerolora inspect` shows them, from the settings as the run resolved them."""

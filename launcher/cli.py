@@ -13,12 +13,6 @@ def _command() -> int:
     return main()
 
 
-def _refuse(message: str) -> int:
-    """Print an error without our own packages, which are not found; the exit code is that of a mistake of the user."""
-    print(f"error: {message}", file=sys.stderr)
-    return 2
-
-
 def main() -> None:
     """Run the command line."""
     # Until launcher/entry.py is imported, Ctrl-C ends the process silently, not in a traceback of these imports.
@@ -27,7 +21,8 @@ def main() -> None:
 
     leave_out_working_folder()
     if foreign := find_foreign_package():
-        sys.exit(_refuse(foreign))
+        print(f"error: {foreign}", file=sys.stderr)
+        sys.exit(2)
     from launcher.entry import Stopped, run
     from trainer.contract.standard_streams import PROGRESS
 

@@ -20,24 +20,14 @@ from trainer.contract.home import HOME
 
 CONFIGS = HOME / "configs"
 # What people type -> the file in configs/.
+_RENAMED = {"olmoe": "olmoe-1b-7b", "tinyllama": "tinyllama-1.1b", "smollm2": "smollm2-135m"}
 PRESETS = {
-    "llama2-7b": "llama2-7b",
-    "llama3.1-8b": "llama3.1-8b",
-    "mistral-7b": "mistral-7b",
-    "phi3-mini": "phi3-mini",
-    "qwen2.5-7b": "qwen2.5-7b",
-    "granite-4.0-h-1b": "granite-4.0-h-1b",
-    "qwen3-30b-a3b": "qwen3-30b-a3b",
-    "gpt-oss-20b": "gpt-oss-20b",
-    "mixtral-8x7b": "mixtral-8x7b",
-    "olmoe": "olmoe-1b-7b",
-    "tinyllama": "tinyllama-1.1b",
-    "smollm2": "smollm2-135m",
-    "scu-kl": "scu-kl",
-    "sdxl": "sdxl",
-    "sd3.5-medium": "sd3.5-medium",
-    "flux-dev": "flux-dev",
-    "flux2-klein": "flux2-klein",
+    name: _RENAMED.get(name, name)
+    for name in (
+        *("llama2-7b", "llama3.1-8b", "mistral-7b", "phi3-mini", "qwen2.5-7b", "granite-4.0-h-1b", "qwen3-30b-a3b"),
+        *("gpt-oss-20b", "mixtral-8x7b", "olmoe", "tinyllama", "smollm2", "scu-kl"),
+        *("sdxl", "sd3.5-medium", "flux-dev", "flux2-klein"),
+    )
 }
 # Beginnings of model names that differ from the name of their preset.
 CALLED = {

@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from launcher.attempts import Attempts
@@ -19,6 +18,7 @@ from trainer.config.files import UnreadableFile
 from trainer.contract.command_typed import as_argument
 from trainer.contract.folder_lock import FolderLock, refuse_if_held
 from trainer.contract.launcher_process import tie_children_to_this_process
+from trainer.contract.versions import installed_version
 
 
 def start(
@@ -78,8 +78,5 @@ def _check(arguments: Sequence[str], ranks: int) -> int:
 
 
 def own_version() -> str:
-    """As it was installed."""
-    try:
-        return version("zerolora")
-    except PackageNotFoundError:  # a checkout, as on a shared file system
-        return "(not installed)"
+    """Return the version as it was installed."""
+    return installed_version("zerolora") or "(not installed)"  # a checkout, as on a shared file system

@@ -6,7 +6,6 @@ import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -14,11 +13,10 @@ from statistics import mean, median
 from typing import Annotated
 
 import typer
-from pydantic import Field
 
 from trainer.config import UserError
 from trainer.config.errors import printable
-from trainer.config.files import Count, UnreadableFile, find_json, read_bytes, read_text
+from trainer.config.files import Count, Seconds, UnreadableFile, read_bytes, read_text, read_value
 from trainer.contract.folder_lock import living_holder
 from trainer.contract.heartbeat import Heartbeat, read_heartbeats
 from trainer.contract.lock_file import LOCK_FILE
@@ -216,28 +214,16 @@ def _records(path: Path) -> list[Record]:
     return records
 
 
-@dataclass(frozen=True)
-class _Training:
-    max_steps: Count | None = None
-    epochs: Annotated[float, Field(gt=0.0, lt=2**40)] = 1.0
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """What is read here of training_config.json."""
-
-    training: _Training
-
-
 def _total_steps(run: Path, last: Record) -> int | None:
     """Return the steps of the whole run: given, or from how far the epochs are; None where that is not known."""
-    settings: _Settings | None = find_json(run / "training_config.json", _Settings)
-    done, step = last.get("train/epoch"), last["step"] or 0
-    if settings is None:
-        return None
-    if settings.training.max_steps:
-        return settings.training.max_steps
-    return max(round(step * settings.training.epochs / done), int(step)) if done and done > 1e-9 else None
+    settings, done, step = run / "training_config.json", last.get("train/epoch"), last["step"] or 0
+    with suppress(FileNotFoundError, UnreadableFile):
+        steps: int | None = read_value(settings, "training.max_steps", Count | None)
+        if steps or not done or done < 1e-9:
+            return steps or None
+        epochs: float = read_value(settings, "training.epochs", Seconds)
+        return max(round(step * epochs / done), int(step))
+    return None
 
 
 def _print(lines: list[tuple[str, str]]) -> None:

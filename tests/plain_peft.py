@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.config import RunConfig
-from trainer.data import Batches
-from trainer.data.batches import collate
+from trainer.data.batches import Batches, collate
 from trainer.data.samples import Sample, Samples
 from trainer.engine.optimizer import build_schedule
 from trainer.model.adapter import lora_config

@@ -101,21 +101,8 @@ def _ended_in_order() -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep notices of libraries off the terminal: DeepSpeed finds no GPU, the hub tries again."""
-
-    def is_error(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR
-
-    deepspeed = logging.getLogger("DeepSpeed")  # sets its level when it is imported
-    deepspeed.addFilter(is_error)
-    loggers = [
-        logging.getLogger(name) for name in ("transformers", "huggingface_hub", "torchao", "torch.utils._pytree")
-    ]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        deepspeed.removeFilter(is_error)
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(logging.NOTSET)

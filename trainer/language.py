@@ -9,8 +9,9 @@ import torch
 from rich.markup import escape
 
 from trainer.config import RunConfig
-from trainer.data import Batches, MicroBatch, Samples, StreamBatches, evaluation_batches
+from trainer.data.batches import Batches, MicroBatch, StreamBatches, evaluation_batches
 from trainer.data.prepared import Prepared
+from trainer.data.samples import Samples
 from trainer.engine.layer_gather.shards import LayerShards
 from trainer.engine.protocol import Engine
 from trainer.model.answers import answer_prompt

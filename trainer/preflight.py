@@ -18,10 +18,11 @@ from trainer.checkpoint.output_folder import check_free, check_place
 from trainer.checkpoint.resume_comparison import Resumption, plan_resumption
 from trainer.config import RunConfig, UserError
 from trainer.contract.hub_patience import ask_once_without_network
-from trainer.data import Samples, prepare_data
+from trainer.data.cache import prepare_data
 from trainer.data.conversations import chat_template_of
 from trainer.data.prepared import Prepared, samples_of
 from trainer.data.reference_text import reference_samples
+from trainer.data.samples import Samples
 from trainer.data.step_count import step_warnings, with_global_batch
 from trainer.engine.deepspeed_engine import check_extra_keys, resolve_precision
 from trainer.images.pipeline import is_pipeline

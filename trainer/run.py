@@ -15,7 +15,7 @@ from trainer.config import LoadedConfig, RunConfig, collective_timeout, engine_z
 from trainer.contract.command_typed import resume_command
 from trainer.contract.folder_lock import FolderLock
 from trainer.course import Course
-from trainer.data import StreamBatches
+from trainer.data.batches import StreamBatches
 from trainer.data.prepared import Prepared, samples_of
 from trainer.data.step_count import count_steps
 from trainer.decisions import VARLEN, Decisions

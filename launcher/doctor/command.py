@@ -8,15 +8,16 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from launcher.become import become_module
 from launcher.doctor.other_hosts import MARK, answer_lines, ask_by_srun, ask_by_ssh, check_mpi, check_srun, check_ssh
 from launcher.doctor.this_host import (
     Check,
@@ -38,7 +39,6 @@ from launcher.targets.local import Command
 from launcher.targets.slurm import read_allocation
 from trainer.config import LoadedConfig, UserError, load_config
 from trainer.config.errors import printable
-from trainer.config.files import UnreadableFile, parse_json
 from trainer.contract.default_ranks import CPU_RANKS, in_allocation, visible_gpus
 from trainer.contract.rank_variables import host_name
 from trainer.contract.standard_streams import PROGRESS
@@ -68,8 +68,7 @@ def doctor(
 ) -> None:
     """Check everything that a run needs: exit code 1 if something will fail, with its fix."""
     if patches:
-        words = ["-m", "launcher.module", "trainer.patches.register", *(["--json"] if as_json else [])]
-        os.execv(sys.executable, [sys.executable, *words])
+        become_module("trainer.patches.register", ["--json"] * as_json)
     loaded = load_config(config, overrides or []) if config is not None else None
     arguments = [] if config is None else [str(config), *(overrides or [])]
     if only_here:
@@ -151,7 +150,7 @@ def probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], Need]:
     found, last_words = _run(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
     if found is None:
         return [Check("torch", "FAIL", last_words, "python -m trainer.commands.doctor.probe shows all of it")], Need()
-    return found.checks, found.need
+    return [Check(**check) for check in found["checks"]], Need(**found["need"])
 
 
 def measure_ranks(command: Command) -> list[Check]:
@@ -160,19 +159,11 @@ def measure_ranks(command: Command) -> list[Check]:
     found, last_words = _run(command, RANKS_PATIENCE_S)
     if found is None:
         return [Check("ranks", "FAIL", last_words, f"the same by hand: {command.shell()}")]
-    return found.checks
+    return [Check(**check) for check in found["checks"]]
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What the processes that the doctor starts print."""
-
-    checks: list[Check]
-    need: Need = field(default_factory=Need)
-
-
-def _run(command: Command, patience_s: float) -> tuple[Answer | None, str]:
-    """Return the answer that a command prints after MARK, or None and the last words it said."""
+def _run(command: Command, patience_s: float) -> tuple[Any, str]:
+    """Return the JSON that a command prints after MARK, or None and the last words it said."""
     with tempfile.TemporaryFile() as output:
         processes = command.start(output, output)
         deadline = time.monotonic() + patience_s
@@ -189,8 +180,8 @@ def _run(command: Command, patience_s: float) -> tuple[Answer | None, str]:
         said = output.read().decode(errors="replace")
     for line in said.splitlines():
         if MARK in line:
-            with suppress(UnreadableFile):
-                return parse_json(line.partition(MARK)[2].rpartition("}")[0] + "}", Path(command.argv[0]), Answer), ""
+            with suppress(ValueError):  # srun passes on what it gets in pieces
+                return json.loads(line.partition(MARK)[2].rpartition("}")[0] + "}"), ""
     lines = [line.strip("- ") for line in said.splitlines() if line.strip("- ")] or ["it said nothing"]
     errors = [line for line in lines if "Error" in line][-1:] or lines[:2]
     if len(late) == len(processes):

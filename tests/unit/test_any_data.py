@@ -19,7 +19,8 @@ from tests.any_input import HARM, damage, or_refused, tries
 from tests.tiny import make_tokenizer
 from trainer.config import DatasetSection
 from trainer.config.model_sections import ModelSection
-from trainer.data import PreparedData, Samples, prepare_data
+from trainer.data.cache import PreparedData, prepare_data
+from trainer.data.samples import Samples
 from trainer.model.base import load_tokenizer
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "human": "user", "gpt": "assistant"}

@@ -17,9 +17,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tests.chaos.disks import FileServer
 from tests.tiny import write_chats
 from trainer.config import DatasetSection, UserError
-from trainer.data import PreparedData, Samples, prepare_data
 from trainer.data import cache as prepare_module
 from trainer.data.built_folder import built_folder
+from trainer.data.cache import PreparedData, prepare_data
+from trainer.data.samples import Samples
 
 pytestmark = pytest.mark.usefixtures("own_data_folder")
 
@@ -161,7 +162,7 @@ def test_an_entry_of_another_user_is_named_and_left_alone(kept: str) -> None:
             (cache / "built" / ("data" if kept == "data" else "")).chmod(0o600)
         os.seteuid(65534)
         try:
-            with pytest.raises(UserError, match="belongs to user 0") as refused:
+            with pytest.raises(UserError, match="in it is another user") as refused:
                 read()
         finally:
             os.seteuid(0)

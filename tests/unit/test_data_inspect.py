@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 
 from tests.tiny import make_tokenizer, write_chats
 from trainer.commands import inspect
-from trainer.data import DataStats, Sample
+from trainer.data.grouping import DataStats
+from trainer.data.samples import Sample
 
 CONFIG = """
 base_model: model

@@ -12,8 +12,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.tiny import write_chats
 from trainer.config import DatasetSection, UserError
-from trainer.data import MicroBatch, SampleStream, StreamBatches, prepare_data
+from trainer.data.batches import MicroBatch, StreamBatches
+from trainer.data.cache import prepare_data
 from trainer.data.documents import DocumentEncoder
+from trainer.data.samples import SampleStream
 from trainer.data.shared_blocks import folder_of_run
 
 RECORDS = 1300

@@ -8,7 +8,8 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import DatasetSection, UserError
-from trainer.data import DataStats, prepare_data
+from trainer.data.cache import prepare_data
+from trainer.data.grouping import DataStats
 
 pytestmark = pytest.mark.usefixtures("own_data_folder")
 

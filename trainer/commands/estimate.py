@@ -19,7 +19,7 @@ from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.standard_streams import PROGRESS
-from trainer.data import prepare_data
+from trainer.data.cache import prepare_data
 from trainer.data.conversations import chat_template_of
 from trainer.data.step_count import count_steps, steps_line
 from trainer.decisions import Machine

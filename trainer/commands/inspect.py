@@ -24,7 +24,10 @@ from trainer.config.command_parser import from_one
 from trainer.config.types import AUTO
 from trainer.contract.default_ranks import default_ranks
 from trainer.contract.standard_streams import PROGRESS
-from trainer.data import Batches, DataStats, PreparedData, Sample, Samples, prepare_data
+from trainer.data.batches import Batches
+from trainer.data.cache import PreparedData, prepare_data
+from trainer.data.grouping import DataStats
+from trainer.data.samples import Sample, Samples
 from trainer.data.step_count import global_batch, steps_per_epoch, with_global_batch
 from trainer.images.batches import order_of
 from trainer.images.pipeline import is_pipeline

@@ -98,6 +98,17 @@ def find_json(path: Path, shape: Any, default: Any = None) -> Any:
         return default
 
 
+def read_value(path: Path, dotted: str, shape: Any) -> Any:
+    """Return the value that a JSON file has under a dotted name, as `shape`. Raises as `read_json` does."""
+    value = read_json(path)
+    for name in dotted.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    try:
+        return check_shape(value, path, shape)
+    except UnreadableFile as error:
+        raise UnreadableFile(path, f"{dotted}: {error.problem}") from None
+
+
 def parse_json(content: bytes | str, path: Path, shape: Any = dict[str, Any]) -> Any:
     """Parse JSON that was read from `path` and check it against `shape`. Raises UnreadableFile."""
     text = decode_text(content, path) if isinstance(content, bytes) else content

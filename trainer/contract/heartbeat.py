@@ -128,7 +128,7 @@ def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
         except (OSError, ValueError, UnreadableFile):
             continue
         beat = Heartbeat.parse(line)
-        if beat is None or path.name != _file_name(beat.rank):
+        if beat is None or path.stem != f"heartbeat-{beat.rank}":
             continue
         if steps and beat.step < steps[-1] < MOST_STEPS:
             # The phase still belongs to the step before.
@@ -230,8 +230,4 @@ class Folder:
         return True
 
     def _path(self, rank: int) -> Path:
-        return self._logs / _file_name(rank)
-
-
-def _file_name(rank: int) -> str:
-    return f"heartbeat-{rank}.json"
+        return self._logs / f"heartbeat-{rank}.json"

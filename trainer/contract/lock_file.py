@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from trainer.config.files import ProcessId, UnreadableFile, parse_json
+from trainer.contract.launcher_process import read_stat
 
 LOCK_FILE = "lock.json"
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
@@ -145,9 +146,6 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> int | None:
-    """When a process started, in ticks since boot; -1 for one that has ended and is not collected yet."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return -1 if fields[0] in "ZX" else int(fields[19])
+    """Return when a process started, in ticks since boot; -1 for one that has ended and is not collected yet."""
+    fields = read_stat(pid)
+    return None if fields is None else -1 if fields[0] in "ZX" else int(fields[19])

@@ -22,20 +22,15 @@ class SweptRun:
     settings: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Record:
-    runs: list[SweptRun]
-
-
 def read_sweep(folder: Path) -> list[SweptRun]:
     """Return the runs that are noted in a folder, none where there is no record. Raises UserError for a damaged one."""
     try:
-        record: _Record = read_json(folder / RECORD, _Record)
+        runs: list[SweptRun] = read_json(folder / RECORD, dict[str, list[SweptRun]]).get("runs", [])
     except FileNotFoundError:
         return []
     except UnreadableFile as error:
         raise UserError(f"{error.path}: {error.problem}; remove it") from None
-    return record.runs
+    return runs
 
 
 def write_sweep(folder: Path, runs: Sequence[SweptRun]) -> None:

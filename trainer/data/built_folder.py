@@ -112,10 +112,11 @@ def _digest(path: Path) -> str:
 
 def _unwritable(folder: Path, error: OSError) -> UserError:
     where = f"dataset.cache_dir={folder}: tokenised data cannot be written there ({error.strerror}"
-    if error.errno in (errno.EACCES, errno.EPERM) and (found := _of_another_user(Path(error.filename or folder))):
+    entry = Path(error.filename or folder)
+    if error.errno in (errno.EACCES, errno.EPERM) and entry not in (folder, *folder.parents):
         return UserError(
-            f"dataset.cache_dir={folder}: {found} ({error.strerror}); let its owner run `chmod -R a+rX {folder}`, or "
-            "name another folder"
+            f"dataset.cache_dir={folder}: {entry.relative_to(folder)} in it is another user's ({error.strerror}); let "
+            f"its owner run `chmod -R a+rX {folder}`, or name another folder"
         )
     if error.errno not in FULL:
         return UserError(f"{where}); fix its permissions, or name another folder")
@@ -124,16 +125,3 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
         disk = disk.parent
     free = shutil.disk_usage(disk).free / 2**30
     return UserError(f"{where}: {free:.2f} GiB free on the disk {disk}); make room there, or name another folder")
-
-
-def _of_another_user(path: Path) -> str:
-    """Describe the entry that blocks this user, where it is another user's; else return an empty string."""
-    while True:
-        try:
-            owner = path.stat().st_uid
-            break
-        except OSError:
-            path = path.parent
-    return f"{path.name} in it belongs to user {owner}, and this process runs as {os.geteuid()}" * (
-        owner != os.geteuid()
-    )

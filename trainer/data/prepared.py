@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.data import Samples, SampleStream
+from trainer.data.samples import Samples, SampleStream
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from trainer.config import FIRST_STEP_FACTOR
 from trainer.config.errors import printable
 from trainer.contract.exit_codes import EXIT_FAILED
 from trainer.contract.heartbeat import BUILD_LOCK, Folder, Hang, Heartbeat
+from trainer.contract.launcher_process import read_stat
 from trainer.contract.rank_variables import host_name
 from trainer.ranks.device_marks import DeviceMarks
 from trainer.ranks.group import Ranks
@@ -270,10 +271,9 @@ def _why_silent(beat: Heartbeat) -> str:
     if beat.exit_code is not None:
         return f"it has ended with exit code {beat.exit_code}"
     if beat.host == host_name():
-        try:
-            state = Path(f"/proc/{beat.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
+        if (fields := read_stat(beat.pid)) is None:
             return "the process has ended"
+        state = fields[0]
         if state in "Tt":
             return "the process is stopped (SIGSTOP, or a debugger)"
         if state == "D":
