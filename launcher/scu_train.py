@@ -20,8 +20,17 @@ from typing import IO
 from launcher.doctor.requirements import check_requirements
 from launcher.supervision.stop_signals import PASSED_ON
 from launcher.supervision.terminal import show
-from trainer.config import UserError, load_config
-from trainer.config.scu_flags import CONFIG_FILE, LOG_FILE, open_log, parse, settings
+from trainer.config import UserError
+from trainer.config.scu_flags import (
+    CONFIG_FILE,
+    LOG_FILE,
+    load_flags,
+    open_log,
+    parse,
+    resumed_ranks,
+    resumed_settings,
+    settings,
+)
 from trainer.config.yaml_core import dump
 from trainer.contract.exit_codes import EXIT_OK
 from trainer.contract.launcher_process import tie_children_to_this_process
@@ -34,20 +43,21 @@ DEMO_DATA = (
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The command; its exit code is that of `zerolora train`, or of the check. Raises UserError."""
+    """Run the command and return the exit code of `zerolora train` or of the check. Raises UserError."""
     options = parse(arguments)
     if options.check_requirements:
         return check_requirements(options.output_dir, options.model)
     overrides = list(options.overrides)
-    tree = settings(options, *_data(options))
-    text = dump(tree)
+    tree = resumed_settings(options)
+    text = dump(settings(options, *_data(options)) if tree is None else tree)
     with tempfile.TemporaryDirectory() as folder:
-        # Checked before anything is written where the run will be.
+        # Check before writing anything into the output folder.
         draft = Path(folder) / CONFIG_FILE
         draft.write_text(text, encoding="utf-8")
-        output = Path(load_config(draft, overrides, with_lines=False).config.output_dir)
+        output = Path(load_flags(draft, options).config.output_dir)
     config = output / "logs" / CONFIG_FILE
-    train = ["train", str(config), *overrides, *([] if options.multi_gpu else ["--num-gpus", "1"])]
+    several = options.multi_gpu or (tree is not None and resumed_ranks(output) > 1)
+    train = ["train", str(config), *overrides, *([] if several else ["--num-gpus", "1"])]
     header = f"# zerolora {shlex.join(train)}\n"
     if options.dry_run:
         print(header + text, end="")

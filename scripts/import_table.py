@@ -1,7 +1,7 @@
-"""What `zerolora import` makes of every file of folders that you have: `python -m scripts.import_table FOLDER ...`.
+"""Import every file of some folders, and count: `python -m scripts.import_table FOLDER ...`.
 
-Files that train LoRA or QLoRA adapters are counted (`--all`: full fine-tuning too). `--markdown` prints the table of
-docs/guide/importing.md: the file, and whether it validates with --settings-only, or the reason why not.
+Files that train LoRA or QLoRA adapters are counted (`--all`: full fine-tuning too). `--markdown` prints a table of the
+files, and for each `imported` or its first mistake.
 """
 
 import argparse
@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from launcher.importing.command import checked, translate_words
-from launcher.importing.writing import as_yaml
+from launcher.importing.command import translate_arguments
 from trainer.config import UserError
 
 
@@ -44,12 +43,11 @@ def main() -> int:
 
 
 def outcome(file: Path, dataset_dir: Path | None) -> str:
-    """`imported`, or the one reason."""
+    """Return `imported`, or the first mistake."""
     try:
-        translation = translate_words([str(file)], dataset_dir)
-        checked(translation, as_yaml(translation, "mine.yaml"))
+        translate_arguments([str(file)], dataset_dir)
     except UserError as error:
-        return str(error).removeprefix(f"{file}:").strip()
+        return str(error).partition("\n")[0].removeprefix(f"{file}:").strip()
     return "imported"
 
 

@@ -163,17 +163,21 @@ class Course:
         if self._ranks.is_main:
             shutil.copytree(source, target)
 
-    def return_to_best(self, engine: Engine, position: Position) -> None:
-        """The weights of the lowest held-out loss, if `best_checkpoint` asks for them and they are older ones."""
+    def return_to_best(self, engine: Engine, position: Position) -> int | None:
+        """Restore the weights with the lowest held-out loss if `best_checkpoint` is set; return their step.
+
+        None if the last weights stay: they are the best, or the best checkpoint is damaged.
+        """
         if not self._config.training.best_checkpoint or position.best_step in (0, position.step):
-            return
+            return None
         best = self._checkpoint_of(position.best_step)
         if problem := agreed_damage(best, self._ranks):
             self._say(f"[yellow]warning:[/yellow] the last weights are kept: {escape(f'{best.name}: {problem}')}")
-            return
+            return None
         restore_checkpoint(best, engine, self._ranks)
         position.last_evaluation, position.evaluated_at = position.best_loss, position.step
         self._say(f"the weights of step {position.best_step} have the lowest held-out loss and are kept")
+        return position.best_step
 
     def _checkpoint_of(self, step: int) -> Path:
         """The checkpoint of a step, of this run or of the one that it goes on with elsewhere."""

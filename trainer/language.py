@@ -16,7 +16,7 @@ from trainer.engine.layer_gather.shards import LayerShards
 from trainer.engine.protocol import Engine
 from trainer.model.answers import answer_prompt
 from trainer.model.base import grows_vocabulary, load_base_model, match_vocabulary
-from trainer.model.tokenizer_files import files_of, write_files
+from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import read_metrics
 from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.report.model_card import model_card
@@ -140,7 +140,7 @@ class LanguageTask:
     def files_beside(self) -> Callable[[Path], None]:
         """The tokenizer's files, made once here: the thread that writes them may not use the tokenizer."""
         if self._tokenizer_files is None:
-            self._tokenizer_files = files_of(self._prepared.tokenizer)
+            self._tokenizer_files = tokenizer_files(self._prepared.tokenizer, self._config.model.revision)
         return partial(write_files, self._tokenizer_files)
 
     def card(self, run_dir: Path, name: str) -> str:

@@ -88,7 +88,8 @@ class Loop:
         self._total_steps = total_steps
         self._saved_at = position.step
         self._save_asked, self._saved_time, self._save_s = False, time.monotonic(), 0.0
-        self._stopped_early = False
+        self.stopped_early = False
+        """Whether `training.early_stopping` ended the run."""
         self._gradient_check = parts.gradient_check
         self._in_flight: tuple[int, StepInFlight, dict[str, float]] | None = None  # what is known of it at its launch
         self._before: StepInFlight | None = None
@@ -104,7 +105,7 @@ class Loop:
         self._parts.stop.training = True
         self._parts.engine.train()  # models are loaded for inference: without dropout and without recomputation
         with garbage_of_steps_only():
-            while self.position.step < self._total_steps and not self._stopped_early and not self._stop:
+            while self.position.step < self._total_steps and not self.stopped_early and not self._stop:
                 self._step()
                 if self._parts.stragglers is not None:
                     self._parts.stragglers.compare(self.position.step)
@@ -271,7 +272,7 @@ class Loop:
                 self._save()
         else:
             position.worse_in_a_row += 1
-            self._stopped_early = bool(training.early_stopping) and position.worse_in_a_row >= (
+            self.stopped_early = bool(training.early_stopping) and position.worse_in_a_row >= (
                 training.early_stopping or 0
             )
 

@@ -33,6 +33,7 @@ from trainer.model.expert_targets import check_router_loss
 from trainer.model.integer_weights import check_rounded, check_torchao
 from trainer.model.model_kind import check_kind
 from trainer.model.model_source import check_source, unreadable
+from trainer.model.served_layers import serving_notes
 from trainer.model.stored_fp8 import check_saved_modules, check_settings_fit
 from trainer.model.targets import check_targets
 from trainer.monitor.metrics import check_reporters
@@ -148,6 +149,7 @@ def read_model_files(config: RunConfig) -> ModelFiles:
         check_targets(empty, config.lora)
     if config.training.qat:
         check_rounded(empty, config.lora, config.training.qat)
+    notes += serving_notes(config, empty)
     check_router_loss(empty, config.training.router_aux_loss, None if config.adapter == "none" else config.lora)
     check_saved_modules(config, model_config, empty)
     if config.adapter == "qlora":

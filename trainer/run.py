@@ -132,13 +132,18 @@ class Run:
         held_out = self.prepared.data.evaluation is not None
         self.evaluation = Evaluation(self.task, engine, self.loss, self.say, self.measurement, held_out=held_out)
         before = self._evaluate_and_sample(position, "before") if position.step == 0 else None
-        Loop(self._parts(engine, total_steps), self.config.training, position, total_steps).run()
+        loop = Loop(self._parts(engine, total_steps), self.config.training, position, total_steps)
+        loop.run()
         after = None
         if not self.stop:
-            self.course.return_to_best(engine, position)
+            if loop.stopped_early:
+                self._report_early_stop(position, total_steps)
+            kept_step = self.course.return_to_best(engine, position)
             if (factor := fit_to_target(self.steering, engine.module, self.say)) != 1.0:
                 position.evaluated_at = -1  # what was measured before is another adapter's
             after = self._evaluate_and_sample(position, "after")
+            if kept_step is not None and after is not None and self.metrics is not None:
+                self.metrics.log(position.step, {"eval/kept_step": float(kept_step), "eval/kept_loss": after})
             self._save_result(engine, factor)
             if self.measurement is not None:
                 self.measurement.at_the_end(engine)
@@ -281,6 +286,16 @@ class Run:
             report_evaluation(self.metrics, position.step, loss, self.task.counted)
         self.evaluation.sample(when, position.step, self.folder)
         return loss
+
+    def _report_early_stop(self, position: Position, total_steps: int) -> None:
+        patience = self.config.training.early_stopping
+        self.say(
+            f"stopped early at step {position.step} of {total_steps}: the held-out loss was no lower in "
+            f"{patience} evaluation{'s' * (patience != 1)} (training.early_stopping={patience}); the lowest is "
+            f"{position.best_loss:.4f} at step {position.best_step}"
+        )
+        if self.metrics is not None:
+            self.metrics.log(position.step, {"train/stopped_early_of": float(total_steps)})
 
     def _tell_start(self, times: StartTimes) -> None:
         for line in times.table() if self.profile_start else [times.line()]:

@@ -235,7 +235,7 @@ class RunFolder:
     def _write_card(self, result: Path) -> None:
         """The model card, unless the folder has one that a person wrote."""
         if self._config.adapter != "none" and not is_own_card(self.path / CARD):
-            card = self._task.card(self.path, self.path.resolve().name)
+            card = self._task.card(self.path, str(self.path.resolve()))
             (result / CARD).write_text(card, encoding="utf-8")
 
     def _say(self, line: Any) -> None:

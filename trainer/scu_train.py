@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from trainer.commands.demo import demo_data
-from trainer.config import UserError, load_config
-from trainer.config.scu_flags import CONFIG_FILE, open_log, parse, settings
+from trainer.config import UserError
+from trainer.config.scu_flags import CONFIG_FILE, load_flags, open_log, parse, resumed_settings, settings
 from trainer.config.yaml_core import dump
 from trainer.contract.exit_codes import TO_SPEAK_S
 from trainer.contract.rank_variables import read_place
@@ -43,20 +43,21 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _write(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
-    """Write the configuration that the flags mean; return the overrides and the output folder. Raises UserError."""
+    """Write the configuration for the flags to `path`; return the overrides and the output folder. Raises UserError."""
     options = parse(arguments, by_rank=True)
     for flag in ("check_requirements", "dry_run"):
         if getattr(options, flag):
             word = flag.replace("_", "-")
             raise UserError(f"--{word}: needs no ranks; zerolora scu-train --{word}")
-    data, held_out = options.data, None
-    if data is None:
-        cache = Path(os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora").expanduser()
-        data, held_out = map(str, demo_data(cache))
-    path.write_text(dump(settings(options, data, held_out)), encoding="utf-8")
-    # Mistakes are of flags, not of a file's lines.
-    output = load_config(path, options.overrides, with_lines=False).config.output_dir
-    return list(options.overrides), Path(output)
+    tree = resumed_settings(options)
+    if tree is None:
+        data, held_out = options.data, None
+        if data is None:
+            cache = Path(os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora").expanduser()
+            data, held_out = map(str, demo_data(cache))
+        tree = settings(options, data, held_out)
+    path.write_text(dump(tree), encoding="utf-8")
+    return list(options.overrides), Path(load_flags(path, options).config.output_dir)
 
 
 def _copy_to_log(output: Path) -> None:

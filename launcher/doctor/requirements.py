@@ -19,8 +19,9 @@ SMI_TIMEOUT_S = 60.0
 # powers of ten.
 LEAST_CAPABILITY = (7, 0)
 LEAST_GPU_MIB = 8e9 / 2**20
-# Of Granite 4.0 H and Falcon H1; transformers wants both, and computes them in plain torch without.
+# Of Granite 4.0 H and Falcon H1; transformers needs both and otherwise computes these layers in plain torch.
 MAMBA = ("mamba-ssm", "causal-conv1d")
+WITHOUT_MAMBA = "without it Granite's Mamba layers run in plain torch, far below the guide's tokens/s"
 # What only `model.attn_implementation: flash_attention_2` asks for.
 FLASH = "flash-attn"
 
@@ -33,7 +34,7 @@ def check_requirements(output_dir: str, model: str) -> int:
         word = "ok" if not found.startswith("missing") else "MISSING" if needed else "absent"
         missing += word == "MISSING"
         print(f"{word:8} {name:22} {found.removeprefix('missing').lstrip(': ')}".rstrip())
-    print(f"{missing} needed and missing" if missing else "everything that is needed is there")
+    print(f"{missing} needed and missing" if missing else "all requirements are met")
     return 1 if missing else 0
 
 
@@ -60,7 +61,8 @@ def package_findings() -> list[Finding]:
         try:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            findings.append((needed, requirement.name, f"missing: pip install '{text}'"))
+            why = f"; {WITHOUT_MAMBA}" if requirement.name in MAMBA else ""
+            findings.append((needed, requirement.name, f"missing: pip install '{text}'{why}"))
             continue
         fits = requirement.specifier.contains(version, prereleases=True)
         found = version if fits else f"missing: {version} is installed; pip install '{text}'"

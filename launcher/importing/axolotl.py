@@ -1,277 +1,215 @@
-"""Axolotl's YAML: what each of its settings is here, and its defaults where ours are others."""
+"""Axolotl's YAML: what each of its keys is here, and its defaults where ours are others."""
 
 import re
+from typing import Literal
 
-from launcher.importing import common_words as words
-from launcher.importing.axolotl_sources import take_data
-from launcher.importing.translation import Setting, Theirs, Translation
+from launcher.importing import common
+from launcher.importing.axolotl_sources import SOURCES, set_data
+from launcher.importing.translation import Foreign, Key, Number, Text, Translation, Whole, make_table, split_names
 
-PREFERENCES = "preference and reward training are not offered"
-# Setting -> why a file that has it cannot be had here. In the order in which a reader would give the reason.
-REFUSED = {
-    "rl": PREFERENCES,
-    "reward_model": PREFERENCES,
-    "process_reward_model": PREFERENCES,
-    "ebft": "training by generated continuations (EBFT) is not offered",
-    "gptq": "a GPTQ base is not offered; `adapter: qlora` quantises the 16-bit model",
-    "qat": "quantisation-aware training is not offered",
-    "relora": "ReLoRA is not offered",
-    "lisa_step_interval": "LISA is not offered",
-    "use_pose": "PoSE is not offered",
-    "diffusion": "diffusion language models are not offered",
-    "llmcompressor": "sparse fine-tuning is not offered",
-    "kd_trainer": "distillation is not offered",
-    "use_eaft": "the loss of EAFT is not offered",
-    "lr_groups": "learning rates of single modules are not offered",
-    "lora_rank_pattern": "a rank of each layer's own is not offered",
-    "lora_alpha_pattern": "a scale of each layer's own is not offered",
-    "peft_layers_to_transform": "adapters on some layers alone: name the others in lora.exclude_modules by hand",
-}
+DIFFUSION = "diffusion language models are not offered"
+SPARSE, DISTILLATION = "sparse fine-tuning is not offered", "distillation is not offered"
+
+KEYS = common.SHARED | make_table(
+    """
+    copy base_model revision_of_model=model.revision tokenizer_config lora_r lora_alpha lora_dropout:0.0 lora_model_dir
+    copy lora_modules_to_save peft_use_rslora peft_use_dora sequence_len:512 sample_packing lora_target_modules
+    copy micro_batch_size:1 eval_batch_size num_epochs adam_eps=training.adam_epsilon save_total_limit:4
+    copy output_dir:./model-out wandb_name=logging.run_name wandb_run_id=logging.run_name
+    copy special_tokens.pad_token=model.pad_token default_system_message=dataset.system_prompt val_set_size!0
+    copy bnb_config_kwargs.bnb_4bit_use_double_quant=quantization.double_quant early_stopping_patience
+    flag load_in_4bit load_in_8bit model_quantization_config_kwargs.dequantize streaming skip_prepare_dataset bfloat16
+    flag float16 use_wandb
+    text model_quantization_config chat_template chat_template_jinja train_on_eos train_on_eot processor_type
+    text wandb_project
+    flag-or-text attn_implementation flash_attention xformers_attention sdp_attention flex_attention eager_attention
+    flag-or-text sage_attention peft_init_lora_weights
+    whole batch_size context_parallel_size!1 sequence_parallel_degree!1 tensor_parallel_size!1
+    number cosine_min_lr_ratio saves_per_epoch evals_per_epoch
+    names plugins lora_target_parameters roles_to_train unfrozen_parameters
+    none strict dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory debug base_model_config
+    none push_dataset_to_hub hf_use_auth_token model_type tokenizer_type tokenizer_use_fast tokenizer_legacy float32
+    none pad_to_sequence_len pad_to_multiple_of eval_sample_packing group_by_length multipack_real_batches
+    none ddp ddp_bucket_cap_mb ddp_broadcast_buffers local_rank world_size device
+    none device_map max_memory use_tensorboard save_first_step save_safetensors flash_attn_cross_entropy fsdp_version
+    none flash_attn_rms_norm flash_attn_fuse_mlp flash_optimum is_llama_derived_model is_mistral_derived_model
+    none is_falcon_derived_model is_qwen_derived_model use_kernels use_scattermoe use_sonicmoe experts_implementation
+    none cut_cross_entropy chunked_cross_entropy unsloth_cross_entropy_loss fused_attn_kernel torchdistx_path
+    none loss_watchdog_threshold loss_watchdog_patience eot_tokens fsdp_final_state_dict_type remove_unused_columns
+    none dataloader_pin_memory dataloader_prefetch_factor dataloader_drop_last flex_attn_compile_kwargs
+    none torch_compile_backend torch_compile_mode gc_steps gc_collect_steps torch_empty_cache_steps
+    none tokenizer_use_mistral_common lora_fan_in_fan_out lora_on_cpu quantize_moe_experts qlora_sharded_model_loading
+    none max_packed_sequence_len llama4_linearized_experts gemma4_hybrid_attn_impl experimental_skip_move_to_device
+    none dp_shard_size fp32_norms include_tkps eval_table_size eval_max_new_tokens test_value lora_mlp_kernel
+    none expert_parallel_size freeze_mm_modules resize_token_embeddings_to_32x shuffle_merged_datasets lora_modules
+    none min_sample_len sample_packing_group_size sample_packing_bin_size pretrain_multipack_attn use_otel_metrics
+    none pretrain_multipack_buffer_size streaming_multipack_buffer_size ray_num_workers use_ray
+    none fsdp_transformer_layer_cls_to_wrap pretraining_sample_concatenation liger_* gptq_* trackio_* mlflow_* comet_*
+    none swanlab_* otel_* use_swanlab* ray_* lora_qkv_* lora_o_* lora_embedding_* use_dsv4* dsv4_* use_glm_* nvfp4_*
+    none expert_parallel_* tiled_* vllm* trl* heads_k_*
+    """,
+    {
+        "rl": common.PREFERENCES,
+        "reward_model": common.PREFERENCES,
+        "process_reward_model": common.PREFERENCES,
+        "ebft": "training by generated continuations (EBFT) is not offered",
+        "gptq": "a GPTQ base is not offered; `adapter: qlora` quantises the 16-bit model",
+        "qat": "its number formats are not those of training.qat, which trains for int8 or int4 weights",
+        "relora": "ReLoRA is not offered",
+        "lisa_step_interval": "LISA is not offered",
+        "use_pose": "PoSE is not offered",
+        "diffusion": DIFFUSION,
+        "llmcompressor": SPARSE,
+        "kd_trainer": DISTILLATION,
+        "use_eaft": "the loss of EAFT is not offered",
+        "lr_groups": "learning rates of single modules are not offered",
+        "lora_rank_pattern": "a rank of each layer's own is not offered",
+        "lora_alpha_pattern": "a scale of each layer's own is not offered",
+        "peft_layers_to_transform": "adapters on some layers alone: name the others in lora.exclude_modules",
+    },
+    {
+        "dataset_exact_deduplication": "copies are counted and reported, not removed",
+        **dict.fromkeys(("model_config", "overrides_of_model_config"), "edit a copy of the model's config.json"),
+        **dict.fromkeys(
+            ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size"),
+            "every GPU holds whole sequences and layers; zero.stage 3 partitions the weights",
+        ),
+    },
+    {
+        "adapter": Key(Text, "adapter", "none", values={"lora": "lora", "qlora": "qlora"}, otherwise=common.ONLY_LORA),
+        "lora_target_linear": Key(bool, "lora.target_modules", values={"true": ["all-linear"]}),
+        "tokens": Key(([Text], {"pad_token": Text})),  # which special_tokens was called
+        "peft.loftq_config": Key({"*": Whole}),
+        "loftq_config": Key({"*": Whole}),
+        "datasets": Key(SOURCES),
+        "test_datasets": Key(SOURCES),
+        "pretraining_dataset": Key(SOURCES),
+        "excess_length_strategy": Key(
+            Text,
+            "dataset.too_long",
+            "drop",
+            values={"drop": "drop", "truncate": "cut", "raise": "drop"},
+            otherwise="must be drop, truncate or raise",
+            notes={"raise": "records that are too long are left out, and counted"},
+        ),
+        "train_on_inputs": common.EVERY_TOKEN,
+        "sample_packing_sequentially": common.FIXED_ORDER,
+        "curriculum_sampling": common.FIXED_ORDER,
+        "chat_template_kwargs": Key({"*": bool | Whole | Number | Text}),
+        "lr_scheduler": Key(Text, "training.lr_scheduler", values=common.SCHEDULES, otherwise=common.ONLY_SCHEDULES),
+        "optimizer": common.OPTIMIZER,
+        "gradient_checkpointing": Key(bool | Literal["offload", "offload_disk"]),
+        "activation_offloading": Key(bool | Literal["legacy", "disk", "hidden_states"]),
+        "torch_compile": Key(bool | Literal["auto"], "training.torch_compile", unless=("auto",)),
+        "auto_resume_from_checkpoints": Key(bool, "training.resume_from_checkpoint", values={"true": "auto"}),
+    },
+)
 PLUGINS_REFUSED = {
-    "Diffusion": "diffusion language models are not offered",
-    "LLMCompressor": "sparse fine-tuning is not offered",
-    "KD": "distillation is not offered",
+    "Diffusion": DIFFUSION,
+    "LLMCompressor": SPARSE,
+    "KD": DISTILLATION,
     "Spectrum": "Spectrum is not offered",
     "GrokFast": "Grokfast is not offered",
 }
-WITHOUT_EFFECT = (
-    "plugins strict dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory debug "
-    "push_dataset_to_hub hf_use_auth_token model_type tokenizer_type tokenizer_use_fast tokenizer_legacy "
-    "pad_to_sequence_len pad_to_multiple_of eval_sample_packing group_by_length multipack_real_batches "
-    "gradient_checkpointing_kwargs ddp ddp_timeout ddp_bucket_cap_mb ddp_broadcast_buffers "
-    "ddp_find_unused_parameters local_rank world_size device device_map max_memory low_cpu_mem_usage "
-    "logging_steps save_strategy save_first_step save_safetensors save_only_model flash_attn_cross_entropy "
-    "flash_attn_rms_norm flash_attn_fuse_mlp flash_optimum is_llama_derived_model is_mistral_derived_model "
-    "is_falcon_derived_model is_qwen_derived_model use_kernels use_scattermoe use_sonicmoe experts_implementation "
-    "cut_cross_entropy chunked_cross_entropy unsloth_cross_entropy_loss fused_attn_kernel torchdistx_path "
-    "loss_watchdog_threshold loss_watchdog_patience auto_resume_from_checkpoints eot_tokens use_wandb "
-    "remove_unused_columns dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor "
-    "dataloader_drop_last flex_attn_compile_kwargs torch_compile_backend torch_compile_mode gc_steps "
-    "gc_collect_steps torch_empty_cache_steps tokenizer_use_mistral_common lora_fan_in_fan_out lora_on_cpu "
-    "quantize_moe_experts qlora_sharded_model_loading max_packed_sequence_len llama4_linearized_experts "
-    "gemma4_hybrid_attn_impl experimental_skip_move_to_device dp_shard_size fp32_norms include_tkps "
-    "eval_table_size eval_max_new_tokens test_value lora_mlp_kernel expert_parallel_size processor_type "
-    "freeze_mm_modules resize_token_embeddings_to_32x shuffle_merged_datasets lora_modules "
-    "min_sample_len sample_packing_group_size sample_packing_bin_size pretrain_multipack_attn "
-    "pretrain_multipack_buffer_size streaming_multipack_buffer_size use_otel_metrics ray_num_workers use_ray"
-).split()
-PREFIXES = (
-    "liger_", "wandb_", "gptq_", "trackio_", "mlflow_", "comet_", "swanlab_", "otel_", "use_swanlab", "ray_",
-    "lora_qkv_", "lora_o_", "lora_embedding_", "use_dsv4", "dsv4_", "use_glm_", "nvfp4_", "expert_parallel_", "tiled_",
-    "vllm", "trl", "heads_k_",
-)  # fmt: skip
 
 
-def translate(theirs: Theirs) -> Translation:
-    """Ours from Axolotl's. Raises Refused for what is not offered here."""
-    translation = Translation(theirs)
-    _refuse(theirs)
-    _model(translation)
-    _adapter(translation)
-    take_data(translation)
-    _training(translation)
-    _steps_and_saves(translation)
-    words.fsdp(translation)
-    words.deepspeed(translation)
-    _layout(translation)
-    _reports(translation)
-    translation.finish(WITHOUT_EFFECT, PREFIXES)
-    return translation
+def translate(foreign: Foreign) -> Translation:
+    """Return our settings for a configuration of Axolotl."""
+    t = Translation(foreign)
+    t.read(KEYS)
+    set_model(t)
+    set_adapter(t)
+    set_data(t)
+    set_training(t)
+    set_saves_and_evaluations(t)
+    common.set_distribution(t)
+    t.finish(KEYS)
+    return t
 
 
-def _refuse(theirs: Theirs) -> None:
-    for name, reason in REFUSED.items():
-        if theirs.has(name):
-            raise theirs.refused(name, reason)
-    stored = theirs.take("model_quantization_config")
-    if stored and not (theirs.take("model_quantization_config_kwargs") or {}).get("dequantize"):
-        raise theirs.refused("model_quantization_config", "the base stays as it is stored; take the 16-bit model")
-    for plugin in theirs.tree.get("plugins") or []:
+def set_model(t: Translation) -> None:
+    """Set the base model and its tokens; refuse bases and plugins that are not offered."""
+    common.name_model(t, "base_model")
+    if t.get("model_quantization_config") and not t.get("model_quantization_config_kwargs.dequantize"):
+        t.refuse("model_quantization_config", "the base stays as it is stored; take the 16-bit model")
+    for plugin in split_names(t.get("plugins")):
         for part, reason in PLUGINS_REFUSED.items():
-            if f".{part}" in str(plugin):
-                raise theirs.refused("plugins", f"{plugin}: {reason}")
-    name = str(theirs.tree.get("base_model") or "")
-    if found := words.QUANTIZED_NAMES.search(name):
-        raise theirs.refused("base_model", f"its weights are in {found.group(1)}; name the 16-bit model")
-
-
-def _model(translation: Translation) -> None:
-    theirs = translation.theirs
-    if not translation.copy("base_model", "base_model"):
-        raise theirs.refused("base_model", "missing; a model must be named")
-    theirs.take("base_model_config")
-    translation.copy("model.revision", "revision_of_model")
-    translation.copy("model.tokenizer", "tokenizer_config")
-    translation.copy("model.trust_remote_code", "trust_remote_code")
-    words.attention(
-        translation, "attn_implementation", "flash_attention", "xformers_attention", "sdp_attention", "flex_attention",
+            if f".{part}" in plugin:
+                t.refuse("plugins", f"{plugin}: {reason}")
+    common.set_attention(
+        t, "attn_implementation", "flash_attention", "xformers_attention", "sdp_attention", "flex_attention",
         "eager_attention", "sage_attention",
     )  # fmt: skip
-    if isinstance(theirs.tree.get("tokens"), dict):  # as special_tokens was called
-        special = theirs.take("tokens")
-    else:
-        translation.copy("model.added_tokens", "tokens")
-        special = theirs.take("special_tokens")
-    if isinstance(special, dict):
-        if special.get("pad_token"):
-            translation.set("model.pad_token", special["pad_token"], "special_tokens")
-        if others := [name for name in special if name != "pad_token" and special[name]]:
-            translation.differs(
-                "special_tokens", f"{', '.join(others)}: the tokenizer's own are kept; chats end as the template says"
-            )
-    config = theirs.take("model_config", "overrides_of_model_config")
-    if config:
-        name = theirs.has("model_config", "overrides_of_model_config") or "model_config"
-        translation.leave_out(name, "changes of the model's own configuration: edit a copy of its config.json")
+    if isinstance(t.get("tokens"), list):
+        t.put("model.added_tokens", t.get("tokens"), "tokens")
+    elif t.get("tokens", {}).get("pad_token"):
+        t.put("model.pad_token", t.get("tokens")["pad_token"], "tokens")
+    for name in ("tokens", "special_tokens"):
+        tokens = t.foreign.tree.get(name)
+        if others := [str(token) for token in tokens if token != "pad_token"] if isinstance(tokens, dict) else []:
+            t.note(name, f"{', '.join(others)}: the tokenizer's own are kept; chats end as the template says")
 
 
-def _adapter(translation: Translation) -> None:
-    theirs = translation.theirs
-    kind = theirs.take("adapter")
-    four, eight = theirs.take("load_in_4bit") is True, theirs.take("load_in_8bit") is True
-    if kind not in (None, "lora", "qlora"):
-        raise theirs.refused("adapter", "adapters here are lora and qlora")
-    if kind is None:
-        translation.settings["adapter"] = Setting("none", "no adapter there")
-        if theirs.has("unfrozen_parameters"):
-            raise theirs.refused(
-                "unfrozen_parameters", "training a part of the weights is not offered; use adapter: lora"
-            )
-        return
-    theirs.take("unfrozen_parameters")  # all of the base is frozen below an adapter
-    loftq = (theirs.take("peft") or {}).get("loftq_config") or theirs.take("loftq_config")
-    eight = eight and not four and not loftq
-    translation.set("adapter", "qlora" if four or eight or kind == "qlora" or loftq else "lora", "adapter")
-    if eight:
-        translation.set("quantization.quant_type", "int8", "load_in_8bit")
-        translation.differs("load_in_8bit", words.INT8)
-    if loftq:
-        translation.set("lora.init", "loftq", "peft")
-    translation.copy("lora.r", "lora_r")
-    translation.copy("lora.alpha", "lora_alpha")
-    translation.copy_or("lora.dropout", 0.0, "lora_dropout")
-    _targets(translation)
-    translation.copy("lora.modules_to_save", "lora_modules_to_save")
-    translation.copy("lora.rslora", "peft_use_rslora")
-    translation.copy("lora.dora", "peft_use_dora")
-    translation.copy("lora.adapter_path", "lora_model_dir")
-    translation.copy("lora.loraplus_lr_ratio", "loraplus_lr_ratio")
-    theirs.take("loraplus_lr_embedding")
-    if start := theirs.take("peft_init_lora_weights"):
-        translation.set("lora.init", "default" if start is True else start, "peft_init_lora_weights")
-    double = (theirs.take("bnb_config_kwargs") or {}).get("bnb_4bit_use_double_quant", True)
-    if translation.settings["adapter"].value == "qlora" and not double and not eight:
-        translation.set("quantization.double_quant", False, "bnb_config_kwargs")
-
-
-def _targets(translation: Translation) -> None:
-    theirs = translation.theirs
-    linear, names = theirs.take("lora_target_linear") is True, theirs.take("lora_target_modules")
-    if linear:
-        translation.set("lora.target_modules", ["all-linear"], "lora_target_linear")
-    elif isinstance(names, str) and not re.fullmatch(r"[\w.-]+", names):
-        found = names_in_pattern(names)
-        if not found:
-            raise theirs.refused("lora_target_modules", "a pattern of paths; name the layers by the last part of each")
-        translation.set("lora.target_modules", found, "lora_target_modules")
-        translation.differs("lora_target_modules", "the pattern becomes these names, in the language model alone")
-    elif names:
-        translation.set(
-            "lora.target_modules", [names] if isinstance(names, str) else list(names), "lora_target_modules"
-        )
-    else:
-        translation.default("lora.target_modules", ["q_proj", "v_proj"])
-        translation.differs("adapter", "no targets are named: PEFT takes q_proj and v_proj in most models, written out")
-    words.experts(translation, "lora_target_parameters")
-
-
-def names_in_pattern(pattern: str) -> list[str]:
-    """`(q|k)_proj` and `o_proj` at the ends of a pattern of paths."""
-    groups = [(match.group(1).split("|"), match.group(2)) for match in re.finditer(r"\(([\w|]+)\)(_proj)", pattern)]
-    single = re.findall(r"(?<![\w|)])(\w+_proj)\b", pattern)
-    return list(dict.fromkeys([f"{part}{end}" for parts, end in groups for part in parts] + single))
-
-
-def _training(translation: Translation) -> None:
-    theirs = translation.theirs
-    translation.copy_or("training.batch_size", 1, "micro_batch_size")
-    together, micro = theirs.take("batch_size"), theirs.tree.get("micro_batch_size") or 1
-    if not translation.copy("training.gradient_accumulation_steps", "gradient_accumulation_steps") and together:
-        translation.set("training.gradient_accumulation_steps", max(1, int(together) // int(micro)), "batch_size")
-    translation.copy("training.eval_batch_size", "eval_batch_size")
-    translation.copy("training.learning_rate", "learning_rate")
-    words.schedule(translation, "lr_scheduler")
-    words.warmup(translation)
-    words.optimizer(translation, "optimizer")
-    words.precision(translation)
-    for name in ("weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2"):
-        translation.copy(f"training.{name}", name)
-    translation.copy("training.adam_epsilon", "adam_epsilon", "adam_eps")
-    translation.copy("seed", "seed")
-    again, away = theirs.take("gradient_checkpointing"), theirs.take("activation_offloading")
-    theirs.take("gradient_checkpointing_kwargs")
-    if again or away:
-        translation.set("training.gradient_checkpointing", "non_reentrant", "gradient_checkpointing")
-    if away or again in ("offload", "offload_disk"):
-        name = "activation_offloading" if away else "gradient_checkpointing"
-        translation.set("training.offload_activations", True, name)
-    if theirs.take("torch_compile") is True:
-        translation.set("training.torch_compile", True, "torch_compile")
-
-
-def _steps_and_saves(translation: Translation) -> None:
-    theirs = translation.theirs
-    translation.copy("training.max_steps", "max_steps")
-    translation.copy("training.epochs", "num_epochs")
-    held_out = "dataset.val_split" in translation.settings or "dataset.evaluation" in translation.settings
-    streams = "dataset.streaming" in translation.settings
-    for kind, saves in (("save", True), ("eval", False)):
-        steps, each = theirs.take(f"{kind}_steps"), theirs.take(f"{kind}s_per_epoch")
-        strategy = theirs.take(f"{kind}_strategy")
-        if not (saves or held_out):
-            continue
-        if isinstance(steps, float) and 0 < steps < 1:
-            epochs = float(theirs.tree.get("num_epochs") or 1)
-            translation.set(f"training.{kind}s_per_epoch", round(1 / (steps * epochs), 6), f"{kind}_steps")
-        elif steps:
-            translation.set(f"training.{kind}_steps", int(steps), f"{kind}_steps")
-        elif strategy == "no" or each == 0:
-            translation.set(f"training.{kind}_steps", 0, f"{kind}_strategy" if strategy else f"{kind}s_per_epoch")
-        elif streams:
-            continue
-        elif each:
-            translation.set(f"training.{kind}s_per_epoch", each, f"{kind}s_per_epoch")
+def set_adapter(t: Translation) -> None:
+    """Set the bits of the base, where the adapter starts, and which layers get one."""
+    loftq = t.get("peft.loftq_config") or t.get("loftq_config")
+    if t.value_of("adapter") == "none":
+        if t.get("unfrozen_parameters"):
+            t.refuse("unfrozen_parameters", "training a part of the weights is not offered; use adapter: lora")
+    elif t.get("load_in_4bit") or t.get("load_in_8bit") or loftq:
+        t.put("adapter", "qlora", "adapter", "load_in_4bit")
+    if t.get("load_in_8bit") and not t.get("load_in_4bit") and not loftq and t.value_of("adapter") != "none":
+        t.put("quantization.quant_type", "int8", "load_in_8bit")
+        t.note("load_in_8bit", common.INT8)
+    start = t.get("peft_init_lora_weights")
+    if loftq or start:
+        chosen = "loftq" if loftq else "default" if start is True else start
+        t.put("lora.init", chosen, "peft.loftq_config", "loftq_config", "peft_init_lora_weights")
+    pattern = t.get("lora_target_modules")
+    common.set_default_targets(t, "adapter")
+    if isinstance(pattern, str) and not re.fullmatch(r"[\w.,\s-]+", pattern) and not t.get("lora_target_linear"):
+        if found := find_names(pattern):
+            t.put("lora.target_modules", found, "lora_target_modules")
+            t.note("lora_target_modules", "the pattern becomes these names, in the language model alone")
         else:
-            translation.default(f"training.{kind}s_per_epoch", 1)
-    translation.copy_or("training.save_total_limit", 4, "save_total_limit")
-    patience = theirs.take("early_stopping_patience")
-    best = theirs.take("load_best_model_at_end")
-    if held_out and not streams:
-        if patience:
-            translation.set("training.early_stopping", patience, "early_stopping_patience")
-        if best:
-            translation.set("training.best_checkpoint", True, "load_best_model_at_end")
-    translation.copy("training.resume_from_checkpoint", "resume_from_checkpoint")
-    if not translation.copy("output_dir", "output_dir"):
-        translation.default("output_dir", "./model-out")
+            t.refuse("lora_target_modules", "a pattern of paths; name the layers by the last part of each")
+    common.set_experts(t)
 
 
-def _layout(translation: Translation) -> None:
-    """How the work is laid out over GPUs, which does not change what is computed."""
-    for name in ("context_parallel_size", "sequence_parallel_degree", "tensor_parallel_size"):
-        value = translation.theirs.take(name)
-        if value not in (None, 1):
-            translation.differs(name, "every GPU holds whole sequences and layers; zero.stage 3 partitions the weights")
+def find_names(pattern: str) -> list[str]:
+    """Return the names at the ends of a pattern of paths: of `(q|k)_proj` and `o_proj`."""
+    groups = re.findall(r"\(([\w|]+)\)(_proj)", pattern)
+    single = re.findall(r"(?<![\w|)])(\w+_proj)\b", pattern)
+    return list(dict.fromkeys([part + end for parts, end in groups for part in parts.split("|")] + single))
 
 
-def _reports(translation: Translation) -> None:
-    theirs = translation.theirs
-    project, wanted = theirs.take("wandb_project"), theirs.take("use_wandb")
-    theirs.take("use_tensorboard")
-    if project and wanted is not False:
-        translation.set("logging.report_to", ["wandb"], "wandb_project")
-        translation.set("logging.project", project, "wandb_project")
-    translation.copy("logging.run_name", "wandb_name", "wandb_run_id")
-    for name in ("hub_model_id", "hub_strategy"):
-        if theirs.has(name):
-            translation.leave_out(name, "upload with `zerolora push RUN REPO` after training")
+def set_training(t: Translation) -> None:
+    """Set batches, schedule, precision and recomputation."""
+    if t.get("batch_size") and not t.get("gradient_accumulation_steps"):
+        steps = t.get("batch_size") // max(1, t.get("micro_batch_size", 1))
+        t.put("training.gradient_accumulation_steps", max(1, steps), "batch_size")
+    least = t.get("cosine_min_lr_ratio")
+    if least is not None and least >= 1:
+        t.put("training.lr_scheduler", "constant_with_warmup", "cosine_min_lr_ratio", "lr_scheduler")
+    elif least is not None:
+        t.put("training.lr_scheduler", "cosine_with_min_lr", "lr_scheduler")
+        t.put("training.min_lr_ratio", least, "cosine_min_lr_ratio")
+    common.set_warmup(t)
+    common.set_precision(t)
+    again, away = t.get("gradient_checkpointing"), t.get("activation_offloading")
+    if again or away:
+        t.put("training.gradient_checkpointing", "non_reentrant", "gradient_checkpointing")
+    if away or again in ("offload", "offload_disk"):
+        t.put("training.offload_activations", True, "activation_offloading", "gradient_checkpointing")
+
+
+def set_saves_and_evaluations(t: Translation) -> None:
+    """Set when to save, to evaluate and to stop, each once an epoch by default, and where to report."""
+    each_epoch = None if t.value_of("dataset.streaming") else ("s_per_epoch", 1)
+    common.set_interval(t, "save", each_epoch)
+    if common.has_held_out_data(t):
+        common.set_interval(t, "eval", each_epoch)
+    common.set_best_checkpoint(t)
+    if t.get("wandb_project") and t.get("use_wandb") is not False:
+        t.put("logging.report_to", ["wandb"], "wandb_project", "use_wandb")
+        t.put("logging.project", t.get("wandb_project"), "wandb_project")

@@ -8,21 +8,21 @@ from typing import Annotated
 import typer
 
 from launcher.importing import axolotl, llamafactory, trl
-from launcher.importing.translation import Refused, Theirs, Translation
-from launcher.importing.writing import as_yaml
+from launcher.importing.translation import Foreign, Translation
+from launcher.importing.writing import format_yaml
 from launcher.supervision.terminal import say
-from trainer.config import UserError, load_config
+from trainer.config.errors import UserError, UserErrors
 from trainer.config.foreign import written_for
-from trainer.config.yaml_core import read_yaml
+from trainer.config.load import load_text
+from trainer.config.yaml_core import Yaml11Loader, read_yaml
 from trainer.contract.output_file import check_output_file
 from trainer.contract.whole_files import write_whole
 
-TRANSLATORS: dict[str, Callable[[Theirs], Translation]] = {
+TRANSLATORS: dict[str, Callable[[Foreign], Translation]] = {
     "Axolotl": axolotl.translate,
     "LLaMA-Factory": llamafactory.translate,
     "TRL": trl.translate,
 }
-SCRATCH = ".zerolora-import"
 
 
 def import_(
@@ -32,57 +32,57 @@ def import_(
         typer.Argument(metavar="FILE | ARGUMENTS", help="A file of Axolotl or LLaMA-Factory, or TRL's command line."),
     ] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The file to write; default: to print.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
     dataset_dir: Annotated[Path | None, typer.Option(help="The folder of LLaMA-Factory's dataset_info.json.")] = None,
 ) -> None:
     """Translate a configuration of Axolotl or LLaMA-Factory, or TRL's command line, into one of zerolora's."""
-    typed = [*(source or []), *context.args]
-    if not typed:
+    arguments = [*(source or []), *context.args]
+    if not arguments:
         raise UserError("zerolora import: nothing to import; name a file, or write the command line behind `--`")
-    if output is not None:
-        check_output_file(output, f"--output {output}")
-        if output.exists() and not force:
-            raise UserError(f"--output {output}: is there already; name another file, or add --force")
-    translation = translate_words(typed, dataset_dir)
-    text = as_yaml(translation, str(output or "mine.yaml"))
-    checked(translation, text)
-    if output is None:
+    target = None if output is None else Path(os.path.realpath(output))
+    if target is not None:
+        check_output_file(target, f"--output {output}")
+        if target.exists() and not force:
+            raise UserError(f"--output {output}: already exists; name another file, or add --force")
+    translation = translate_arguments(arguments, dataset_dir)
+    text = format_yaml(translation, str(output or "mine.yaml"))
+    if target is None:
         typer.echo(text, nl=False)
         return
-    write_whole(output, text)
+    if target in (Path(os.path.realpath(file)) for file in translation.foreign.files):
+        raise UserError(f"--output {output}: is a file that is imported; name another file")
+    write_whole(target, text)
     kept, other = len(translation.settings), len(translation.different) + len(translation.left_out)
     say(f"{output}: {kept} settings; {other} remarks at its top. Next: zerolora validate {output}")
 
 
-def translate_words(typed: Sequence[str], dataset_dir: Path | None = None) -> Translation:
-    """A file's translation, or that of a command line. Raises UserError for what cannot be imported."""
-    if len(typed) > 1 or typed[0].startswith("--"):
-        theirs = trl.from_words(typed, Path.cwd())
-        return trl.translate(theirs)
-    path = Path(typed[0])
-    file = read_yaml(path)
+def translate_arguments(arguments: Sequence[str], dataset_dir: Path | None = None) -> Translation:
+    """Return the translation of a file or of a command line. Raises UserErrors for all that cannot be imported."""
+    if len(arguments) > 1 or arguments[0].startswith("--"):
+        foreign = trl.read_command_line(arguments, Path.cwd())
+    else:
+        foreign = read_foreign(Path(arguments[0]), dataset_dir)
+    translation = TRANSLATORS[foreign.trainer](foreign)
+    try:
+        load_text(Path("mine.yaml"), format_yaml(translation, ""), with_lines=False)
+    except UserErrors as errors:
+        for message in errors.messages:
+            translation.report_ours(message)
+    translation.check()
+    return translation
+
+
+def read_foreign(path: Path, dataset_dir: Path | None) -> Foreign:
+    """Return a file of another trainer, as that trainer reads it. Raises UserError for any other file."""
+    file = read_yaml(path, Yaml11Loader)
+    tree = {str(name): value for name, value in file.tree.items()}
     if dataset_dir is not None:
-        file.tree["dataset_dir"] = str(dataset_dir.absolute())
-    trainer = written_for(file.tree)
+        tree["dataset_dir"] = str(dataset_dir.absolute())
+    trainer = written_for(tree)
     if trainer is None:
         raise UserError(f"{path}: written for none of {', '.join(TRANSLATORS)}; zerolora train takes it as it is")
     if trainer not in TRANSLATORS:
         raise UserError(f"{path}: a file of {trainer}'s; import the command that names it: accelerate launch ...")
-    theirs = Theirs(
-        path, trainer, {str(name): value for name, value in file.tree.items()}, file.lines, path.absolute().parent
-    )
-    return TRANSLATORS[trainer](theirs)
-
-
-def checked(translation: Translation, text: str) -> None:
-    """Raise Refused if what was written is not a valid configuration here."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix=SCRATCH) as folder:
-        file = Path(folder) / "mine.yaml"
-        file.write_text(text, encoding="utf-8")
-        try:
-            load_config(file, with_lines=False)
-        except UserError as error:
-            lines = str(error).split("\nerror: ")
-            raise Refused(f"{os.fspath(translation.theirs.path)}: {'; '.join(lines)}") from None
+    if trainer == "LLaMA-Factory" and file.mistakes:  # which it refuses to read
+        raise UserErrors([f"{path}:{line}: {problem}" for line, problem in file.mistakes])
+    return Foreign(trainer, str(path), tree, path.absolute().parent, path, file.lines, files=[path])

@@ -1,163 +1,107 @@
 """LLaMA-Factory's second layout (`USE_V1`): `model`, `peft_config`, `train_dataset` with a YAML of its own."""
 
+import os
 from pathlib import Path
 from typing import Any
 
-from launcher.importing import common_words as words
-from launcher.importing.translation import Setting, Theirs, Translation
-from trainer.config.yaml_core import read_yaml
+from launcher.importing import common
+from launcher.importing.translation import Foreign, Key, Text, Translation, Whole, make_table
 
+KEYS = common.SHARED | make_table(
+    """
+    copy model=base_model custom_chat_template=dataset.chat_template cutoff_len:2048 micro_batch_size:1
+    copy global_batch_size=training.global_batch_size learning_rate:1e-4 num_train_epochs:3 save_total_limit:null
+    copy output_dir:runs/llamafactory optim_config.weight_decay=training.weight_decay:0.01 peft_config.r=lora.r
+    copy peft_config.lora_alpha=lora.alpha peft_config.lora_dropout=lora.dropout peft_config.use_rslora=lora.rslora
+    copy peft_config.use_dora=lora.dora peft_config.modules_to_save=lora.modules_to_save
+    copy peft_config.adapter_name_or_path=lora.adapter_path peft_config.target_modules=lora.target_modules:all
+    text train_dataset eval_dataset batching_strategy optim_config.name dist_config.name dist_config.config_file
+    whole quant_config.quantization_bit cp_size
+    number save_epochs dist_timeout
+    none quant_config.name model_class kernel_config init_config sample_backend max_new_tokens batching_workers
+    none flash_attn template save_ckpt_as_hf dp_size mp_replicate_size mp_shard_size cp_mode pref_* ld_* dpo_* simpo_*
+    """,
+    {"lr_scheduler_config": "its schedules have no counterpart; import without it, and set training.lr_scheduler"},
+    {},
+    {
+        "peft_config.name": Key(
+            Text, "adapter", "none", values={"lora": "lora", "full": "none"}, otherwise=common.ONLY_LORA
+        ),
+        "enable_activation_checkpointing": Key(bool, "training.gradient_checkpointing", True),
+    },
+)
 CONVERTERS = {"alpaca": "alpaca", "sharegpt": "messages"}
-WITHOUT_EFFECT = (
-    "model_class kernel_config init_config sample_backend max_new_tokens batching_workers dist_timeout logging_steps "
-    "flash_attn save_ckpt_as_hf dp_size mp_replicate_size mp_shard_size cp_mode template"
-).split()
+ENTRY = {"path": Text, "source": Text, "converter": Text, "split": Text, "size": Whole}
+"""An entry of the YAML that `train_dataset` names."""
 
 
-def translate(theirs: Theirs) -> Translation:
-    """Ours from the second layout. Raises Refused for what is not offered here."""
-    translation = Translation(theirs)
-    if not translation.copy("base_model", "model"):
-        raise theirs.refused("model", "missing; a model must be named")
-    if found := words.QUANTIZED_NAMES.search(str(theirs.tree["model"])):
-        raise theirs.refused("model", f"its weights are in {found.group(1)}; name the 16-bit model")
-    translation.copy("model.trust_remote_code", "trust_remote_code")
-    translation.copy("dataset.chat_template", "custom_chat_template")
-    _adapter(translation)
-    _data(translation)
-    _training(translation)
-    translation.finish(WITHOUT_EFFECT, ("pref_", "ld_", "dpo_", "simpo_"))
-    return translation
+def translate(foreign: Foreign) -> Translation:
+    """Return our settings for a configuration in the second layout."""
+    t = Translation(foreign)
+    t.read(KEYS)
+    common.name_model(t, "model")
+    common.set_bits(t, "quant_config.quantization_bit")
+    common.set_experts(t)
+    t.require("train_dataset", common.NO_DATA)
+    sources = read_sources(t, "train_dataset")
+    t.put_sources(sources, "train_dataset")
+    if held_out := read_sources(t, "eval_dataset"):
+        t.put("dataset.evaluation", held_out[0], "eval_dataset")
+    if (way := t.get("batching_strategy", "normal")) != "normal":
+        t.put("dataset.packing", True, "batching_strategy")
+        t.note("batching_strategy", f"{way}: documents are packed to the length of a sequence")
+    set_training(t)
+    set_partition(t)
+    t.finish(KEYS)
+    return t
 
 
-def _adapter(translation: Translation) -> None:
-    theirs = translation.theirs
-    peft, quantised = theirs.take("peft_config") or {}, theirs.take("quant_config") or {}
-    kind = peft.get("name", "full")
-    if kind not in ("lora", "full"):
-        raise theirs.refused("peft_config", f"{kind}: adapters here are LoRA's; or all weights are trained")
-    if kind == "full":
-        translation.settings["adapter"] = Setting("none", "no peft_config")
-        return
-    translation.set("adapter", "qlora" if quantised.get("quantization_bit") in (4, 8) else "lora", "peft_config")
-    if quantised.get("quantization_bit") == 8:
-        translation.set("quantization.quant_type", "int8", "quant_config")
-        translation.differs("quant_config", words.INT8)
-    for ours, name in (("r", "r"), ("alpha", "lora_alpha"), ("dropout", "lora_dropout"), ("rslora", "use_rslora"),
-                       ("dora", "use_dora"), ("modules_to_save", "modules_to_save")):  # fmt: skip
-        if peft.get(name) is not None:
-            translation.set(f"lora.{ours}", peft[name], "peft_config")
-    target = peft.get("target_modules", "all")
-    chosen = ["all-linear"] if target in ("all", "all-linear") else target if isinstance(target, list) else [target]
-    translation.set("lora.target_modules", chosen, "peft_config")
-    words.experts(translation)
-    if peft.get("adapter_name_or_path"):
-        translation.set("lora.adapter_path", peft["adapter_name_or_path"], "peft_config")
-
-
-def _data(translation: Translation) -> None:
-    theirs = translation.theirs
-    sources = _sources(translation, "train_dataset")
-    if len(sources) == 1:
-        for key, value in sources[0].items():
-            translation.set(f"dataset.{key}", value, "train_dataset")
-    else:
-        translation.set("dataset.mix", sources, "train_dataset")
-    if theirs.tree.get("eval_dataset"):
-        translation.set("dataset.evaluation", _sources(translation, "eval_dataset")[0], "eval_dataset")
-    translation.copy_or("dataset.max_length", 2048, "cutoff_len")
-    way = str(theirs.take("batching_strategy", default="normal"))
-    if way != "normal":
-        translation.set("dataset.packing", True, "batching_strategy")
-        translation.differs("batching_strategy", f"{way}: documents are packed to the length of a sequence")
-
-
-def _sources(translation: Translation, name: str) -> list[dict[str, Any]]:
-    theirs = translation.theirs
-    value = str(theirs.take(name))
-    file = next(
-        (path for folder in (theirs.folder, *theirs.folder.parents) if (path := folder / value).is_file()), None
-    )
+def read_sources(t: Translation, name: str) -> list[dict[str, Any]]:
+    """Return the sources that a key names: a file of records, a data set of the hub, or a YAML that lists several."""
+    value = t.get(name)
+    if value is None:
+        return []
+    file = t.foreign.find(value)
+    if not value.endswith((".yaml", ".yml")):
+        return [{"path": str(file or value)}]
     if file is None:
-        return [{"path": value}] if not value.endswith((".yaml", ".yml")) else _missing(theirs, name, value)
-    if file.suffix not in (".yaml", ".yml"):
-        return [{"path": str(file)}]
-    return [_source(translation, file, entry, name) for entry in read_yaml(file).tree.values()]
+        t.refuse(name, "no such file next to this file or above it, which says what the data is; put it there")
+        return []
+    entries = common.read_file(t, name, value, {"*": ENTRY}) or {}
+    return [read_source(t, file, entry, name) for entry in entries.values()]
 
 
-def _missing(theirs: Theirs, name: str, value: str) -> list[dict[str, Any]]:
-    raise theirs.refused(name, f"no {value} beside this file or above it, which says what the data is; put it there")
-
-
-def _source(translation: Translation, file: Path, entry: Any, name: str) -> dict[str, Any]:
-    theirs = translation.theirs
-    kind = entry.get("converter") if isinstance(entry, dict) else None
-    if not isinstance(entry, dict) or not entry.get("path") or kind not in (None, *CONVERTERS):
-        reason = "preference and reward training are not offered" if kind == "pair" else f"{file}: not understood"
-        raise theirs.refused(name, reason)
-    path = str(entry["path"])
+def read_source(t: Translation, file: Path, entry: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the settings of one source of such a YAML."""
+    kind, path = entry.get("converter"), entry.get("path")
+    if path is None or kind not in (None, *CONVERTERS):
+        unknown = f"{file}: an entry has no path, or the unknown converter {kind}"
+        t.refuse(name, common.PREFERENCES if kind == "pair" else unknown)
+        return {}
     if entry.get("source") == "local":
-        path = str(next((at for folder in file.parents if (at := folder / path).exists()), path))
-    source: dict[str, Any] = {"path": path}
-    if entry.get("split"):
-        source["split"] = entry["split"]
-    if kind:
-        source["format"] = CONVERTERS[kind]
-    if entry.get("size"):
-        source["max_samples"] = int(entry["size"])
-    return source
+        path = next((at for folder in file.parents if os.path.exists(at := f"{folder}/{path}")), path)
+    ours = {"split": entry.get("split"), "format": kind and CONVERTERS[kind], "max_samples": entry.get("size")}
+    return {"path": path, **{key: value for key, value in ours.items() if value is not None}}
 
 
-def _training(translation: Translation) -> None:
-    theirs = translation.theirs
-    for ours, name, default in (
-        ("batch_size", "micro_batch_size", 1),
-        ("learning_rate", "learning_rate", 1e-4),
-        ("epochs", "num_train_epochs", 3),
-    ):
-        translation.copy_or(f"training.{ours}", default, name)
-    translation.copy("training.global_batch_size", "global_batch_size")
-    translation.copy("training.max_steps", "max_steps")
-    translation.copy("training.max_grad_norm", "max_grad_norm")
-    course = theirs.take("lr_scheduler_config") or {}
-    if course:
-        raise theirs.refused("lr_scheduler_config", "write training.lr_scheduler by hand: the plug-in is not known")
-    translation.default("training.lr_scheduler", "constant")
-    translation.default("training.warmup_steps", 0)
-    chosen = theirs.take("optim_config") or {}
-    if str(chosen.get("name", "adamw")).lower() not in words.ADAMW:
-        raise theirs.refused("optim_config", "only AdamW is offered, in 32 and 8 bits")
-    translation.default("training.weight_decay", chosen.get("weight_decay", 0.01))
-    if "bf16" in theirs.tree:
-        words.precision(translation)
-    else:
-        translation.default("training.precision", "bf16")
-    again = theirs.take("enable_activation_checkpointing")
-    off = theirs.tree.get("enable_activation_checkpointing") is False
-    translation.default("training.gradient_checkpointing", "none" if off and not again else "non_reentrant")
-    translation.copy("seed", "seed")
-    every = theirs.take("save_steps")
-    if every:
-        translation.set("training.save_steps", every, "save_steps")
-    elif theirs.take("save_epochs"):
-        translation.set("training.saves_per_epoch", round(1 / float(theirs.tree["save_epochs"]), 6), "save_epochs")
-    else:
-        translation.default("training.save_steps", 0)
-    translation.copy_or("training.save_total_limit", None, "save_total_limit")
-    translation.copy_or("output_dir", "runs/llamafactory", "output_dir")
-    translation.copy("training.resume_from_checkpoint", "resume_from_checkpoint")
-    _partition(translation)
+def set_training(t: Translation) -> None:
+    """Set schedule, optimizer, precision, recomputation and saves."""
+    t.put("training.lr_scheduler", "constant")
+    common.set_warmup(t, default=0)
+    if t.get("optim_config.name", "adamw").lower() not in common.ADAMW:
+        t.refuse("optim_config.name", common.ONLY_ADAMW)
+    common.set_precision(t, "bf16")
+    epochs = t.get("save_epochs", 0)
+    common.set_interval(t, "save", ("s_per_epoch", round(1 / epochs, 6)) if epochs > 0 else ("steps", 0), "save_epochs")
 
 
-def _partition(translation: Translation) -> None:
-    theirs = translation.theirs
-    placed = theirs.take("dist_config") or {}
-    kind = str(placed.get("name", ""))
-    if kind == "deepspeed" and placed.get("config_file"):
-        theirs.tree["deepspeed"] = placed["config_file"]
-        words.deepspeed(translation)
+def set_partition(t: Translation) -> None:
+    """Set what is partitioned over the GPUs."""
+    kind = t.get("dist_config.name", "")
+    if kind == "deepspeed":
+        common.set_deepspeed(t, "dist_config.config_file")
     elif kind.startswith("fsdp"):
-        words.set_stage(translation, "dist_config", 3, optimizer=False, parameters=False)
-        translation.differs("dist_config", "FSDP's sharding becomes DeepSpeed's ZeRO stage 3, which computes the same")
-    if int(theirs.take("cp_size", default=1)) > 1:
-        translation.differs("cp_size", "every GPU holds whole sequences, which takes more memory and gives the same")
+        common.set_fsdp(t, "dist_config.name", {})
+    common.set_timeout(t, "dist_timeout")
+    if t.get("cp_size", 1) > 1:
+        t.note("cp_size", "every GPU holds whole sequences, which takes more memory and gives the same")

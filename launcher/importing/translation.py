@@ -1,130 +1,344 @@
-"""What becomes of another trainer's settings: taken over, different, left out or without effect, each with its line."""
+"""The engine of `zerolora import`: a table of the keys of another trainer, then rules about several keys.
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+Every value is converted to the type that its key has there before anything else reads it. Every key of a file ends up
+in a setting, in a remark, in the list of keys without effect, or in a mistake.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple
 
-from trainer.config import UserError
-from trainer.config.errors import shown
+from annotated_types import Ge, Le
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-_NOTHING: tuple[Any, ...] = (None, "", [], {})
+from trainer.config.aliases import ALIASES
+from trainer.config.errors import UserErrors, shown
+from trainer.config.files import read_json
+from trainer.config.messages import annotation_of, describe_problem
+from trainer.config.values import as_meant, kinds
+from trainer.config.yaml_core import Yaml11Loader, plain, read_yaml
+
+EMPTY: tuple[Any, ...] = (None, "", [], {})
+UNSET: Any = object()
+MAP = "must be a map, such as {a: b}"
+OFF = ("false", "no", "off", "none", "null")
+
+# Types of keys; bounded, so that arithmetic with them neither overflows nor meets NaN.
+Text = Annotated[str, BeforeValidator(partial(as_meant, str))]
+Whole = Annotated[int, BeforeValidator(partial(as_meant, int)), Ge(-(10**12)), Le(10**12)]
+_Float = Annotated[float, BeforeValidator(partial(as_meant, float)), Ge(-1e12), Le(1e12)]
+Number = _Float | Whole
+"""Whole numbers stay as they are written."""
+Steps = Annotated[Whole | _Float, "steps"]
+Names = (Text, [Text])
+"""One name, several with commas between them, or a list."""
+# YAML reads `no` as false.
+Strategy = Annotated[
+    Literal["no", "steps", "epoch", "best"], BeforeValidator(lambda value: "no" if value is False else value)
+]
+KINDS = {
+    "flag": bool, "whole": Whole, "number": Number, "steps": Steps, "text": Text, "names": Names,
+    "flag-or-text": bool | Text, "strategy": Strategy,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A setting of ours, and what it comes from."""
+class Key:
+    """What becomes of one key of another trainer."""
 
-    value: Any
-    origin: str
-    """The line and name there, or whose default it is."""
+    kind: Any = Any
+    """Its type there, as `convert` takes it."""
+    to: str = ""
+    """The setting that takes its value; without one, a rule reads it."""
+    default: Any = UNSET
+    """Their default, where ours differs or may come to differ."""
+    unless: tuple[Any, ...] = ()
+    """Values that mean the same as leaving the key out."""
+    values: Mapping[str, Any] | None = None
+    """Their words in lower case and our values; other words but `false` are refused, `otherwise` being the reason."""
+    otherwise: str = ""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """What differs here, for some of these words."""
+    refused: str = ""
+    """Why a file that asks for it cannot be imported."""
+    left_out: str = ""
+    """Why it is left out, and what to do instead."""
 
 
-@dataclass(frozen=True)
-class Remark:
-    """What is to be known of a setting there."""
-
-    where: str
-    text: str
+Table = Mapping[str, Key]
 
 
-class Refused(UserError):
-    """A configuration that asks for something that is not offered here."""
+def make_table(text: str, refused: Mapping[str, str], left_out: Mapping[str, str], rows: Table) -> dict[str, Key]:
+    """Return a row for each key, from lines of a word and the keys that it is true of.
+
+    The word is that of a type in `KINDS`, for keys that rules read; `copy`, for those whose value one of our settings
+    takes (`their=our.setting`, or what `ALIASES` says; `:default`; `!value` that means nothing); or `none`, for those
+    without effect here (`wandb_*`: whatever begins so). `rows` are those that take more to say, and come first.
+    """
+    table = {**rows, **{name: Key(refused=why) for name, why in refused.items()}}
+    for line in text.strip().splitlines():
+        word, *names = line.split()
+        for each in names:
+            name, _, nothing = each.partition("!")
+            name, _, default = name.partition(":")
+            name, _, ours = name.partition("=")
+            ours = (ours or ALIASES.get(name, name)) if word == "copy" else ""
+            kind = _kind_of(ours) if ours else KINDS.get(word, Any)
+            unless = (plain(nothing),) if nothing else ()
+            table.setdefault(name, Key(kind, ours, plain(default) if default else UNSET, unless))
+    for name, why in left_out.items():
+        table[name] = replace(table.get(name, Key()), left_out=why)
+    return table
+
+
+def _kind_of(ours: str) -> Any:
+    """Return the kind of a key that means the same as one of our settings."""
+    wanted = kinds(annotation_of(ours))
+    found = ((bool, bool), (float, Number), (int, Whole), (tuple, Names), (str, Text))
+    return next((kind for known, kind in found if known in wanted), Any)
 
 
 @dataclass
-class Theirs:
-    """The settings of another trainer, from which each is taken once; `lines` says where they are written."""
+class Foreign:
+    """A configuration of another trainer, as it was read."""
 
-    path: Path
     trainer: str
+    label: str
+    """What to call it: its path, or the script of a command line."""
     tree: dict[str, Any]
-    lines: Mapping[str, int]
     folder: Path
     """Where its relative paths begin."""
-    taken: set[str] = field(default_factory=set)
+    path: Path | None = None
+    """The file that `lines` count in."""
+    lines: Mapping[str, int] = field(default_factory=dict)
+    is_command_line: bool = False
+    files: list[Path] = field(default_factory=list)
+    """Every file that was read, none of which the result may replace."""
 
-    def take(self, *names: str, default: Any = None) -> Any:
-        """The value of the first of these names that says something; all of them count as seen."""
-        self.taken.update(names)
-        return next((self.tree[name] for name in names if self.tree.get(name) not in _NOTHING), default)
+    def line(self, name: str) -> int:
+        """Return the line of a dotted name, or of what holds it; 0 if it has none."""
+        while name and name not in self.lines:
+            name = name.rpartition(".")[0]
+        return self.lines.get(name, 0)
 
-    def has(self, *names: str) -> str | None:
-        """The first of these names that says something other than false."""
-        self.taken.update(names)
-        said = (name for name in names if self.tree.get(name) not in _NOTHING and self.tree[name] is not False)
-        return next(said, None)
+    def locate(self, name: str) -> str:
+        """Return `x.yml:7: name`, for a message."""
+        if line := self.line(name):
+            return f"{self.path}:{line}: {name}"
+        return f"--{name}" if self.is_command_line else f"{self.label}: {name}"
 
-    def where(self, name: str) -> str:
-        """`line 12, sequence_len`, for a comment."""
-        return f"line {self.lines[name]}, {name}" if name in self.lines else name
+    def find(self, name: str) -> Path | None:
+        """Return the file of that name in the folder of the configuration or above it."""
+        above = (os.path.join(folder, name) for folder in (self.folder, *self.folder.parents))
+        return next((Path(path) for path in above if os.path.isfile(path)), None)
 
-    def refused(self, name: str, reason: str) -> Refused:
-        """The one line for a setting that cannot be had here."""
-        place = f"{self.path}:{self.lines[name]}: " if name in self.lines else f"{self.path}: "
-        value = self.tree.get(name.partition(".")[0]) if "." not in name else None
-        return Refused(f"{place}{name}{f'={shown(value, 40)}' if value is not None else ''}: {reason}")
+    def read_near(self, name: str) -> Any:
+        """Return what a JSON or YAML file holds, None if `find` does not find it. Raises UserError if it is damaged."""
+        path = self.find(name)
+        if path is None:
+            return None
+        self.files.append(path)
+        is_yaml = path.suffix in (".yaml", ".yml")
+        return read_yaml(path, Yaml11Loader).tree if is_yaml else read_json(path, Any)
 
 
-@dataclass
+class Setting(NamedTuple):
+    """The value of one of our settings, and their keys that it comes from; none if it is a default of theirs."""
+
+    value: Any
+    names: tuple[str, ...]
+
+
 class Translation:
-    """Our settings by dotted name, and what there is to say about them."""
+    """Our settings by dotted name, and what there is to say about the keys that they come from."""
 
-    theirs: Theirs
-    settings: dict[str, Setting] = field(default_factory=dict)
-    different: list[Remark] = field(default_factory=list)
-    left_out: list[Remark] = field(default_factory=list)
-    no_effect: list[str] = field(default_factory=list)
+    def __init__(self, foreign: Foreign) -> None:
+        self.foreign = foreign
+        self.settings: dict[str, Setting] = {}
+        self.different: list[tuple[str, str]] = []
+        self.left_out: list[tuple[str, str]] = []
+        self.no_effect: list[str] = []
+        self._values: dict[str, Any] = {}
+        self._mistakes: dict[str, str] = {}
 
-    def set(self, dotted: str, value: Any, name: str) -> None:
-        """Take a setting over; `name` is theirs."""
-        self.settings[dotted] = Setting(value, self.theirs.where(name))
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the converted value of a key; the default if it is not given, empty or wrong."""
+        return self._values.get(name, default)
 
-    def default(self, dotted: str, value: Any) -> None:
-        """Write out their default, where ours differs or may come to."""
-        self.settings.setdefault(dotted, Setting(value, f"the default of {self.theirs.trainer}"))
+    def first(self, *names: str) -> Any:
+        """Return the value of the first of these keys that has one."""
+        return next((self._values[name] for name in names if name in self._values), None)
 
-    def copy(self, dotted: str, *names: str) -> bool:
-        """Take a setting over as it stands, if it is there."""
-        value = self.theirs.take(*names)
-        if value is None:
-            return False
-        self.set(dotted, value, next(name for name in names if self.theirs.tree.get(name) not in _NOTHING))
-        return True
+    def value_of(self, dotted: str) -> Any:
+        """Return the value that one of our settings has so far."""
+        return self.settings[dotted].value if dotted in self.settings else None
 
-    def copy_or(self, dotted: str, default: Any, *names: str) -> None:
-        """Take a setting over as it stands, or write out their default."""
-        if not self.copy(dotted, *names):
-            self.default(dotted, default)
+    def put(self, dotted: str, value: Any, *names: str) -> None:
+        """Set one of our settings from those of these keys that are given, or from their default if none is."""
+        self.settings[dotted] = Setting(value, tuple(name for name in names if self._given(name) not in EMPTY))
 
-    def differs(self, name: str, text: str) -> None:
-        """Say what is not as it was there."""
-        self.different.append(Remark(self.theirs.where(name), text))
+    def put_sources(self, sources: Sequence[Mapping[str, Any]], *names: str) -> None:
+        """Set the data: one source, or several that are mixed."""
+        if len(sources) > 1:
+            self.put("dataset.mix", list(sources), *names)
+        for key, value in sources[0].items() if len(sources) == 1 else ():
+            self.put(f"dataset.{key}", value, *names)
+
+    def drop(self, *prefixes: str) -> None:
+        """Forget the settings whose names begin so, because nothing would read them."""
+        self.settings = {dotted: value for dotted, value in self.settings.items() if not dotted.startswith(prefixes)}
+
+    def note(self, name: str, text: str) -> None:
+        """Note what is not the same here."""
+        self.different.append((name, text))
 
     def leave_out(self, name: str, text: str) -> None:
-        """Say what is not offered here."""
-        self.left_out.append(Remark(self.theirs.where(name), text))
+        """Note what is not offered here."""
+        self.left_out.append((name, text))
 
-    def finish(self, without_effect: Iterable[str], prefixes: tuple[str, ...]) -> None:
-        """Account for everything that is left: empty, without effect here, or not offered."""
-        known = set(without_effect)
-        for name in self.theirs.tree:
-            value = self.theirs.tree[name]
-            if name not in self.theirs.taken:
-                if value in _NOTHING or value is False or name in known or name.startswith(prefixes):
-                    self.no_effect.append(name)
-                else:
-                    self.leave_out(name, f"{shown(value, 60)}: there is nothing like it here")
-            elif value in _NOTHING:
-                self.no_effect.append(name)
+    def report(self, name: str, value: Any, problem: str) -> None:
+        """Add a mistake; of several of one key, or of what it holds, the first is kept."""
+        given = "" if value is UNSET else f"={shown(value, 40)}"
+        self._mistakes.setdefault(name, f"{self.foreign.locate(name)}{given}: {problem}")
 
-    def tree(self) -> dict[str, Any]:
-        """The settings as the nested tree of a configuration."""
-        whole: dict[str, Any] = {}
-        for dotted, setting in self.settings.items():
-            *sections, last = dotted.split(".")
-            node = whole
-            for section in sections:
-                node = node.setdefault(section, {})
-            node[last] = setting.value
-        return whole
+    def refuse(self, name: str, problem: str) -> None:
+        """Add a mistake about a key, with its value if it has one."""
+        value = self._given(name)
+        self.report(name, UNSET if value in EMPTY else value, problem)
+
+    def require(self, name: str, purpose: str) -> None:
+        """Add a mistake if a key is not given."""
+        if self._given(name) in EMPTY:
+            self.refuse(name, f"missing; {purpose}")
+
+    def _given(self, name: str) -> Any:
+        """Return the value of a dotted name as it was read; None, with a mistake, if what should hold it is no map."""
+        value: Any = self.foreign.tree
+        for part in name.split("."):
+            if isinstance(value, list) and part.isdigit():
+                value = value[int(part)]
+            elif isinstance(value, dict):
+                value = value.get(part)
+            elif value not in EMPTY:
+                self.report(name.partition(".")[0], value, MAP)
+                return None
+        return value
+
+    def read(self, table: Table) -> None:
+        """Convert every value, do for each key what its row says, and write out their defaults."""
+        for name, key in table.items():
+            value = self._given(name)
+            if value not in EMPTY and not (key.refused and is_off(value)):
+                self._read(name, key, value)
+        for key in table.values():
+            if key.default is not UNSET:
+                self.settings.setdefault(key.to, Setting(key.default, ()))
+
+    def _read(self, name: str, key: Key, value: Any) -> None:
+        before = len(self._mistakes)
+        value = convert(key.kind, value, name, self.report)
+        if len(self._mistakes) > before:
+            return
+        self._values[name] = value
+        word = str(value).lower()
+        if key.refused:
+            self.refuse(name, key.refused)
+        elif key.left_out and not is_off(value) and value not in key.unless:
+            self.leave_out(name, f"{shown(value, 60)}: {key.left_out}")
+        elif key.values is not None and word not in key.values:
+            if not is_off(value):
+                self.refuse(name, key.otherwise)
+        elif key.to and key.to not in self.settings and value not in key.unless:
+            self.put(key.to, value if key.values is None else key.values[word], name)
+            if word in key.notes:
+                self.note(name, key.notes[word])
+
+    def finish(self, table: Table) -> None:
+        """Account for the keys that no row and no rule has used."""
+        if self.value_of("adapter") == "none":
+            self.drop("lora.")
+        if self.value_of("adapter") != "qlora":
+            self.drop("quantization.")
+        if self.value_of("quantization.quant_type") == "int8":
+            self.drop("quantization.double_quant")
+        prefixes = tuple(name[:-1] for name in table if name.endswith("*"))
+        sections = {name.partition(".")[0] for name in table if "." in name}
+        used = {name for setting in self.settings.values() for name in setting.names} | self._mistakes.keys()
+        used |= {name for name, _ in (*self.different, *self.left_out)}
+        used |= {first for name in used if (first := name.partition(".")[0]) not in sections}
+        for name, value in self.foreign.tree.items():
+            is_section = name in sections - used and isinstance(value, dict) and value
+            keys = {f"{name}.{key}": inner for key, inner in value.items()} if is_section else {name: value}
+            for key, given in keys.items():
+                if key not in used and (is_off(given) or key in table or key.startswith(prefixes)):
+                    self.no_effect.append(key)
+                elif key not in used:
+                    self.leave_out(key, f"{shown(given, 60)}: no counterpart here")
+
+    def report_ours(self, message: str) -> None:
+        """Add a mistake that our own checks found, by the key that the setting comes from."""
+        dotted = re.split(r"[^\w.]", message)[0]
+        above = accumulate(dotted.split("."), lambda section, name: f"{section}.{name}")
+        ours = next((name for name in above if name in self.settings), "")
+        names = self.settings[ours].names if ours else ()
+        if names and names[0] not in self._mistakes:
+            name = names[0] + dotted.removeprefix(ours)
+            self._mistakes.setdefault(name, self.foreign.locate(name) + message.removeprefix(dotted))
+        elif not names and not self._mistakes:  # else what is missing may be missing because it is wrong
+            self._mistakes[dotted] = f"{self.foreign.label}: {message}"
+
+    def check(self) -> None:
+        """Raise UserErrors for all mistakes, in the order of the file."""
+        if self._mistakes:
+            raise UserErrors([self._mistakes[name] for name in sorted(self._mistakes, key=self.foreign.line)])
+
+
+def is_off(value: Any) -> bool:
+    """Return whether a value asks for nothing: empty, false, or a word for it."""
+    return value in EMPTY or str(value).strip().lower() in OFF
+
+
+def split_names(value: Any) -> list[str]:
+    """Return the names of a list, or of a text with commas."""
+    parts = value if isinstance(value, list) else str(value or "").split(",")
+    return [part.strip() for part in parts if part.strip()]
+
+
+def convert(kind: Any, value: Any, name: str, report: Callable[[str, Any, str], None]) -> Any:
+    """Return a value as `kind`; each part that does not fit is reported with its dotted name.
+
+    A kind is a type; `[kind]` for a list; `{key: kind}` for a map, in which `*` stands for the other keys and empty
+    values count as not given; or a tuple of kinds, of which the form of the value chooses one.
+    """
+    if isinstance(kind, tuple):
+        form = next((form for form in (dict, list) if isinstance(value, form)), None)
+        fitting = (one for one in kind if (isinstance(one, form) if form else not isinstance(one, (dict, list))))
+        kind = kind[0] if form is None and not isinstance(value, str) else next(fitting, kind[0])
+    if isinstance(kind, dict) and isinstance(value, dict):
+        given = {str(key): inner for key, inner in value.items() if inner not in EMPTY}
+        return {
+            key: convert(kind.get(key, kind.get("*", Any)), inner, f"{name}.{key}", report)
+            for key, inner in given.items()
+        }
+    if isinstance(kind, list) and isinstance(value, list):
+        return [convert(kind[0], inner, f"{name}.{index}", report) for index, inner in enumerate(value)]
+    if isinstance(kind, (dict, list)):
+        report(name, value, MAP if isinstance(kind, dict) else "must be a list, such as [a, b]")
+        return None
+    try:
+        return _adapter(kind).validate_python(value)
+    except ValidationError as error:
+        first, *others = map(describe_problem, error.errors(include_url=False))
+        words = [other.removeprefix("must be ") for other in others if other.startswith("must be '")]
+        report(name, value, ", or ".join([first, *words]))
+        return None
+
+
+@lru_cache(maxsize=64)
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)

@@ -1,11 +1,12 @@
-"""A translation as a commented YAML file: behind each setting where it comes from, above all what is different."""
+"""A translation as a commented YAML file: each setting with where it comes from, and above all what is different."""
 
+import math
 import textwrap
 from typing import Any
 
 from pydantic import BaseModel
 
-from launcher.importing.translation import Remark, Translation
+from launcher.importing.translation import Foreign, Setting, Translation
 from trainer.config import RunConfig
 from trainer.config.yaml_core import dump
 
@@ -13,36 +14,46 @@ WIDTH = 118
 COLUMN = 56
 
 
-def as_yaml(translation: Translation, name: str) -> str:
-    """The text of a configuration file; `name` is what it will be called."""
-    theirs = translation.theirs
-    lines = [f"# zerolora train {name}", "#", f"# Imported from {theirs.path}, written for {theirs.trainer}."]
-    lines += _remarks("Not as it was there:", translation.different)
-    lines += _remarks("Not offered here, and left out:", translation.left_out)
+def format_yaml(translation: Translation, name: str) -> str:
+    """Return the text of a configuration file; `name` is what it will be called."""
+    foreign = translation.foreign
+    lines = ["#", *_wrap("# ", f"Imported from {foreign.label}, written for {foreign.trainer}.", "#   ")]
+    lines += _remarks(foreign, "Not as it was there:", translation.different)
+    lines += _remarks(foreign, "Not offered here, and left out:", translation.left_out)
     if translation.no_effect:
         names = ", ".join(sorted(dict.fromkeys(translation.no_effect)))
-        lines += ["#", *_wrapped("# ", f"Without effect here: {names}.", "#   ")]
+        lines += ["#", *_wrap("# ", f"Without effect here: {names}.", "#   ")]
     lines += ["", *_section(translation, RunConfig, "", "")]
-    return "\n".join(lines) + "\n"
+    return "\n".join([f"# zerolora train {_printable(name)}", *lines]) + "\n"
 
 
-def _remarks(head: str, remarks: list[Remark]) -> list[str]:
-    if not remarks:
-        return []
-    lines = ["#", f"# {head}"]
-    for remark in dict.fromkeys(remarks):
-        lines += _wrapped("#   ", f"{remark.where}: {remark.text}", "#     ")
+def _remarks(foreign: Foreign, head: str, remarks: list[tuple[str, str]]) -> list[str]:
+    lines = ["#", f"# {head}"] if remarks else []
+    for name, text in dict.fromkeys(remarks):
+        lines += _wrap("#   ", f"{_place(foreign, (name,))}: {text}", "#     ")
     return lines
 
 
-def _wrapped(first: str, text: str, other: str) -> list[str]:
+def _place(foreign: Foreign, names: tuple[str, ...]) -> str:
+    """Return `line 12, sequence_len`."""
+    line = foreign.line(names[0])
+    return f"line {line}, {', '.join(names)}" if line else ", ".join(names)
+
+
+def _wrap(first: str, text: str, other: str) -> list[str]:
     return textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=other, break_on_hyphens=False, break_long_words=False
-    )
+        _printable(text), WIDTH, initial_indent=first, subsequent_indent=other, break_on_hyphens=False,
+        break_long_words=False,
+    )  # fmt: skip
+
+
+def _printable(text: str) -> str:
+    """Escape what could end a comment: names of files and of their keys may hold any character."""
+    return "".join(mark if mark.isprintable() else repr(mark)[1:-1] for mark in text)
 
 
 def _section(translation: Translation, section: type[BaseModel], prefix: str, indent: str) -> list[str]:
-    """The settings in the order of the reference; sections last, each with what it has."""
+    """Return the settings in the order of the reference; sections last, each with what it has."""
     lines: list[str] = []
     inner: list[str] = []
     for name, field in section.model_fields.items():
@@ -52,20 +63,22 @@ def _section(translation: Translation, section: type[BaseModel], prefix: str, in
             below = _section(translation, kind, f"{dotted}.", f"{indent}  ")
             inner += [f"{indent}{name}:", *below] if below else []
         elif (setting := translation.settings.get(dotted)) is not None:
-            lines += _entry(name, setting.value, setting.origin, indent)
+            lines += _entry(translation.foreign, name, setting, indent)
     return lines + inner
 
 
-def _entry(name: str, value: Any, origin: str, indent: str) -> list[str]:
-    first, *rest = _value_lines(name, value, indent)
-    return [f"{first:<{COLUMN}}  # {origin}", *rest]
+def _entry(foreign: Foreign, name: str, setting: Setting, indent: str) -> list[str]:
+    first, *rest = _value_lines(name, setting.value, indent)
+    origin = _place(foreign, setting.names) if setting.names else f"the default of {foreign.trainer}"
+    return [f"{first:<{COLUMN}}  # {_printable(origin)}", *rest]
 
 
 def _value_lines(name: str, value: Any, indent: str) -> list[str]:
+    name = _flow(name)
     if isinstance(value, str) and "\n" in value and _is_plain(value):
-        chomped = value.removesuffix("\n")
         mark = "|" if value.endswith("\n") else "|-"
-        return [f"{indent}{name}: {mark}", *(f"{indent}  {line}".rstrip() for line in chomped.split("\n"))]
+        lines = value.removesuffix("\n").split("\n")
+        return [f"{indent}{name}: {mark}", *(f"{indent}  {line}".rstrip() for line in lines)]
     if isinstance(value, list) and value and isinstance(value[0], dict):
         lines = [f"{indent}{name}:"]
         for item in value:
@@ -75,24 +88,24 @@ def _value_lines(name: str, value: Any, indent: str) -> list[str]:
     if isinstance(value, dict) and any(
         isinstance(inner, (dict, list)) or "\n" in str(inner) for inner in value.values()
     ):
-        return [f"{indent}{name}:", *(
-            line for key, inner in value.items() for line in _value_lines(key, inner, f"{indent}  ")
-        )]  # fmt: skip
+        below = (_value_lines(key, inner, f"{indent}  ") for key, inner in value.items())
+        return [f"{indent}{name}:", *(line for lines in below for line in lines)]
     return [f"{indent}{name}: {_flow(value)}"]
 
 
 def _is_plain(text: str) -> bool:
-    """Whether a block scalar gives the text back as it is."""
-    body = text.removesuffix("\n")
-    bad = body.endswith("\n") or body.startswith((" ", "\n")) or any(line != line.rstrip() for line in body.split("\n"))
-    return not bad and body.isprintable() is False and all(line.isprintable() for line in body.split("\n"))
+    """Return whether a block scalar gives the text back as it is."""
+    lines = text.removesuffix("\n").split("\n")
+    is_even = bool(lines[0].strip() and lines[-1]) and not text.startswith(" ")
+    return is_even and all(line == line.rstrip() and line.isprintable() for line in lines)
 
 
 def _flow(value: Any) -> str:
+    """Return a value on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_flow(key)}: {_flow(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_flow(inner) for inner in value) + "]"
-    if isinstance(value, str) and ("\n" in value or len(value) > 60 or any(mark in value for mark in "{}[],")):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t") + '"'
-    return dump([value]).removeprefix("- ").rstrip("\n")
+    is_quoted = isinstance(value, str) and (not value.isprintable() or any(mark in value for mark in "{}[],"))
+    text = dump(value, default_style='"' if is_quoted else None, width=math.inf)
+    return text.removesuffix("\n...\n").strip("\n")

@@ -223,6 +223,10 @@ def test_training_ends_when_the_held_out_loss_no_longer_falls(matrix: Matrix) ->
     held_out = matrix["early"].records("eval/loss")
     assert len(matrix["early"].losses) < 8
     assert min(held_out[1:]) == held_out[-3]  # two evaluations in a row without a lower one
+    case, steps = matrix["early"], len(matrix["early"].losses)
+    console = (case.folder.parent / "early-console-0.txt").read_text()
+    assert f"stopped early at step {steps} of 8" in console and "training.early_stopping=2" in console
+    assert f"{steps} of 8, stopped early" in (case.folder / "report.html").read_text()
 
 
 def test_the_best_checkpoint_is_the_result(matrix: Matrix) -> None:
@@ -235,6 +239,13 @@ def test_the_best_checkpoint_is_the_result(matrix: Matrix) -> None:
         assert torch.equal(case.adapter()[name], value)
     kept = {path.name for path in case.folder.glob("checkpoint-*")}
     assert kept == {f"checkpoint-{best}", "checkpoint-5"}  # save_total_limit=1, and the best
+    assert (case.records("eval/kept_step"), case.records("eval/kept_loss")) == ([best], [min(held_out)])
+    page, card = (case.folder / "report.html").read_text(), (case.folder / "README.md").read_text()
+    console = (case.folder.parent / "best-console-0.txt").read_text()
+    before = case.records("eval/loss")[0]
+    assert f"{before:.4f} -> {min(held_out):.4f}" in console and f"{before:.4f} → {min(held_out):.4f}" in card
+    assert f"after {min(held_out):.4f} (step {best})" in page and f"after {min(held_out):.4f} (step {best})" in card
+    assert f"{before:.3f} → {min(held_out):.3f}" in page and f"kept: step {best}" in page
 
 
 def test_a_stream_trains_as_the_same_data_in_memory(matrix: Matrix) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import FinishedRun, find_run
 from trainer.commands import push
 from trainer.commands.push import records_of, stage
+from trainer.config import LoraSection
 from trainer.monitor.report.model_card import OF_PEFT, OURS, model_card, public_name
 
 ROOT = Path(__file__).parent.parent.parent
@@ -76,6 +78,20 @@ def test_the_card_says_what_it_was_made_of_and_how_it_is_used(run_dir: Path) -> 
     ):
         assert said in body, said
     assert "c.yaml" not in body
+
+
+def test_the_code_of_a_local_card_loads_the_adapter(run_dir: Path) -> None:
+    config = find_run(run_dir).config.model_copy(update={"lora": LoraSection(dora=True)})
+    card = model_card(config, run_dir, [], name=str(run_dir))
+    assert "DoRA" in card and "magnitudes" in card
+    found: dict[str, Any] = {}
+    exec(card.partition("```python\n")[2].partition("```")[0], found)
+    assert type(found["model"]).__name__ == "PeftModelForCausalLM"
+    assert len(found["tokenizer"]) <= found["model"].get_input_embeddings().weight.shape[0]
+
+
+def test_a_card_for_the_hub_has_a_placeholder_for_a_local_base(run_dir: Path) -> None:
+    assert 'from_pretrained("path/to/model", ' in card_of(find_run(run_dir))
 
 
 def test_the_card_of_a_checkpoint_tells_of_no_later_step(run_dir: Path) -> None:

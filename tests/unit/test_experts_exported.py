@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import make_tokenizer
 from tests.unit.test_experts import base_of, saved
-from trainer.checkpoint.finished_run import find_run
+from trainer.checkpoint.finished_run import find_run, saved_tokenizer
 from trainer.commands.export.__main__ import export
+from trainer.commands.export.verify import verify
 from trainer.commands.merge import merge
 from trainer.config import RunConfig, UserError
 from trainer.model.adapter import apply_adapter
@@ -87,18 +88,43 @@ def test_what_servers_read_expert_by_expert_gives_the_same_logits(
     model_type: str, lora: dict[str, Any], form: str, tmp_path: Path
 ) -> None:
     run_dir, _ = make_run(tmp_path, model_type, **lora)
-    said = export(find_run(run_dir), form, tmp_path / "out", verified=True)[0]
+    said, command = export(find_run(run_dir), form, tmp_path / "out", verified=True)
     assert said.startswith("verified by the rules of ")
+    assert ("--enable-mixed-moe-lora-format" in command) is (form == "vllm")
     stored = load_file(tmp_path / "out" / "adapter_model.safetensors")
     names = [name for name in stored if ".experts." in name]
     known = {"mixtral": r"block_sparse_moe\.experts\.\d\.w[123]", "llama4_text": r"feed_forward\.experts\.\d\.\w+_proj"}
     pattern = known.get(model_type, r"mlp\.experts\.\d\.\w+_proj")
+    if (model_type, form) == ("gpt_oss", "vllm"):
+        pattern = r"mlp\.experts\.\d\.w[123]"
     pattern = pattern.replace("w[123]", r"\w+_proj") if form == "sglang" else pattern
     assert names and all(re.search(rf"layers\.\d\.{pattern}\.lora_[AB]\.weight$", name) for name in names), names[:3]
     parts = {name.split(".experts.")[1].split(".")[1] for name in names}
     assert len(parts) == 3, "servers take all parts of an expert or none"
     ranks = {len(value) for name, value in stored.items() if ".lora_A." in name}
     assert ranks == ({2, 4} if form == "vllm" and "expert_rank" in lora else {4})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "form", "name", "other"),
+    [
+        ("gpt_oss", "vllm", "w1", "gate_proj"),
+        ("mixtral", "vllm", "w1", "gate_proj"),
+        ("qwen3_moe", "vllm", "gate_proj", "w1"),
+        ("mixtral", "sglang", "gate_proj", "w1"),
+    ],
+)
+def test_a_name_that_the_server_does_not_know_is_found(
+    model_type: str, form: str, name: str, other: str, tmp_path: Path
+) -> None:
+    run = find_run(make_run(tmp_path, model_type)[0])
+    export(run, form, tmp_path / "out")
+    file = tmp_path / "out" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    assert any(f".{name}." in key for key in tensors)
+    save_file({key.replace(f".{name}.", f".{other}."): value for key, value in tensors.items()}, file)
+    with pytest.raises(RuntimeError, match=rf"\.{other}: "):
+        verify(run, form, tmp_path / "out", saved_tokenizer(run))
 
 
 def test_experts_under_a_name_that_no_server_knows_are_refused(tmp_path: Path) -> None:

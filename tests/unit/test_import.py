@@ -9,9 +9,10 @@ import pytest
 import yaml
 
 from launcher.commands import main as zerolora
-from launcher.importing.command import translate_words
+from launcher.importing.command import translate_arguments
 from launcher.importing.prompts import CHAT_TEMPLATES, alpaca
-from launcher.importing.writing import as_yaml
+from launcher.importing.writing import format_yaml
+from tests.imported import as_tree
 from tests.tiny import make_tokenizer
 from trainer.config import RunConfig, UserError, load_config
 from trainer.config.foreign import written_for
@@ -106,10 +107,10 @@ def imported(text: str, *more: str) -> tuple[RunConfig, str]:
 
 
 def written(words: list[str]) -> tuple[RunConfig, str]:
-    translation = translate_words(words)
-    text = as_yaml(translation, "mine.yaml")
+    translation = translate_arguments(words)
+    text = format_yaml(translation, "mine.yaml")
     Path("mine.yaml").write_text(text)
-    assert read_yaml(Path("mine.yaml")).tree == translation.tree(), "what is written reads back"
+    assert read_yaml(Path("mine.yaml")).tree == as_tree(translation), "what is written reads back"
     return load_config("mine.yaml").config, text
 
 
@@ -139,8 +140,8 @@ def test_an_axolotl_file_says_the_same_here() -> None:
     assert (training.evals_per_epoch, training.saves_per_epoch, training.save_total_limit) == (3, 2, 4)
     head = " ".join(line.lstrip("# ") for line in text.partition("\n\n")[0].splitlines())
     assert "line 2, load_in_8bit: rows of the weights and tokens of their inputs are int8" in head
-    assert "line 38, neftune_noise_alpha: 5: there is nothing like it here" in head
-    assert "Without effect here: dataset_prepared_path, liger_rope, plugins, wandb_project." in head
+    assert "line 38, neftune_noise_alpha: 5: no counterpart here" in head
+    assert "Without effect here: dataset_prepared_path, liger_rope, plugins, tf32, wandb_project." in head
     assert "line 39, special_tokens: eos_token: the tokenizer's own are kept" in head
     assert re.search(rf"\n  r: 24 +# line {AXOLOTL.splitlines().index('lora_r: 24') + 1}, lora_r\n", text)
 
@@ -244,7 +245,7 @@ def test_what_is_not_offered_has_one_reason(change: str, line: str) -> None:
 
 def test_what_is_not_offered_in_a_value() -> None:
     assert "optimizer=lion: only AdamW" in refused(AXOLOTL.replace("paged_adamw_32bit", "lion"))
-    assert "type context_qa: this prompt" in refused(AXOLOTL.replace("type: chat_template", "type: context_qa"))
+    assert "type=context_qa: this prompt" in refused(AXOLOTL.replace("type: chat_template", "type: context_qa"))
     assert "weights are in AWQ" in refused(AXOLOTL.replace("small-llama", "small-AWQ"))
 
 
@@ -255,13 +256,15 @@ def test_a_llama_factory_file_says_the_same_here(folder: Path) -> None:
     pairs, talks = config.dataset.mix
     assert (pairs.path, pairs.format, pairs.max_samples) == (f"{folder}/data/pairs.json", "alpaca", 50)
     assert pairs.fields == {"instruction": "ask", "output": "say"}
-    assert (talks.path, talks.split, talks.format) == ("org/talks", "train_sft", "messages")
-    assert talks.fields == {"messages": "turns", "content": "text"} and talks.roles == {"assistant": ("robot",)}
+    assert (talks.path, talks.split, talks.format) == ("org/talks", "train_sft", "sharegpt")
+    assert talks.fields == {"conversations": "turns", "from": "role", "value": "text"}
+    assert talks.roles == {"assistant": ("robot",)}
     assert (training.epochs, training.save_total_limit, training.warmup_steps) == (3.0, None, 0)
     assert (training.precision, training.gradient_checkpointing) == ("fp16", "non_reentrant")
     assert (config.zero.stage, config.zero.offload_optimizer, config.zero.offload_parameters) == (3, True, True)
     assert config.logging.report_to == () and config.dataset.max_length == 512
-    assert "the file is not there: stage 3 is read off its name" in " ".join(text.split())
+    assert "the file does not exist: stage 3 is read from its name" in " ".join(text.split())
+    assert training.timeout_minutes == 100 / 60
 
 
 def test_llama_factorys_other_kinds() -> None:
@@ -273,7 +276,7 @@ def test_llama_factorys_other_kinds() -> None:
     assert "pictures: images" in refused(FACTORY.replace("pairs, talks", "pictures"))
     assert "stage=dpo: preference" in refused(FACTORY.replace("stage: sft", "stage: dpo"))
     assert "nobody is not in" in refused(FACTORY.replace("pairs, talks", "nobody"))
-    assert "no elsewhere/dataset_info.json beside" in refused(FACTORY + "dataset_dir: elsewhere\n")
+    assert "no elsewhere/dataset_info.json next to" in refused(FACTORY + "dataset_dir: elsewhere\n")
 
 
 def test_llama_factorys_second_layout() -> None:
@@ -310,9 +313,9 @@ def test_a_command_line_of_trl_says_the_same_here() -> None:
     assert config.dataset.evaluation is not None and config.dataset.evaluation.split == "test"
     assert (config.dataset.max_length, config.dataset.packing, config.dataset.train_on) == (256, True, ("assistant",))
     assert (config.zero.stage, config.zero.offload_optimizer, config.zero.offload_parameters) == (3, True, False)
-    assert "push_to_hub: upload with `zerolora push RUN REPO`" in text
+    assert "push_to_hub: true: upload with `zerolora push RUN REPO`" in text
     with pytest.raises(UserError, match=r"dpo\.py: preference"):
-        translate_words("python dpo.py --model_name_or_path m --dataset_name d".split())
+        translate_arguments("python dpo.py --model_name_or_path m --dataset_name d".split())
 
 
 def test_the_command_writes_a_file_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -326,7 +329,7 @@ def test_the_command_writes_a_file_once(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "Next: zerolora validate mine.yaml" in capsys.readouterr().err
     assert load_config("mine.yaml").config.lora.r == 24
     assert run("import", "theirs.yml", "-o", "mine.yaml") == 2
-    assert "mine.yaml: is there already" in capsys.readouterr().err
+    assert "mine.yaml: already exists" in capsys.readouterr().err
     assert run("import", "theirs.yml") == 0
     assert capsys.readouterr().out == Path("mine.yaml").read_text()
     assert run("train", "theirs.yml") == 2

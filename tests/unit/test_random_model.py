@@ -176,3 +176,11 @@ def test_a_setting_of_a_shape_that_cannot_be_is_one_line(change: str, line: str)
         load_model_config(f"random:tiny,{change}", ModelSection())
     assert str(refused.value).startswith(f"base_model=random:tiny,{change}: ") and line in str(refused.value)
     assert len(load("random:tiny,num_hidden_layers=3e0").model.layers) == 3
+
+
+@pytest.mark.parametrize("layers", [2, 6, 45])
+def test_another_number_of_layers_keeps_the_pattern_of_their_kinds(layers: int) -> None:
+    whole = load_model_config("random:granite-4.0-h-1b", ModelSection()).layer_types
+    assert len(whole) == 40
+    config = load_model_config(f"random:granite-4.0-h-1b,num_hidden_layers={layers}", ModelSection())
+    assert config.layer_types == (whole + whole)[:layers]

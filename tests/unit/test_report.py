@@ -80,7 +80,7 @@ def test_the_summary_says_what_was_measured(tmp_path: Path) -> None:
     assert rows["optimizer"] == "adamw, precision fp32, ZeRO stage 2", "what `auto` came to"
     assert rows["batch"] == "12 sequences = 2 x 3 micro-steps x 2 ranks"
     assert rows["training loss"] == "first 3.9750, last 2.0000, lowest 2.0000"
-    assert rows["held-out loss"] == "before 4.0000, after 2.0000, lowest 1.5000 at step 40"
+    assert rows["held-out loss"] == "before 4.0000, after 2.0000 (step 80), lowest 1.5000 at step 40"
     assert rows["relative change"] == "−50.0%"  # noqa: RUF001
     assert rows["tokens/s per rank"] == "101 (median)"
     assert rows["peak memory of rank 0"] == "1.25 GiB"

@@ -9,14 +9,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.tiny import make_tokenizer
 from tests.unit.test_after_run import make_run
+from tests.unit.test_experts import base_of
 from tests.unit.test_experts_exported import make_run as make_trained
 from tests.unit.test_gguf import make_saved
 from trainer.checkpoint.finished_run import find_run, saved_tokenizer
 from trainer.commands.export import verify as verify_module
 from trainer.commands.export.__main__ import export, main
 from trainer.commands.export.verify import verify
-from trainer.config import UserError
+from trainer.config import RunConfig, UserError
+from trainer.model.served_layers import serving_notes
+from trainer.preflight import read_model_files
 
 Tensors = dict[str, torch.Tensor]
 FORMS = ("peft", "vllm", "sglang", "gguf-lora")
@@ -162,10 +166,44 @@ def test_what_a_server_does_not_apply_is_refused(form: str, lora: dict[str, Any]
 
 def test_layers_that_a_server_does_not_know_are_refused(tmp_path: Path) -> None:
     run, _ = make_trained(tmp_path, "qwen2_moe")
-    with pytest.raises(UserError, match=r"SGLang applies no adapters of shared_expert_gate; leave them out with"):
-        export(find_run(run), "sglang", tmp_path / "out")
+    for form, server in (("sglang", "SGLang"), ("vllm", "vLLM")):
+        with pytest.raises(UserError, match=rf"{server} does not apply .* shared_expert_gate; .*lora\.exclude_modules"):
+            export(find_run(run), form, tmp_path / "out")
     with pytest.raises(UserError, match=r"gguf-lora: Qwen2MoeForCausalLM is not one of .*convert_lora_to_gguf"):
         export(find_run(run), "gguf-lora", tmp_path / "adapter.gguf")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "target", "lora", "names"),
+    [
+        ("qwen2_moe", "vllm", {}, ["shared_expert_gate"]),
+        ("qwen3_moe", "vllm", {"target_modules": ["gate", "q_proj"]}, ["gate"]),
+        ("mixtral", "vllm", {"target_modules": ["gate", "q_proj"]}, []),
+        ("mixtral", "vllm", {"dora": True, "experts": False}, ["lora.dora"]),
+        ("mixtral", "sglang", {"target_modules": ["gate", "q_proj"]}, ["gate"]),
+        ("mixtral", "llama.cpp", {}, ["experts"]),
+        ("mixtral", "ollama", {"modules_to_save": ["lm_head"]}, []),
+        ("mixtral", "llama.cpp", {"modules_to_save": ["lm_head"], "experts": False}, ["lora.modules_to_save"]),
+        ("qwen2_moe", None, {}, []),
+    ],
+)
+def test_training_warns_of_what_the_target_would_not_apply(
+    model_type: str, target: str | None, lora: dict[str, Any], names: list[str]
+) -> None:
+    values = {"base_model": "b", "output_dir": "o", "dataset": {"path": "d"}, "lora": lora}
+    notes = serving_notes(RunConfig.model_validate(values | {"export": {"target": target}}), base_of(model_type))
+    assert len(notes) == len(names)
+    for note, name in zip(notes, names, strict=True):
+        assert note.startswith(f"export.target={target}: ") and name in note
+
+
+def test_validate_shows_what_the_target_would_not_apply(tmp_path: Path) -> None:
+    """The notes of `read_model_files` are printed by validate and at the start of training."""
+    base_of("qwen2_moe").save_pretrained(tmp_path)
+    make_tokenizer(tmp_path)
+    values = {"base_model": str(tmp_path), "output_dir": "o", "dataset": {"path": "d", "max_length": 64}}
+    config = RunConfig.model_validate(values | {"export": {"target": "vllm"}})
+    assert any("shared_expert_gate" in note for note in read_model_files(config).notes)
 
 
 def test_llama_cpps_own_converter_reads_what_vllm_does(run_dir: Path, tmp_path: Path) -> None:

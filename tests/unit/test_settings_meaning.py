@@ -101,6 +101,12 @@ READ_AS: list[tuple[str, Any]] = [
     ("lora_target=all", ("all-linear",)),
     ("lora_target_linear=true", ("all-linear",)),
     ("bf16=true", "bf16"),
+    ("new_special_tokens=<a>,<b>", ("<a>", "<b>")),
+    ("train_on_prompt=true", ("all",)),
+    ("train_on_inputs=true", ("all",)),
+    ("assistant_only_loss=true", ("assistant",)),
+    ("save_strategy=no", 0),
+    ("saves_per_epoch=2", 2.0),
     # paths
     ("output_dir=~/runs/x", "/home/me/runs/x"),
     ("output_dir=${DATA}/runs", "/data/mine/runs"),
@@ -125,6 +131,12 @@ SETTING_OF = {
     "lora_target": "lora.target_modules",
     "lora_target_linear": "lora.target_modules",
     "bf16": "training.precision",
+    "new_special_tokens": "model.added_tokens",
+    "train_on_prompt": "dataset.train_on",
+    "train_on_inputs": "dataset.train_on",
+    "assistant_only_loss": "dataset.train_on",
+    "save_strategy": "training.save_steps",
+    "saves_per_epoch": "training.saves_per_epoch",
 }
 
 
@@ -193,6 +205,10 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "quantization_bit=3": ("quantization_bit=3: not a setting here; bases have 4 or 8 bits",),
     "stage=dpo": ("stage=dpo: preference training (DPO and relatives) is not offered",),
     "lora_target_linear=maybe": ("lora_target_linear=maybe: not a setting here; write true",),
+    "ddp_timeout=600": ("ddp_timeout=600: not a setting here; write `training.timeout_minutes`",),
+    "train_on_eos=last": ("train_on_eos=last: not a setting here; remove it; the token that ends a trained turn",),
+    "eval_strategy=epoch": ("write `training.eval_steps` or `training.evals_per_epoch`",),
+    "assistant_only_loss=false": ("write `dataset.train_on",),
     "training.best_checkpoint=<<": ("must be true or false",),
     "rl=kto": ("rl=kto: preference training",),
     "template=llama3": ("template=llama3: not a setting here", "dataset.chat_template"),

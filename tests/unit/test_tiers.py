@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from tests.tiny import make_model
 from trainer.commands.estimate import main as estimate
-from trainer.config import UserError, load_config
+from trainer.config import UserError
 from trainer.data.conversations import ChatEncoder
 from trainer.data.records import Turns
 from trainer.tiers import __main__ as tiers
@@ -155,28 +155,45 @@ def test_the_table_of_the_tiers_is_complete() -> None:
     }
     assert list(expected) == list(TIERS)
     for name, (model, steps, asserted) in expected.items():
-        config = load_config(TIERS[name].config).config
+        config = TIERS[name].config
         assert model in config.base_model and config.training.max_steps == steps
         # A run that measured nothing breaks or cannot answer every check, and none of them falls over.
         empty = run([], Path("none"), steps=steps, seconds=999.0)
         names = [check(empty).name for check in TIERS[name].checks if check is not checks.adapters_moved]
         assert set(asserted) - {"adapters"} <= set(names)
-    full = load_config(TIERS["full"].config).config
+    full = TIERS["full"].config
     assert (full.lora.r, full.lora.target_modules) == (8, ("q_proj", "k_proj", "v_proj", "o_proj"))
-    assert load_config(TIERS["memory"].config).config.training.batch_size == 1
+    assert TIERS["memory"].config.training.batch_size == 1
     assert full.training.max_steps is not None and full.training.max_steps - full.training.max_steps // 2 > 0
 
 
-@pytest.mark.parametrize(("name", "limit_gib"), [("quick", 0.25), ("extended", 2.0)])
+@pytest.mark.parametrize(("name", "limit_gib"), [("quick", 0.25), ("convergence_qlora", 0.25), ("extended", 2.0)])
 def test_a_tier_that_promises_little_memory_is_estimated_to_need_less(
     name: str, limit_gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tier = TIERS[name]
-    assert load_config(tier.config).config.tier.peak_memory_gib == limit_gib
+    assert tier.config.tier.peak_memory_gib == limit_gib
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert estimate([str(tier.config), f"base_model=random:{tier.shape}", "--json"]) == 0
+    assert estimate([str(tier.path), f"base_model=random:{tier.shape}", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["estimate"]["peak_bytes"] <= limit_gib * 2**30
+
+
+def test_settings_of_the_command_line_change_what_is_asserted() -> None:
+    [tier] = tiers._chosen(tiers._parse(["quick", "tier.seconds=5", "--cpu"]))
+    assert tier.checks[0](run([1.0], seconds=5.5)).text == "6 s, under 5 s"
+
+
+def test_a_file_of_the_user_asserts_the_limits_that_it_sets(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "base_model: random:tiny\noutput_dir: out\ndataset: {path: x.jsonl, val_split: 0.1}\n"
+        "tier: {seconds: 60, loss_fall: 0.2}\n"
+    )
+    [tier] = tiers._chosen(tiers._parse([str(file), "--cpu"]))
+    names = [check(run([1.0])).name for check in tier.checks if check is not checks.adapters_moved]
+    assert names == ["finite", "time", "training loss", "held-out loss"]
+    assert checks.adapters_moved in tier.checks and tier.path == file
 
 
 @pytest.mark.parametrize(
@@ -184,11 +201,13 @@ def test_a_tier_that_promises_little_memory_is_estimated_to_need_less(
     [
         (
             ["quik", "--cpu"],
-            "quik: no such tier; there are quick, convergence, convergence_qlora, memory, extended, full, and all",
+            "quik: no such tier; choose from quick, convergence, convergence_qlora, memory, extended, full, all",
         ),
         (["all", "--cpu", "--base-model", "x"], "the tiers have models of their own; name one tier"),
         (["quick", "--cpu", "--models", "nowhere"], "--models nowhere: no such folder"),
         (["quick", "--cpu", "--base-model", "random:bert"], "no shape of that name"),
+        (["quick", "--cpu", "tier.seconds=never"], "tier.seconds=never"),
+        (["nowhere.yaml", "--cpu"], "nowhere.yaml: no such file"),
         (["quick", "--cpu", "--base-model", "random:tiny", "--output", "/dev/null/x"], "--output /dev/null/x: cannot"),
     ],
 )
@@ -209,7 +228,7 @@ def test_without_a_gpu_it_runs_only_if_asked(capsys: pytest.CaptureFixture[str])
 
 def test_weights_are_real_where_they_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    config = TIERS["memory"].config
+    config = TIERS["memory"].path
     (tmp_path / "models" / "TinyLlama-1.1B-Chat-v1.0").mkdir(parents=True)
     told = find_weights(config, "tinyllama-1.1b", None, tmp_path / "models")
     assert told.real and told.model == str(tmp_path / "models" / "TinyLlama-1.1B-Chat-v1.0")
@@ -224,7 +243,7 @@ def test_looking_for_model_and_data_does_not_send_the_run_to_the_cpu(tmp_path: P
     program = (
         "import os\nfrom trainer.tiers.__main__ import TIERS\n"
         "from trainer.tiers.machine import find_data, find_weights\n"
-        "config = TIERS['quick'].config; find_data(config)\n"
+        "config = TIERS['quick'].path; find_data(config)\n"
         "print(find_weights(config, 'smollm2-135m', None, None).real, os.environ.get('DS_ACCELERATOR'))"
     )
     nothing = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
@@ -305,7 +324,7 @@ def test_all_held_is_exit_code_0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_that_is_no_folder_of_models_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder; name the folder that holds the models"):
-        find_weights(TIERS["quick"].config, "smollm2-135m", None, tmp_path / "none")
+        find_weights(TIERS["quick"].path, "smollm2-135m", None, tmp_path / "none")
 
 
 def test_throughput_is_kept_for_a_card_and_compared_with(tmp_path: Path) -> None:

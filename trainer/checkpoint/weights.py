@@ -12,6 +12,7 @@ from trainer.checkpoint.adapter_files import SETTINGS, WEIGHTS
 from trainer.checkpoint.adapter_form import AdapterForm, difference
 from trainer.checkpoint.checkpoint_files import checksum
 from trainer.checkpoint.tensor_writer import float_pieces, write_tensors
+from trainer.contract.whole_files import apply_umask
 from trainer.engine.flat_adapter import trained_parameters
 from trainer.engine.partitioned import is_partitioned
 
@@ -77,6 +78,7 @@ def save_full_model(model: Any, folder: Path, *, is_main: bool) -> None:
 def write_full_model(model: Any, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Write gathered weights as safetensors; of the model only settings are read."""
     model.save_pretrained(folder, state_dict=weights)
+    apply_umask(folder)
     for file in folder.glob("*.safetensors"):
         _check_read_back(file)
 

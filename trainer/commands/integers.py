@@ -89,7 +89,7 @@ class InIntegers:
         others = [path for path in others if path not in self._layers]
         model.config.quantization_config = _word_of(self._form, others)
         for line in (f"{len(self._layers)} layers in {self._form}", *apart(self._layers, others)):
-            print(line, file=sys.stderr)  # stdout has the folder alone
+            print(line, file=sys.stderr)
         return values
 
 

@@ -39,6 +39,7 @@ from trainer.model.base import load_base_model, load_model_config
 from trainer.model.integer_weights import BITS, Integers
 from trainer.model.model_kind import is_mxfp4
 from trainer.model.stored_fp8 import fp8_form
+from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.report.recorded import read_run
 
 SHARD_SIZE = "5GB"
@@ -107,7 +108,7 @@ def save_merged(model: Any, tokenizer: Any, folder: Path, values: dict[str, torc
     `values` are what is saved, where that is not what the model holds.
     """
     model.save_pretrained(folder, max_shard_size=SHARD_SIZE, state_dict=values)
-    tokenizer.save_pretrained(folder)
+    write_files(tokenizer_files(tokenizer), folder)
     check_saved(model, folder, values)
 
 
@@ -278,11 +279,13 @@ def _run(arguments: argparse.Namespace) -> None:
     name = "merged" if arguments.quantize is None else f"merged-{arguments.quantize}"
     output = arguments.output or arguments.run / name
     if not is_of_images(run):
-        print(merge(run, output, dtype=arguments.dtype, scale=arguments.scale, quantize=arguments.quantize))
+        merge(run, output, dtype=arguments.dtype, scale=arguments.scale, quantize=arguments.quantize)
+        print(f"merged model written to {output}; load it with AutoModelForCausalLM.from_pretrained({str(output)!r})")
         return
     if arguments.quantize is not None:
         raise UserError(f"--quantize={arguments.quantize}: is of language models; merge without it")
-    print(merge_images(run, output, dtype=arguments.dtype, scale=arguments.scale))
+    merge_images(run, output, dtype=arguments.dtype, scale=arguments.scale)
+    print(f"merged pipeline written to {output}; load it with DiffusionPipeline.from_pretrained({str(output)!r})")
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import disable_progress_bars, validate_repo_id
 
+from trainer.checkpoint.adapter_files import SETTINGS
 from trainer.checkpoint.checkpoint_files import reseal, step_of
 from trainer.checkpoint.finished_run import (
     ADAPTER,
@@ -29,11 +28,10 @@ from trainer.checkpoint.finished_run import (
 from trainer.commands.image_adapter import card_of_images, copy_of_images, is_of_images
 from trainer.config import CommandParser, UserError
 from trainer.contract.output_file import check_output_file
+from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.model_card import CARD, is_on_hub, is_own_card, model_card, public_name
 
-# What transformers notes of where it loaded a tokenizer from is of no use to others.
-OF_THIS_MACHINE = ("is_local", "local_files_only", "name_or_path")
 LOGIN = "run `hf auth login`, or set HF_TOKEN, with a token that may write"
 
 
@@ -45,10 +43,10 @@ def stage(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
     if pictures:
         copy_of_images(run, folder)
     else:
-        saved_tokenizer(run).save_pretrained(folder)
+        write_files(tokenizer_files(saved_tokenizer(run)), folder)
     base = public_name(run.config.base_model)
-    _edit_json(folder / "adapter_config.json", {"base_model_name_or_path": base})
-    _edit_json(folder / "tokenizer_config.json", dict.fromkeys(OF_THIS_MACHINE))
+    settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8")) | {"base_model_name_or_path": base}
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     card = run.folder / CARD
     if not is_own_card(card):
         if pictures:
@@ -59,14 +57,6 @@ def stage(run: FinishedRun, repo: str, folder: Path) -> list[Path]:
         reseal(run.folder, CARD)
     shutil.copyfile(card, folder / CARD)
     return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _edit_json(path: Path, changes: Mapping[str, Any]) -> None:
-    """Set keys of a JSON file, remove those whose value is None."""
-    if path.is_file():
-        content = json.loads(path.read_text(encoding="utf-8")) | changes
-        kept = {key: value for key, value in content.items() if key not in changes or value is not None}
-        path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def records_of(run: FinishedRun) -> list[Record]:

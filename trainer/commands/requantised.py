@@ -43,7 +43,7 @@ def in_mxfp4_again(model: Any, config: RunConfig) -> dict[str, Tensor] | None:
                 parts[part].append(value)
         values |= {name + part: torch.stack(each) for part, each in parts.items()}
     model.config.quantization_config = stored_config.quantization_config
-    print(_line(changed, lost, size), file=sys.stderr)  # stdout has the folder alone
+    print(_line(changed, lost, size), file=sys.stderr)
     return values
 
 

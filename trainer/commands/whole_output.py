@@ -12,6 +12,7 @@ from trainer.checkpoint.run_record import note_written
 from trainer.config import UserError
 from trainer.contract.folder_lock import living_holder
 from trainer.contract.full_disk import disk_error, disk_of
+from trainer.contract.whole_files import apply_umask
 
 
 def check_output(output: Path) -> None:
@@ -71,7 +72,8 @@ def writing(output: Path) -> Iterator[Path]:
 
 
 def put_in_place(whole: Path, output: Path) -> None:
-    """Rename a file or folder that has been written to where it belongs, where an empty folder may be."""
+    """Rename a finished file or folder to `output`, which may be an empty folder; other users may then read it."""
+    apply_umask(whole)
     if output.is_dir():
         output.rmdir()
     os.replace(whole, output)

@@ -10,9 +10,10 @@ QLORA: dict[str, Any] = {"adapter": "qlora"}
 INT8: dict[str, Any] = {"adapter": "qlora", "quantization.quant_type": "int8"}
 NOTHING: dict[str, Any] = {}
 PREFERENCES = "preference training (DPO and relatives) is not offered here"
+ANSWERS, EVERY_TOKEN = {"dataset.train_on": ["assistant"]}, {"dataset.train_on": ["all"]}
 
-# Name -> value -> the settings it stands for. REFUSED and ELSEWHERE say what to write instead of any other value.
-MEANINGS: dict[str, dict[Any, dict[str, Any]]] = {
+# Names -> value -> the settings it stands for. ELSEWHERE says what to write instead of any other value.
+_MEANINGS: dict[str, dict[Any, dict[str, Any]]] = {
     "load_in_4bit": {True: QLORA, False: NOTHING},
     "load_in_8bit": {True: INT8, False: NOTHING},
     "quantization_bit": {4: QLORA, 8: INT8},
@@ -22,43 +23,32 @@ MEANINGS: dict[str, dict[Any, dict[str, Any]]] = {
     "lora_target_linear": {True: {LORA_TARGETS: ["all-linear"]}, False: NOTHING},
     "bf16": {True: {"training.precision": "bf16"}, False: NOTHING, "auto": NOTHING},
     "fp16": {True: {"training.precision": "fp16"}, False: NOTHING},
-    "tf32": {False: NOTHING, "auto": NOTHING},
-    "flash_attention": {False: NOTHING, "auto": NOTHING},
-    "flash_attn": {False: NOTHING, "auto": NOTHING},
     "resume": {False: NOTHING, True: {"training.resume_from_checkpoint": "latest"}},
     "do_train": {True: NOTHING},
-    "do_eval": {False: NOTHING},
-    "push_to_hub": {False: NOTHING},
-    "group_by_length": {False: NOTHING},
-    "train_on_inputs": {False: NOTHING},
-    "pad_to_sequence_len": {True: NOTHING, False: NOTHING},
-    "eval_sample_packing": {True: NOTHING, False: NOTHING},
-    "rl": {False: NOTHING},
-    # As it was called here before.
+    "save_strategy": {"no": {"training.save_steps": 0}, "epoch": {"training.saves_per_epoch": 1}, "steps": NOTHING},
+    "tf32 flash_attention flash_attn": {False: NOTHING, "auto": NOTHING},
+    "do_eval push_to_hub group_by_length rl": {False: NOTHING},
+    "pad_to_sequence_len eval_sample_packing": {True: NOTHING, False: NOTHING},
+    "train_on_inputs train_on_prompt": {True: EVERY_TOKEN, False: NOTHING},
+    "assistant_only_loss completion_only_loss": {True: ANSWERS},
+    "train_on_eos train_on_eot": {"turn": NOTHING},
+    # Its earlier name.
     "ops.liger": {
         "auto": {"ops.elementwise": "auto"},
         "on": {"ops.elementwise": "auto"},
         "off": {"ops.elementwise": "off"},
     },
 }
-
-REFUSED = {
-    "load_in_8bit": "write `adapter: qlora` and `quantization.quant_type: fp8`, or int8",
-    "quantization_bit": "bases have 4 or 8 bits; write `adapter: qlora`, or remove it",
-    "quantization_method": "the base is quantised by bitsandbytes; remove it",
-    "lora_target_linear": "write true, or `lora.target_modules: all-linear`",
-    "finetuning_type": "write `adapter: lora`, `qlora` or `none`",
-    "stage": "remove it; a run here is supervised fine-tuning, or plain text with `dataset.format: completion`",
-}
+MEANINGS = {name: values for names, values in _MEANINGS.items() for name in names.split()}
 _PREFERENCE_STAGES = ("dpo", "ipo", "kto", "orpo", "simpo", "ppo", "grpo", "gdpo", "rm", "reward")
 
 
 def understood(name: str, value: Any) -> tuple[dict[str, Any], str] | None:
-    """The settings that another trainer's setting stands for, and a note; None if `name` is not one of them.
+    """Return the settings that another trainer's setting stands for, and a note; None if `name` is not one of them.
 
-    Raises UserError, with what to write instead, for a value that cannot be done.
+    Raises UserError, with what to write instead, for a value that has no counterpart.
     """
-    if name not in MEANINGS and name not in ELSEWHERE:
+    if name not in ELSEWHERE:
         return ({}, f"{name}: empty, left out") if value is None and name in ALIASES else None
     if value is None or value in ([], {}, ""):
         return {}, f"{name}: empty, left out"
@@ -73,4 +63,4 @@ def understood(name: str, value: Any) -> tuple[dict[str, Any], str] | None:
             return settings, f"{written} is read as {means}"
     if name in ("rl", "stage") and word in _PREFERENCE_STAGES:
         raise UserError(f"{name}={shown(value)}: {PREFERENCES}")
-    raise UserError(f"{name}={shown(value)}: not a setting here; {REFUSED.get(name) or ELSEWHERE[name]}")
+    raise UserError(f"{name}={shown(value)}: not a setting here; {ELSEWHERE[name]}")

@@ -1,11 +1,11 @@
-"""For which other trainer a configuration was written, by the names in it."""
+"""Recognise the trainer that a configuration was written for, by the names in it."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from trainer.config.sections import RunConfig
 
-# Names that one trainer alone has; those that several have prove nothing.
+# Names that only one trainer has; those that several have prove nothing.
 OF_TRAINERS = {
     "LLaMA-Factory": {
         "finetuning_type", "cutoff_len", "template", "dataset_dir", "lora_target", "lora_rank", "quantization_bit",
@@ -26,11 +26,11 @@ ENOUGH = 2
 
 
 def written_for(tree: Mapping[Any, Any]) -> str | None:
-    """The trainer whose names a file has; None for one of ours, where a few of them are understood as well."""
+    """Return the trainer that a file was written for; None for one of ours, which may have a few of their names."""
     names = {str(name) for name in tree}
     counts = {trainer: len(names & known) for trainer, known in OF_TRAINERS.items()}
     best = max(counts, key=lambda trainer: counts[trainer])
     ours = len(names & set(RunConfig.model_fields) - {"base_model", "adapter", "output_dir", "seed"})
-    # LLaMA-Factory has a section-free `dataset: name` as well.
+    # LLaMA-Factory has a `dataset`, too, which is no section.
     ours -= isinstance(tree.get("dataset"), str)
     return best if counts[best] >= ENOUGH and counts[best] > 2 * ours else None

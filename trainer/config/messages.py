@@ -72,7 +72,7 @@ def _line(found: ErrorDetails, path: list[str], section: type[BaseModel] | None,
         return f"{name}={shown(found['input'])}: must be text, and this is a {kind}{several}"
     if found["type"] in ("model_type", "model_attributes_type") and section:
         return section_wanted(name, section, found["input"])
-    return f"{name}={shown(found['input'])}: {_allowed(found)}"
+    return f"{name}={shown(found['input'])}: {describe_problem(found)}"
 
 
 def section_wanted(name: str, section: type[BaseModel], value: Any) -> str:
@@ -171,7 +171,8 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return next((model for inner in get_args(annotation) if (model := _model_in(inner))), None)
 
 
-def _allowed(found: ErrorDetails) -> str:
+def describe_problem(found: ErrorDetails) -> str:
+    """Return what a value must be, for what pydantic found wrong with it."""
     words = WORDS.get(found["type"])
     if words:
         bounds = {name: _whole(value) for name, value in found.get("ctx", {}).items()}

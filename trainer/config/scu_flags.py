@@ -1,7 +1,8 @@
 """The flags of the published SCU guide and their defaults, as a configuration: for `zerolora scu-train` and its ranks.
 
 Three flags are ours: --model, --data and --measure. The guide's target was found with the measure `factors`, whose S
-starts far above it; with `delta`, the default here, S starts at 0.
+starts far above it; with `delta`, the default here, S starts at 0. Checkpoints are saved every 100 steps, not every
+200, because the guide resumes from checkpoint-500.
 """
 
 import argparse
@@ -11,7 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from trainer.config.errors import UserError
+from trainer.config.errors import UserError, UserErrors
+from trainer.config.files import UnreadableFile, read_json
+from trainer.config.load import LoadedConfig, load_config
 
 MODEL = "ibm-granite/granite-4.0-h-1b"
 OUTPUT = "./granite_1b_cuda_output"
@@ -19,25 +22,80 @@ CONFIG_FILE = "scu-train.yaml"
 LOG_FILE = Path("logs", "cuda_optimized_training.log")
 # What --test-run allows at most: enough for a checkpoint and a few updates of lambda, and minutes at 1B.
 TEST_RUN = {"max_steps": 10, "save_steps": 5, "batch_size": 2, "gradient_accumulation_steps": 2, "block_size": 128}
-# The guide's recipes, each with 32 sequences a step, which is what its defaults come to.
+# The guide's recipes; it has none for an H100, which gets the A100's batch in fewer micro-steps.
 CARDS: dict[str, dict[str, Any]] = {
-    "rtx3080": {"four_bit": True, "batch_size": 4, "gradient_accumulation_steps": 8},
-    "rtx4090": {"bf16": True, "batch_size": 16, "gradient_accumulation_steps": 2},
-    "a100": {"bf16": True, "batch_size": 32, "gradient_accumulation_steps": 1},
+    "rtx3080": {
+        **{"fp16": True, "four_bit": True, "batch_size": 4, "gradient_accumulation_steps": 8},
+        **{"lora_r": 8, "max_steps": 1000},
+    },
+    "rtx4090": {
+        **{"bf16": True, "batch_size": 16, "gradient_accumulation_steps": 2, "torch_compile": True},
+        **{"max_steps": 2000},
+    },
+    "a100": {"bf16": True, "batch_size": 32, "torch_compile": True, "max_steps": 5000},
     "h100": {"bf16": True, "batch_size": 32, "gradient_accumulation_steps": 1},
 }
+# What each flag sets; a resumed run takes everything else from the run's record.
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "fp16": ("training.precision",),
+    "bf16": ("training.precision",),
+    "batch_size": ("training.batch_size",),
+    "gradient_accumulation_steps": ("training.gradient_accumulation_steps",),
+    "learning_rate": ("training.learning_rate",),
+    "max_steps": ("training.max_steps",),
+    "block_size": ("dataset.max_length",),
+    "lora_r": ("lora.r", "lora.alpha"),
+    "torch_compile": ("training.torch_compile",),
+    "four_bit": ("adapter",),
+    "test_run": ("training.max_steps", "training.save_steps"),
+    "resume_from_checkpoint": ("training.resume_from_checkpoint",),
+    "output_dir": ("output_dir",),
+    "save_steps": ("training.save_steps",),
+    "target_s": ("scu.target",),
+    "kp": ("scu.kp",),
+    "ki": ("scu.ki",),
+    "control_frequency": ("scu.every",),
+    "memory_fraction": ("training.memory_fraction",),
+    "gradient_checkpointing": ("training.gradient_checkpointing",),
+    "cudnn_benchmark": ("training.cudnn_benchmark",),
+    "model": ("base_model",),
+    "data": ("dataset.path",),
+    "measure": ("scu.measure",),
+}
+FLAG_NAMES = {"four_bit": "--4bit-quantization"}
+RUN_RECORD = "training_config.json"
 TEST_RECORDS, TEST_HELD_OUT = 128, 16
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse that complains in one line."""
+    """Report a mistake in one line."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"zerolora scu-train: {message}; --help lists the flags")
 
 
 def parse(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.Namespace:
-    """The flags, `by_rank` with those that launchers add. Raises UserError for one that cannot be."""
+    """Parse the flags; `by_rank` allows those that other launchers add.
+
+    The result's `given` holds the names of the flags that were typed or come with --card.
+
+    Raises UserError for an unknown flag or a value that is not possible.
+    """
+    parser = _build_parser(by_rank)
+    untyped = object()
+    names = [action.dest for action in parser._actions if action.dest not in ("help", "overrides")]
+    typed = parser.parse_intermixed_args(arguments, argparse.Namespace(**dict.fromkeys(names, untyped)))
+    given = {name for name in names if getattr(typed, name) is not untyped}
+    options = parser.parse_intermixed_args(arguments)
+    for name, value in CARDS.get(options.card, {}).items():
+        if name not in given and not (name in ("fp16", "bf16") and given & {"fp16", "bf16"}):
+            setattr(options, name, value)
+            given.add(name)
+    options.given = frozenset(given)
+    return options
+
+
+def _build_parser(by_rank: bool) -> "_Parser":
     parser = _Parser(
         prog="zerolora scu-train",
         description="Train under the Shannon Control Unit with the flags of its published guide; key=value sets more.",
@@ -58,10 +116,16 @@ def parse(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.Namesp
     add("--torch-compile", action="store_true", help="compile the model")
     add("--4bit-quantization", dest="four_bit", action="store_true", help="QLoRA: the base in 4 bits")
     add("--test-run", action="store_true", help="a few steps on short sequences, to see that everything works")
-    add("--check-requirements", action="store_true", help="print what is there and what is missing, and stop")
-    add("--resume-from-checkpoint", nargs="?", const="latest", metavar="FOLDER", help="a checkpoint; alone: the latest")
+    add("--check-requirements", action="store_true", help="list what this machine has and lacks, and stop")
+    add(
+        "--resume-from-checkpoint",
+        nargs="?",
+        const="latest",
+        metavar="FOLDER",
+        help="a checkpoint; without FOLDER the latest; flags that you do not give are those of its run",
+    )
     add("--output-dir", default=OUTPUT, help="folder of the run")
-    add("--save-steps", type=int, default=200, help="steps between checkpoints")
+    add("--save-steps", type=int, default=100, help="steps between checkpoints")
     add("--target-s", type=float, default=0.02, help="fraction S that the controller holds")
     add("--kp", type=float, default=0.6, help="proportional gain")
     add("--ki", type=float, default=0.1, help="integral gain")
@@ -70,24 +134,22 @@ def parse(arguments: Sequence[str], *, by_rank: bool = False) -> argparse.Namesp
     add(
         "--gradient-checkpointing",
         action="store_true",
-        help="recompute activations (default: where it does not fit without)",
+        help="recompute activations (default: only if the run does not fit otherwise)",
     )
     add("--cudnn-benchmark", action="store_true", help="let cuDNN try its kernels at the start")
-    add("--card", choices=CARDS, help="the guide's recipe for a card; other flags take precedence")
+    add("--card", choices=CARDS, help="the guide's recipe for a card, h100: ours; other flags win")
     add("--model", default=MODEL, help="folder or hub name of the base model")
     add("--data", help="file, folder or hub name of the text; without it, Python's standard library")
     add("--measure", choices=("delta", "factors"), default="delta", help="what S counts: the update, or A and B")
     add("--dry-run", action="store_true", help="print the configuration and stop")
-    add("overrides", nargs="*", metavar="key=value", help="settings in place of what the flags say")
+    add("overrides", nargs="*", metavar="key=value", help="any other setting")
     if by_rank:
         add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    card = parser.parse_intermixed_args(arguments).card
-    parser.set_defaults(**CARDS.get(card, {}))
-    return parser.parse_intermixed_args(arguments)
+    return parser
 
 
 def settings(options: argparse.Namespace, data: str, held_out: str | None) -> dict[str, Any]:
-    """The flags as the tree of a YAML file; without a held-out file of its own, 5 % of `data` is held out."""
+    """Return the flags as the tree of a YAML file. Without a `held_out` file, 5 % of `data` is held out."""
     given = vars(options)
     limit = {name: min(given[name], most) if options.test_run else given[name] for name, most in TEST_RUN.items()}
     precision = "fp16" if options.fp16 else "bf16" if options.bf16 else "auto"
@@ -134,6 +196,77 @@ def settings(options: argparse.Namespace, data: str, held_out: str | None) -> di
         # A bar redrawn ten times a second makes no log.
         "logging": {"progress": "lines"},
     }
+
+
+def resumed_settings(options: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the settings of the run to resume, changed by the flags that were given; None if nothing is resumed.
+
+    Raises UserError if the checkpoint or the record of its run is missing or damaged.
+    """
+    if options.resume_from_checkpoint is None:
+        return None
+    run, folder = Path(options.output_dir), Path(options.resume_from_checkpoint).expanduser()
+    if str(folder) not in ("latest", "auto"):
+        run = folder.parent
+        if not folder.is_dir():
+            raise UserError(f"--resume-from-checkpoint={folder}: no such folder; {_list_checkpoints(run)}")
+    try:
+        tree: dict[str, Any] = read_json(run / RUN_RECORD)
+    except FileNotFoundError:
+        raise UserError(
+            f"--resume-from-checkpoint={options.resume_from_checkpoint}: {run} has no {RUN_RECORD}; "
+            "name a checkpoint-N in the output folder of a run"
+        ) from None
+    tree["output_dir"] = str(run)
+    changed = settings(options, options.data or "", None)
+    for flag in (*options.given, "resume_from_checkpoint"):
+        for name in SETTINGS.get(flag, ()):
+            _set(tree, name, _get(changed, name))
+    return tree
+
+
+def resumed_ranks(run: Path) -> int:
+    """Return how many ranks the run to resume had; 1 if its record does not say."""
+    try:
+        return int(read_json(run / "run.json", dict[str, Any]).get("world_size", 1))
+    except (FileNotFoundError, UnreadableFile, TypeError, ValueError):
+        return 1
+
+
+def _list_checkpoints(run: Path) -> str:
+    steps = sorted(int(path.name[11:]) for path in run.glob("checkpoint-*") if path.name[11:].isdigit())
+    names = ", ".join(f"checkpoint-{step}" for step in steps)
+    return f"{run} has {names}" if names else f"{run} has no checkpoints"
+
+
+def _get(tree: dict[str, Any], name: str) -> Any:
+    section, _, key = name.rpartition(".")
+    return tree[section][key] if section else tree[key]
+
+
+def _set(tree: dict[str, Any], name: str, value: Any) -> None:
+    section, _, key = name.rpartition(".")
+    (tree.setdefault(section, {}) if section else tree)[key] = value
+
+
+def load_flags(path: Path, options: argparse.Namespace) -> LoadedConfig:
+    """Load the configuration that was written for the flags. Raises UserError that names flags, not settings."""
+    try:
+        return load_config(path, options.overrides, with_lines=False)
+    except UserErrors as errors:
+        raise UserErrors([_name_flags(message, options) for message in errors.messages]) from None
+    except UserError as error:
+        raise UserError(_name_flags(str(error), options)) from None
+
+
+def _name_flags(message: str, options: argparse.Namespace) -> str:
+    """Replace the names of settings that a flag has set by the name of the flag."""
+    overridden = {override.partition("=")[0] for override in options.overrides}
+    for flag in options.given:
+        name = next(iter(SETTINGS.get(flag, ())), None)
+        if name is not None and name not in overridden and (message.startswith(f"{name}=") or "." in name):
+            message = message.replace(name, FLAG_NAMES.get(flag, f"--{flag.replace('_', '-')}"))
+    return message
 
 
 def open_log(output: Path) -> IO[bytes]:

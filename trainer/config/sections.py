@@ -142,6 +142,13 @@ class OutputSection(Section):
     the files that its record lists are deleted, yours stay; false: nothing, and the new run is refused."""
 
 
+class ExportSection(Section):
+    """Where the adapter will be served."""
+
+    target: Literal["vllm", "sglang", "llama.cpp", "ollama"] | None = None
+    """The server that the adapter is for: `validate` and the start of training warn of what it would not apply."""
+
+
 class TierSection(Section):
     """Limits that `zerolora tier` asserts of a run; training itself does not look at them."""
 
@@ -184,4 +191,5 @@ class RunConfig(Section):
     ops: OpsSection = OpsSection()
     logging: LoggingSection = LoggingSection()
     output: OutputSection = OutputSection()
+    export: ExportSection = ExportSection()
     tier: TierSection = TierSection()

@@ -1,4 +1,4 @@
-"""What Axolotl calls the settings of one source of examples, and what they are here."""
+"""Axolotl's names of the settings of one source of examples, and ours."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,15 +31,15 @@ FORMATS = {
     "completion": "completion",
     "pretrain": "completion",
 }
-# No part in what is learnt: how files are kept, read and cut up while tokens are made.
+# These do not change what is learnt: how files are stored, read and split while tokens are made.
 NO_EFFECT = ("ds_type", "preprocess_shards", "trust_remote_code", "conversation", "train_on_eos", "train_on_eot")
 INSIDE_TURNS = ("role", "content")
 
 
 def source_settings(entry: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A source under our names, and a note for each that was another; unknown names stay, to be reported later.
+    """Return a source under our names, and a note for each name that was another; unknown names stay as they are.
 
-    Raises UserError for a value of theirs that says something that cannot be said here.
+    Raises UserError for values of theirs that have no counterpart.
     """
     ours: dict[str, Any] = {}
     notes: list[str] = []
@@ -71,7 +71,7 @@ def source_settings(entry: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
 
 
 def _format_of(value: Any) -> Any:
-    """Our name of a format; a map is theirs for a prompt of one's own."""
+    """Return our name of a format. Raises UserError for a map, which is how Axolotl writes a prompt of one's own."""
     if isinstance(value, Mapping):
         raise UserError(
             f"type={shown(value)}: a prompt of your own is `format: custom` here, with `template` and `fields`"

@@ -40,20 +40,24 @@ class YamlFile:
     """Line and text of what YAML takes and a configuration may not have: keys written twice."""
 
 
-class _CoreLoader(yaml.SafeLoader):
-    """Notes keys that are written twice, of which plain YAML silently keeps the last; this keeps the first."""
+class Yaml11Loader(yaml.SafeLoader):
+    """Read YAML 1.1 as Axolotl (PyYAML) and LLaMA-Factory (OmegaConf) do, and note keys that are written twice.
+
+    The last of several values of a key counts. Dates are text, as OmegaConf has it, and other types have no tags.
+    """
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {  # noqa: RUF012 (PyYAML's own name)
+        first: [(tag, pattern) for tag, pattern in rules if not tag.endswith(":timestamp")]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self.mistakes: list[tuple[int, str]] = []
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own name)
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
-        again = []
-        for pair in node.value:
-            key_node = pair[0]
+        for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             line = key_node.start_mark.line + 1
@@ -62,10 +66,18 @@ class _CoreLoader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 self.mistakes.append((line, f"{key}: written twice (line {line}, first in line {seen[key]}); keep one"))
-                again.append(pair)
             seen.setdefault(key, line)
-        node.value = [pair for pair in node.value if pair not in again]
         return super().construct_mapping(node, deep)
+
+
+for _tag in ("binary", "timestamp", "omap", "pairs", "set"):
+    Yaml11Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", yaml.SafeLoader.yaml_constructors[None])
+
+
+class _CoreLoader(Yaml11Loader):
+    """Read YAML 1.2."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own name)
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         text = str(self.construct_scalar(node))
@@ -86,9 +98,9 @@ for _name, (_pattern, _first) in _RULES.items():
     _CoreDumper.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _first)
 
 
-def dump(tree: Any) -> str:
-    """YAML that `parse`, and readers of YAML 1.1, take for the same values."""
-    return str(yaml.dump(tree, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True))
+def dump(tree: Any, **style: Any) -> str:
+    """Return YAML that `parse`, and readers of YAML 1.1, take for the same values; `style` is for PyYAML."""
+    return str(yaml.dump(tree, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, **style))
 
 
 def parse(text: str) -> Any:
@@ -122,15 +134,15 @@ def plain(text: str) -> Any:
     return text if isinstance(value, str) else value
 
 
-def read_yaml(path: Path) -> YamlFile:
-    """The settings in a file. Raises UserError for everything else that a path can lead to."""
-    return yaml_of(path, read_text(path))
+def read_yaml(path: Path, loader_class: type[Yaml11Loader] = _CoreLoader) -> YamlFile:
+    """Return the settings in a file. Raises UserError for everything else that a path can lead to."""
+    return yaml_of(path, read_text(path), loader_class)
 
 
-def yaml_of(path: Path, text: str) -> YamlFile:
-    """The settings in a text, which stands in the file or may come to stand in it."""
+def yaml_of(path: Path, text: str, loader_class: type[Yaml11Loader] = _CoreLoader) -> YamlFile:
+    """Return the settings in a text, which is or may become the content of the file."""
     try:
-        loader = _CoreLoader(text)
+        loader = loader_class(text)
         try:
             node = loader.get_single_node()
             _values_of(node, {}, path)
@@ -211,7 +223,7 @@ def _note_lines(node: yaml.Node | None, prefix: str, lines: dict[str, int]) -> N
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode):
-                lines.setdefault(f"{prefix}{key.value}", key.start_mark.line + 1)
+                lines[f"{prefix}{key.value}"] = key.start_mark.line + 1
                 _note_lines(value, f"{prefix}{key.value}.", lines)
     elif isinstance(node, yaml.SequenceNode):
         for index, value in enumerate(node.value):

@@ -37,6 +37,18 @@ def write_json(path: Path, content: Any) -> None:
     write_whole(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
+def apply_umask(path: Path) -> None:
+    """Give a file, or every file below a folder, the mode of new files: safetensors and mkdtemp deny it to others."""
+    folder = path if path.is_dir() else path.parent
+    probe = folder / f".mode.{os.getpid()}"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for each in folder.rglob("*") if path == folder else (path,):
+        if each.is_file() and not each.is_symlink():
+            each.chmod(mode)
+
+
 def sync_folder(folder: Path) -> None:
     """Bring a folder's names to the disk: without it a rename may be forgotten when the power fails."""
     descriptor = os.open(folder, os.O_RDONLY)

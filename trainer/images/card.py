@@ -6,12 +6,12 @@ from trainer.config import RunConfig
 from trainer.images.files import DIFFUSERS
 from trainer.images.pipeline import Pipeline
 from trainer.monitor.metrics import Record
-from trainer.monitor.report.model_card import OURS, is_on_hub, public_name
+from trainer.monitor.report.model_card import OURS, is_on_hub, loadable_base, public_name
 from trainer.monitor.report.write import values_of
 
 
 def image_card(config: RunConfig, pipeline: Pipeline, records: list[Record], name: str) -> str:
-    """What it was made of and how, what it measured, how to load it; none of it names a folder of this machine."""
+    """Return the card of an adapter; `name` as in `trainer.monitor.report.model_card.model_card`."""
     base = public_name(config.base_model)
     sources = [source.path for source in config.dataset.mix or (config.dataset,) if source.path]
     front = {"library_name": "diffusers", "pipeline_tag": "text-to-image"}
@@ -31,7 +31,8 @@ def image_card(config: RunConfig, pipeline: Pipeline, records: list[Record], nam
     lines = "\n".join(f"| {key} | {value} |" for key, value in rows)
     code = (
         "```python\nimport torch\nfrom diffusers import " + pipeline.family.pipeline + "\n\n"
-        f'pipeline = {pipeline.family.pipeline}.from_pretrained("{base}", torch_dtype=torch.bfloat16).to("cuda")\n'
+        f'pipeline = {pipeline.family.pipeline}.from_pretrained("{loadable_base(config.base_model, name)}", '
+        'torch_dtype=torch.bfloat16).to("cuda")\n'
         f'pipeline.load_lora_weights("{name}", weight_name="{DIFFUSERS}")\n'
         f'image = pipeline(prompt="{prompts[0] if prompts else "a prompt"}").images[0]\n```'
     )

@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pixel_unshuffle
 
+from trainer.contract.whole_files import apply_umask
 from trainer.images.families import Conditions
 from trainer.images.pictures import Picture
 from trainer.images.pipeline import Pipeline
@@ -40,6 +41,7 @@ def encode(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     _write(folder, "captions", _conditions(pipeline, captions, device))
     _write(folder, "latents", _latents(pipeline, pictures, fits, device, flip=flip, tell=tell))
+    apply_umask(folder)
     if device.type == "cuda":
         torch.cuda.empty_cache()
 

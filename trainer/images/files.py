@@ -7,6 +7,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trainer.contract.whole_files import apply_umask
 from trainer.images.pipeline import Pipeline
 
 DIFFUSERS = "pytorch_lora_weights.safetensors"
@@ -28,6 +29,7 @@ def write_for_diffusers(folder: Path, pipeline: Pipeline) -> None:
         metadata[f"{part}.target_modules"] = sorted(_layer_names(tensors, part))
     text = {"format": "pt", METADATA: json.dumps(metadata, indent=2, sort_keys=True)}
     save_file(tensors, folder / DIFFUSERS, metadata=text)
+    apply_umask(folder / DIFFUSERS)
 
 
 def adapter_settings(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trainer.config import LoraSection, UserError
+from trainer.contract.whole_files import apply_umask
 from trainer.engine.flat_adapter import FLAT, flat_adapter_of, trained_parameters
 from trainer.engine.linear_layers import model_shape
 from trainer.engine.partitioned import whole_size
@@ -79,6 +80,7 @@ def save_initial_adapter(model: Any, folder: Path, *, is_main: bool) -> None:
         config = model.peft_config["default"]
         method, config.init_lora_weights = config.init_lora_weights, True
         model.save_pretrained(folder)
+        apply_umask(folder)
         config.init_lora_weights = method
 
 

@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 
 
 def random_config(base_model: str) -> Any:
-    """transformers' configuration of `random:SHAPE`. Raises UserError for a shape or a setting that there is not."""
+    """Return transformers' configuration of `random:SHAPE`. Raises UserError for an unknown shape or setting."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -47,6 +47,7 @@ def random_config(base_model: str) -> Any:
     for key, value in settings.items():
         if key not in published or published[key] != value:
             settings[key] = _of_its_kind(base_model, key, value, known)
+    _resize_layer_lists(settings, published)
     # The tokenizer's own ids: a published model's would lie outside of its 259 tokens.
     ids = {"bos_token_id": None, "eos_token_id": 2, "pad_token_id": 0}
     try:
@@ -63,6 +64,14 @@ def random_config(base_model: str) -> Any:
         raise UserError(f"base_model={base_model}: {ROUTER}={router}: {has}")
     config.name_or_path = base_model
     return config
+
+
+def _resize_layer_lists(settings: dict[str, Any], published: dict[str, Any]) -> None:
+    """Fit per-layer lists, such as `layer_types`, to the number of layers if only that was given."""
+    before, layers = published.get("num_hidden_layers"), settings.get("num_hidden_layers")
+    for key, value in published.items():
+        if isinstance(value, list) and len(value) == before != layers and settings[key] == value:
+            settings[key] = [value[index % len(value)] for index in range(int(layers or 0))]
 
 
 def _of_its_kind(base_model: str, key: str, value: Any, known: Any) -> Any:

@@ -1,17 +1,49 @@
-"""What a tokenizer saves, as bytes: it is saved with every checkpoint and never changes."""
+"""The files of a tokenizer as bytes, which are written with every checkpoint and never change.
 
+An unchanged tokenizer keeps the files of its base, byte for byte. What transformers 5 saves of it can name the class
+`TokenizersBackend` and list special tokens in a form that transformers 4, and servers with it, cannot load.
+"""
+
+import json
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
-def files_of(tokenizer: Any) -> dict[str, bytes]:
-    """What a tokenizer saves, by name."""
+from trainer.config import ModelSection, UserError
+from trainer.config.files import parse_json, read_bytes
+from trainer.model.base import load_tokenizer
+
+SETTINGS = "tokenizer_config.json"
+NAMES = (
+    SETTINGS, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt",
+    "merges.txt",
+)  # fmt: skip
+"""Files that a tokenizer can be loaded from."""
+OF_THIS_MACHINE = ("is_local", "local_files_only", "name_or_path")
+"""Settings in which transformers records where it loaded a tokenizer from."""
+
+
+def tokenizer_files(tokenizer: Any, revision: str | None = None) -> dict[str, bytes]:
+    """Return the files of a tokenizer by name: those it was loaded from where they still describe it.
+
+    `revision` is that of its repository on the hub.
+    """
+    try:
+        own = _portable(_source_files(tokenizer.name_or_path, revision))
+        if own and _identity(_loaded(own)) == _identity(tokenizer):
+            return own
+    except UserError:
+        pass  # files that load only with code of their own, or from more than is copied
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         root = Path(folder)
-        return {str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()}
+        return _portable({str(file.relative_to(root)): file.read_bytes() for file in root.rglob("*") if file.is_file()})
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> None:
@@ -19,3 +51,44 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> None:
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content)
+
+
+def _source_files(source: str, revision: str | None) -> dict[str, bytes]:
+    """Read the files of a folder, or of a repository in the hub's cache."""
+    found: dict[str, bytes] = {}
+    for name in NAMES if source else ():
+        path: Any = Path(source, name)
+        if not Path(source).is_dir():
+            with suppress(HFValidationError):
+                path = try_to_load_from_cache(source, name, revision=revision)
+        if isinstance(path, str | Path):  # otherwise the cache knows that the repository has no such file
+            with suppress(FileNotFoundError):
+                found[name] = read_bytes(Path(path))
+    return found
+
+
+def _loaded(files: Mapping[str, bytes]) -> Any:
+    """Load the files as a run does: from a folder without the model's config.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_files(files, Path(folder))
+        return load_tokenizer(folder, ModelSection())
+
+
+def _identity(tokenizer: Any) -> tuple[Any, ...]:
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    kept = {name: value for name, value in backend.items() if name not in ("padding", "truncation")}
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return kept, special, tokenizer.chat_template
+
+
+def _portable(files: dict[str, bytes]) -> dict[str, bytes]:
+    """Rewrite what only transformers 5 can load, and drop paths of this machine."""
+    settings: dict[str, Any] = parse_json(files[SETTINGS], Path(SETTINGS)) if SETTINGS in files else {}
+    kept = {name: value for name, value in settings.items() if name not in OF_THIS_MACHINE}
+    if kept.get("tokenizer_class") == "TokenizersBackend":
+        kept["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(kept.get("extra_special_tokens"), list):
+        kept["additional_special_tokens"] = kept.pop("extra_special_tokens")
+    if kept == settings:
+        return files
+    return files | {SETTINGS: (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()}

@@ -41,6 +41,7 @@ USUAL_KI = {"logit": 0.025, "kl": 0.1}
 PATIENCE_LAGS, PATIENCE_FRACTION = 5.0, 0.1
 """Lags of the weights, and fraction of the run, by which S has come to rest under a lambda that stands still."""
 TINY = 1e-12
+GRANITE_GAINS = (0.6, 0.1)
 
 
 @dataclass(frozen=True)
@@ -308,8 +309,12 @@ def _gains_stable(law: Law, kp: float, ki: float, slope: float) -> bool:
 
 
 def gain_warning(law: Law) -> str | None:
-    """One line if the published law's gains make lambda swing, else None; the other laws refuse such gains."""
-    if law.controller != "pi" or law.form != "published":
+    """Return a warning if the published law's gains make lambda swing, else None; the other laws refuse such gains.
+
+    The gains of the published Granite recipe give no warning: they are the defaults of `zerolora scu-train`, and
+    docs/lab/scu.md shows how far lambda swings with them.
+    """
+    if law.controller != "pi" or law.form != "published" or (law.kp, law.ki) == GRANITE_GAINS:
         return None
     bound, slope = gain_bound(law.target), steepest_slope(law.target)
     gains = f"scu.kp={law.kp}, scu.ki={law.ki}"

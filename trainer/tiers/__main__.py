@@ -1,8 +1,9 @@
-"""`python -m trainer.tiers NAME|all`: real runs on one GPU, from seconds to minutes, and what must be true of each.
+"""`python -m trainer.tiers NAME|all|FILE`: run real trainings on one GPU and assert what must be true of each.
 
-A tier is `configs/tier_NAME.yaml` run by `zerolora train`; trainer/tiers/checks.py asserts on the files it left. Real
-weights are taken where this machine has them; elsewhere the model has its true shape and random weights, and what can
-then not be asserted is said. Exit code 0: all held; 1: an assertion or a run failed; 2: usage.
+A tier is `configs/tier_NAME.yaml`, or a file of the user's with a section `tier`, run by `zerolora train`;
+trainer/tiers/checks.py asserts on the files that the run wrote. Real weights are used if this machine has them.
+Otherwise the model has its true shape and random weights, and the assertions that need real ones are listed as not
+made. Exit code 0: all held; 1: an assertion or a run failed; 2: usage.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from trainer.config import CommandParser, TierSection, UserError, load_config
+from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.contract.exit_codes import exit_code_after
 from trainer.contract.home import HOME
 from trainer.contract.launcher_process import tie_children_to_this_process
@@ -52,7 +53,9 @@ EXAMPLES = """examples:
   zerolora tier all --without full           without the 7B model
   zerolora tier all --json > verdicts.json   for a machine to read
   zerolora tier memory --models ~/models     weights of your own folder
-  zerolora tier quick --cpu                  without a GPU; nothing of memory and time is then asserted"""
+  zerolora tier quick tier.seconds=60        with another limit, or any other setting
+  zerolora tier mine.yaml                    your own configuration and the limits in its section `tier`
+  zerolora tier quick --cpu                  without a GPU; memory and time are then not asserted"""
 
 
 Assertions = tuple[checks.Checker, ...]
@@ -60,26 +63,33 @@ Assertions = tuple[checks.Checker, ...]
 
 @dataclass(frozen=True)
 class Tier:
-    """One line of the table in docs/guide/tiers.md."""
+    """One line of the table in docs/guide/tiers.md, or a configuration of the user's."""
 
     name: str
     shape: str
     needs_gib: float
     """Free memory without which it is not started (--check-vram)."""
-    asserts: Callable[[TierSection], Assertions]
-    """With the limits of its file's section `tier`."""
+    asserts: Callable[[RunConfig], Assertions]
     resume_at: int | None = None
-    """A checkpoint from which a second run goes on."""
+    """The checkpoint from which a second run resumes."""
+    file: Path | None = None
+    """A configuration of the user's, which brings its own model and data."""
+    overrides: tuple[str, ...] = ()
 
     @property
-    def config(self) -> Path:
-        """Its file in configs/."""
-        return HOME / "configs" / f"tier_{self.name}.yaml"
+    def path(self) -> Path:
+        """The configuration file."""
+        return self.file or HOME / "configs" / f"tier_{self.name}.yaml"
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration with its overrides. Raises UserError."""
+        return load_config(self.path, self.overrides).config
 
     @property
     def checks(self) -> Assertions:
-        """What is asserted of its run."""
-        return self.asserts(load_config(self.config).config.tier)
+        """What is asserted of the run. Raises UserError if a limit that it asserts is missing."""
+        return self.asserts(self.config)
 
 
 def _set(limit: float | None, name: str) -> float:
@@ -88,29 +98,45 @@ def _set(limit: float | None, name: str) -> float:
     return limit
 
 
-def _quick(limits: TierSection) -> Assertions:
-    memory = checks.peak_memory(_set(limits.peak_memory_gib, "peak_memory_gib"))
-    return checks.finished_within(_set(limits.seconds, "seconds")), checks.finite, checks.adapters_moved, memory
+def _quick(config: RunConfig) -> Assertions:
+    memory = checks.peak_memory(_set(config.tier.peak_memory_gib, "peak_memory_gib"))
+    return checks.finished_within(_set(config.tier.seconds, "seconds")), checks.finite, checks.adapters_moved, memory
 
 
-def _convergence(limits: TierSection) -> Assertions:
-    memory = () if limits.peak_memory_gib is None else (checks.peak_memory(limits.peak_memory_gib),)
-    fell = checks.loss_fell(_set(limits.loss_fall, "loss_fall")), checks.held_out_loss_fell
-    return checks.finite, checks.adapters_moved, *fell, *memory
+def _memory(config: RunConfig) -> Assertions:
+    _set(config.tier.peak_memory_gib, "peak_memory_gib")
+    return _as_limited(config)
 
 
-def _memory(limits: TierSection) -> Assertions:
-    return checks.finite, checks.adapters_moved, checks.peak_memory(_set(limits.peak_memory_gib, "peak_memory_gib"))
+def _convergence(config: RunConfig) -> Assertions:
+    _set(config.tier.loss_fall, "loss_fall")
+    return _as_limited(config)
 
 
-def _extended(limits: TierSection) -> Assertions:
-    memory = checks.peak_memory(_set(limits.peak_memory_gib, "peak_memory_gib")), checks.memory_is_flat
+def _extended(config: RunConfig) -> Assertions:
+    memory = checks.peak_memory(_set(config.tier.peak_memory_gib, "peak_memory_gib")), checks.memory_is_flat
     return checks.finite, *memory, checks.throughput_holds, checks.smoothed_loss_falls
 
 
-def _full(limits: TierSection) -> Assertions:
+def _full(config: RunConfig) -> Assertions:
     whole = checks.checkpoints_are_whole(495, 990, 1000)
-    return *_memory(limits), whole, checks.resumes, checks.loss_fell(_set(limits.loss_fall, "loss_fall"))
+    return *_memory(config), whole, checks.resumes, checks.loss_fell(_set(config.tier.loss_fall, "loss_fall"))
+
+
+def _as_limited(config: RunConfig) -> Assertions:
+    """Finite values, adapters that moved if there are any, and one assertion for each limit that the file sets."""
+    limits = config.tier
+    found: list[checks.Checker] = [checks.finite]
+    if config.adapter != "none":
+        found.append(checks.adapters_moved)
+    if limits.seconds is not None:
+        found.append(checks.finished_within(limits.seconds))
+    if limits.loss_fall is not None:
+        found.append(checks.loss_fell(limits.loss_fall))
+        found += [checks.held_out_loss_fell] if config.dataset.evaluation or config.dataset.val_split else []
+    if limits.peak_memory_gib is not None:
+        found.append(checks.peak_memory(limits.peak_memory_gib))
+    return tuple(found)
 
 
 TIERS = {
@@ -140,21 +166,23 @@ class Outcome:
 
 
 class Runner:
-    """Runs tiers one after the other and shows what comes of them."""
+    """Run tiers one after the other and print their outcomes."""
 
     def __init__(self, options: argparse.Namespace, machine: Machine, console: Console) -> None:
         self.options, self.machine, self.console = options, machine, console
 
     def run(self, tier: Tier) -> Outcome:
-        """One tier from its data to its verdict."""
-        weights = find_weights(tier.config, tier.shape, self.options.base_model, self.options.models)
+        """Run one tier from its data to its verdict."""
+        weights = self._weights(tier)
         self._announce(tier, weights)
         needed = tier.needs_gib + self.machine.context_gib
         if self.options.check_vram and self.machine.free_gib is not None and self.machine.free_gib < needed:
             problem = f"needs {needed:.1f} GiB free on the card, which has {self.machine.free_gib:.1f}"
             return self._conclude(Outcome(tier.name, weights.model, False, 0.0, (), f"not run: {problem}"))
         folder = self.options.output / tier.name
-        overrides = [f"base_model={weights.model}", *find_data(tier.config), *find_template(weights.model)]
+        overrides = [f"base_model={weights.model}"]
+        if tier.file is None:
+            overrides += [*find_data(tier.path), *find_template(weights.model)]
         started = time.monotonic()
         code = self._train(tier, folder, overrides)
         seconds = time.monotonic() - started
@@ -168,7 +196,7 @@ class Runner:
         if code:
             problem = f"zerolora train ended with exit code {code}; see {last / 'logs'}"
             return self._conclude(Outcome(tier.name, weights.model, False, seconds, (), problem))
-        config = load_config(tier.config).config
+        config = tier.config
         finished = TierRun(
             folder,
             read_metrics(folder),
@@ -184,8 +212,14 @@ class Runner:
         held = all(check.passed is not False for check in made)
         return self._conclude(Outcome(tier.name, weights.model, held, whole, made))
 
+    def _weights(self, tier: Tier) -> Weights:
+        if tier.file is None:
+            return find_weights(tier.path, tier.shape, self.options.base_model, self.options.models)
+        model = self.options.base_model or tier.config.base_model
+        return Weights(model, not model.startswith("random:"), f"as {tier.file} names it")
+
     def _baseline(self, tier: Tier, run: TierRun) -> tuple[Check, ...]:
-        """Compare throughput with what was kept for this card; keep it if there was nothing, or on request."""
+        """Compare throughput with this card's record; write the record if there is none, or on request."""
         rate = checks.tokens_per_second(run)
         if rate is None:
             return ()
@@ -203,7 +237,7 @@ class Runner:
 
     def _train(self, tier: Tier, folder: Path, overrides: list[str]) -> int:
         """`zerolora train` on one GPU, or one CPU rank; its exit code."""
-        command = [sys.executable, "-m", "launcher.cli", "train", str(tier.config), *overrides]
+        command = [sys.executable, "-m", "launcher.cli", "train", str(tier.path), *overrides, *tier.overrides]
         command += [f"output_dir={folder}", "output.overwrite=delete", "--num-gpus", "1"]
         search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": search}
@@ -270,7 +304,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME", help=f"{', '.join(TIERS)}, or all")
+    parser.add_argument("name", metavar="NAME", help=f"{', '.join(TIERS)}, all, or a YAML file")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that replace those of the file")
     parser.add_argument("--check-vram", action="store_true", help="look first whether the card has room for the tier")
     parser.add_argument("--verbose", action="store_true", help="show the runs themselves")
     parser.add_argument("--json", action="store_true", help="the verdicts as JSON on stdout")
@@ -283,21 +318,31 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--without", action="append", default=[], metavar="NAME", help="leave this tier out of `all`; may be repeated")
     add("--baselines", type=Path, default=cache_folder() / "tiers", metavar="DIR", help="where throughput is kept")
     add("--new-baseline", action="store_true", help="keep this run's throughput in place of what is kept for the card")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def _chosen(options: argparse.Namespace) -> list[Tier]:
+    """Return the tiers to run, with the overrides of the command line. Raises UserError."""
+    overrides = tuple(options.settings)
     if options.name == "all":
         if options.base_model:
             raise UserError(f"--base-model {options.base_model}: the tiers have models of their own; name one tier")
         if unknown := [name for name in options.without if name not in TIERS]:
-            raise UserError(f"--without {unknown[0]}: no such tier; there are {', '.join(TIERS)}")
-        return [tier for name, tier in TIERS.items() if name not in options.without]
-    if options.without:
-        raise UserError(f"--without {options.without[0]}: leaves a tier out of `all`, and {options.name} is one")
-    if options.name not in TIERS:
-        raise UserError(f"{options.name}: no such tier; there are {', '.join(TIERS)}, and all")
-    return [TIERS[options.name]]
+            raise UserError(f"--without {unknown[0]}: no such tier; choose from {', '.join(TIERS)}")
+        tiers = [tier for name, tier in TIERS.items() if name not in options.without]
+    elif options.without:
+        raise UserError(f"--without {options.without[0]}: needs `all`, not {options.name}")
+    elif options.name in TIERS:
+        tiers = [TIERS[options.name]]
+    elif options.name.endswith((".yaml", ".yml")):
+        file = Path(options.name)
+        tiers = [Tier(file.stem, "", 0.0, _as_limited, file=file)]
+    else:
+        raise UserError(f"{options.name}: no such tier; choose from {', '.join(TIERS)}, all, or name a YAML file")
+    tiers = [replace(tier, overrides=overrides) for tier in tiers]
+    for tier in tiers:
+        _ = tier.checks  # mistakes in the last file must not cost the runs of the others
+    return tiers
 
 
 def _as_json(outcomes: list[Outcome], machine: Machine) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.commands.demo import HUB_NAME, demo_data, demo_model
-from trainer.config import ModelSection, UserError, load_config
+from trainer.config import ModelSection, RunConfig, UserError, load_config
 
 CPU = "cpu"
 # What the CUDA context and cuBLAS take beside torch's allocations, with room to spare.
@@ -139,11 +139,13 @@ def find_template(base_model: str) -> list[str]:
     return [] if template else [f"dataset.chat_template={ALPACA}"]
 
 
-def cpu_time(config: Path, base_model: str) -> float:
-    """Seconds the tier takes here, to a factor of two: start + 2 x PASSES x parameters x tokens / measured rate."""
+def cpu_time(settings: RunConfig, base_model: str) -> float:
+    """Estimate the run's seconds on this CPU, to a factor of two.
+
+    start + 2 x PASSES x parameters x tokens / measured operations a second.
+    """
     from trainer.model.base import empty_model, load_model_config
 
-    settings = load_config(config).config
     training = settings.training
     model = empty_model(load_model_config(base_model, settings.model), settings.model)
     model.tie_weights()

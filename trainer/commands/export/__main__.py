@@ -174,7 +174,7 @@ def _run(options: argparse.Namespace) -> None:
     lines = export(
         run, options.format, output, dtype=options.dtype, converter=options.converter, verified=options.verify
     )
-    print(output)
+    print(f"exported to {output}")
     for line in lines:
         print(f"  {line}")
 

@@ -7,12 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
+from trainer.checkpoint.adapter_files import WEIGHTS
 from trainer.checkpoint.finished_run import ADAPTER, FinishedRun, saved_tokenizer
 from trainer.commands.export.gguf_lora import write_gguf_lora
 from trainer.commands.export.servers import write_for_server
 from trainer.commands.export.verify import verify
 from trainer.commands.whole_output import put_in_place, writing
 from trainer.config import UserError
+from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.report.model_card import is_on_hub, public_name
 
 ADAPTER_FORMS = ("peft", "vllm", "sglang", "gguf-lora")
@@ -34,7 +38,7 @@ def export_adapter(
             lines = _write_gguf(run, written, converter, output)
         else:
             settings = _write_folder(run, form, folder, tokenizer)
-            lines = [_command(form, output, settings)]
+            lines = [_command(form, output, settings, folder)]
         said = [verify(run, form, written, tokenizer)] if verified else []
         put_in_place(written, output)
     return [*said, *lines]
@@ -51,18 +55,22 @@ def _write_folder(run: FinishedRun, form: str, folder: Path, tokenizer: Any) -> 
     path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if form != "peft":
         settings = write_for_server(folder, form, run.config.base_model, run.config.model)
-    tokenizer.save_pretrained(folder)
+    write_files(tokenizer_files(tokenizer), folder)
     return settings
 
 
-def _command(form: str, output: Path, settings: dict[str, Any]) -> str:
+def _command(form: str, output: Path, settings: dict[str, Any], written: Path) -> str:
+    """Return how to start the program with the adapter that was `written` and will be at `output`."""
     base, rank = settings["base_model_name_or_path"], settings["r"]
     if form == "peft":
         return f"PeftModel.from_pretrained(base, {str(output)!r}), base being {base}"
     if form == "sglang":
         return f"python -m sglang.launch_server --model-path {base} --enable-lora --lora-paths NAME={output}"
     room = next((room for room in VLLM_RANKS if room >= rank), rank)
-    return f"vllm serve {base} --enable-lora --max-lora-rank {room} --lora-modules NAME={output}"
+    with safe_open(str(written / WEIGHTS), framework="pt") as file:
+        experts = any(".experts." in name for name in file.keys())
+    flag = " --enable-mixed-moe-lora-format" if experts else ""
+    return f"vllm serve {base} --enable-lora --max-lora-rank {room}{flag} --lora-modules NAME={output}"
 
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -85,7 +93,7 @@ def _convert(run: FinishedRun, file: Path, converter: Path) -> None:
         raise UserError(f"--converter {converter}: no such file; name llama.cpp's convert_lora_to_gguf.py")
     adapter, base = file.with_name(".adapter"), run.config.base_model
     adapter.mkdir()
-    _write_folder(run, "vllm", adapter, saved_tokenizer(run))
+    _write_folder(run, "gguf-lora", adapter, saved_tokenizer(run))
     where = ["--base", base] if Path(base).is_dir() else ["--base-model-id", base]
     command = [sys.executable, str(converter), str(adapter), "--outfile", str(file), "--outtype", "f32", *where]
     result = subprocess.run(command, capture_output=True, text=True)

@@ -26,13 +26,18 @@ IN_OUT = ("gpt_oss", "llama4", "llama4_text")
 """Models whose checkpoints store experts [E, in, out]."""
 IN_PAIRS = ("gpt_oss",)
 """Models whose checkpoints store gate and up row by row in turn."""
-OTHER_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+PARTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+"""Parts of an expert, and their names in checkpoints such as Mixtral's."""
+VLLM_PARTS = {"gpt_oss": {number: part for part, number in PARTS.items()}}
+"""vLLM's names in adapters for models that store all experts as one tensor, where they are not gate_proj and so on
+(`get_expert_mapping` of vllm/model_executor/models/gpt_oss.py)."""
 STACKED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-ONE_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj")
+ONE_EXPERT = re.compile(r"(.*\.experts\.\d+)\.(\w+)")
 
 
-def read_vllm(folder: Path, _stored: dict[str, Tensor], _config: Any) -> Iterator[Gain]:
+def read_vllm(folder: Path, stored: dict[str, Tensor], config: Any) -> Iterator[Gain]:
     """Scale alpha / r, or alpha / sqrt(r) for rsLoRA; layers by name, each with an A of no more than r rows."""
+    parts = VLLM_PARTS.get(config.get_text_config().model_type, {part: part for part in PARTS})
     settings = _settings(folder)
     for forbidden in ("modules_to_save", "use_dora"):
         if settings.get(forbidden):
@@ -42,6 +47,11 @@ def read_vllm(folder: Path, _stored: dict[str, Tensor], _config: Any) -> Iterato
     for layer, a, b in _pairs(folder):
         if len(a) > rank:
             raise RuntimeError(f"{layer}: rank {len(a)}, and vLLM makes room for r={rank}")
+        expert = ONE_EXPERT.fullmatch(layer)
+        if expert is not None and f"{layer}.weight" not in stored:
+            if expert[2] not in parts:
+                raise RuntimeError(f"{layer}: vLLM calls the parts of these experts {', '.join(parts)}")
+            layer = f"{expert[1]}.{parts[expert[2]]}"
         yield layer, scale * (b.float() @ a.float())
 
 
@@ -61,6 +71,9 @@ def read_sglang(folder: Path, stored: dict[str, Tensor], _config: Any) -> Iterat
         for other in (f"{parent}.{name}" for name in group):
             if other not in pairs and f"{other}.weight" in stored:
                 raise RuntimeError(f"{layer}: SGLang stacks it with {other}, which has no A and B")
+        numbered = f"{parent}.{PARTS.get(own, own)}"
+        if ONE_EXPERT.fullmatch(layer) and f"{numbered}.weight" in stored:
+            layer = numbered
         yield layer, scale * (b.float() @ a.float())
 
 
@@ -89,39 +102,35 @@ def read_llama_cpp(file: Path, stored: dict[str, Tensor], config: Any) -> Iterat
 
 
 def add_gains(stored: dict[str, Tensor], gains: Iterator[Gain], model_type: str) -> int:
-    """Add them to the tensors of the base's checkpoint, by name; returns how many. RuntimeError for a name of none."""
+    """Add them to the tensors of the base's checkpoint, by name; returns how many. RuntimeError for a name of none.
+
+    No two names are equal here: what a server calls otherwise than the checkpoint, its reader translates.
+    """
     count = 0
     for layer, gain in gains:
         count += 1
-        name = _stored_name(stored, layer)
-        if name is not None:
-            stored[name] = stored[name] + gain
+        if f"{layer}.weight" in stored:
+            stored[f"{layer}.weight"] = stored[f"{layer}.weight"] + gain
         else:
             _add_to_fused(stored, layer, gain, model_type)
     return count
 
 
-def _stored_name(stored: dict[str, Tensor], layer: str) -> str | None:
-    parent, _, own = layer.rpartition(".")
-    names = (f"{layer}.weight", f"{parent}.{OTHER_NAMES.get(own, own)}.weight")
-    return next((name for name in names if name in stored), None)
-
-
 def _add_to_fused(stored: dict[str, Tensor], layer: str, gain: Tensor, model_type: str) -> None:
     """To one part of one expert where all experts are one tensor."""
-    expert = ONE_EXPERT.fullmatch(layer)
-    part = expert[3] if expert else ""
-    wanted = ("down_proj",) if part == "down" else ("gate_up_proj", f"{part}_proj")
-    names = [f"{expert[1]}.{name}{end}" for name in wanted for end in ("", ".weight")] if expert else []
+    experts, _, number = (layer.rpartition(".")[0]).rpartition(".")
+    part = layer.rpartition(".")[2]
+    wanted = () if part not in PARTS else ("down_proj",) if part == "down_proj" else ("gate_up_proj", part)
+    names = [f"{experts}.{name}{end}" for name in wanted for end in ("", ".weight")]
     name = next((name for name in names if name in stored), None)
-    if expert is None or name is None:
+    if name is None or not number.isdecimal():
         raise RuntimeError(f"{layer}: the base has no such layer")
     whole = stored[name].clone()
-    weight = whole[int(expert[2])]
+    weight = whole[int(number)]
     weight = weight.mT if model_type in IN_OUT else weight
     if "gate_up" in name:
         halves = (weight[0::2], weight[1::2]) if model_type in IN_PAIRS else weight.chunk(2)
-        weight = halves[0 if part == "gate" else 1]
+        weight = halves[0 if part == "gate_proj" else 1]
     weight += gain
     stored[name] = whole
 

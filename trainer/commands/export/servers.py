@@ -4,7 +4,8 @@ Both read PEFT's two files, but apply less than PEFT can: no DoRA, no weights tr
 What PEFT has of its own kind, experts in one tensor, a rank or a scale of some layers, is said in their terms here:
 
     scale of every layer      lora_alpha / r, into which rsLoRA and patterns are worked (SGLang reads neither)
-    experts                   gate, up and down of each; SGLang has these names where the checkpoint has w1, w3, w2
+    experts                   gate, up and down of each; SGLang has these names where the checkpoint has w1, w3, w2,
+                              and vLLM has w1, w3, w2 for gpt-oss
     q, k, v and gate, up      SGLang stacks them: all of a group or none, and all of rank r; others' rows are zero
 """
 
@@ -19,15 +20,13 @@ from torch import Tensor
 
 from trainer.commands.export.factors import PREFIX, Factors, read_factors
 from trainer.config import UserError
+from trainer.model.base import load_model_config
+from trainer.model.served_layers import NAMES, train_without, unapplied_layers
 
-NAMES = {"vllm": "vLLM", "sglang": "SGLang", "gguf-lora": "llama.cpp"}
-SGLANG_KNOWS = frozenset(
-    "q_proj k_proj v_proj qkv_proj o_proj out_proj gate_proj up_proj gate_up_proj down_proj q_a_proj q_b_proj "
-    "kv_a_proj_with_mqa kv_b_proj in_proj in_proj_q in_proj_k in_proj_v in_proj_z in_proj_qkv in_proj_qkvz "
-    "lm_head".split()
-)
-"""Layers whose adapters SGLang applies, by the last part of their names (python/sglang/srt/lora/utils.py)."""
 PLAIN_NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+NUMBERED = {name: number for number, name in PLAIN_NAMES.items()}
+NUMBERED_IN_VLLM = ("gpt_oss",)
+"""Model types that store all experts as one tensor, whose parts vLLM calls w1, w2 and w3 in adapters."""
 MERGED = "zerolora export --format hf writes the merged model"
 
 
@@ -37,9 +36,13 @@ def write_for_server(folder: Path, server: str, base_model: str, section: Any) -
     Raises UserError for what that server does not apply; nothing is written then.
     """
     check_applied(folder, server)
-    factors = read_factors(folder, base_model, section, whole_groups=server == "sglang")
-    if server == "sglang":
-        factors = _as_sglang_calls_them(factors)
+    model_type = load_model_config(base_model, section).get_text_config().model_type
+    factors = _named(read_factors(folder, base_model, section, whole_groups=server == "sglang"), server, model_type)
+    if unapplied := unapplied_layers(server, model_type, factors):
+        raise UserError(
+            f"--format {server}: {NAMES[server]} does not apply adapters of {', '.join(unapplied)}; "
+            f"to train without them {'; '.join(map(train_without, unapplied))}; or {MERGED}"
+        )
     rank, scale = max(len(found.a_RI) for found in factors.values()), common_scale(factors)
     tensors: dict[str, Tensor] = {}
     for layer, found in factors.items():
@@ -81,15 +84,13 @@ def check_applied(folder: Path, server: str) -> None:
         )
 
 
-def _as_sglang_calls_them(factors: dict[str, Factors]) -> dict[str, Factors]:
+def _named(factors: dict[str, Factors], server: str, model_type: str) -> dict[str, Factors]:
+    """Return the factors under the names that the server has for the parts of experts."""
+    names: dict[str, str] = PLAIN_NAMES if server == "sglang" else {}
+    if server == "vllm" and model_type in NUMBERED_IN_VLLM:
+        names = NUMBERED
     renamed = {}
     for layer, found in factors.items():
         parent, _, own = layer.rpartition(".")
-        renamed[f"{parent}.{PLAIN_NAMES[own]}" if own in PLAIN_NAMES else layer] = found
-    unknown = sorted({layer.rpartition(".")[2] for layer in renamed} - SGLANG_KNOWS)
-    if unknown:
-        raise UserError(
-            f"--format sglang: SGLang applies no adapters of {', '.join(unknown)}; leave them out with "
-            f"lora.exclude_modules when you train, or {MERGED}"
-        )
+        renamed[f"{parent}.{names.get(own, own)}" if ".experts." in layer else layer] = found
     return renamed

@@ -18,11 +18,11 @@ from torch import Tensor
 from trainer.checkpoint.finished_run import FinishedRun, put_adapter
 from trainer.commands.export.gguf import write_gguf
 from trainer.commands.export.readers import add_gains, read_llama_cpp, read_sglang, read_vllm
-from trainer.commands.export.servers import NAMES
 from trainer.config import UserError
 from trainer.contract.known_versions import require
 from trainer.memory.bytes import GIB
 from trainer.model.base import load_base_model, match_vocabulary
+from trainer.model.served_layers import NAMES
 from trainer.ranks.group import set_seed
 
 PROMPTS = (

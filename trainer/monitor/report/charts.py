@@ -16,7 +16,7 @@ from trainer.monitor.report.curves import (
     SPREAD_FOR_LOG_SCALE,
     Series,
     counted_in,
-    held_out_words,
+    held_out_label,
     running_mean,
     series,
     window_for,
@@ -65,7 +65,10 @@ def charts(records: list[Record], *, deadband: float | None = None) -> list[Char
     training, held_out = series(records, "train/loss"), series(records, "eval/loss").finite()
     loss = with_mean(training, "blue", "training")
     if len(held_out):
-        loss += (Curve(held_out, "dashed", "orange"), Curve(held_out, "dots", "orange", held_out_words(held_out)))
+        loss += (Curve(held_out, "dashed", "orange"), Curve(held_out, "dots", "orange", held_out_label(records)))
+    if len(steps := series(records, "eval/kept_step").values):
+        saved = Series(steps[-1:], series(records, "eval/kept_loss").values[-1:])
+        loss += (Curve(saved, "dots", "green", f"kept: step {int(steps[-1]):,}"),)
     counted = counted_in(records)
     memory, rate = series(records, "memory/peak_gib"), series(records, counted.rate)
     norm = series(records, "train/grad_norm")

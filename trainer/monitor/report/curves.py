@@ -58,6 +58,29 @@ def series(records: list[Record], name: str) -> Series:
     return Series(pairs[:, 0], pairs[:, 1])
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """The held-out losses of a run. `after` is that of the weights that were saved, at `kept_step`."""
+
+    before: float
+    after: float
+    kept_step: int
+    lowest: float
+    lowest_step: int
+
+    @classmethod
+    def of(cls, records: list[Record]) -> "HeldOut | None":
+        """Return None if fewer than two evaluations are finite: nothing can be compared."""
+        line = series(records, "eval/loss").finite()
+        if len(line) < 2:
+            return None
+        lowest = int(np.argmin(line.values))
+        kept = series(records, "eval/kept_step").values
+        loss = series(records, "eval/kept_loss").values
+        step, after = (kept[-1], loss[-1]) if len(kept) and len(loss) else (line.steps[-1], line.values[-1])
+        return cls(float(line.values[0]), float(after), int(step), float(line.values[lowest]), int(line.steps[lowest]))
+
+
 def counted_in(records: list[Record]) -> Counted:
     """What the run counted its batches in: tokens, or images."""
     return IMAGES if any("train/images" in record for record in records) else TOKENS
@@ -78,7 +101,9 @@ def window_for(count: int) -> int | None:
     return max(count // MEANS_PER_RUN, SHORTEST_MEAN) | 1 if count >= FEWEST_FOR_MEAN else None
 
 
-def held_out_words(line: Series) -> str:
-    """For the legend, where the numbers lie on no curve."""
-    first, last = line.values[0], line.values[-1]
-    return f"held out, {first:.3f}" + (f" → {last:.3f}" if len(line) > 1 else "")
+def held_out_label(records: list[Record]) -> str:
+    """Return the legend of the held-out losses, with the numbers of `HeldOut`."""
+    held_out = HeldOut.of(records)
+    if held_out is None:
+        return f"held out, {series(records, 'eval/loss').finite().values[0]:.3f}"
+    return f"held out, {held_out.before:.3f} → {held_out.after:.3f}"

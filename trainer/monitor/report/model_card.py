@@ -1,6 +1,7 @@
 """The model card of an adapter, written at the end of training and by `zerolora push`.
 
-Of local models and data it has the last part of the path.
+The card in a run's folder shows how to load the adapter from there. A card that is uploaded names no folder of this
+machine: of local models and data it has the last part of the path.
 """
 
 import re
@@ -11,8 +12,9 @@ import yaml
 
 from trainer.config import RunConfig
 from trainer.monitor.metrics import Record
+from trainer.monitor.report.curves import HeldOut
 from trainer.monitor.report.recorded import read_run
-from trainer.monitor.report.write import summary_rows, values_of
+from trainer.monitor.report.write import summary_rows
 
 CARD = "README.md"
 OURS = "<!-- zerolora writes this card anew; delete this line to keep your own words. -->"
@@ -43,10 +45,21 @@ def is_on_hub(name: str) -> bool:
     return bool(HUB_NAME.fullmatch(name)) and name[0] != "." and not is_file_name and not Path(name).exists()
 
 
-def model_card(config: RunConfig, run_dir: Path, records: list[Record], *, name: str) -> str:
-    """The model card: what it was made of and how, what it measured, how to load it from `name`, owner/name or folder.
+def loadable_base(base_model: str, adapter: str) -> str:
+    """Return what `from_pretrained` takes in the card of an adapter, whose absolute path or name on the hub is given.
 
-    None of it names a folder of this machine.
+    A local base model is a placeholder in a card for the hub.
+    """
+    base = public_name(base_model)
+    if is_on_hub(base):
+        return base
+    return str(Path(base_model).expanduser().resolve()) if Path(adapter).is_absolute() else f"path/to/{base}"
+
+
+def model_card(config: RunConfig, run_dir: Path, records: list[Record], *, name: str) -> str:
+    """Return the card: what the adapter was trained from, how, its results, and how to load it.
+
+    `name` is the adapter's repository, owner/name, or the absolute path of its folder.
     """
     base = public_name(config.base_model)
     groups = dict(summary_rows(records, config.model_dump(mode="json"), read_run(run_dir))) if records else {}
@@ -62,9 +75,9 @@ def model_card(config: RunConfig, run_dir: Path, records: list[Record], *, name:
         OURS,
         f"# {name.rpartition('/')[2]}",
         f"A {'QLoRA' if config.adapter == 'qlora' else 'LoRA'} adapter for {_link(base)}, trained with zerolora.",
-        *_headline(records, best=config.training.best_checkpoint),
+        *_headline(records),
         "## Use",
-        _usage(config, name, base),
+        _usage(config, name),
         "## Training",
         _table([*about, *groups.get("Training", []), ("seed", str(config.seed))]),
         *(["## Results", _table(groups["Results"])] if "Results" in groups else []),
@@ -85,15 +98,15 @@ def _front_matter(base_model: str, base: str, adapter: str, sources: list[str]) 
     return f"---\n{yaml.safe_dump(data, sort_keys=False)}---"
 
 
-def _headline(records: list[Record], *, best: bool) -> list[str]:
-    losses = values_of(records, "eval/loss")
-    if len(losses) < 2:
+def _headline(records: list[Record]) -> list[str]:
+    held_out = HeldOut.of(records)
+    if held_out is None:
         return []
-    before, after = losses[0], min(losses) if best else losses[-1]
+    before, after = held_out.before, held_out.after
     return [f"Held-out loss **{before:.4f} → {after:.4f}** nats per token ({after / before - 1:+.1%})."]
 
 
-def _usage(config: RunConfig, name: str, base: str) -> str:
+def _usage(config: RunConfig, name: str) -> str:
     grow = (
         "base.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)  # for the tokens that were added\n"
         if config.model.added_tokens
@@ -104,13 +117,18 @@ def _usage(config: RunConfig, name: str, base: str) -> str:
         "from peft import PeftModel\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n'
-        f'base = AutoModelForCausalLM.from_pretrained("{base}", dtype="auto")\n'
+        f'base = AutoModelForCausalLM.from_pretrained("{loadable_base(config.base_model, name)}", dtype="auto")\n'
         f"{grow}"
         f'model = PeftModel.from_pretrained(base, "{name}")\n'
         "```"
     )
     if config.adapter == "qlora":
         code += "\n\nIt was trained on a quantised base (below) and fits the full-precision one as well."
+    if config.lora.dora:
+        code += (
+            "\n\nThis is a DoRA adapter. Load it with `PeftModel` as above: `AutoModelForCausalLM.from_pretrained` on "
+            "the adapter's folder leaves out its magnitudes, and the answers are wrong."
+        )
     return code
 
 

@@ -11,7 +11,7 @@ from trainer.contract.whole_files import write_whole
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.changed_settings import as_text, flat
 from trainer.monitor.report.charts import Chart, Curve, draw
-from trainer.monitor.report.curves import IMAGES, counted_in, running_mean, series, window_for
+from trainer.monitor.report.curves import IMAGES, HeldOut, counted_in, running_mean, series, window_for
 from trainer.monitor.report.page import Answer, render_page, wide_table
 from trainer.monitor.report.recorded import read_answers, read_settings
 from trainer.monitor.report.write import ANSWERS, duration, rate_of, training_seconds, values_of
@@ -120,14 +120,14 @@ def _outcomes(runs: Sequence[Recorded]) -> str:
 
 
 def _outcome(run: Recorded) -> list[str]:
-    held_out, losses = values_of(run.records, "eval/loss"), values_of(run.records, "train/loss")
+    held_out, losses = HeldOut.of(run.records), values_of(run.records, "train/loss")
     rate, counted, memory = rate_of(run.records), counted_in(run.records), values_of(run.records, "memory/peak_gib")
     last = losses[-max(1, len(losses) // 10) :]
     return [
         run.name,
         f"{max(record['step'] or 0 for record in run.records):,.0f}",
-        f"{held_out[0]:.4f} → {held_out[-1]:.4f}" if held_out else "",
-        f"{min(held_out):.4f}" if held_out else "",
+        f"{held_out.before:.4f} → {held_out.after:.4f}" if held_out else "",
+        f"{held_out.lowest:.4f}" if held_out else "",
         f"{sum(last) / len(last):.4f}" if last else "",
         f"{rate:,.{counted.digits}f} {counted.name}/s" if rate else "",
         f"{max(memory):.2f} GiB" if memory else "",

@@ -15,7 +15,7 @@ from trainer.contract.whole_files import write_json, write_whole
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.changed_settings import settings_of
 from trainer.monitor.report.charts import charts, draw
-from trainer.monitor.report.curves import TOKENS, Counted, counted_in
+from trainer.monitor.report.curves import TOKENS, Counted, HeldOut, counted_in
 from trainer.monitor.report.page import Answer, Tile, render_page
 from trainer.monitor.report.recorded import read_answers, read_run, read_settings, read_times
 from trainer.monitor.report.sample_images import shown_in_page
@@ -128,14 +128,15 @@ def training_seconds(records: list[Record]) -> float:
 
 
 def tiles(records: list[Record], run: Mapping[str, Any]) -> list[Tile]:
-    """The few numbers that one looks for first."""
+    """Return the few numbers that readers look for first."""
     shown = []
-    held_out, losses = values_of(records, "eval/loss"), values_of(records, "train/loss")
+    held_out, losses = HeldOut.of(records), values_of(records, "train/loss")
+    compared = [held_out.before, held_out.after] if held_out else []
     # Two single batches would tell more of their texts than of the training.
     count = min(SHOWN_MEAN, len(losses) // 3) or 1
     means = [statistics.fmean(losses[:count]), statistics.fmean(losses[-count:])] if len(losses) > 1 else []
     of = f", means of {count} records" if count > 1 else ""
-    for label, values, note in (("held-out loss", held_out, ""), ("training loss", means, of)):
+    for label, values, note in (("held-out loss", compared, ""), ("training loss", means, of)):
         if len(values) > 1:
             shown.append(Tile(label, f"{values[0]:.3f} → {values[-1]:.3f}", _change(values[0], values[-1]) + note))
     rate, counted = rate_of(records), counted_in(records)
@@ -198,7 +199,9 @@ def _model_rows(config: Mapping[str, Any], counted: Counted) -> list[tuple[str, 
 def _training_rows(records: list[Record], config: Mapping[str, Any], run: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     epochs, steps = values_of(records, "train/epoch"), max(record["step"] or 0 for record in records)
-    rows.append(("optimizer steps", f"{steps:,.0f}" + (f" ({epochs[-1]:.2f} epochs)" if epochs else "")))
+    planned = values_of(records, "train/stopped_early_of")
+    early = f" of {planned[-1]:,.0f}, stopped early" if planned else ""
+    rows.append(("optimizer steps", f"{steps:,.0f}{early}" + (f" ({epochs[-1]:.2f} epochs)" if epochs else "")))
     tokens, targets = values_of(records, "train/tokens"), values_of(records, "train/target_tokens")
     if tokens:
         with_loss = f", {targets[-1]:,.0f} of them with loss" if targets else ""
@@ -216,18 +219,16 @@ def _training_rows(records: list[Record], config: Mapping[str, Any], run: Mappin
 
 def _result_rows(records: list[Record]) -> list[tuple[str, str]]:
     rows = []
-    losses, held_out, counted = values_of(records, "train/loss"), values_of(records, "eval/loss"), counted_in(records)
+    losses, held_out, counted = values_of(records, "train/loss"), HeldOut.of(records), counted_in(records)
     if losses:
         rows.append(("training loss", f"first {losses[0]:.4f}, last {losses[-1]:.4f}, lowest {min(losses):.4f}"))
     if held_out:
-        best = min(held_out)
-        at = next(record["step"] for record in records if record.get("eval/loss") == best)
-        rows.append(
-            ("held-out loss", f"before {held_out[0]:.4f}, after {held_out[-1]:.4f}, lowest {best:.4f} at step {at}")
-        )
-        rows.append(("relative change", _change(held_out[0], held_out[-1])))
+        lowest = f"lowest {held_out.lowest:.4f} at step {held_out.lowest_step}"
+        after = f"after {held_out.after:.4f} (step {held_out.kept_step})"
+        rows.append(("held-out loss", f"before {held_out.before:.4f}, {after}, {lowest}"))
+        rows.append(("relative change", _change(held_out.before, held_out.after)))
         if counted is TOKENS:
-            bits = [loss / math.log(2) for loss in (held_out[0], held_out[-1])]
+            bits = [loss / math.log(2) for loss in (held_out.before, held_out.after)]
             rows.append(("bits per token", f"before {bits[0]:.4f}, after {bits[1]:.4f}"))
     rate, memory = rate_of(records), values_of(records, "memory/peak_gib")
     if rate:

@@ -1,0 +1,342 @@
+"""Rows and rules that Axolotl, LLaMA-Factory and TRL share: most of their settings are those of transformers."""
+
+import math
+import re
+from typing import Any, Literal
+
+from launcher.importing.translation import (
+    Key,
+    Number,
+    Text,
+    Translation,
+    Whole,
+    convert,
+    is_off,
+    make_table,
+    split_names,
+)
+from trainer.config import UserError
+from trainer.config.errors import shown
+from trainer.config.messages import annotation_of
+
+PREFERENCES = "preference and reward training are not offered"
+VISION = "images, video and sound are not trained on"
+NO_MODEL, NO_DATA = "a model must be named", "there is nothing to train on"
+ONLY_LORA = "adapters here are LoRA's; or all weights are trained"
+INT8 = (
+    "rows of the weights and tokens of their inputs are int8, and so are the products, without LLM.int8's outliers in "
+    "16 bits; on Hopper and Ada quantization.quant_type: fp8 is faster"
+)
+OWN_TEMPLATE = "the tokenizer's own template is used, which instruct models have"
+LONGEST_TIMEOUT_MINUTES = 1e6
+
+DEEPSPEED = {
+    "zero_optimization": {"stage": Whole, "offload_optimizer": {"device": Text}, "offload_param": {"device": Text}}
+}
+FSDP = {
+    f"{prefix}{name}": kind
+    for prefix in ("", "fsdp_")
+    for name, kind in {
+        "sharding_strategy": Whole | Text,
+        "reshard_after_forward": bool | Text,
+        "offload_params": bool,
+        "activation_checkpointing": bool,
+    }.items()
+}
+FSDP_STAGES = {"NO_SHARD": 0, "3": 0, "SHARD_GRAD_OP": 2, "2": 2}
+
+ADAMW = (
+    "adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit",
+    "adamw_anyprecision", "optimi_adamw", "flash_adamw", "adamw_torch_xla", "adamw_torch_npu_fused",
+)  # fmt: skip
+EIGHT_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
+# 8 bits in another layout, or fewer: the same step, the state a little coarser or finer.
+NEAR_EIGHT_BITS = ("adamw_torch_8bit", "ao_adamw_8bit", "adamw_torch_4bit", "ao_adamw_4bit", "ao_adamw_fp8")
+SCHEDULES = {
+    name: name
+    for name in (
+        "linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt",
+    )
+}  # fmt: skip
+ONLY_ADAMW = "only AdamW is offered, in 32 and 8 bits"
+ONLY_SCHEDULES = f"schedules here are {', '.join(SCHEDULES)}"
+OPTIMIZER = Key(
+    Text,
+    "training.optimizer",
+    values=dict.fromkeys(ADAMW, "adamw") | dict.fromkeys(EIGHT_BITS + NEAR_EIGHT_BITS, "adamw_8bit"),
+    otherwise=ONLY_ADAMW,
+    notes=dict.fromkeys(NEAR_EIGHT_BITS, "torchao's optimizer becomes bitsandbytes' AdamW with 8-bit state"),
+)
+EVERY_TOKEN = Key(bool, "dataset.train_on", values={"true": ["all"]})
+FIXED_ORDER = Key(bool, "dataset.shuffle", values={"true": False})
+# What the three have in common.
+SHARED = make_table(
+    """
+    copy trust_remote_code gradient_accumulation_steps learning_rate weight_decay max_grad_norm adam_beta1 adam_beta2
+    copy adam_epsilon seed save_total_limit loraplus_lr_ratio output_dir max_steps!-1 load_best_model_at_end
+    steps warmup_steps save_steps eval_steps
+    number warmup_ratio ddp_timeout
+    flag fp16
+    strategy save_strategy eval_strategy evaluation_strategy
+    none loraplus_lr_embedding torch_dtype dtype tf32 logging_steps ddp_find_unused_parameters dataloader_num_workers
+    none save_only_model low_cpu_mem_usage gradient_checkpointing_kwargs wandb_* hub_*
+    """,
+    {},
+    dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy"), "upload with `zerolora push RUN REPO` afterwards"),
+    {
+        "resume_from_checkpoint": Key(bool | Text, "training.resume_from_checkpoint", unless=(False, "false", "False")),
+        "bf16": Key(bool | Literal["auto", "full"]),
+        "deepspeed": Key((Text, DEEPSPEED)),
+        "fsdp": Key((Text, [Text])),
+        "fsdp_config": Key((Text, FSDP)),
+    },
+)
+# What LLaMA-Factory and TRL take over from transformers.
+TRANSFORMERS = SHARED | make_table(
+    """
+    copy model_name_or_path per_device_train_batch_size:8 per_device_eval_batch_size gradient_accumulation_steps:1
+    copy num_train_epochs:3.0 save_total_limit:null run_name model_revision=model.revision!main
+    names report_to
+    none do_eval overwrite_cache preprocessing_num_workers
+    """,
+    {},
+    {"neftune_noise_alpha": "noise on embeddings is not offered"},
+    {
+        "lr_scheduler_type": Key(Text, "training.lr_scheduler", "linear", values=SCHEDULES, otherwise=ONLY_SCHEDULES),
+        "lr_scheduler_kwargs": Key({"min_lr_rate": Number, "min_lr": Number}),
+        "optim": OPTIMIZER,
+    },
+)
+
+
+def name_model(t: Translation, name: str) -> None:
+    """Require a model, of 16-bit weights as far as its name says."""
+    t.require(name, NO_MODEL)
+    model = str(t.get(name, ""))
+    if found := re.search(r"(?<![A-Za-z])(GPTQ|AWQ|AQLM|EETQ|HQQ|NVFP4|MXFP4)(?![A-Za-z])", model, re.IGNORECASE):
+        t.refuse(name, f"its weights are in {found.group(1)}; name the 16-bit model")
+
+
+def set_warmup(t: Translation, default: int | None = None) -> None:
+    """Set the warm-up: steps, a fraction of all steps, or a fraction written as steps."""
+    steps, ratio = t.get("warmup_steps"), t.get("warmup_ratio")
+    if steps and 0 < steps < 1:
+        t.put("training.warmup_ratio", steps, "warmup_steps")
+    elif steps is not None and not (steps == 0 and ratio is not None):
+        t.put("training.warmup_steps", steps, "warmup_steps")
+    elif ratio is not None:
+        t.put("training.warmup_ratio", ratio, "warmup_ratio")
+    elif default is not None:
+        t.put("training.warmup_steps", default)
+
+
+def set_precision(t: Translation, default: str = "auto") -> None:
+    """Set the number format from bf16 and fp16, which may be on, off or left to the card."""
+    bf16, fp16 = t.first("bf16", "bfloat16"), t.first("fp16", "float16")
+    if t.get("pure_bf16") or bf16 in (True, "full"):
+        chosen = "bf16"
+    elif bf16 == "auto" or (bf16 is None and not fp16):
+        chosen = "auto" if bf16 else default
+    else:
+        chosen = "fp16" if fp16 else "fp32"
+    t.put("training.precision", chosen, "pure_bf16", "bf16", "bfloat16", "fp16", "float16")
+
+
+def set_attention(t: Translation, *names: str) -> None:
+    """Set the attention kernel: all compute the same, so only plain ones are asked for by name."""
+    name = next((name for name in names if not is_off(t.get(name)) and t.get(name) not in (True, "auto")), None)
+    if name is None:
+        return
+    is_plain = t.get(name) in ("eager", "sdpa")
+    t.put("model.attn_implementation", t.get(name) if is_plain else "auto", name)
+    if not is_plain:
+        t.note(name, f"{t.get(name)} becomes auto, which takes the fastest kernel there is for the same result")
+
+
+def set_bits(t: Translation, name: str) -> None:
+    """Set the bits of the base."""
+    bits = t.get(name)
+    if bits not in (None, 4, 8):
+        t.refuse(name, "bases have 16 bits, or 4 or 8 by adapter: qlora")
+    elif bits and t.value_of("adapter") == "lora":
+        t.put("adapter", "qlora", name, "finetuning_type", "peft_config.name")
+    if bits == 8 and t.value_of("adapter") == "qlora":
+        t.put("quantization.quant_type", "int8", name)
+        t.note(name, INT8)
+
+
+def set_default_targets(t: Translation, name: str) -> None:
+    """Write out the layers that PEFT adapts where none are named."""
+    if t.value_of("adapter") != "none" and "lora.target_modules" not in t.settings:
+        t.put("lora.target_modules", ["q_proj", "v_proj"])
+        t.note(name, "no targets are named: PEFT takes q_proj and v_proj in most models, written out")
+
+
+def set_experts(t: Translation) -> None:
+    """Adapt experts that are one tensor only where they are named: PEFT's all-linear means layers."""
+    if named := split_names(t.get("lora_target_parameters")):
+        t.put("lora.target_parameters", named, "lora_target_parameters")
+    elif split_names(t.value_of("lora.target_modules")) in (["all"], ["all-linear"]):
+        t.put("lora.experts", False)
+
+
+def has_held_out_data(t: Translation) -> bool:
+    """Return whether something is evaluated on."""
+    return bool({"dataset.val_split", "dataset.evaluation"} & t.settings.keys())
+
+
+def set_interval(t: Translation, kind: Literal["save", "eval"], default: tuple[str, float] | None, *more: str) -> None:
+    """Set how often a run saves or evaluates: by steps, a fraction of all steps, or times in an epoch."""
+    strategy = t.first(f"{kind}_strategy", "evaluation_strategy" if kind == "eval" else "")
+    steps, each = t.get(f"{kind}_steps"), t.get(f"{kind}s_per_epoch")
+    chosen = default
+    if strategy == "no" or each == 0:
+        chosen = ("steps", 0)
+    elif strategy == "epoch":
+        chosen = ("s_per_epoch", 1)
+    elif steps and 0 < steps < 1 and t.get("max_steps", -1) > 0:
+        chosen = ("steps", math.ceil(steps * t.get("max_steps")))
+    elif steps and 0 < steps < 1:
+        chosen = ("s_per_epoch", round(1 / (steps * (t.value_of("training.epochs") or 1)), 6))
+    elif steps or each:
+        chosen = ("steps", steps) if steps else ("s_per_epoch", each)
+    names = (f"{kind}_steps", f"{kind}s_per_epoch", f"{kind}_strategy", "evaluation_strategy")
+    if chosen and chosen[0] != "steps" and t.value_of("dataset.streaming"):
+        if name := next((name for name in names if t.get(name) is not None), None):
+            t.leave_out(name, f"the length of a stream is not known; set training.{kind}_steps")
+    elif chosen:
+        ours = f"training.{kind}{'_' * (chosen[0] == 'steps')}{chosen[0]}"
+        t.put(ours, chosen[1], *(names if kind == "eval" else names[:3]), *more)
+
+
+def set_best_checkpoint(t: Translation) -> None:
+    """End with the best checkpoint, or early, only where there is something to evaluate on."""
+    if t.get("save_strategy") == "best":
+        t.put("training.best_checkpoint", True, "save_strategy")
+    if not has_held_out_data(t) or t.value_of("dataset.streaming"):
+        t.drop("training.best_checkpoint", "training.early_stopping")
+
+
+def set_training(t: Translation, precision: str, evaluation: tuple[str, float] | None) -> None:
+    """Set what transformers' arguments say of schedule, precision, saves, evaluations and reports."""
+    set_warmup(t, default=0)
+    least, peak = t.get("lr_scheduler_kwargs", {}), t.value_of("training.learning_rate")
+    ratio = least.get("min_lr_rate", least["min_lr"] / peak if "min_lr" in least and peak else None)
+    if ratio is not None and t.value_of("training.lr_scheduler") == "cosine_with_min_lr":
+        t.put("training.min_lr_ratio", ratio, "lr_scheduler_kwargs")
+    set_precision(t, precision)
+    set_interval(t, "save", ("steps", 500))
+    if has_held_out_data(t):
+        set_interval(t, "eval", evaluation)
+    set_best_checkpoint(t)
+    names = split_names(t.get("report_to"))
+    if names and "all" not in names:
+        t.put("logging.report_to", [name for name in names if name in ("wandb", "tensorboard")] or "none", "report_to")
+        if others := [name for name in names if name not in ("wandb", "tensorboard", "none")]:
+            t.leave_out("report_to", f"{', '.join(others)}: reports go to wandb and tensorboard")
+
+
+def set_timeout(t: Translation, name: str = "ddp_timeout") -> None:
+    """Set how many minutes a collective waits, from seconds."""
+    if t.get(name) is not None:
+        t.put("training.timeout_minutes", min(t.get(name) / 60, LONGEST_TIMEOUT_MINUTES), name)
+
+
+def set_thinking(t: Translation) -> None:
+    """Pass on what chat templates of reasoning models are called with."""
+    names = [name for name in ("enable_thinking", "preserve_thinking") if t.get(name) is not None]
+    arguments = t.get("chat_template_kwargs", {}) | {name: t.get(name) for name in names}
+    if arguments and annotation_of("dataset.chat_template_kwargs"):
+        t.put("dataset.chat_template_kwargs", arguments, "chat_template_kwargs", *names)
+    for name in names if not annotation_of("dataset.chat_template_kwargs") else ():
+        t.leave_out(name, f"{shown(t.get(name))}: chat templates are not given arguments here")
+
+
+def set_distribution(t: Translation) -> None:
+    """Set ZeRO's stage from DeepSpeed's configuration, or from FSDP's."""
+    set_fsdp(t)
+    set_deepspeed(t)
+    set_timeout(t)
+
+
+def read_file(t: Translation, name: str, path: str, kind: Any) -> Any:
+    """Return as `kind` what a file holds that a key names; None if it does not exist, or with a mistake if damaged."""
+    try:
+        content = t.foreign.read_near(path)
+    except UserError as error:
+        t.refuse(name, str(error))
+        return None
+    return None if content is None else convert_part(t, name, path, "", kind, content)
+
+
+def convert_part(t: Translation, name: str, path: str, at: str, kind: Any, value: Any) -> Any:
+    """Return as `kind` a value at some place of a file that a key names; None, with a mistake, if it is another."""
+    problems: list[str] = []
+
+    def report(inner: str, bad: Any, problem: str) -> None:
+        problems.append(f"{path}: {inner.removeprefix('.')}={shown(bad, 40)}: {problem}".replace(": =", ": "))
+
+    found = convert(kind, value, at, report)
+    if problems:
+        t.refuse(name, problems[0])
+    return None if problems else found
+
+
+def set_deepspeed(t: Translation, name: str = "deepspeed", value: Any = None) -> None:
+    """Set stage and offload from DeepSpeed's configuration: its content if the file exists, else its name."""
+    value = t.get(name) if value is None else value
+    if value is None:
+        return
+    settings = value if isinstance(value, dict) else read_file(t, name, value, DEEPSPEED)
+    if settings is not None:
+        zero = settings.get("zero_optimization", {})
+        offload = [
+            zero.get(part, {}).get("device") in ("cpu", "nvme") for part in ("offload_optimizer", "offload_param")
+        ]
+        set_stage(t, name, zero.get("stage", 0), optimizer=offload[0], parameters=offload[1])
+    elif not t.foreign.find(value):
+        set_stage_by_name(t, name, value)
+
+
+def set_stage_by_name(t: Translation, name: str, value: str) -> None:
+    """Set ZeRO's stage from the name of a file that does not exist."""
+    found = re.search(r"(?:zero|z|stage)[_-]?([0-3])", value, re.IGNORECASE)
+    if found is None:
+        t.refuse(name, "no such file, and its name does not say the ZeRO stage; copy it here")
+        return
+    everything = bool(re.search("offload", value, re.IGNORECASE))
+    set_stage(t, name, int(found.group(1)), optimizer=everything, parameters=everything)
+    t.note(name, f"the file does not exist: stage {found.group(1)} is read from its name")
+
+
+def set_stage(t: Translation, name: str, stage: int, *, optimizer: bool, parameters: bool) -> None:
+    """Set ZeRO's stage, and what is kept in host memory."""
+    t.put("zero.stage", stage, name)
+    if optimizer and stage:
+        t.put("zero.offload_optimizer", True, name)
+        if t.value_of("training.optimizer") == "adamw_8bit":
+            t.put("training.optimizer", "adamw", name)
+            t.note(name, "an optimizer in host memory has 32-bit state")
+    if stage == 3 and "training.torch_compile" in t.settings:
+        t.drop("training.torch_compile")
+        t.leave_out("torch_compile", "stage 3's gathers break the graph at every layer")
+    if parameters and stage == 3:
+        t.put("zero.offload_parameters", True, name)
+
+
+def set_fsdp(t: Translation, name: str = "fsdp_config", config: Any = None) -> None:
+    """Set ZeRO's stage from FSDP's: fully sharded parameters are stage 3, sharded gradients stage 2."""
+    config, options = t.get("fsdp_config") if config is None else config, t.get("fsdp")
+    if isinstance(config, str):
+        config = read_file(t, "fsdp_config", config, FSDP) or {}
+    if config is None and is_off(options):
+        return
+    settings = {key.removeprefix("fsdp_"): value for key, value in (config or {}).items()}
+    shards = str(settings.get("sharding_strategy", "FULL_SHARD")).upper()
+    stage = 2 if is_off(settings.get("reshard_after_forward", True)) else FSDP_STAGES.get(shards, 3)
+    offloads = bool(settings.get("offload_params")) or "offload" in str(options)
+    name = "fsdp" if config is None else name
+    set_stage(t, name, stage, optimizer=offloads, parameters=offloads)
+    t.note(name, f"FSDP's sharding becomes DeepSpeed's ZeRO stage {stage}, which computes the same")
+    if settings.get("activation_checkpointing"):
+        t.put("training.gradient_checkpointing", "non_reentrant", name)

@@ -1,0 +1,135 @@
+"""`zerolora import` of values of any type: what does not fit is a mistake, and no key is lost without a word."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launcher.importing import axolotl, common, llamafactory, llamafactory_v1, trl
+from launcher.importing.command import translate_arguments
+from launcher.importing.translation import Key
+from launcher.importing.writing import format_yaml
+from tests.imported import as_tree, nest
+from trainer.config import UserError, load_config
+from trainer.config.yaml_core import read_yaml
+
+AXOLOTL = {
+    "base_model": "org/small",
+    "datasets": [{"path": "org/tales", "type": "chat_template"}],
+    "adapter": "lora",
+    "micro_batch_size": 1,
+    "sequence_len": 64,
+    "learning_rate": 1e-4,
+}
+FACTORY = {
+    "model_name_or_path": "org/small",
+    "stage": "sft",
+    "finetuning_type": "lora",
+    "template": "chatml",
+    "cutoff_len": 64,
+    "dataset": "pairs",
+}
+SECOND_LAYOUT = {"model": "org/small", "peft_config": {"name": "lora"}, "train_dataset": "org/tales", "cutoff_len": 64}
+TRL = {"model_name_or_path": "org/small", "dataset_name": "org/tales", "use_peft": True}
+TABLES = {
+    "axolotl": (AXOLOTL, axolotl.KEYS),
+    "llamafactory": (FACTORY, llamafactory.KEYS),
+    "llamafactory_v1": (SECOND_LAYOUT, llamafactory_v1.KEYS),
+    "trl": (TRL, trl.KEYS),
+}
+ENTRY = {"file_name": "pairs.json", "columns": {"prompt": "ask"}, "tags": {"role_tag": "role"}, "formatting": "alpaca"}
+INNER = ("path", "type", "name", "field_messages", "roles", "data_files", "train_on_eos", "stage", "zero_optimization",
+         "offload_param", "fsdp_offload_params", "zero_stage", "deepspeed_config", "distributed_type")  # fmt: skip
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["none", "false", "auto", "lora", "steps", "1e-4", "zero3.json", "10", "a, b", "q_proj|k_proj"])
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(INNER) | st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+few = settings(max_examples=50, deadline=None, derandomize=True)
+
+
+def fit(kind: Any) -> st.SearchStrategy[Any]:
+    """Return values of the type that a key has."""
+    if isinstance(kind, tuple):
+        return st.one_of(*map(fit, kind))
+    if isinstance(kind, dict):
+        inner = {name: fit(inner) for name, inner in kind.items() if name != "*"}
+        return st.fixed_dictionaries({}, optional=inner or {"a": fit(kind["*"])})
+    return st.lists(fit(kind[0]), max_size=3) if isinstance(kind, list) else SCALARS
+
+
+def check_import(tree: dict[str, Any], folder: Path) -> None:
+    """Import a file; what is written must be valid and name every key, or each mistake must name one."""
+    file = folder / "theirs.yml"
+    file.write_text(yaml.safe_dump(tree, allow_unicode=True), encoding="utf-8")
+    try:
+        translation = translate_arguments([str(file)])
+    except UserError as error:
+        assert all(line.startswith(str(file)) for line in str(error).split("\nerror: ")), error
+        return
+    text = format_yaml(translation, "mine.yaml")
+    (folder / "mine.yaml").write_text(text, encoding="utf-8")
+    load_config(folder / "mine.yaml")
+    assert read_yaml(folder / "mine.yaml").tree == as_tree(translation)
+    missing = [name for name in tree if not re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", text)]
+    assert not missing, f"{missing} of {tree}\n{text}"
+
+
+@pytest.mark.parametrize("trainer", TABLES)
+@few
+@given(data=st.data())
+def test_any_value_of_any_key(trainer: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    base, table = TABLES[trainer]
+    folder = tmp_path_factory.mktemp("any", numbered=True)
+    (folder / "data").mkdir()
+    (folder / "data" / "dataset_info.json").write_text(json.dumps({"pairs": ENTRY}))
+    known = {name: key for name, key in table.items() if not name.endswith("*")} | {"of_nobody": Key()}
+    names = data.draw(st.lists(st.sampled_from(list(known)), min_size=1, max_size=4, unique=True))
+    changed = {name: data.draw(VALUES | fit(known[name].kind)) for name in names}
+    check_import({**base, **nest(changed)}, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("dataset_info.json", {"pairs": llamafactory.ENTRY}), ("ds.json", common.DEEPSPEED), ("fsdp.json", common.FSDP)],
+)
+@few
+@given(data=st.data())
+def test_any_content_of_a_file_that_a_file_names(
+    name: str, kind: Any, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("named", numbered=True)
+    (folder / "data").mkdir()
+    (folder / "data" / "dataset_info.json").write_text(json.dumps({"pairs": ENTRY}))
+    (folder / "data" / name).write_text(json.dumps(data.draw(fit(kind) | VALUES)))
+    named = {"ds.json": {"deepspeed": "data/ds.json"}, "fsdp.json": {"fsdp_config": "data/fsdp.json"}}
+    check_import({**FACTORY, **named.get(name, {})}, folder)
+
+
+@few
+@given(options=st.dictionaries(st.sampled_from([*trl.KEYS]), st.lists(SCALARS.map(str), max_size=2), max_size=4))
+def test_any_command_line(options: dict[str, list[str]]) -> None:
+    arguments = ["sft.py", "--model_name_or_path", "m", "--dataset_name", "d"]
+    for name, values in options.items():
+        arguments += [f"--{name}", *values]
+    try:
+        format_yaml(translate_arguments(arguments), "mine.yaml").encode()
+    except UserError as error:
+        assert str(error)

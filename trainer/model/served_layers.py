@@ -1,0 +1,66 @@
+"""Adapted layers that a server would load and not apply, so that its answers are not those of the trained model.
+
+Found by running vLLM 0.32 (tests/servers/test_vllm.py) and in SGLang's list of layers.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from trainer.config import RunConfig
+from trainer.model.expert_layers import expert_modules
+from trainer.model.expert_targets import other_parameters
+from trainer.model.targets import layers_to_adapt
+
+NAMES = {"vllm": "vLLM", "sglang": "SGLang", "gguf-lora": "llama.cpp", "llama.cpp": "llama.cpp"}
+ROUTERS_IN_VLLM = ("mixtral", "gpt_oss")
+"""Model types for which vLLM calls the router. For others its MoE runner multiplies by the weight without adapter."""
+SGLANG_APPLIES = frozenset(
+    "q_proj k_proj v_proj qkv_proj o_proj out_proj gate_proj up_proj gate_up_proj down_proj q_a_proj q_b_proj "
+    "kv_a_proj_with_mqa kv_b_proj in_proj in_proj_q in_proj_k in_proj_v in_proj_z in_proj_qkv in_proj_qkvz "
+    "lm_head".split()
+)
+"""Layers whose adapters SGLang applies, by the last part of their names (python/sglang/srt/lora/utils.py)."""
+
+
+def unapplied_layers(server: str, model_type: str, layers: Iterable[str]) -> list[str]:
+    """Return the last parts of the names of `layers` that the server does not apply."""
+    own = {layer.rpartition(".")[2] for layer in layers}
+    if server == "sglang":
+        return sorted(own - SGLANG_APPLIES)
+    never = {"shared_expert_gate"} | ({"gate", "router"} if model_type not in ROUTERS_IN_VLLM else set())
+    return sorted(own & never) if server == "vllm" else []
+
+
+def train_without(name: str) -> str:
+    """Return how to train without adapters of that name: routers have one only where they are named."""
+    if name in ("gate", "router"):
+        return f"take {name} out of lora.target_modules and lora.target_parameters"
+    return "set lora.experts: false" if name == "experts" else f"set lora.exclude_modules: [{name}]"
+
+
+def serving_notes(config: RunConfig, model: Any) -> list[str]:
+    """Return what `export.target` would not apply of the adapter that will be trained; the model may be empty.
+
+    Ollama is sent the merged model, of which it applies everything.
+    """
+    target, lora = config.export.target, config.lora
+    if target in (None, "ollama") or config.adapter == "none":
+        return []
+    server = NAMES[target]
+    settings = {
+        "lora.dora": lora.dora,
+        "lora.modules_to_save": lora.modules_to_save,
+        "model.added_tokens": config.model.added_tokens,
+    }
+    notes = [f"export.target={target}: {server} does not apply {name}" for name, value in settings.items() if value]
+    if lora.adapter_path is None:
+        layers = [*layers_to_adapt(model, lora)]
+        layers += [path.removesuffix(".weight") for path in other_parameters(model, lora)]
+        names = unapplied_layers(target, model.config.get_text_config().model_type, layers)
+        if target == "llama.cpp" and lora.experts and expert_modules(model):
+            names = ["experts"]
+        notes += [
+            f"export.target={target}: {server} does not apply adapters of {name}; {train_without(name)}"
+            for name in names
+        ]
+    return [f"{note}; or serve the merged model (zerolora export --format hf)" for note in notes]
