@@ -39,6 +39,7 @@ from trainer.contract.lock_file import Lock
 from trainer.contract.restart_note import RestartNote
 from trainer.contract.restart_record import last_note, read_restarts
 from trainer.contract.sweep_record import read_sweep
+from trainer.early_checks import check_early
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.model_card import model_card
 from trainer.monitor.report.sample_images import pictures_of
@@ -81,7 +82,12 @@ JSON_FILES: dict[str, Any] = {
     "time_by_phase.json": {"load": 1.0},
     "samples/prompts.json": ["a prompt"],
 }
-OTHER_FILES = {"logs/slurm-job": "7", "hostfile": "n1 slots=2\nn2 slots=2\n", ".deepspeed_env": "A=1\n"}
+OTHER_FILES = {
+    "logs/slurm-job": "7",
+    "written.txt": "metrics.jsonl\n",
+    "hostfile": "n1 slots=2\nn2 slots=2\n",
+    ".deepspeed_env": "A=1\n",
+}
 """Beside them: names in samples/, checkpoint-* and the list of what a run has written."""
 numbers = st.one_of(
     st.integers(), st.floats(), st.sampled_from([2**70, -(2**70), 10**400, -1, 0, 1e308, -1e308, 1e-308, True])
@@ -177,6 +183,7 @@ def read_everything(run: Path, name: str) -> None:
         lambda: read_sweep(run),
         lambda: outcomes(run),
         lambda: read_hostfile(run / "hostfile"),
+        lambda: check_early(config.model_copy(update={"output_dir": str(run)})),
         lambda: Attempts._global_batch(_attempts_in(run)),
     ]
     if not name.startswith("logs/") or name == "logs/restarts.json":
@@ -213,6 +220,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @example(("hostfile", "# Köln\nn1 slots=1\n".encode("latin-1")))
 @example(("logs/out_of_memory.json", b"[]"))
 @example(("logs/slurm-job", b"--help"))
+@example(("written.txt", b"K\xf6ln\n"))
 @example(("run.json", b'{"world_size": "x"}'))
 @example(("training_config.json", b'{"base_model": "", "output_dir": "", "dataset": {}}'))
 @given(damage())

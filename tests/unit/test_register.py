@@ -56,7 +56,6 @@ VALUES = {
     "trainer/model/random_weights.py: decoder": "public",
     "trainer/model/random_weights.py: pre_tokenizer": "public",
     "launcher/entry.py: stderr": "Python's",
-    "launcher/entry.py: stdout": "Python's",
     "trainer/held.py: stderr": "Python's",
     "trainer/held.py: stdout": "Python's",
     "trainer/monitor/console.py: excepthook": "Python's",

@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 
 from trainer.config import RunConfig, UserError
+from trainer.config.files import read_text
 from trainer.contract.command_typed import command_typed
 from trainer.contract.lock_file import LOCK_FILE
 from trainer.contract.versions import package_versions
@@ -82,10 +83,10 @@ def note_written(run_dir: Path, names: Iterable[str]) -> None:
 
 
 def written_names(run_dir: Path) -> set[str] | None:
-    """The names on the run's list; None if it has none. A last line that was cut short is left out."""
+    """Return the names on the run's list, but for a last line that was cut short; None without a list."""
     try:
-        text = (run_dir / WRITTEN).read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
+        text = read_text(run_dir / WRITTEN)
+    except FileNotFoundError:
         return None
     return {name for name in text.split("\n")[:-1] if name and Path(name).name == name and name != LOGS}
 
