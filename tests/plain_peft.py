@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from trainer.config import RunConfig
-from trainer.data.batches import Batches, collate
+from trainer.data import Batches
+from trainer.data.batches import collate
 from trainer.data.samples import Sample, Samples
 from trainer.engine.optimizer import build_schedule
 from trainer.model.adapter import lora_config

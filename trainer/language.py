@@ -9,12 +9,12 @@ import torch
 from rich.markup import escape
 
 from trainer.config import RunConfig
-from trainer.data.batches import Batches, MicroBatch, StreamBatches, evaluation_batches
+from trainer.data import Batches, MicroBatch, Samples, StreamBatches, evaluation_batches
 from trainer.data.prepared import Prepared
-from trainer.data.samples import Samples
+from trainer.data.prompt_files import as_text
 from trainer.engine.layer_gather.shards import LayerShards
 from trainer.engine.protocol import Engine
-from trainer.model.answers import answer_prompt
+from trainer.model.answers import answer_prompt, prompt_ids
 from trainer.model.base import grows_vocabulary, load_base_model, match_vocabulary
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.metrics import read_metrics
@@ -126,14 +126,11 @@ class LanguageTask:
         return MfuMeter.of(model, self._device, self._precision)
 
     def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
-        """Answers to the sample prompts."""
-        tokenizer, logging, system = (
-            self._prepared.tokenizer,
-            self._config.logging,
-            self._config.dataset.system_prompt,
-        )
-        for prompt in logging.sample_prompts:
-            answer = answer_prompt(engine, tokenizer, prompt, logging.sample_tokens, system)
+        """Answer the sample prompts."""
+        tokenizer, form = self._prepared.tokenizer, self._prepared.data.stats.prompt_text
+        for asked in self._prepared.sample_prompts:
+            ids, prompt = prompt_ids(tokenizer, self._config.dataset, asked, form), as_text(asked)
+            answer = answer_prompt(engine, tokenizer, ids, self._config.logging.sample_tokens)
             self._say(f"[bold]{when} training[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}")
             folder.save_answer(prompt, when, answer.strip())
 

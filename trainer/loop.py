@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from trainer.checkpoint.background import SaveFailed
 from trainer.checkpoint.position import Position
-from trainer.config import TrainingSection
+from trainer.config import TrainingSection, UserError
 from trainer.engine.protocol import Engine
 from trainer.memory.oom_recovery import Recovery
 from trainer.memory.peak import peak_memory_gib
@@ -74,6 +74,8 @@ class Parts:
     stragglers: StragglerWatch | None = None
     graphs: GraphedLoss | None = None
     """The loss, where it may be played back from CUDA graphs."""
+    skipped: Callable[[], dict[str, int]] = dict
+    """Records left out so far by `dataset.on_bad_record: skip`, by source."""
     tell_start: Callable[[StartTimes], None] | None = None
     """Called at the end of the first step with where the time until then went."""
 
@@ -100,24 +102,42 @@ class Loop:
     def run(self) -> None:
         """Train until the steps are done, a signal arrives, or the held-out loss stops falling; then save.
 
+        Raises UserError, after saving, for data that cannot be used: all ranks find it in the same step.
+
         On a GPU the numbers of a step are read while the next one runs, so that the card never waits for the host.
         """
         self._parts.stop.training = True
         self._parts.engine.train()  # models are loaded for inference: without dropout and without recomputation
-        with garbage_of_steps_only():
-            while self.position.step < self._total_steps and not self.stopped_early and not self._stop:
-                self._step()
-                if self._parts.stragglers is not None:
-                    self._parts.stragglers.compare(self.position.step)
-                self._evaluate_if_due()
-                self._sample_if_due()
-                self._save_if_due()
+        try:
+            with garbage_of_steps_only():
+                while self.position.step < self._total_steps and not self.stopped_early and not self._stop:
+                    self._step()
+                    if self._parts.stragglers is not None:
+                        self._parts.stragglers.compare(self.position.step)
+                    self._evaluate_if_due()
+                    self._sample_if_due()
+                    self._save_if_due()
+        except UserError as error:
+            self._save_and_raise(error)
         self._settle()
         if self._parts.profiler is not None:
             self._parts.profiler.finish()
         self._save(at_the_end=True)
         self._parts.settle_save()
         self._parts.stop.agree()
+
+    def _save_and_raise(self, error: UserError) -> NoReturn:
+        """Save what was trained before a mistake of the user ended the run, and say so."""
+        # Where one rank runs out of memory the others are in the middle of the step: nothing can be saved together.
+        if error.exit_code != UserError.exit_code or not self.position.step:
+            raise error
+        self._settle()
+        self._save(at_the_end=True)
+        self._parts.settle_save()
+        raise UserError(
+            f"{error}; training stopped after step {self.position.step}, which is saved: resume it with "
+            "training.resume_from_checkpoint=latest"
+        ) from error
 
     def _step(self) -> None:
         if self._before is None:
@@ -231,7 +251,6 @@ class Loop:
         values = {
             "train/loss": result.loss_sum / max(result.target_tokens, 1),
             "train/grad_norm": result.grad_norm,
-            "train/epoch": position.epoch + position.offset / (parts.batches.samples_per_epoch or math.inf),
             f"train/{parts.counted}": float(position.tokens),
             "train/nonfinite_steps": float(position.nonfinite_steps),
             "perf/step_ms": seconds * 1e3,
@@ -239,8 +258,11 @@ class Loop:
             f"perf/{parts.counted}_per_second_per_gpu": result.tokens / seconds / parts.ranks.world_size,
             "memory/peak_gib": peak_memory_gib(),
         } | known
+        if samples := parts.batches.samples_per_epoch:
+            values["train/epoch"] = position.epoch + position.offset / samples
         if parts.counted == "tokens":
             values["train/target_tokens"] = float(position.target_tokens)
+        values |= {f"data/skipped/{source}": float(count) for source, count in parts.skipped().items()}
         if parts.mfu is not None:
             values |= parts.mfu.values(step, seconds)
         if parts.steering is not None:

@@ -18,11 +18,11 @@ from trainer.checkpoint.output_folder import check_free, check_place
 from trainer.checkpoint.resume_comparison import Resumption, plan_resumption
 from trainer.config import RunConfig, UserError
 from trainer.contract.hub_patience import ask_once_without_network
-from trainer.data.cache import prepare_data
+from trainer.data import Samples, prepare_data
 from trainer.data.conversations import chat_template_of
-from trainer.data.prepared import Prepared, samples_of
+from trainer.data.prepared import Prepared, fit_max_length, samples_of
+from trainer.data.prompt_files import sample_prompts
 from trainer.data.reference_text import reference_samples
-from trainer.data.samples import Samples
 from trainer.data.step_count import step_warnings, with_global_batch
 from trainer.engine.deepspeed_engine import check_extra_keys, resolve_precision
 from trainer.images.pipeline import is_pipeline
@@ -82,6 +82,10 @@ def _prepare_text(config: RunConfig, tell: Callable[[str], None], model_files: M
         tell(f"checking the model {config.base_model}")
         model_files = read_model_files(config)
     refuse_image_settings(config)
+    notes, given = model_files.notes, config
+    config = fit_max_length(given, model_files.longest)
+    if config is not given:
+        notes += (f"dataset.max_length is {config.dataset.max_length}, the model's context: shorter than the default",)
     paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
     tell(f"tokenising {', '.join(map(str, paths))}, or finding that done")
     data = prepare_data(
@@ -97,8 +101,10 @@ def _prepare_text(config: RunConfig, tell: Callable[[str], None], model_files: M
         model_files.tokenizer,
         model_files.model_config,
         data,
-        model_files.notes,
+        notes,
         reference_of(config, model_files.tokenizer),
+        tuple(sample_prompts(config.logging.sample_prompts)),
+        model_files.longest,
     )
 
 
@@ -134,11 +140,6 @@ def read_model_files(config: RunConfig) -> ModelFiles:
     check_settings_fit(config, model_config)
     notes = check_weights(config.base_model, config.model, model_config)
     longest = context_length(model_config)
-    if longest and config.dataset.max_length > longest:
-        raise UserError(
-            f"dataset.max_length={config.dataset.max_length}: the model was made for {longest} tokens; "
-            f"use {longest} or less"
-        )
     tokenizer = load_tokenizer(config.base_model, config.model)
     if config.dataset.chat_template:
         # Saved with the tokenizer, so that whoever loads the adapter writes prompts as it was trained on.
@@ -181,6 +182,7 @@ def prepare_to_resume(
     check_place(config)
     choice = choose_checkpoint(config.training.resume_from_checkpoint, Path(config.output_dir), read=True)
     prepared = prepare(config, tell, to_train=to_train)
+    config = fit_max_length(config, prepared.longest)
     return prepared, plan_resumption(config, prepared, world_size=world_size, choice=choice)
 
 

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from trainer.config import LoadedConfig, RunConfig, collective_timeout, engine_z
 from trainer.contract.command_typed import resume_command
 from trainer.contract.folder_lock import FolderLock
 from trainer.course import Course
-from trainer.data.batches import StreamBatches
-from trainer.data.prepared import Prepared, samples_of
+from trainer.data import StreamBatches
+from trainer.data.prepared import Prepared, fit_max_length, samples_of, skipped_records
 from trainer.data.step_count import count_steps
 from trainer.decisions import VARLEN, Decisions
 from trainer.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
@@ -112,7 +113,7 @@ class Run:
 
         `profile_start`: say in full where the time to the first step went.
         """
-        self.config, self.notes, self.lock = loaded.config, loaded.notes, lock
+        self.config, self.notes, self.lock = fit_max_length(loaded.config, prepared.longest), loaded.notes, lock
         self.prepared, self.ranks, self.console, self.stop = prepared, ranks, console, stop
         self.measurement, self.profile_start = measurement, profile_start
         self.restored_scu = self.steering = self.metrics = None
@@ -126,7 +127,8 @@ class Run:
         engine = self._start_engine(model)
         position, total_steps = self._restore(engine)
         self.steering = self._steer(engine, position, total_steps)
-        self.metrics = self.folder.open(model, position, total_steps, self.device, self.precision)
+        prompt_text = self.prepared.data.stats.prompt_text
+        self.metrics = self.folder.open(model, position, total_steps, self.device, self.precision, prompt_text)
         if self.measurement is None:
             self.folder.prepare_saves(engine)
         held_out = self.prepared.data.evaluation is not None
@@ -272,6 +274,7 @@ class Run:
             counted=self.task.counted,
             sample=lambda step: self.evaluation.sample(f"step-{step}", step, self.folder),
             sample_every=self.config.image.sample_every if self.task.counted == "images" else 0,
+            skipped=partial(skipped_records, self.config, self.prepared, self.batches),
             tell_start=self._tell_start,
             profiler=StepProfiler.of_run(self.config, self.ranks.rank, total_steps, engine, self.steering),
             spikes=SpikeWatch(self.say) if self.ranks.is_main and self.config.training.on_spike == "warn" else None,
@@ -349,6 +352,8 @@ class Run:
         self.folder.write_times()
         with self.folder.while_there_is_room("the measured memory"):
             self.say(record_memory(self.folder.path, self.memory, self.peak, self.device, self.recovery.halvings))
+        for source, count in skipped_records(self.config, self.prepared, self.batches).items():
+            self.say(f"{source}: {count:,} records were skipped (dataset.on_bad_record=skip)")
         if self.stop:
             command = resume_command(sys.argv, overwrites=bool(self.config.output.overwrite))
             self.say(escape(f"stopped at step {position.step}, saved; continue with: {command}"))

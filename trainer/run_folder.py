@@ -63,9 +63,15 @@ class RunFolder:
             self._lock.check()
 
     def open(
-        self, model: Any, position: Position, total_steps: int, device: torch.device, precision: str
+        self,
+        model: Any,
+        position: Position,
+        total_steps: int,
+        device: torch.device,
+        precision: str,
+        prompt_text: str | None,
     ) -> Metrics | None:
-        """Write for the first time: every check has passed. Rank 0's metrics."""
+        """Write for the first time: every check has passed. Return rank 0's metrics."""
         config, is_main = self._config, self._ranks.is_main
         moves_base = changes_base_weights(config.lora) and config.adapter == "lora"
         if position.step and moves_base:
@@ -75,7 +81,7 @@ class RunFolder:
             moved = make_way(self.path, config.output.overwrite) if position.step == 0 else None
             if moved:
                 self._say(moved)
-            write_run_record(self.path, config, self._ranks.world_size, str(device.type), precision)
+            write_run_record(self.path, config, self._ranks.world_size, str(device.type), precision, prompt_text)
         if position.step == 0 and moves_base:
             save_initial_adapter(model, self.path / INITIAL_ADAPTER, is_main=is_main)
         if not is_main:

@@ -22,7 +22,7 @@ import trainer.language
 import trainer.memory.oom_recovery
 import trainer.train
 from tests.distributed.matrix import run_case
-from trainer.data.batches import MicroBatch
+from trainer.data import MicroBatch
 from trainer.patches.loss_head import TokenLoss
 from trainer.ranks.group import Ranks, leave_process_group
 from trainer.ranks.signals import StopRequest

@@ -16,7 +16,7 @@ import torch
 
 from tests.rank_program import join
 from trainer.config import LoraSection, ModelSection, QuantizationSection
-from trainer.data.batches import MicroBatch
+from trainer.data import MicroBatch
 from trainer.engine.layer_gather.shards import LayerShards
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model

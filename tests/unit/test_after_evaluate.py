@@ -14,8 +14,8 @@ from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokeni
 from trainer.commands import evaluate
 from trainer.commands.evaluate import bootstrap, held_out_documents, row_losses
 from trainer.config import UserError
+from trainer.data import Sample
 from trainer.data.batches import collate
-from trainer.data.samples import Sample
 from trainer.patches.loss_head import TokenLoss
 
 

@@ -1,6 +1,8 @@
 """Answers: the model's own words through the chat template, ended where training ended them, base and adapter apart."""
 
 import io
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,13 @@ from transformers import AutoTokenizer
 from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
 from trainer.commands import chat, generate
-from trainer.commands.generate import Sampling, answer, show
-from trainer.config import UserError
-from trainer.model.answers import answer_prompt, conversation_ids, prompt_ids, stop_tokens
+from trainer.commands.generate import Sampling, continued, show
+from trainer.config import DatasetSection, UserError
+from trainer.data.records import PLAIN_TEXT
+from trainer.model.answers import answer_prompt, prompt_ids, stop_tokens
+
+PLAIN = DatasetSection(path="x")
+BRIEF = DatasetSection(path="x", system_prompt="be brief")
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +33,20 @@ def trained(run_dir: Path) -> tuple[Any, Any]:
     run = find_run(run_dir)
     tokenizer = saved_tokenizer(run)
     return load_trained(run, tokenizer, torch.device("cpu")), tokenizer
+
+
+def answer(
+    model: Any,
+    tokenizer: Any,
+    prompt: str,
+    sampling: Sampling,
+    *,
+    section: DatasetSection = PLAIN,
+    adapter: bool = True,
+) -> str:
+    """The answer to a user message."""
+    rows = [prompt_ids(tokenizer, section, prompt, None)]
+    return continued(model, tokenizer, rows, sampling, with_adapter=adapter)[0]
 
 
 def by_hand(model: Any, tokenizer: Any, ids: torch.Tensor, count: int) -> str:
@@ -44,18 +64,18 @@ def by_hand(model: Any, tokenizer: Any, ids: torch.Tensor, count: int) -> str:
 @pytest.mark.parametrize("prompt", ["seven green cats", "over under", "a"])
 def test_a_greedy_answer_is_the_likeliest_token_over_and_over(trained: tuple[Any, Any], prompt: str) -> None:
     model, tokenizer = trained
-    ids = prompt_ids(tokenizer, prompt, None)
+    ids = prompt_ids(tokenizer, PLAIN, prompt, None)
     found = answer(model, tokenizer, prompt, Sampling(max_new_tokens=12))
     assert found == by_hand(model, tokenizer, ids, 12)
     with model.disable_adapter():
         base = by_hand(model, tokenizer, ids, 12)
-    assert answer(model, tokenizer, prompt, Sampling(max_new_tokens=12), with_adapter=False) == base
+    assert answer(model, tokenizer, prompt, Sampling(max_new_tokens=12), adapter=False) == base
     assert found != base
 
 
 def test_a_prompt_ends_where_the_assistant_takes_over(trained: tuple[Any, Any]) -> None:
     _, tokenizer = trained
-    text = tokenizer.decode(prompt_ids(tokenizer, "red cat", "be brief")[0])
+    text = tokenizer.decode(prompt_ids(tokenizer, BRIEF, "red cat", None)[0])
     expected = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nred cat<|im_end|>\n<|im_start|>assistant\n"
     assert text == expected
 
@@ -66,7 +86,7 @@ def test_a_template_without_system_turns_says_so(run_dir: Path) -> None:
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turns here') }}{% endif %}"
     )
     with pytest.raises(UserError, match=r"chat template refuses the conversation .*no system turns here"):
-        prompt_ids(tokenizer, "x", "be brief")
+        prompt_ids(tokenizer, BRIEF, "x", None)
 
 
 def test_an_answer_ends_with_the_turn_even_if_the_base_knows_another_end(trained: tuple[Any, Any]) -> None:
@@ -84,7 +104,7 @@ def test_an_answer_ends_with_the_turn_even_if_the_base_knows_another_end(trained
 def test_the_answer_never_runs_past_the_models_context(trained: tuple[Any, Any]) -> None:
     model, tokenizer = trained
     prompt = "cat " * 230
-    room = 256 - prompt_ids(tokenizer, prompt, None).shape[1]
+    room = 256 - prompt_ids(tokenizer, PLAIN, prompt, None).shape[1]
     assert 0 < room < 20
     longest = answer(model, tokenizer, prompt, Sampling(max_new_tokens=1000))
     assert longest == answer(model, tokenizer, prompt, Sampling(max_new_tokens=room))
@@ -128,10 +148,10 @@ def test_bytes_that_are_no_text_are_answered_with_a_note(
     monkeypatch.setattr("sys.stdin", given)
     assert generate.main([str(run_dir), "--max-new-tokens", "2"]) == 0
     captured = capsys.readouterr()
-    assert captured.err.count("note: ") == 1 and "'caf\ufffd' is not UTF-8 text" in captured.err
+    assert captured.err.count("note: ") == 1 and "'caf\ufffd' is not valid Unicode" in captured.err
     assert captured.out.count("\n") == 2
     assert generate.main([str(run_dir), "caf\udce9", "--max-new-tokens", "2"]) == 0
-    assert "'caf\ufffd' is not UTF-8 text" in capsys.readouterr().err
+    assert "'caf\ufffd' is not valid Unicode" in capsys.readouterr().err
 
 
 def test_sample_prompts_are_asked_as_generate_asks(trained: tuple[Any, Any]) -> None:
@@ -144,16 +164,16 @@ def test_sample_prompts_are_asked_as_generate_asks(trained: tuple[Any, Any]) -> 
         def zero_optimization_stage() -> int:
             return 0
 
-    asked = answer(model, tokenizer, "seven cats", Sampling(12), system="be brief")
+    asked = answer(model, tokenizer, "seven cats", Sampling(12), section=BRIEF)
     engine: Any = OfOneModel()
-    assert answer_prompt(engine, tokenizer, "seven cats", 12, "be brief").strip() == asked
+    assert answer_prompt(engine, tokenizer, prompt_ids(tokenizer, BRIEF, "seven cats", None), 12).strip() == asked
     assert asked != answer(model, tokenizer, "seven cats", Sampling(12))
 
 
 def test_prompts_answered_together_are_answered_as_alone(trained: tuple[Any, Any]) -> None:
     model, tokenizer = trained
     prompts, sampling = ["a", "seven green cats went over", "over under"], Sampling(max_new_tokens=8)
-    rows = [prompt_ids(tokenizer, prompt, None) for prompt in prompts]
+    rows = [prompt_ids(tokenizer, PLAIN, prompt, None) for prompt in prompts]
     alone = [answer(model, tokenizer, prompt, sampling) for prompt in prompts]
     assert generate.continued(model, tokenizer, rows, sampling) == alone and len(set(alone)) > 1
 
@@ -161,35 +181,131 @@ def test_prompts_answered_together_are_answered_as_alone(trained: tuple[Any, Any
 def test_a_merged_adapter_answers_as_an_adapter_beside_the_base(run_dir: Path, trained: tuple[Any, Any]) -> None:
     tokenizer = trained[1]
     merged = generate.load_to_answer(find_run(run_dir), tokenizer, both=False)
-    ids = prompt_ids(tokenizer, "seven green cats", None)
+    ids = prompt_ids(tokenizer, PLAIN, "seven green cats", None)
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, trained[0](ids).logits, atol=1e-4, rtol=1e-4)
 
 
-def test_prompts_come_from_a_file(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text, records = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
-    text.write_text("seven green cats\n\nover under\n")
-    records.write_text('{"prompt": "seven green cats"}\n{"prompt": "over under"}\n')
+PROMPTS = {
+    "prompts.txt": "seven green cats\n\nover under\n",
+    "prompts.jsonl": '{"prompt": "seven green cats"}\n{"prompt": "over under", "completion": "left out"}\n',
+    "prompts.json": '[{"question": "seven green cats"}, {"instruction": "over under"}]',
+    "prompts.csv": "id,prompt\n1,seven green cats\n2,over under\n",
+    "turns.jsonl": '{"messages": [{"role": "user", "content": "seven green cats"}]}\n'
+    '{"prompt": [{"from": "human", "value": "over under"}, {"from": "gpt", "value": "left out"}]}\n',
+}
+
+
+def test_prompts_come_from_files_of_every_kind(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = []
-    for file in (text, records):
-        words = [str(run_dir), "--prompts", str(file), "--batch-size", "2", "--max-new-tokens", "6"]
+    for name, content in PROMPTS.items():
+        (tmp_path / name).write_text(content)
+        words = [str(run_dir), "--prompts", str(tmp_path / name), "--batch-size", "2", "--max-new-tokens", "6"]
         assert generate.main(words) == 0
         shown.append(capsys.readouterr().out)
-    assert shown[0] == shown[1] and "> over under\n" in shown[0]
-    records.write_text('{"question": "?"}\n')
-    assert generate.main([str(run_dir), "--prompts", str(records)]) == 2
-    assert "record 1 is no" in capsys.readouterr().err
+    assert "> over under\n" in shown[0] and set(shown) == {shown[0]}
+
+
+@pytest.mark.parametrize(
+    ("record", "needle"),
+    [
+        ('{"label": "?"}', "record 1: has no prompt (found label)"),
+        ('{"prompt": null}', "record 1: has no prompt (found no fields)"),
+        ('{"prompt": 5}', "record 1: has no prompt"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "no question to answer"),
+        ('{"messages": [5]}', "turn 1: is a number"),
+        ("{broken", "line 1 of p.jsonl is not JSON"),
+    ],
+)
+def test_a_file_without_a_prompt_is_one_line(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], record: str, needle: str
+) -> None:
+    (tmp_path / "p.jsonl").write_text(record + "\n")
+    assert generate.main([str(run_dir), "--prompts", str(tmp_path / "p.jsonl")]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: --prompts=") and needle in captured.err and captured.err.count("\n") == 1
+
+
+def test_odd_prompts_are_answered_and_one_that_is_too_long_alone_is_not(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ["a\u2028b", "half \ud83d", "cat " * 300, "over under"]
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"prompt": texts[0]}, ensure_ascii=False) + "\n", encoding="utf-8")
+    with file.open("a") as more:
+        more.writelines(json.dumps({"prompt": text}) + "\n" for text in texts[1:])
+    assert generate.main([str(run_dir), "--prompts", str(file), "--batch-size", "2", "--max-new-tokens", "2"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out.count("> ") == 3 and "> over under\n" in captured.out
+    assert "was made for 256" in captured.err and "error: 1 prompts were not answered" in captured.err
+
+
+FORMS = {
+    "pairs": ("{system}{prompt}", "be brief\n\nred cat"),
+    "alpaca": ("{system}### Instruction:\n{prompt}\n\n### Response:\n", None),
+    "plain text": (PLAIN_TEXT, "red cat"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_prompt_is_asked_in_the_form_that_was_trained(trained: tuple[Any, Any], name: str) -> None:
+    _, tokenizer = trained
+    text, expected = FORMS[name]
+    expected = expected or "be brief\n\n### Instruction:\nred cat\n\n### Response:\n"
+    assert tokenizer.decode(prompt_ids(tokenizer, BRIEF, "red cat", text)[0]) == expected
+
+
+@pytest.mark.parametrize(("options", "template"), [([], False), (["--raw"], False), (["--chat"], True)])
+def test_generate_and_chat_use_the_form_of_the_run(
+    run_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    template: bool,
+) -> None:
+    copied = shutil.copytree(run_dir, tmp_path / "run")
+    (copied / "run.json").write_text(json.dumps({"prompt_text": "Q: {prompt}\nA:"}))
+    seen: list[str] = []
+    for module in (generate, chat):
+        monkeypatch.setattr(module, "continued", lambda model, tokenizer, rows, *_, **__: (
+            seen.extend(tokenizer.decode(row[0]) for row in rows), [""])[1])  # fmt: skip
+    assert generate.main([str(copied), "red cat", *options]) == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("red cat\nover\n"))
+    assert chat.main([str(copied), *options]) == 0
+    first, second, third = seen
+    assert first == second and ("<|im_start|>" in first) == template
+    assert template or first == ("red cat" if options else "Q: red cat\nA:")
+    assert ("red cat" in third) == template, "what is no conversation has no earlier turns"
+    assert ("asked by itself" in capsys.readouterr().err) != template
 
 
 def test_a_chat_remembers_until_it_begins_anew(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[list[dict[str, str]]] = []
-    real = conversation_ids
-    monkeypatch.setattr(chat, "conversation_ids", lambda t, turns: (seen.append(list(turns)), real(t, turns))[1])
-    monkeypatch.setattr("sys.stdin", io.StringIO("red cat\nover under\n/new\nseven\n"))
+    monkeypatch.setattr(chat, "prompt_ids", lambda t, s, turns, x: (seen.append(turns), prompt_ids(t, s, turns, x))[1])
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"red cat\nover\n/help\n/save {tmp_path}/a.jsonl\n/new\nseven\n"))
     assert chat.main([str(run_dir), "--temperature", "0", "--max-new-tokens", "4"]) == 0
-    roles = [[turn["role"] for turn in turns if turn["role"] != "system"] for turns in seen]
-    assert roles == [["user"], ["user", "assistant", "user"], ["user"]]
-    assert capsys.readouterr().out.strip()
+    assert [[turn["role"] for turn in turns] for turns in seen] == [["user"], ["user", "assistant", "user"], ["user"]]
+    captured = capsys.readouterr()
+    assert captured.out.strip() and "/save FILE" in captured.err
+    saved = json.loads((tmp_path / "a.jsonl").read_text())["messages"]
+    assert [turn["content"] for turn in saved if turn["role"] == "user"] == ["red cat", "over"]
     assert chat.main([str(run_dir), "--top-p", "2"]) == 2
+
+
+def test_a_chat_longer_than_the_context_goes_on(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(chat, "continued", lambda model, tokenizer, rows, *_, **__: (
+        seen.append(tokenizer.decode(rows[0][0])), ["yes"])[1])  # fmt: skip
+    lines = ["first " + "cat " * 120, "second " + "dog " * 120, "cat " * 300, "/save /nowhere/x", "third"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    assert chat.main([str(run_dir), "--max-new-tokens", "8"]) == 0
+    err = capsys.readouterr().err
+    assert len(seen) == 3 and "first" in seen[0] and "first" not in seen[1] and "second" in seen[2]
+    assert "no longer fit" in err and "shorten it" in err and "/save /nowhere/x: cannot be written" in err

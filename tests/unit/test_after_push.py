@@ -80,10 +80,15 @@ def test_the_card_says_what_it_was_made_of_and_how_it_is_used(run_dir: Path) -> 
     assert "c.yaml" not in body
 
 
-def test_the_code_of_a_local_card_loads_the_adapter(run_dir: Path) -> None:
+@pytest.mark.parametrize("place", ["below the working directory", "below home"])
+def test_the_code_of_a_local_card_loads_the_adapter(run_dir: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    if place == "below home":
+        monkeypatch.setenv("HOME", str(run_dir.parent))
+    else:
+        monkeypatch.chdir(run_dir.parent)
     config = find_run(run_dir).config.model_copy(update={"lora": LoraSection(dora=True)})
     card = model_card(config, run_dir, [], name=str(run_dir))
-    assert "DoRA" in card and "magnitudes" in card
+    assert "DoRA" in card and "magnitudes" in card and str(run_dir.parent) not in card
     found: dict[str, Any] = {}
     exec(card.partition("```python\n")[2].partition("```")[0], found)
     assert type(found["model"]).__name__ == "PeftModelForCausalLM"

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from tests.any_input import HARM, damage, or_refused, tries
 from tests.tiny import make_tokenizer
-from trainer.config import DatasetSection
+from trainer.config import DatasetSection, SourceSection
 from trainer.config.model_sections import ModelSection
-from trainer.data.cache import PreparedData, prepare_data
-from trainer.data.samples import Samples
+from trainer.data import PreparedData, Samples, prepare_data
+from trainer.data.formats import find_shape
+from trainer.data.records import Text, Turns, read_record
 from trainer.model.base import load_tokenizer
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "human": "user", "gpt": "assistant"}
@@ -235,6 +236,8 @@ settings_of_data = st.fixed_dictionaries(
         "packing": st.booleans(),
         "val_split": st.sampled_from([0.1, 0.5]),
         "max_samples": st.integers(1, 3),
+        "on_bad_record": st.sampled_from(["stop", "skip"]),
+        "streaming": st.just(True),
         "system_prompt": text,
         "split": st.sampled_from("train test train[:1] train[50%:] train+test [ train[::] train[5:]".split()),
     },
@@ -247,9 +250,68 @@ def test_records_of_any_kind(
     place: Path, tokenizer: Any, records: list[Any], settings: dict[str, Any], as_list: bool
 ) -> None:
     data = json.dumps(records).encode() if as_list else as_jsonl(records, True)
+    if settings.get("streaming"):
+        settings = settings | {"val_split": 0.0}
     made = prepared(place, "d.json" if as_list else "d.jsonl", data, tokenizer, **settings)
-    if made is not None:
+    if made is not None and not settings.get("streaming"):
         assert all(trained for _, trained in learnt(made, tokenizer))
+
+
+TEXT_FIELDS = ("content", "value", "prompt", "completion", "text", "instruction", "input", "output", "system", "label")
+
+
+def texts_in(record: dict[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """The texts of a record and of its turns, with the names under which they would be reported."""
+    for name, value in record.items():
+        if isinstance(value, str) and name in TEXT_FIELDS and value:
+            yield above + name, value
+        elif isinstance(value, list) and name in ("messages", "conversations", "prompt", "completion"):
+            for turn in value:
+                yield from texts_in(turn, f"{name}.") if isinstance(turn, dict) else ()
+
+
+said_turns = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system"]), "content": text},
+        optional={"label": text, "value": text, "weight": st.sampled_from([0, 1])},
+    ),
+    max_size=3,
+)
+said_pairs = st.lists(
+    st.fixed_dictionaries(
+        {"from": st.sampled_from(["human", "gpt", "system"]), "value": text}, optional={"text": text, "content": text}
+    ),
+    max_size=3,
+)
+complete = st.one_of(
+    st.fixed_dictionaries({"messages": said_turns}),
+    st.fixed_dictionaries({"conversations": said_pairs}),
+    st.fixed_dictionaries({"prompt": text | said_turns, "completion": text | said_turns}),
+    st.fixed_dictionaries({"instruction": text, "output": text}, optional={"input": text}),
+    st.fixed_dictionaries({"text": text}),
+)
+others = st.dictionaries(st.sampled_from(TEXT_FIELDS), text | odd, max_size=3)
+
+
+@given(st.tuples(others, complete).map(lambda both: both[0] | both[1]), st.booleans())
+@tries(300)
+def test_every_text_of_a_record_is_used_or_reported(record: dict[str, Any], has_chat_template: bool) -> None:
+    def read() -> Turns | Text:
+        shape = find_shape(SourceSection(), list(record), record, "dataset", has_chat_template=has_chat_template)
+        return read_record(record, shape, "record 1")
+
+    example = or_refused(read)
+    if example is not None:
+        if isinstance(example, Text):
+            used = [example.prompt + example.completion]
+        else:
+            used = [str(value) for message in example.messages for value in message.values()]
+        lost = [
+            name
+            for name, value in texts_in(record)
+            if name not in example.unread and not any(value in whole for whole in used)
+        ]
+        assert lost == []
 
 
 GOOD = as_jsonl([{"prompt": f"question {n}", "completion": f"answer {n} é"} for n in range(6)], False)

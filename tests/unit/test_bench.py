@@ -28,8 +28,7 @@ from trainer.bench.report import (
 from trainer.bench.trace import ADAPTER, ATTENTION, CATEGORIES, FROZEN, HEAD, IDLE, NORMS
 from trainer.bench.unsloth import draw_weights, write_hollow_checkpoint
 from trainer.config import load_config
-from trainer.data.cache import prepare_data
-from trainer.data.samples import Samples
+from trainer.data import Samples, prepare_data
 from trainer.model.random_weights import is_skewed
 
 

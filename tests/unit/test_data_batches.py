@@ -12,9 +12,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.config import UserError
-from trainer.data.batches import IGNORED, Batches, MicroBatch, StreamBatches, collate, evaluation_batches
+from trainer.data import Batches, MicroBatch, Sample, Samples, SampleStream, StreamBatches, evaluation_batches
+from trainer.data.batches import IGNORED, collate
 from trainer.data.packing import best_fit
-from trainer.data.samples import Sample, Samples, SampleStream, join
+from trainer.data.samples import join
 
 PAD = 0
 

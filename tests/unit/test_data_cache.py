@@ -17,10 +17,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tests.chaos.disks import FileServer
 from tests.tiny import write_chats
 from trainer.config import DatasetSection, UserError
+from trainer.data import PreparedData, Samples, prepare_data
 from trainer.data import cache as prepare_module
 from trainer.data.built_folder import built_folder
-from trainer.data.cache import PreparedData, prepare_data
-from trainer.data.samples import Samples
+from trainer.data.documents import DocumentEncoder
 
 pytestmark = pytest.mark.usefixtures("own_data_folder")
 
@@ -201,3 +201,28 @@ def test_the_manifest_is_that_of_the_folder(tokenizer: PreTrainedTokenizerBase) 
     assert {name: size for name, (size, _) in files.items()} == {
         path.name: path.stat().st_size for path in folder.iterdir() if path.name != "files.json"
     }
+
+
+CHANGES: dict[str, Any] = {
+    "path": "b.jsonl", "name": "n", "revision": "r", "data_files": ("a",), "split": "train[:1]", "format": "messages",
+    "fields": {"text": "body"}, "roles": {"user": ("me",)}, "template": "{a}", "template_without_input": "{b}",
+    "text_mode": "file", "weight": 2.0, "max_samples": 3, "mix": ({"path": "b"},), "evaluation": {"path": "b"},
+    "val_split": 0.1, "on_bad_record": "skip", "max_length": 32, "too_long": "drop", "packing": True,
+    "train_on": ("all",), "system_prompt": "s", "chat_template": "{{ 'x' }}", "chat_template_kwargs": {"a": 1},
+    "streaming": True,
+}  # fmt: skip
+# These change the order or the speed of training only; a stream's blocks depend on the order, too.
+NEUTRAL = {"workers": 2, "cache_dir": "elsewhere", "batching": "tokens", "shuffle": False}
+
+
+def test_every_setting_that_changes_the_content_changes_the_name(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert {*CHANGES, *NEUTRAL} == set(DatasetSection.model_fields)
+
+    def name(**changes: Any) -> str:
+        section = DatasetSection.model_validate({"path": "a.jsonl", "max_length": 64} | changes)
+        encoder = DocumentEncoder(tokenizer, section)
+        return prepare_module._digest(prepare_module._identity(section, encoder, [], 0))
+
+    names = {key: name(**{key: value}) for key, value in CHANGES.items()}
+    assert len({name(), *names.values()}) == 1 + len(CHANGES)
+    assert {name(**{key: value}) for key, value in NEUTRAL.items()} == {name()}

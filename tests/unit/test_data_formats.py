@@ -6,7 +6,7 @@ import pytest
 
 from trainer.config import SourceSection, UserError
 from trainer.data.formats import find_shape
-from trainer.data.records import Text, Turns, read_record
+from trainer.data.records import PLAIN_TEXT, Text, Turns, prompt_form, read_record
 
 ASK = {"role": "user", "content": "Why?"}
 SAY = {"role": "assistant", "content": "Because."}
@@ -156,6 +156,41 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Turns | Text]] = {
             ]
         ),
     ),
+    "a system prompt beside messages": (
+        {"messages": [ASK, SAY], "system": "S"},
+        {},
+        Turns([{"role": "system", "content": "S"}, ASK, SAY]),
+    ),
+    "a system prompt under LLaMA-Factory's and other names": (
+        {"conversations": [ASK, {**SAY, "weight": 0}], "sys": "S"},
+        {"format": "messages", "fields": {"messages": "conversations", "system": "sys"}},
+        Turns([{"role": "system", "content": "S"}, ASK, SAY], silent=frozenset({2})),
+    ),
+    "a system turn takes precedence over the field": (
+        {"messages": [{"role": "system", "content": "T"}, ASK, SAY], "system": "S"},
+        {},
+        Turns([{"role": "system", "content": "T"}, ASK, SAY]),
+    ),
+    "a system prompt of a pair": (
+        {"system_prompt": "S", "question": "a", "answer": "b"},
+        {},
+        Text("S\n\na", "b"),
+    ),
+    "a system prompt of a pair of turns": (
+        {"prompt": [ASK], "completion": [SAY], "system": "S"},
+        {},
+        Turns([{"role": "system", "content": "S"}, ASK, SAY], silent=frozenset({0, 1})),
+    ),
+    "a system prompt of a custom template": (
+        {"a": "x", "system": "S", "c": "y"},
+        {"template": "{a}:", "fields": {"completion": "c"}},
+        Text("S\n\nx:", "y"),
+    ),
+    "a system prompt within a custom template": (
+        {"a": "x", "system": "S", "c": "y"},
+        {"template": "<{system}>{a}:", "fields": {"completion": "c"}},
+        Text("<S>x:", "y"),
+    ),
     "alpaca": (
         {"instruction": "Add.", "input": "1, 2", "output": "3"},
         {},
@@ -209,6 +244,49 @@ def test_alpaca_without_a_chat_template_is_text(has_input: bool) -> None:
     assert isinstance(example, Text)
     assert example.completion == "3" and "Add {x}." in example.prompt and example.prompt.endswith("### Response:\n")
     assert ("1, 2" in example.prompt) == ("### Input:" in example.prompt) == has_input
+
+
+UNREAD: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "all is used": ({"messages": [ASK, SAY], "system": "S", "tools": []}, ()),
+    "fields that are empty are not worth a word": ({"text": "a", "id": None, "meta": {}, "tags": [], "note": ""}, ()),
+    "other fields": ({"text": "a", "id": 0, "system": "S"}, ("id", "system")),
+    "the field of a system prompt that a turn overrules": (
+        {"messages": [{"role": "system", "content": "T"}, ASK, SAY], "system": "S"},
+        ("system",),
+    ),
+    "a system prompt given twice": ({"messages": [{"role": "system", "content": "S"}, ASK, SAY], "system": "S"}, ()),
+    "fields of turns": ({"messages": [ASK, {**SAY, "score": 3, "weight": 1}], "id": 1}, ("id", "messages.score")),
+    "tools of a pair of texts": ({"prompt": "a", "completion": "b", "tools": [TOOL]}, ("tools",)),
+    "history without a chat template": ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, ("history",)),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_knows_what_it_did_not_read(name: str) -> None:
+    record, unread = UNREAD[name]
+    assert read(record, has_chat_template="history" not in record).unread == unread
+
+
+@pytest.mark.parametrize(
+    ("record", "settings", "form"),
+    [
+        ({"messages": [ASK, SAY]}, {}, None),
+        ({"prompt": [ASK], "completion": [SAY]}, {}, None),
+        ({"question": "a", "answer": "b"}, {}, "{system}{prompt}"),
+        ({"text": "a"}, {}, PLAIN_TEXT),
+        ({"instruction": "a", "output": "b"}, {}, "{system}### Instruction:\n{prompt}\n\n### Response:\n"),
+        ({"q": "a", "c": "b"}, {"template": "Q: {q}\nA:", "fields": {"completion": "c"}}, "{system}Q: {prompt}\nA:"),
+        ({"q": "a", "r": "x", "c": "b"}, {"template": "{q}{r}", "fields": {"completion": "c"}}, "{system}{prompt}"),
+    ],
+)
+def test_the_form_of_prompts(record: dict[str, Any], settings: dict[str, Any], form: str | None) -> None:
+    source = SourceSection(path="data.jsonl", **settings)
+    shape = find_shape(source, list(record), record, "dataset", has_chat_template=False)
+    assert prompt_form(shape, record) == form
+    if form not in (None, PLAIN_TEXT) and "r" not in record:
+        example = read_record(record, shape, "", "S")
+        assert isinstance(example, Text) and form is not None
+        assert example.prompt == form.format(system="S\n\n", prompt="a")
 
 
 @pytest.mark.parametrize(
@@ -278,6 +356,12 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {},
         ("turn 2", "arguments of f are not JSON"),
     ),
+    "tokens instead of text": (
+        {"input_ids": [1, 2], "attention_mask": [1, 1], "labels": [-100, 2]},
+        {},
+        ("dataset.format=auto", "tokenised already (input_ids)"),
+    ),
+    "a system prompt that is no text": ({"messages": [ASK, SAY], "system": 5}, {}, ("system is a number, not text",)),
     "tools not JSON": ({"messages": [ASK, SAY], "tools": "[{"}, {}, ("record 1", "tools are not JSON")),
     "history of singles": (
         {"instruction": "a", "output": "b", "history": [["a"]]},

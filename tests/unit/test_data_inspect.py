@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 
 from tests.tiny import make_tokenizer, write_chats
 from trainer.commands import inspect
-from trainer.data.grouping import DataStats
-from trainer.data.samples import Sample
+from trainer.data import DataStats, Sample
 
 CONFIG = """
 base_model: model
@@ -88,6 +87,14 @@ def test_warns(capsys: pytest.CaptureFixture[str], override: str, warning: str) 
     out = shown(capsys, override, examples=20)
     assert any(line.startswith("warning: ") and warning in line for line in out.splitlines())
     assert out.count("warning: ") == 1
+
+
+@pytest.mark.parametrize("streaming", ["false", "true"])
+def test_plain_text_has_no_questions_to_warn_of(capsys: pytest.CaptureFixture[str], streaming: str) -> None:
+    Path("a.txt").write_text("red green\nblue\n")
+    settings = ["dataset.path=a.txt", f"dataset.streaming={streaming}", "training.max_steps=2"]
+    assert "warning" not in shown(capsys, *settings)
+    assert "questions as well as answers" in shown(capsys, *settings[1:], "dataset.train_on=all")
 
 
 def test_warns_of_nothing_trained() -> None:

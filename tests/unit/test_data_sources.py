@@ -10,6 +10,7 @@ import pytest
 
 from trainer.config import SourceSection, UserError
 from trainer.data.sources import content_key, read_source, rows_of
+from trainer.data.text_files import record_of
 
 ROWS = [{"prompt": f"p{index}", "completion": f"c{index}"} for index in range(3)]
 LINES = "\n".join(json.dumps(row) for row in ROWS) + "\n"
@@ -24,7 +25,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read(path: str, *, streaming: bool = False, label: str = "dataset", **settings: Any) -> list[dict[str, Any]]:
     source = SourceSection(path=path, **settings)
-    return list(rows_of(read_source(source, label, streaming=streaming), source, label))
+    return list(map(record_of, rows_of(read_source(source, label, streaming=streaming), source, label)))
 
 
 def write_all_kinds() -> None:
@@ -75,9 +76,24 @@ def test_every_kind_gives_the_same_records(streaming: bool) -> None:
     assert read("saved_splits", streaming=streaming, split="other") == ROWS[:1]
 
 
-def test_text_is_one_record_a_line() -> None:
-    Path("a.txt").write_text("one\n\ntwo\n")
-    assert read("a.txt") == [{"text": "one"}, {"text": ""}, {"text": "two"}]
+@pytest.mark.parametrize(
+    ("mode", "texts"),
+    [
+        ("line", [" one", "still one", "two"]),
+        ("paragraph", [" one\nstill one", "two"]),
+        ("file", ["\n one\nstill one\n \n\ntwo"]),
+    ],
+)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_text_is_read_by_lines_paragraphs_or_files(mode: str, texts: list[str], streaming: bool) -> None:
+    Path("a.txt").write_text("\n one\nstill one\n \n\ntwo\n")
+    assert read("a.txt", streaming=streaming, text_mode=mode) == [{"text": text} for text in texts]
+
+
+def test_text_mode_is_for_text_only() -> None:
+    write_all_kinds()
+    with pytest.raises(UserError, match=r"dataset.text_mode=file: .*json"):
+        read("a.jsonl", text_mode="file")
 
 
 def test_tool_calls_of_different_shapes_stay_as_they_are() -> None:
@@ -180,7 +196,7 @@ def test_a_stream_refuses_only_where_it_gets_to(tmp_path: Path) -> None:
     good = "".join(json.dumps({"text": "x" * 1000}) + "\n" for _ in range(11_000))  # more than the 10 MB of one read
     Path("late.jsonl").write_text(good + "{broken\n")
     source = SourceSection(path="late.jsonl")
-    rows = rows_of(read_source(source, "dataset", streaming=True), source, "dataset")
+    rows = map(record_of, rows_of(read_source(source, "dataset", streaming=True), source, "dataset"))
     assert next(rows) == {"text": "x" * 1000}
     with pytest.raises(UserError, match=r"line 11001 of late.jsonl is not JSON"):
         list(rows)

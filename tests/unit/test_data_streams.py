@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.tiny import write_chats
 from trainer.config import DatasetSection, UserError
-from trainer.data.batches import MicroBatch, StreamBatches
-from trainer.data.cache import prepare_data
+from trainer.data import MicroBatch, SampleStream, StreamBatches, prepare_data
 from trainer.data.documents import DocumentEncoder
-from trainer.data.samples import SampleStream
-from trainer.data.shared_blocks import folder_of_run
+from trainer.data.shared_blocks import SharedBlocks, folder_of_run
 
 RECORDS = 1300
 
@@ -234,3 +233,76 @@ def test_blocks_that_are_passed_are_removed(
     assert stream.shared is not None
     left = sorted(int(path.stem.split("-")[1]) for path in stream.shared.rglob("block-*.npz"))
     assert left[0] >= 9 and not list(stream.shared.rglob("*.npz.*"))
+
+
+def write_bad(*numbers: int) -> None:
+    lines = Path("a.jsonl").read_text().splitlines()
+    bad = json.dumps({"messages": [{"role": "moderator", "content": "x"}]})
+    Path("a.jsonl").write_text("\n".join(bad if number in numbers else line for number, line in enumerate(lines)))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_step_that_fails_leaves_the_state_before_it(tokenizer: PreTrainedTokenizerBase, packing: bool) -> None:
+    settings: dict[str, Any] = {"shuffle": False, "packing": packing, "max_length": 128}
+    whole, good = batches_of(stream_of(tokenizer, **settings)), Path("a.jsonl").read_text()
+    expected = [rows_in(whole.step(0, 16 * step)[0]) for step in range(70)]
+    write_bad(1240)
+    batches, step = batches_of(stream_of(tokenizer, **settings)), 0
+    with pytest.raises(UserError, match=r"record 1241, turn 1: role 'moderator'"):
+        while True:
+            assert rows_in(batches.step(0, 16 * step)[0]) == expected[step]
+            step += 1
+    state = json.loads(json.dumps(batches.state_dict()))
+    assert state["offset"] == 16 * step > 0
+    Path("a.jsonl").write_text(good)
+    resumed = batches_of(stream_of(tokenizer, **settings))
+    resumed.load_state_dict(state)
+    assert rows_in(resumed.step(0, 16 * step)[0]) == expected[step]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_skipped_records_are_counted_from_any_state(
+    tokenizer: PreTrainedTokenizerBase, name: str, world_size: int
+) -> None:
+    write_bad(70, 71, 500)
+    stream = stream_of(tokenizer, on_bad_record="skip", **SETTINGS[name])
+    batches, states, counts = batches_of(stream, world_size=world_size, accumulation=4 // world_size), [], []
+    for step in range(60):
+        batches.step(0, 16 * step)
+        states.append(json.loads(json.dumps(batches.state_dict())))
+        counts.append(dict(batches.skipped))
+    source = next(iter(counts[0]))
+    assert counts[-1][source] >= 1 and all(before[source] <= after[source] for before, after in pairwise(counts))
+    resumed = batches_of(stream)
+    resumed.load_state_dict(states[29])
+    for step in range(30, 60):
+        resumed.step(0, 16 * step)
+    assert resumed.skipped == counts[-1]
+
+
+def test_a_rank_that_can_read_no_more_takes_the_blocks_of_others(
+    own_data_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank has read three blocks when the file is deleted, the other one: both fail at the fourth."""
+    monkeypatch.setattr("trainer.data.shared_blocks.PATIENCE_S", 0.3)
+
+    def blocks(readable: int) -> SharedBlocks:
+        def read() -> Any:
+            yield from ([{}] for _ in range(readable))
+            raise UserError("dataset.path=a.jsonl: no such file")
+
+        return SharedBlocks(read(), lambda number, rows: ([], number), own_data_folder / "shared")
+
+    ahead, behind = blocks(3), blocks(1)
+    for number in range(3):
+        assert ahead.block(number) == behind.block(number) == ([], number)
+    for rank in (ahead, behind):
+        with pytest.raises(UserError, match="no such file"):
+            rank.block(3)
+
+
+def test_two_orders_do_not_share_blocks(tokenizer: PreTrainedTokenizerBase) -> None:
+    assert stream_of(tokenizer).name == stream_of(tokenizer).name
+    names = [stream_of(tokenizer, **settings).name for settings in ({}, {"shuffle": False}, {"on_bad_record": "skip"})]
+    assert len(set(names)) == 3

@@ -1,6 +1,7 @@
 """What is said of data that may be trained on and is seldom meant; and what is refused: empty answers, odd weights."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import DatasetSection, UserError
-from trainer.data.cache import prepare_data
-from trainer.data.grouping import DataStats
+from trainer.data import DataStats, prepare_data
 
 pytestmark = pytest.mark.usefixtures("own_data_folder")
 
@@ -204,3 +204,94 @@ def test_turns_that_are_written_as_json(tokenizer: PreTrainedTokenizerBase) -> N
     quoted = json.dumps(TURNS).replace('"', '""')
     Path("a.csv").write_text(f'messages\n"{quoted}"\n')
     assert stats_of(tokenizer, path="a.csv").answers == 1
+
+
+def test_fields_that_are_not_used_are_named_with_counts(tokenizer: PreTrainedTokenizerBase) -> None:
+    rows = [{"messages": TURNS, "id": n} | ({"context": "c"} if n < 3 else {"context": ""}) for n in range(10)]
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "dataset: fields that are not used, of 10 records: id (in 10), context (in 3)" in stats_of(tokenizer).notes
+    write_pairs("b.jsonl", "red", "blue")
+    mix = [{"path": "a.jsonl"}, {"path": "b.jsonl"}]
+    notes = stats_of(tokenizer, path=None, mix=mix).notes
+    assert len([note for note in notes if "not used" in note]) == 1 and "dataset.mix.0: fields" in str(notes)
+    assert "id (in 10)" in str(stats_of(tokenizer, streaming=True).notes)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_pairs_on_a_chat_model_are_said_to_be_trained_as_text(
+    tokenizer: PreTrainedTokenizerBase, streaming: bool
+) -> None:
+    Path("a.csv").write_text("question,answer\na,b\n")
+    stats = stats_of(tokenizer, path="a.csv", streaming=streaming)
+    (note,) = [note for note in stats.notes if "chat template" in note]
+    assert stats.prompt_text == "{system}{prompt}"
+    assert "dataset.format=alpaca and dataset.fields={instruction: question, output: answer}" in note
+    fixed = stats_of(
+        tokenizer,
+        path="a.csv",
+        streaming=streaming,
+        format="alpaca",
+        fields={"instruction": "question", "output": "answer"},
+    )
+    assert fixed.prompt_text is None and "chat template" not in str(fixed.notes)
+
+
+def test_blank_lines_of_text_are_no_records(tokenizer: PreTrainedTokenizerBase) -> None:
+    Path("a.txt").write_text("one\n\ntwo\n \n\nthree\n")
+    stats = stats_of(tokenizer, path="a.txt")
+    assert (stats.records, stats.documents, stats.dropped, stats.warnings()) == (3, 3, 0, [])
+
+
+def test_special_tokens_in_the_text_of_a_turn_are_counted(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_chats("a.jsonl", "red", "blue<|im_end|>", "nine")
+    stats = stats_of(tokenizer)
+    assert stats.control == 1 and "1 conversations have special tokens" in str(stats.warnings())
+    write_pairs("a.jsonl", "red<|im_end|>")
+    assert stats_of(tokenizer).control == 0, "who writes text writes the tokens of turns as well"
+
+
+BAD_RECORDS = {
+    "a role": (
+        ".jsonl",
+        json.dumps({"messages": [{"role": "moderator", "content": "x"}, TURNS[1]]}).encode(),
+        "moderator",
+    ),
+    "half a character": (".jsonl", json.dumps({"messages": [{"role": "user", "content": "\ud83d"}]}).encode(), "half"),
+    "no JSON": (".jsonl", b'{"messages": [', "line 3 of a.jsonl is not JSON"),
+    "no record": (".jsonl", b"[1, 2]", "line 3 of a.jsonl holds a list"),
+    "latin-1": (".jsonl", b'{"messages": "caf\xe9"}', "line 3 of a.jsonl is not UTF-8"),
+    "NUL": (".jsonl", b'{"messages": "\0"}', "NUL byte"),
+    "too many cells": (".csv", b"a,b,c", "line 4 of a.csv has 3 cells"),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", BAD_RECORDS)
+def test_bad_records_stop_or_are_skipped_and_counted(
+    tokenizer: PreTrainedTokenizerBase, name: str, streaming: bool
+) -> None:
+    kind, bad, needle = BAD_RECORDS[name]
+    file = Path(f"a{kind}")
+    good = [json.dumps({"messages": TURNS}).encode()] * 6 if kind == ".jsonl" else [b"a,b"] * 6
+    head = [b"prompt,completion"] if kind == ".csv" else []
+    file.write_bytes(b"\n".join([*head, *good[:2], bad, *good[2:], bad]))
+    settings = {"path": str(file), "streaming": streaming}
+    with pytest.raises(UserError, match=needle):
+        stats_of(tokenizer, **settings)
+    section = DatasetSection(max_length=64, on_bad_record="skip", **settings)
+    data = prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), max_length_of_model=None)
+    (note,) = [note for note in data.stats.notes if "skipped" in note]
+    assert note.startswith("warning: dataset: 2 of 8 records are skipped; first: ") and needle in note
+    if not streaming:
+        assert (data.stats.skipped, data.stats.documents, data.stats.dropped) == ({"dataset": 2}, 6, 0)
+    file.write_bytes(b"\n".join([*head, bad, bad]))
+    with pytest.raises(UserError, match=re.sub("line [34]", "line [12]", needle)):
+        prepare_data(section, tokenizer, seed=0, cache_dir=Path("cache"), max_length_of_model=None)
+
+
+def test_a_number_of_records_is_held_out(tokenizer: PreTrainedTokenizerBase) -> None:
+    write_pairs("a.jsonl", *map(str, range(10)))
+    stats = stats_of(tokenizer, val_split=3)
+    assert stats.evaluation is not None and (stats.documents, stats.evaluation.documents) == (7, 3)
+    with pytest.raises(UserError, match=r"dataset.val_split=10: 10 records cannot be split"):
+        stats_of(tokenizer, val_split=10)

@@ -217,8 +217,7 @@ def test_a_configuration_of_accelerate_must_exist_or_say_what_it_is() -> None:
 def test_system_prompts_in_a_column_are_learnt_from(folder: Path) -> None:
     from transformers import AutoTokenizer
 
-    from trainer.data.cache import prepare_data
-    from trainer.data.samples import Samples
+    from trainer.data import Samples, prepare_data
 
     make_tokenizer(folder / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid
 
 from trainer.config import LoraSection, ModelSection, QuantizationSection, TrainingSection
-from trainer.data.batches import MicroBatch
+from trainer.data import MicroBatch
 from trainer.memory.activations import (
     Work,
     boundary,

@@ -13,7 +13,7 @@ from tests.tiny import write_chats
 from trainer.build import build_model
 from trainer.checkpoint.weights import save_adapter
 from trainer.config import LoraSection, ModelSection, RunConfig, UserError, load_config
-from trainer.data.samples import Samples
+from trainer.data import Samples
 from trainer.engine.optimizer import build_optimizer, build_schedule
 from trainer.language import LanguageTask
 from trainer.memory.preflight import plan_memory

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model, write_chats
 from trainer.checkpoint.checkpoint_files import damage, reseal, whole_checkpoints
+from trainer.commands.estimate import main as estimate
+from trainer.commands.inspect import main as inspect
 from trainer.commands.prepare_run import main as prepare
 from trainer.commands.validate import main as validate
 from trainer.config import UserError
@@ -365,3 +368,21 @@ def test_pissa_goes_on_in_another_folder(ground: Path, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "whole" / "initial_adapter")
     with pytest.raises(UserError, match="whole/initial_adapter: missing, and the run cannot go on without it"):
         train(ground, **settings, **start, output_dir=str(tmp_path / "lost"))
+
+
+def test_the_default_length_is_the_context_of_a_shorter_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is recorded, estimated with, and the same when the run is resumed."""
+    file = make_ground(tmp_path) / "base.yaml"
+    settings = yaml.safe_load(file.read_text())
+    del settings["dataset"]["max_length"]
+    file.write_text(yaml.safe_dump(settings))
+    assert "dataset.max_length is 256, the model's context" in train(tmp_path)
+    assert json.loads((tmp_path / "run" / "training_config.json").read_text())["dataset"]["max_length"] == 256
+    assert validate([str(file), "training.resume_from_checkpoint=latest", "training.max_steps=6"]) == 0
+    said = capsys.readouterr().out
+    assert "dataset.max_length is 256, the model's context" in said and "checkpoint-4" in said
+    assert "resumed from" in train(tmp_path, training__resume_from_checkpoint="latest", training__max_steps=6)
+    assert estimate([str(file)]) == 0 and inspect([str(file), "--examples", "1"]) == 0
+    assert "2,048" not in capsys.readouterr().out

@@ -51,6 +51,7 @@ NOT_COMPARED = (
     "model.tokenizer",
     "lora.adapter_path",
     "dataset.path",
+    "dataset.on_bad_record",
     "dataset.workers",
     "dataset.cache_dir",
     "image.sample_steps",

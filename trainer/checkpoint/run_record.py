@@ -25,7 +25,7 @@ from trainer.contract.whole_files import sync_folder, write_json, write_whole
 
 CONFIG, RUN, WRITTEN = "training_config.json", "run.json", "written.txt"
 LOGS = "logs"
-STARTED_IN = "working_directory"
+STARTED_IN, PROMPT_TEXT = "working_directory", "prompt_text"
 RESULT = ".writing-result"
 OF_EVERY_RUN = (
     *(CONFIG, RUN, WRITTEN, RESULT, "initial_adapter", "metrics.jsonl", "tensorboard", "wandb", "wandb-id.txt"),
@@ -39,8 +39,13 @@ ABANDONED = re.compile(r"^abandoned-(?:\d+-)?(?=checkpoint-)")
 OF_NOBODY = re.compile(r"logs|lost\+found|\.nfs.*|\.gitignore|\.gitkeep")
 
 
-def write_run_record(run_dir: Path, config: RunConfig, world_size: int, device: str, precision: str) -> None:
-    """Write training_config.json (what `zerolora train` can be given again) and run.json (what it ran on)."""
+def write_run_record(
+    run_dir: Path, config: RunConfig, world_size: int, device: str, precision: str, prompt_text: str | None = None
+) -> None:
+    """Write training_config.json (which `zerolora train` accepts) and run.json (what the run used).
+
+    `prompt_text` is the form of prompts in the training data, None for conversations.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / CONFIG).exists() and not any(map(_is_checkpoint, files_in(run_dir))):
         (run_dir / WRITTEN).touch()  # what an older version wrote has no list, and half a one would pass for the whole
@@ -55,6 +60,7 @@ def write_run_record(run_dir: Path, config: RunConfig, world_size: int, device: 
         "device": device,
         "device_name": _device_name(device),
         "precision": precision,
+        PROMPT_TEXT: prompt_text,
         "python": platform.python_version(),
         "packages": package_versions(),
         "commit": commit(),

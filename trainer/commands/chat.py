@@ -1,50 +1,108 @@
 """`zerolora chat RUN`: a conversation with a trained adapter, its answers shown as they come."""
 
 import argparse
+import json
 import sys
+from dataclasses import dataclass, field
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TextStreamer
 
 from trainer.checkpoint.finished_run import find_run, quiet_libraries, run_command, saved_tokenizer
-from trainer.commands.generate import Sampling, continued, load_to_answer, prompts_on_stdin, readable
+from trainer.commands.generate import (
+    Sampling,
+    add_answer_options,
+    continued,
+    load_to_answer,
+    prompt_settings,
+    prompts_on_stdin,
+    readable,
+    trained_form,
+)
 from trainer.commands.image_adapter import DRAWN_BY_DIFFUSERS, refuse_images
-from trainer.config import CommandParser, UserError
-from trainer.model.answers import conversation_ids
+from trainer.config import CommandParser, DatasetSection, UserError
+from trainer.model.answers import prompt_ids
+from trainer.model.base import context_length
 
-OVER = "/new"
+HELP = """/new         start over
+/save FILE   add the conversation to a .jsonl file, as a record with messages
+/help        this list; Ctrl-D ends the chat"""
 
 
-def converse(model: Any, tokenizer: Any, sampling: Sampling, system: str | None) -> None:
-    """Answer each line of standard input as a turn of one conversation; `/new` begins another one."""
-    first = [{"role": "system", "content": system}] if system is not None else []
-    turns = list(first)
-    for line in prompts_on_stdin(sys.stdin.isatty()):
-        if line == OVER:
-            turns = list(first)
-            continue
-        turns.append({"role": "user", "content": readable(line)})
-        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        rows = [conversation_ids(tokenizer, turns)]
+@dataclass
+class Conversation:
+    """A conversation with a trained model. All turns are kept, also those that no longer fit into the context."""
+
+    model: Any
+    tokenizer: Any
+    sampling: Sampling
+    section: DatasetSection
+    text: str | None
+    """The form of prompts that are text, each of which is asked by itself; None for conversations."""
+    turns: list[dict[str, Any]] = field(default_factory=list)
+
+    def ask(self, question: str) -> None:
+        """Answer a turn, showing the answer as it is made. Raises UserError if the turn alone does not fit."""
+        turns = [*self.turns, {"role": "user", "content": question}]
+        row = self._fitting(turns)
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        [answer] = continued(self.model, self.tokenizer, [row], self.sampling, streamer=streamer)
+        self.turns = [*turns, {"role": "assistant", "content": answer}]
+
+    def _fitting(self, turns: list[dict[str, Any]]) -> torch.Tensor:
+        """Return token ids [1, T] of the latest turns that leave room for an answer."""
+        longest = context_length(self.model.config) or sys.maxsize
+        room = min(self.sampling.max_new_tokens, longest // 4)  # what is longer than that may be cut off
+        kept = turns if self.text is None else turns[-1:]
+        while True:
+            prompt = kept if self.text is None else kept[-1]["content"]
+            row = prompt_ids(self.tokenizer, self.section, prompt, self.text)
+            if row.shape[1] + room <= longest or len(kept) == 1:
+                break
+            kept = kept[2:]
+        if row.shape[1] >= longest:
+            raise UserError(f"the turn has {row.shape[1]} tokens, and the model was made for {longest}; shorten it")
+        if self.text is None and len(kept) < len(turns):
+            print(f"note: the first {len(turns) - len(kept)} turns no longer fit into the context", file=sys.stderr)
+        return row
+
+    def save(self, file: Path) -> None:
+        """Add the conversation to a file. Raises UserError if it cannot be written."""
         try:
-            [answer] = continued(model, tokenizer, rows, sampling, streamer=streamer)
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps({"messages": self.turns}, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise UserError(f"/save {file}: cannot be written ({error.strerror}); name another file") from None
+
+
+def converse(conversation: Conversation) -> None:
+    """Answer each line of standard input as a turn, or carry it out if it is a command."""
+    for line in prompts_on_stdin(sys.stdin.isatty()):
+        command, _, argument = line.partition(" ")
+        try:
+            if line == "/new":
+                conversation.turns = []
+            elif command == "/save" and argument:
+                conversation.save(Path(argument.strip()).expanduser())
+            elif line in ("/help", "/save"):
+                print(HELP, file=sys.stderr)
+            else:
+                conversation.ask(str(readable(line)))
         except KeyboardInterrupt:
             return
-        turns.append({"role": "assistant", "content": answer})
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = CommandParser(
-        prog="zerolora chat", description=f"Talk with a trained adapter; {OVER} starts over, Ctrl-D ends it."
+        prog="zerolora chat", description="Talk with a trained adapter; /help lists commands, Ctrl-D ends it."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
-    parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="longest answer (512)")
-    parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0: the likeliest token (0.7)")
-    parser.add_argument("--top-p", type=float, default=0.95, metavar="P", help="draw from the likeliest P only (0.95)")
-    parser.add_argument("--system", metavar="TEXT", help="system turn (dataset.system_prompt of the run)")
-    parser.add_argument("--base-model", metavar="MODEL", help="where the base model is now, if it was moved")
+    add_answer_options(parser, Sampling(512, 0.7, 0.95))
     return parser.parse_args(argv)
 
 
@@ -54,13 +112,14 @@ def _run(arguments: argparse.Namespace) -> None:
     run = find_run(arguments.run, arguments.base_model)
     refuse_images(run, DRAWN_BY_DIFFUSERS)
     tokenizer = saved_tokenizer(run)
-    if not tokenizer.chat_template:
-        raise UserError(f"{arguments.run}: its tokenizer has no chat template to talk by; use zerolora generate")
+    text = trained_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
+    section = prompt_settings(run, arguments.system)
+    if text is not None:
+        print("note: prompts were trained as text, so each line is asked by itself, in that form", file=sys.stderr)
     model = load_to_answer(run, tokenizer, both=False)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    system = run.config.dataset.system_prompt if arguments.system is None else arguments.system or None
-    converse(model, tokenizer, sampling, system)
+    converse(Conversation(model, tokenizer, sampling, section, text))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,8 +19,9 @@ from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.standard_streams import PROGRESS
-from trainer.data.cache import prepare_data
+from trainer.data import prepare_data
 from trainer.data.conversations import chat_template_of
+from trainer.data.prepared import fit_max_length
 from trainer.data.step_count import count_steps, steps_line
 from trainer.decisions import Machine
 from trainer.images.pipeline import is_pipeline, read_pipeline
@@ -222,9 +223,12 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"--gpus {gpus}: must be 1 or more")
         memory = parse_memory(arguments.gpu_memory or DEFAULT_GPU)
         loaded = load_config(arguments.config, arguments.overrides)
-        PROGRESS.show(f"reading {loaded.config.base_model} and the data")
-        planner, notes = planner_for(loaded.config, gpus)
-        found, resolved = report(planner, loaded.config, memory, [*loaded.notes, *notes])
+        config = loaded.config
+        PROGRESS.show(f"reading {config.base_model} and the data")
+        if not is_pipeline(config):
+            config = fit_max_length(config, context_length(model_config_of(config)[0]))
+        planner, notes = planner_for(config, gpus)
+        found, resolved = report(planner, config, memory, [*loaded.notes, *notes])
         found["gpu_is_assumed"] = arguments.gpu_memory is None
         if arguments.json:
             print(json.dumps(found, indent=1))

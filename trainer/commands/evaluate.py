@@ -36,9 +36,8 @@ from trainer.commands.scale import AUTO, SCALES, best_scale, chosen_on_the_other
 from trainer.config import CommandParser, DatasetSection, SourceSection, UserError
 from trainer.config.command_parser import from_one
 from trainer.contract.output_file import check_result_file
+from trainer.data import Sample, Samples, prepare_data
 from trainer.data.batches import MicroBatch, collate
-from trainer.data.cache import prepare_data
-from trainer.data.samples import Sample, Samples
 from trainer.engine.deepspeed_engine import resolve_precision
 from trainer.model.adapter_scale import scaled_adapter
 from trainer.model.base import context_length, load_model_config

@@ -1,10 +1,10 @@
 """`zerolora generate RUN [PROMPT ...]`: prompts answered by a trained adapter, and by its base beside it."""
 
 import argparse
-import json
+import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from io import TextIOWrapper
 from itertools import islice
@@ -28,9 +28,13 @@ from trainer.checkpoint.finished_run import (
     run_device,
     saved_tokenizer,
 )
+from trainer.checkpoint.run_record import PROMPT_TEXT, RUN
 from trainer.commands.image_adapter import DRAWN_BY_DIFFUSERS, refuse_images
-from trainer.config import CommandParser, UserError
+from trainer.config import CommandParser, DatasetSection, UserError
 from trainer.config.errors import shown
+from trainer.config.files import check_shape, read_json
+from trainer.data.prompt_files import Prompt, as_text, read_prompts
+from trainer.data.records import PLAIN_PROMPT, PLAIN_TEXT
 from trainer.model.answers import prompt_ids, stop_tokens
 from trainer.model.base import context_length
 from trainer.patches.fused_lora import fuse
@@ -61,17 +65,6 @@ class Sampling:
         return {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
 
 
-def answer(
-    model: Any, tokenizer: Any, prompt: str, sampling: Sampling, *, system: str | None = None, with_adapter: bool = True
-) -> str:
-    """The answer to a user message through the chat template, or the continuation of a text if there is none.
-
-    Raises UserError if the prompt leaves no room for an answer, or the chat template takes no system turn.
-    """
-    rows = [prompt_ids(tokenizer, prompt, system)]
-    return continued(model, tokenizer, rows, sampling, with_adapter=with_adapter)[0]
-
-
 @torch.no_grad()
 def continued(
     model: Any,
@@ -82,13 +75,11 @@ def continued(
     with_adapter: bool = True,
     streamer: Any = None,
 ) -> list[str]:
-    """What follows each of several rows of token ids [1, T], computed together, padded on the left.
+    """Return the continuations of rows of token ids [1, T], computed together, padded on the left.
 
-    `streamer` hears of the tokens of a single row as they come. Raises UserError if a row leaves no room.
+    Rows must be shorter than the model's context. `streamer` receives the tokens of a single row as they are made.
     """
     longest, length = context_length(model.config), max(row.shape[1] for row in rows)
-    if longest is not None and length >= longest:
-        raise UserError(f"the prompt has {length} tokens, and the model was made for {longest}; shorten it")
     room = sampling.max_new_tokens if longest is None else min(sampling.max_new_tokens, longest - length)
     input_ids = torch.full((len(rows), length), tokenizer.pad_token_id)
     mask = torch.zeros_like(input_ids)
@@ -123,22 +114,40 @@ def load_to_answer(run: FinishedRun, tokenizer: Any, *, both: bool) -> Any:
     return model
 
 
-def prompts_of(file: Path) -> list[str]:
-    """A prompt a line; of a .jsonl file what `prompt` says. Raises UserError for a file or line that cannot be read."""
-    try:
-        lines = [line for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"--prompts {file}: cannot be read ({reason}); name a text file, a prompt a line") from None
-    if file.suffix != ".jsonl":
-        return [line.strip() for line in lines]
-    prompts = []
-    for number, line in enumerate(lines, start=1):
+def trained_form(run: FinishedRun, tokenizer: Any, *, raw: bool = False, chat: bool = False) -> str | None:
+    """Return the form of prompts that are text, as trained unless an option says otherwise; None for the chat template.
+
+    Runs of older versions have no record of the form: they use the template if there is one.
+    """
+    form: str | None = PLAIN_TEXT if raw else None
+    with suppress(FileNotFoundError):
+        if not raw and not chat:
+            form = check_shape(read_json(run.run_dir / RUN).get(PROMPT_TEXT), run.run_dir / RUN, str | None)
+    return form if form is not None or tokenizer.chat_template else PLAIN_PROMPT
+
+
+def encoded(
+    prompts: Iterable[Prompt], encode: Callable[[Prompt], torch.Tensor], longest: int | None, failed: list[str]
+) -> Iterator[tuple[Prompt, torch.Tensor]]:
+    """Yield prompts with their token ids; one that cannot be answered is reported and added to `failed`."""
+    for prompt in map(readable, prompts):
         try:
-            prompts.append(str(json.loads(line)["prompt"]))
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f'--prompts {file}: record {number} is no {{"prompt": "..."}}; write it so') from None
-    return prompts
+            row = encode(prompt)
+            if longest is not None and row.shape[1] >= longest:
+                problem = f"the prompt has {row.shape[1]} tokens, and the model was made for {longest}; shorten it"
+                raise UserError(problem)
+            yield prompt, row
+        except UserError as error:
+            if isinstance(prompts, list) and len(prompts) == 1:
+                raise
+            failed.append(as_text(prompt))
+            print(f"error: {shown(as_text(prompt))!r}: {error}", file=sys.stderr, flush=True)
+
+
+def prompt_settings(run: FinishedRun, system: str | None) -> DatasetSection:
+    """Return the settings that prompts are written by; `system` is the value of --system."""
+    section = run.config.dataset
+    return section if system is None else section.model_copy(update={"system_prompt": system or None})
 
 
 def show(answers: dict[str, str], console: Console) -> None:
@@ -174,12 +183,29 @@ def prompts_on_stdin(terminal: bool) -> Iterator[str]:
             yield prompt
 
 
-def readable(prompt: str) -> str:
-    """A prompt that a tokenizer takes: bytes that are not UTF-8 become the replacement character, with a note."""
-    text = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+def readable(prompt: Prompt) -> Prompt:
+    """Return a prompt with U+FFFD for halves of characters and bytes that are not UTF-8, which are noted on stderr."""
+    if isinstance(prompt, list):
+        return [turn | {"content": readable(turn["content"])} for turn in prompt]
+    text = re.sub("[\ud800-\udfff]", "\ufffd", prompt)
     if text != prompt:
-        print(f"note: {shown(text)!r} is not UTF-8 text as given; its other bytes are read as \ufffd", file=sys.stderr)
+        print(f"note: {shown(text)!r} is not valid Unicode as given; the rest of it is read as \ufffd", file=sys.stderr)
     return text
+
+
+def add_answer_options(parser: argparse.ArgumentParser, default: Sampling) -> None:
+    """Add the options of every command that answers prompts."""
+    longest, temperature, top_p = default.max_new_tokens, default.temperature, default.top_p
+    parser.add_argument("--max-new-tokens", type=int, default=longest, metavar="N", help=f"longest answer ({longest})")
+    help_ = f"0: the likeliest token ({temperature:g})"
+    parser.add_argument("--temperature", type=float, default=temperature, metavar="T", help=help_)
+    help_ = f"draw from the likeliest P only ({top_p})"
+    parser.add_argument("--top-p", type=float, default=top_p, metavar="P", help=help_)
+    parser.add_argument("--system", metavar="TEXT", help="system prompt (dataset.system_prompt of the run)")
+    parser.add_argument("--base-model", metavar="MODEL", help="where the base model is now, if it was moved")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--raw", action="store_true", help="continue prompts as typed: no template, no system prompt")
+    form.add_argument("--chat", action="store_true", help="ask through the chat template, whatever was trained")
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -189,13 +215,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="output folder of the run, or a checkpoint in it")
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="user messages, each a conversation of its own")
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer (256)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: the likeliest token (0)")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest P only (1.0)")
+    add_answer_options(parser, Sampling())
     parser.add_argument("--base", action="store_true", help="show the base model's answer beside")
-    parser.add_argument("--system", metavar="TEXT", help="system turn (dataset.system_prompt of the run)")
-    parser.add_argument("--base-model", metavar="MODEL", help="where the base model is now, if it was moved")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", dest="file", help="prompts, one a line, or .jsonl")
+    parser.add_argument("--prompts", metavar="FILE", dest="file", help="data file of prompts: `prompt` or `messages`")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="prompts answered at a time (1)")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.batch_size < 1:
@@ -205,38 +227,48 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    given = [*arguments.prompts, *(prompts_of(arguments.file) if arguments.file is not None else ())]
+    given = [*arguments.prompts, *(read_prompts(arguments.file, "--prompts") if arguments.file is not None else ())]
     run = find_run(arguments.run, arguments.base_model)
     refuse_images(run, DRAWN_BY_DIFFUSERS)
     tokenizer = saved_tokenizer(run)
+    text = trained_form(run, tokenizer, raw=arguments.raw, chat=arguments.chat)
+    section = prompt_settings(run, arguments.system)
     model = load_to_answer(run, tokenizer, both=arguments.base)
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, arguments.top_p)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model writes what an ASCII terminal cannot show
-    system = run.config.dataset.system_prompt if arguments.system is None else arguments.system or None
-    prompts = iter(given) if given or arguments.file is not None else prompts_on_stdin(sys.stdin.isatty())
+    prompts = given if given or arguments.file is not None else prompts_on_stdin(sys.stdin.isatty())
+    failed: list[str] = []
+
+    def encode(prompt: Prompt) -> torch.Tensor:
+        return prompt_ids(tokenizer, section, prompt, text)
+
+    rows = encoded(prompts, encode, context_length(model.config), failed)
     console = Console()
     # On a terminal words are shown as they come; in a pipe an answer is a line, whole.
     streams = arguments.batch_size == 1 and not arguments.base and sys.stdout.isatty()
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if streams else None
     names = {"base": False, "base + adapter": True} if arguments.base else {"adapter": True}
-    while batch := [readable(prompt) for prompt in islice(prompts, arguments.batch_size)]:
-        rows = [prompt_ids(tokenizer, prompt, system) for prompt in batch]
+    while batch := list(islice(rows, arguments.batch_size)):
         if len(given) > 1 and streams:
-            console.print(Text(f"> {batch[0]}", style="bold"), soft_wrap=True)
+            console.print(Text(f"> {as_text(batch[0][0])}", style="bold"), soft_wrap=True)
         try:
             answers = {
-                name: continued(model, tokenizer, rows, sampling, with_adapter=with_adapter, streamer=streamer)
+                name: continued(
+                    model, tokenizer, [row for _, row in batch], sampling, with_adapter=with_adapter, streamer=streamer
+                )
                 for name, with_adapter in names.items()
             }
         except KeyboardInterrupt:
             return
         if streams:
             continue
-        for index, prompt in enumerate(batch):
+        for index, (prompt, _) in enumerate(batch):
             if len(given) > 1:
-                console.print(Text(f"> {prompt}", style="bold"), soft_wrap=True)
+                console.print(Text(f"> {as_text(prompt)}", style="bold"), soft_wrap=True)
             show({name: texts[index] for name, texts in answers.items()}, console)
+    if failed:
+        raise UserError(f"{len(failed)} prompts were not answered, for the reasons above")
 
 
 def main(argv: list[str] | None = None) -> int:

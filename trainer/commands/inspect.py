@@ -24,10 +24,9 @@ from trainer.config.command_parser import from_one
 from trainer.config.types import AUTO
 from trainer.contract.default_ranks import default_ranks
 from trainer.contract.standard_streams import PROGRESS
-from trainer.data.batches import Batches
-from trainer.data.cache import PreparedData, prepare_data
-from trainer.data.grouping import DataStats
-from trainer.data.samples import Sample, Samples
+from trainer.data import Batches, DataStats, PreparedData, Sample, Samples, prepare_data
+from trainer.data.prepared import fit_max_length
+from trainer.data.records import PLAIN_TEXT
 from trainer.data.step_count import global_batch, steps_per_epoch, with_global_batch
 from trainer.images.batches import order_of
 from trainer.images.pipeline import is_pipeline
@@ -49,7 +48,7 @@ def show_data(data: PreparedData, tokenizer: PreTrainedTokenizerBase, console: C
         seen = shown
     else:
         seen = list(islice(data.train.read(0), STREAM_EXAMPLES))
-        shown, stats = seen[:examples], _figures_of(seen, data.stats.max_length)
+        shown, stats = seen[:examples], _figures_of(seen, data.stats)
     for number, sample in enumerate(shown, start=1):
         console.print(_panel(sample, tokenizer, number, colours=console.color_system is not None))
     for line in data.stats.lines():
@@ -119,16 +118,13 @@ def show_pictures(config: RunConfig, console: Console, *, examples: int, step: i
 
 
 def warnings(stats: DataStats, samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """What looks like a mistake in the masks: nothing trained, everything trained, no token to stop at."""
+    """Describe what looks like a mistake in the masks: nothing trained, everything trained, no token to stop at."""
     found = []
     predictable = stats.tokens - stats.documents  # nothing comes before a document's first token
     if stats.target_tokens == 0:
         found.append("0 % of the tokens are trained; see dataset.train_on and the examples above")
-    elif stats.target_tokens >= predictable:
-        found.append(
-            "100 % of the tokens are trained, questions as well as answers: right for plain text, rarely meant for "
-            "conversations; see dataset.train_on"
-        )
+    elif stats.target_tokens >= predictable and stats.prompt_text != PLAIN_TEXT:
+        found.append("100 % of the tokens are trained, questions as well as answers; see dataset.train_on")
     documents = [document for sample in samples for document in _documents(sample)]
     whole = [document for document in documents if any(document.trained) and len(document.input_ids) < stats.max_length]
     endless = sum(not _stops(document, tokenizer) for document in whole)
@@ -180,7 +176,7 @@ def _stops(document: Sample, tokenizer: PreTrainedTokenizerBase) -> bool:
     return False
 
 
-def _figures_of(samples: list[Sample], max_length: int) -> DataStats:
+def _figures_of(samples: list[Sample], of: DataStats) -> DataStats:
     documents = [document for sample in samples for document in _documents(sample)]
     return DataStats(
         records=len(documents),
@@ -188,7 +184,8 @@ def _figures_of(samples: list[Sample], max_length: int) -> DataStats:
         samples=len(samples),
         tokens=sum(len(document.input_ids) for document in documents),
         target_tokens=sum(sum(document.trained[1:]) for document in documents),
-        max_length=max_length,
+        max_length=of.max_length,
+        prompt_text=of.prompt_text,
     )
 
 
@@ -217,13 +214,10 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         PROGRESS.show(f"reading {config.base_model} and the data")
         tokenizer = load_tokenizer(config.base_model, config.model)
-        data = prepare_data(
-            config.dataset,
-            tokenizer,
-            seed=config.seed,
-            cache_dir=Path(config.dataset.cache_dir).expanduser(),
-            max_length_of_model=context_length(load_model_config(config.base_model, config.model)),
-        )
+        longest = context_length(load_model_config(config.base_model, config.model))
+        config = fit_max_length(config, longest)
+        cache = Path(config.dataset.cache_dir).expanduser()
+        data = prepare_data(config.dataset, tokenizer, seed=config.seed, cache_dir=cache, max_length_of_model=longest)
         if arguments.step:
             show_step(config, data, tokenizer, console, step=arguments.step, ranks=ranks)
         else:

@@ -32,7 +32,7 @@ def findings(config: RunConfig, prepared: "Prepared", ranks: int) -> list[str]:
     """Return `name: text` lines that say what the configuration means on this model, this data and so many ranks."""
     import torch
 
-    from trainer.data.prepared import samples_of
+    from trainer.data.prepared import fit_max_length, samples_of
     from trainer.data.step_count import (
         smaller_batch_line,
         step_warnings,
@@ -50,6 +50,7 @@ def findings(config: RunConfig, prepared: "Prepared", ranks: int) -> list[str]:
     from trainer.model.targets import unadapted_layers
     from trainer.patches.mamba import unadapted_lines
 
+    config = fit_max_length(config, prepared.longest)
     pictures = isinstance(prepared.model_config, Pipeline)
     model: Any
     if pictures:

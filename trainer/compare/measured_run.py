@@ -20,10 +20,10 @@ from trainer.commands.scale import SCALES
 from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, load_config
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.whole_files import write_json
+from trainer.data import Sample, Samples
 from trainer.data.batches import IGNORED, MicroBatch, collate
 from trainer.data.prepared import Prepared
 from trainer.data.reference_text import reference_samples
-from trainer.data.samples import Sample, Samples
 from trainer.engine.protocol import Engine
 from trainer.evaluation import Measurement
 from trainer.model.adapter import changes_base_weights

@@ -8,10 +8,19 @@ from trainer.config.paths import PathText, TemplateText
 from trainer.config.types import Positive, PositiveInt, Section, Words
 
 
-def _fraction(value: Any) -> Any:
-    """Other trainers take a number of records as well."""
-    if isinstance(value, (int, float)) and value >= 1:
-        raise ValueError("a number of records; write a fraction of the records, such as 0.05, and 0.5 at most")
+def _fraction_or_count(value: Any) -> Any:
+    """Accept a fraction of the records up to 0.5, or a whole number of records."""
+    if isinstance(value, (int, float)) and value > 0.5 and (value < 1 or value != int(value)):
+        raise ValueError("must be 0.5 or less, a fraction of the records, or a whole number of them")
+    return value
+
+
+def _names(value: Any) -> Any:
+    """Point out `{prompt:ticket}`, which YAML reads as one key without a value."""
+    for name in value if isinstance(value, dict) else ():
+        ours, colon, theirs = str(name).partition(":")
+        if colon and value[name] is None:
+            raise ValueError(f"needs a space after the colon; write {{{ours}: {theirs}}}")
     return value
 
 
@@ -30,14 +39,17 @@ class SourceSection(Section):
     """Split of a hub data set or of a folder that has splits."""
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "completion", "custom"] = "auto"
     """Shape of a record; `auto` reads it off the field names and says what it found."""
-    fields: dict[str, str] = Field(default_factory=dict)
+    fields: Annotated[dict[str, str], BeforeValidator(_names)] = Field(default_factory=dict)
     """Your names for a format's fields, such as {prompt: question, completion: answer}."""
-    roles: dict[str, Words] = Field(default_factory=dict)
+    roles: Annotated[dict[str, Words], BeforeValidator(_names)] = Field(default_factory=dict)
     """Your names of the roles user, assistant, system and tool, such as {assistant: [agent, helper]}."""
     template: str | None = None
     """For `custom`: a prompt with {field} in it; the completion is the field `fields.completion` names."""
     template_without_input: str | None = None
     """For `custom`: the prompt of records whose field `input` (or what `fields.input` names) is empty."""
+    text_mode: Literal["line", "paragraph", "file"] = "line"
+    """What becomes a record in a .txt or .md file: each line, each paragraph (blank lines separate them), or the file.
+    Blank lines are not records."""
     weight: Positive = 1.0
     """Weight of this source in a mix: 2.0 draws twice as many of its examples per example as 1.0."""
     max_samples: PositiveInt | None = None
@@ -51,10 +63,14 @@ class DatasetSection(SourceSection):
     """Several sources instead of `path`, each with its weight."""
     evaluation: SourceSection | None = None
     """A held-out source of its own, instead of `val_split`."""
-    val_split: Annotated[float, Field(ge=0.0, le=0.5), BeforeValidator(_fraction)] = 0.0
-    """Fraction of the records held out for evaluation."""
+    val_split: Annotated[float, Field(ge=0.0, le=1e9), BeforeValidator(_fraction_or_count)] = 0.0
+    """Records held out for evaluation: a fraction up to 0.5 of them, or their number (1 or more)."""
+    on_bad_record: Literal["stop", "skip"] = "stop"
+    """What to do with a record that cannot be read or does not fit its format. `stop` ends the run with exit code 2; a
+    run that is training saves a checkpoint first. `skip` leaves such records out and counts them."""
     max_length: Annotated[int, Field(ge=1, le=2**24)] = 2048
-    """Longest sequence in tokens; longer ones are cut at the end and counted. With packing, the length of a pack."""
+    """Longest sequence in tokens; longer ones are cut at the end and counted. With packing, the length of a pack. The
+    default is the model's context where that is shorter."""
     too_long: Literal["cut", "drop", "split"] = "cut"
     """What becomes of a document longer than max_length: cut at its end, left out, or `split` into several. `split` is
     for texts without a prompt, every token learnt once; all else is then cut."""
@@ -67,9 +83,12 @@ class DatasetSection(SourceSection):
     train_on: Words = ("assistant",)
     """Roles whose turns carry loss: assistant, user, system, tool, or `all`."""
     system_prompt: str | None = None
-    """System turn put before conversations that have none."""
+    """System prompt of records that have none of their own: a turn of conversations, the first lines of prompts that
+    are text. A system turn in a record's list of turns takes precedence over its `system` field."""
     chat_template: TemplateText | None = None
     """A Jinja chat template, or the path of a file with one, instead of the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the chat template, such as {enable_thinking: false}, in training and in generation."""
     streaming: bool = False
     """Read and tokenise on the fly, for sets larger than memory; needs training.max_steps."""
     shuffle: bool = True

@@ -163,20 +163,25 @@ class StreamBatches(GlobalBatches):
         self._in_epoch = 0  # samples of this epoch
         self._samples: SampleIterator | None = None
         self._states: list[dict[str, Any]] = []
+        self._skipped: dict[str, int] = {}  # records by source, in earlier epochs
 
     @property
     def samples_per_epoch(self) -> None:
         """A stream is one epoch without end."""
 
     def step(self, epoch: int, offset: int) -> tuple[list[MicroBatch], int]:
-        """This rank's micro-batches after `offset` samples of the stream; `epoch` is not looked at.
+        """Return this rank's micro-batches after `offset` samples of the stream; `epoch` is not used.
 
-        Raises UserError if the stream has nothing to train on.
+        Raises UserError, after which the state is that before the step, if the data cannot be read or none is left.
         """
-        if offset != self._position:
-            self._go_to(offset)
-        self._states = [self.state_dict()]
-        taken = self._take(self.global_batch_size)
+        try:
+            if offset != self._position:
+                self._go_to(offset)
+            self._states = [self.state_dict()]
+            taken = self._take(self.global_batch_size)
+        except UserError:
+            self._samples, self._position = None, -1
+            raise
         parts = [taken[part] for part in self.parts()]
         return [collate(part, self.pad_token_id, packed=self.stream.packed, flat=self.flat) for part in parts], len(
             taken
@@ -190,6 +195,7 @@ class StreamBatches(GlobalBatches):
             "offset": self._position,
             "epoch": self._epoch,
             "in_epoch": self._in_epoch,
+            "skipped": self._skipped,
             "samples": self._samples.state_dict(),
         }
 
@@ -201,13 +207,21 @@ class StreamBatches(GlobalBatches):
     def _go_to(self, offset: int) -> None:
         known = next((state for state in self._states if state.get("offset") == offset), None)
         if known is None:
-            self._position = 0
+            self._position, self._skipped = 0, {}
             self._start(0, None)
             self._take(offset)
             return
         self._position = offset
         self._start(int(known["epoch"]), known["samples"])
         self._in_epoch = int(known["in_epoch"])
+        self._skipped = known.get("skipped", {})
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Records that were skipped so far, by source."""
+        if self._samples is None:
+            return self._skipped
+        return {source: self._skipped.get(source, 0) + count for source, count in self._samples.skipped.items()}
 
     def _start(self, epoch: int, state: dict[str, Any] | None) -> None:
         shared = self.stream.shared if self.world_size > 1 else None
@@ -224,6 +238,7 @@ class StreamBatches(GlobalBatches):
                 taken.append(sample)
                 self._in_epoch += 1
             elif self._in_epoch:
+                self._skipped = self.skipped
                 self._start(self._epoch + 1, None)
             else:
                 raise UserError("dataset.streaming=true: the stream holds nothing to train on; see `zerolora inspect`")

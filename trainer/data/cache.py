@@ -1,8 +1,10 @@
 """Data made ready once: tokenised, masked, split and packed, in a cache that content, tokenizer and settings name."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,15 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer.config import DatasetSection, UserError
 from trainer.data.built_folder import built_folder
-from trainer.data.documents import DocumentEncoder, encode_source
+from trainer.data.documents import DocumentEncoder, SourceReport, encode_source
 from trainer.data.grouping import DataStats, Figures, Sources, plan
 from trainer.data.samples import Samples, SampleStream
 from trainer.data.shared_blocks import folder_of_host
 from trainer.data.sources import content_key, stamps
-from trainer.data.streams import stream_samples
+from trainer.data.streams import look_ahead, stream_samples
 
 # Part of every cache key: raise it when the same input no longer gives the same documents.
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 # Of a source in a mixed stream.
 LEAST_ODDS = 1e-6
 
@@ -55,13 +57,15 @@ def prepare_data(
     """
     if max_length_of_model is not None and section.max_length > max_length_of_model:
         raise UserError(
-            f"dataset.max_length={section.max_length}: the model was made for {max_length_of_model} tokens; use no more"
+            f"dataset.max_length={section.max_length}: the model was made for {max_length_of_model} tokens; "
+            f"use {max_length_of_model} or less"
         )
     train: Sources = [(f"dataset.mix.{at}", source) for at, source in enumerate(section.mix)] or [("dataset", section)]
     evaluation: Sources = [("dataset.evaluation", section.evaluation)] if section.evaluation else []
     encoder = DocumentEncoder(tokenizer, section)
     streamed = train if section.streaming else []
     stored = [] if section.streaming else train
+    _check_odds(streamed)
     identity = _identity(section, encoder, stored + evaluation, seed)
     key, origin = _digest(identity), _origin(identity)
     samples, held_out, stats = None, None, DataStats(max_length=section.max_length)
@@ -74,15 +78,21 @@ def prepare_data(
         samples, held_out, stats = loaded
         stats = replace(stats, notes=((note, *stats.notes) if note else stats.notes))
     if streamed:
-        _check_odds(streamed)
-        read = partial(stream_samples, section, streamed, encoder, seed)
-        notes = tuple(f"{label}: streamed from {source.path}" for label, source in streamed)
-        stats = replace(stats, notes=notes + stats.notes)
-        name = _digest([key, seed, [stamps(source, label) for label, source in streamed]])
+        reports = [look_ahead(source, label, encoder) for label, source in streamed]
+        read = partial(stream_samples, section, streamed, [report.shape for report in reports], encoder, seed)
+        notes = [f"{label}: streamed from {source.path}" for label, source in streamed]
+        notes += chain.from_iterable(report.notes for report in reports)
+        stats = replace(stats, notes=(*notes, *stats.notes), prompt_text=_form_of(reports))
+        name = _digest([key, seed, section.shuffle, [stamps(source, label) for label, source in streamed]])
         stream = SampleStream(read, section.packing, folder_of_host(name), name)
         return PreparedData(stream, held_out, stats, key, origin)
     assert samples is not None
     return PreparedData(samples, held_out, stats, key, origin)
+
+
+def _form_of(reports: Sequence[SourceReport]) -> str | None:
+    """Return the form in which prompts are asked: through the chat template if any source has conversations."""
+    return None if any(report.prompt_text is None for report in reports) else reports[0].prompt_text
 
 
 def _check_odds(streamed: Sources) -> None:
@@ -96,7 +106,8 @@ def _check_odds(streamed: Sources) -> None:
 
 
 def _identity(section: DatasetSection, encoder: DocumentEncoder, sources: Sources, seed: int) -> dict[str, Any]:
-    """What changes with the bytes of the data, the tokenizer, the template, and every setting that matters."""
+    """Return everything that decides the documents: data, tokenizer, template and settings."""
+    # These change the order and speed of training only, not what is cached.
     ignored = {"workers", "shuffle", "cache_dir", "batching"}
     return {
         "format": CACHE_FORMAT,
@@ -123,12 +134,12 @@ def _build(
     section: DatasetSection, encoder: DocumentEncoder, train: Sources, evaluation: Sources, seed: int, folder: Path
 ) -> None:
     """Write documents, index and figures into a folder."""
-    parts, notes = [], []
+    parts, reports = [], []
     for number, (label, source) in enumerate(train + evaluation):
         file = folder / f"source-{number:03d}.arrow"
-        documents, note = encode_source(source, label, encoder, workers=section.workers, file=file)
+        documents, report = encode_source(source, label, encoder, workers=section.workers, file=file)
         parts.append(Figures.of(documents.data))
-        notes.append(note)
+        reports.append(report)
     training, held_out, stats = plan(section, train, parts[: len(train)], parts[len(train) :], seed)
     np.savez(
         folder / "index.npz",
@@ -137,8 +148,13 @@ def _build(
         evaluation_starts=held_out.starts,
         evaluation_members=held_out.members,
     )
-    text = json.dumps(asdict(replace(stats, notes=tuple(notes))))
-    (folder / "stats.json").write_text(text, encoding="utf-8")
+    stats = replace(
+        stats,
+        notes=tuple(chain.from_iterable(report.notes for report in reports)),
+        prompt_text=_form_of(reports[: len(train)] or reports),
+        skipped={label: report.skipped for (label, _), report in zip(train + evaluation, reports, strict=True)},
+    )
+    (folder / "stats.json").write_text(json.dumps(asdict(stats)), encoding="utf-8")
 
 
 def _load(folder: Path, packed: bool) -> tuple[Samples | None, Samples | None, DataStats]:

@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from trainer.config import UserError
+from trainer.config import DatasetSection, UserError
 from trainer.data.marks import TURN_KEY, Marked, has_generation_blocks, mark_template, mark_text, read_marks
 from trainer.data.records import Turns
 from trainer.data.render import RenderError, render
@@ -36,6 +36,26 @@ def chat_template_of(tokenizer: PreTrainedTokenizerBase, configured: str | None)
     except ValueError as error:
         problem = f"is not UTF-8 text ({error}); save it as such"
     raise UserError(f"dataset.chat_template={configured}: {problem}")
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, section: DatasetSection, messages: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return the text of a conversation up to where the assistant answers, rendered as the run renders its data.
+
+    `messages` have a role and text content. The text holds the template's special tokens, so tokenise it without adding
+    any. Raises UserError if there is no chat template, or it refuses the conversation.
+    """
+    template = chat_template_of(tokenizer, section.chat_template)
+    if template is None:
+        raise UserError("dataset.chat_template: the tokenizer has no chat template, so give one")
+    chat = [dict(message) for message in messages]
+    if section.system_prompt is not None and (not chat or chat[0]["role"] != "system"):
+        chat.insert(0, {"role": "system", "content": section.system_prompt})
+    try:
+        return render(tokenizer, chat, template, add_generation_prompt=True, **section.chat_template_kwargs)
+    except RenderError as error:
+        raise UserError(f"the chat template refuses the conversation ({error})") from None
 
 
 class ChatEncoder:

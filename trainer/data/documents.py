@@ -2,20 +2,25 @@
 
 import gc
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow.compute as pc
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from trainer.config import DatasetSection, SourceSection, UserError
+from trainer.config.errors import shown
 from trainer.data.conversations import ChatEncoder, chat_template_of
 from trainer.data.forked_workers import ended_by_sigterm
-from trainer.data.formats import Shape, find_shape
-from trainer.data.records import Text, Turns, answers_of, read_record
+from trainer.data.formats import Shape, find_shape, listed
+from trainer.data.records import Text, Turns, answers_of, prompt_form, read_record
 from trainer.data.source_files import where_from
 from trainer.data.sources import read_source
 from trainer.data.text_files import record_of
@@ -24,11 +29,12 @@ from trainer.data.tokens import Encoded, encode_texts
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# One row a record, or several of a text that is split, all but the first of which are `continued`. `length` and
-# `targets` are of what is left of it; `first_target` says how many tokens of the whole document must stay for one
-# target to be among them, 0 if it has none. `answers` it has, `empty` ones among them; `digest` is equal for equal
-# documents.
-LISTS = {"input_ids": "int32", "trained": "bool"}
+# One row per record, or several for a text that is split, all but the first of which are `continued`. `length` and
+# `targets` are those of what is kept; `first_target` is the number of tokens that must be kept for one target to be
+# among them, 0 without targets. `answers` counts answers, `empty` the empty ones among them; `digest` is equal for
+# equal documents. `control` marks conversations with a special token in a turn's text. `unread` lists the fields that
+# were not used. A record that was skipped has no tokens, and the reason as its `problem`.
+LISTS = {"input_ids": "int32", "trained": "bool", "unread": "string"}
 VALUES = {
     "length": "int32",
     "targets": "int32",
@@ -38,10 +44,23 @@ VALUES = {
     "empty": "int32",
     "digest": "int64",
     "continued": "bool",
+    "control": "bool",
+    "problem": "string",
 }
 ROWS_AT_ONCE = 512
 # A token to predict, and one to predict it from.
 SHORTEST_PART = 2
+
+
+@dataclass(frozen=True)
+class SourceReport:
+    """What a source turned out to hold."""
+
+    shape: Shape
+    skipped: int
+    notes: tuple[str, ...]
+    prompt_text: str | None
+    """How its prompts read as text (see `prompt_form`); None for conversations."""
 
 
 class DocumentEncoder:
@@ -62,14 +81,47 @@ class DocumentEncoder:
         self.train_on = frozenset(section.train_on)
         template = chat_template_of(tokenizer, section.chat_template)
         self.chat = ChatEncoder(tokenizer, template, section.train_on, section.system_prompt) if template else None
+        self.system_prompt = section.system_prompt
+        self.skips = section.on_bad_record == "skip"
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
 
-    def rows(self, records: Sequence[Mapping[str, Any]], first: int, shape: Shape, label: str) -> dict[str, list[Any]]:
-        """The columns above for records, the first of which has the number `first` counted from 0."""
-        where = [f"{label}, record {first + index + 1}" for index in range(len(records))]
-        examples = [read_record(record, shape, place) for record, place in zip(records, where, strict=True)]
-        documents = self.encode(examples, where)
-        rows: dict[str, list[Any]] = {name: [] for name in (*LISTS, *VALUES)}
-        for example, document, continued in self._split(examples, documents):
+    def open(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the records in rows, without those to skip. Raises UserError if none can be read."""
+        records = []
+        for row in rows:
+            with suppress(UserError) if self.skips else nullcontext():
+                records.append(record_of(row))
+        return records or [record_of(row) for row in rows]
+
+    def rows(self, rows: Sequence[Mapping[str, Any]], first: int, shape: Shape, label: str) -> dict[str, list[Any]]:
+        """Return the columns above for rows of a source, the first of which is record `first`, counted from 0."""
+        columns: dict[str, list[Any]] = {name: [] for name in (*LISTS, *VALUES)}
+        where = [f"{label}, record {first + index + 1}" for index in range(len(rows))]
+        try:
+            self._add(columns, rows, shape, where)
+        except UserError:
+            if not self.skips:
+                raise
+            columns = {name: [] for name in columns}
+            for row, place in zip(rows, where, strict=True):
+                try:
+                    self._add(columns, [row], shape, [place])
+                except UserError as error:
+                    for name, column in columns.items():
+                        empty = {"bool": False, "string": str(error)}
+                        column.append([] if name in LISTS else empty.get(VALUES[name], 0))
+        return columns
+
+    def _add(
+        self, rows: dict[str, list[Any]], records: Sequence[Mapping[str, Any]], shape: Shape, where: Sequence[str]
+    ) -> None:
+        """Add the columns of some rows of a source. Raises UserError, before anything is added, for a bad record."""
+        examples = [
+            read_record(record_of(record), shape, place, self.system_prompt)
+            for record, place in zip(records, where, strict=True)
+        ]
+        for example, document, continued in self._split(examples, self.encode(examples, where)):
             answers = answers_of(example, self.train_on)
             # A document's first token has nothing before it to be predicted from.
             at = next((index for index, trained in enumerate(document.trained) if trained and index), 0)
@@ -86,12 +138,38 @@ class DocumentEncoder:
             rows["empty"].append(sum(not answer for answer in answers))
             rows["digest"].append(xxhash.xxh3_64_intdigest(np.asarray(document.input_ids, np.int32).tobytes()) - 2**63)
             rows["continued"].append(continued)
-        return rows
+            turns = example.messages if isinstance(example, Turns) else []
+            rows["control"].append(any(self._special.search(str(turn["content"])) for turn in turns))
+            rows["unread"].append([] if continued else list(example.unread))
+            rows["problem"].append(None)
+
+    def report(self, label: str, shape: Shape, first: Mapping[str, Any], rows: Any) -> SourceReport:
+        """Return what there is to say about a source, from its first record and the rows of all or some of them."""
+        problems = rows.column("problem").drop_null().to_pylist()
+        total = len(rows.column("problem")) - pc.sum(rows.column("continued")).as_py()
+        if total == len(problems):
+            raise UserError(problems[0])
+        notes = [shape.note]
+        counts = pc.value_counts(pc.list_flatten(rows.column("unread"))).to_pylist()
+        if counts:
+            unread = sorted(counts, key=lambda each: -each["counts"])
+            named = listed(f"{shown(each['values'], 30)} (in {each['counts']:,})" for each in unread)
+            notes.append(f"{label}: fields that are not used, of {total:,} records: {named}")
+        if problems:
+            notes.append(f"warning: {label}: {len(problems):,} of {total:,} records are skipped; first: {problems[0]}")
+        text = prompt_form(shape, first)
+        if text is not None and self.chat is not None and shape.format == "prompt_completion":
+            fields = f"{{instruction: {shape.names['prompt']}, output: {shape.names['completion']}}}"
+            notes.append(
+                f"{label}: prompts are trained as text, without the tokenizer's chat template, and are asked the same "
+                f"way; to train through the template set {label}.format=alpaca and {label}.fields={fields}"
+            )
+        return SourceReport(shape, len(problems), tuple(notes), text)
 
     def _split(
         self, examples: Sequence[Turns | Text], documents: Sequence[Encoded]
     ) -> Iterator[tuple[Turns | Text, Encoded, bool]]:
-        """Documents with whether they go on with the one before: texts are cut into parts of max_length tokens.
+        """Yield documents and whether they continue the one before: texts are cut into parts of max_length tokens.
 
         Each part begins with the last token of the one before, so that every token but the first is a target once.
         """
@@ -126,10 +204,10 @@ class DocumentEncoder:
 
 def encode_source(
     source: SourceSection, label: str, encoder: DocumentEncoder, *, workers: int, file: Path
-) -> "tuple[Dataset, str]":
-    """All documents of a source, written to `file` (one per worker beside it) and memory-mapped; and the format's note.
+) -> "tuple[Dataset, SourceReport]":
+    """Return all documents of a source, memory-mapped from `file` (one per worker next to it), and a report on it.
 
-    Raises UserError for the first record that cannot be read.
+    Raises UserError for the first record that cannot be read, unless bad records are skipped.
     """
     from datasets import Dataset, Features, List, Value
 
@@ -138,7 +216,7 @@ def encode_source(
     scratch = file.with_suffix(".records")
     records = read_source(source, label, scratch=scratch)
     assert isinstance(records, Dataset)
-    first = [record_of(row) for row in records.take(ROWS_AT_ONCE)]
+    first = encoder.open(list(records.take(ROWS_AT_ONCE)))
     shape = find_shape(source, fields_of(first), first[0], label, has_chat_template=encoder.chat is not None)
     environment = os.environ
     try:
@@ -165,14 +243,14 @@ def encode_source(
             # A network file system keeps files that are still mapped, and their folder with them.
             gc.collect()
             shutil.rmtree(scratch, ignore_errors=True)
-    return documents, shape.note
+    return documents, encoder.report(label, shape, first[0], documents.data)
 
 
 def _encode_batch(
     batch: Mapping[str, list[Any]], indices: list[int], encoder: DocumentEncoder, shape: Shape, label: str
 ) -> dict[str, list[Any]]:
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    return encoder.rows([record_of(row) for row in rows], indices[0], shape, label)
+    return encoder.rows(rows, indices[0], shape, label)
 
 
 def fields_of(records: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -18,10 +18,10 @@ REQUIRED = {
     "custom": ("completion",),
 }
 OPTIONAL = {
-    "messages": ("tools", "role", "content"),
+    "messages": ("tools", "system", "role", "content"),
     "sharegpt": ("tools", "system", "from", "value"),
     "alpaca": ("input", "system", "history"),
-    "prompt_completion": ("tools",),
+    "prompt_completion": ("tools", "system"),
     "completion": (),
     "custom": (),
 }
@@ -157,7 +157,12 @@ def _refuse_preferences(first: Mapping[str, Any], columns: Sequence[str], label:
 
 
 def _not_found(source: SourceSection, columns: Sequence[str], label: str) -> str:
-    """What to say of records in which no format is recognised."""
+    """Return the message for records in which no format is recognised."""
+    if "input_ids" in columns:
+        return (
+            "the records are tokenised already (input_ids), and only text is read, so that its tokens and labels fit "
+            "the model; give the text that they were made of"
+        )
     found = f"the records have {listed(columns)}, and wanted is one of {WANTED}"
     kind = (source.path or "").lower()
     if ".csv" in kind or ".tsv" in kind:

@@ -1,10 +1,11 @@
 """Which documents make which sample: held-out split, weights of a mix, packing; and the figures of the result."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import Table
 
@@ -25,11 +26,11 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DataStats:
-    """What one pass over the data is made of; `records` were read, all else counts what is trained on.
+    """Figures of one pass over the data; `records` were read, all else counts what is trained on.
 
     `truncated` documents were cut to max_length, `dropped` records had no trained token (left), `too_long` ones were
-    left out. Of `answers` so many are `empty`; `copies` are documents that an earlier one equals, or, of held-out data,
-    one that is trained on.
+    left out. Of `answers` so many are `empty`; `control` conversations have special tokens in a turn's text; `copies`
+    are documents that an earlier one equals, or, of held-out data, one that is trained on.
     """
 
     records: int = 0
@@ -42,9 +43,14 @@ class DataStats:
     too_long: int = 0
     answers: int = 0
     empty: int = 0
+    control: int = 0
     copies: int = 0
     max_length: int = 0
     packed: bool = False
+    prompt_text: str | None = None
+    """How prompts read as text (see `records.prompt_form`); None if there are conversations."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Records that `dataset.on_bad_record: skip` left out, by source."""
     notes: tuple[str, ...] = ()
     evaluation: "DataStats | None" = None
 
@@ -76,6 +82,11 @@ class DataStats:
         found = []
         if self.empty > WORTH_SAYING * self.answers:
             found.append(f"{self.empty:,} of {self.answers:,} answers are empty, and teach to say nothing")
+        if self.control:
+            found.append(
+                f"{self.control:,} conversations have special tokens of the tokenizer in the text of a turn, which the "
+                "model cannot tell from the ends of turns; remove them, or write the text without them"
+            )
         if self.truncated > WORTH_SAYING * self.documents:
             fraction = self.truncated / self.documents
             found.append(
@@ -112,7 +123,7 @@ class DataStats:
 
 @dataclass(frozen=True)
 class Figures:
-    """Per record of a source: as the columns of its documents."""
+    """The columns of a source's documents."""
 
     length: Index
     targets: Index
@@ -122,11 +133,14 @@ class Figures:
     empty: Index
     digest: Index
     continued: NDArray[np.bool_]
+    control: NDArray[np.bool_]
+    skipped: NDArray[np.bool_]
 
     @classmethod
     def of(cls, documents: Table) -> "Figures":
-        columns = {name: documents.column(name).to_numpy() for name in cls.__dataclass_fields__}
-        flags = ("truncated", "continued")
+        columns = {name: documents.column(name).to_numpy() for name in cls.__dataclass_fields__ if name != "skipped"}
+        columns["skipped"] = pc.is_valid(documents.column("problem")).to_numpy()
+        flags = ("truncated", "continued", "control", "skipped")
         return cls(**{name: column.astype(bool if name in flags else np.int64) for name, column in columns.items()})
 
 
@@ -174,13 +188,13 @@ def plan(
 
 
 def held_out_count(section: DatasetSection, total: int) -> int:
-    """Records that `val_split` holds out. Raises UserError if none would be left."""
+    """Return the number of records that `val_split` holds out. Raises UserError if none would be left."""
     if not section.val_split or not total:
         return 0
-    count = max(1, round(total * section.val_split))
+    count = int(section.val_split) or max(1, round(total * section.val_split))
     if count >= total:
         raise UserError(
-            f"dataset.val_split={section.val_split}: {total} record{'s' * (total != 1)} cannot be split; "
+            f"dataset.val_split={section.val_split:g}: {total} record{'s' * (total != 1)} cannot be split; "
             "give more data, or dataset.evaluation"
         )
     return count
@@ -228,10 +242,11 @@ def _grouped(
         tokens=int(figures.length[members].sum()),
         target_tokens=int(figures.targets[members].sum()),
         truncated=int(figures.truncated[members].sum()),
-        dropped=int((figures.targets[records] == 0).sum()) - left_out,
+        dropped=int((figures.targets[records] == 0).sum() - figures.skipped[records].sum()) - left_out,
         too_long=left_out,
         answers=int(figures.answers[records].sum()),
         empty=int(figures.empty[records].sum()),
+        control=int(figures.control[records].sum()),
         copies=len(unique) - len(np.unique(figures.digest[unique])),
         max_length=section.max_length,
         packed=section.packing,

@@ -4,7 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainer.data.samples import Samples, SampleStream
+from trainer.config import RunConfig
+from trainer.data import Samples, SampleStream, StreamBatches
+from trainer.data.prompt_files import Prompt
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,18 @@ class Prepared:
     """What is worth a line on the console."""
     reference: Samples | None = None
     """The texts of scu.reference."""
+    sample_prompts: tuple[Prompt, ...] = ()
+    """Those of logging.sample_prompts, read from files where it names any."""
+    longest: int | None = None
+    """The model's context in tokens."""
+
+
+def fit_max_length(config: RunConfig, longest: int | None) -> RunConfig:
+    """Return the configuration with `dataset.max_length` no longer than the model's context, unless it was given."""
+    data = config.dataset
+    if longest is None or data.max_length <= longest or "max_length" in data.model_fields_set:
+        return config
+    return config.model_copy(update={"dataset": data.model_copy(update={"max_length": longest})})
 
 
 def share_stream(prepared: Prepared, folder: Path) -> Prepared:
@@ -27,6 +41,12 @@ def share_stream(prepared: Prepared, folder: Path) -> Prepared:
     if not isinstance(train, SampleStream):
         return prepared
     return replace(prepared, data=replace(prepared.data, train=replace(train, shared=folder / train.name)))
+
+
+def skipped_records(config: RunConfig, prepared: Prepared, batches: Any) -> dict[str, int]:
+    """Return how many records `dataset.on_bad_record: skip` left out so far, by source."""
+    counts: dict[str, int] = batches.skipped if isinstance(batches, StreamBatches) else prepared.data.stats.skipped
+    return counts if config.dataset.on_bad_record == "skip" else {}
 
 
 def samples_of(prepared: Prepared) -> int | None:

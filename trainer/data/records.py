@@ -1,8 +1,9 @@
 """From a record of any known shape to one of two: a conversation, or a prompt with its completion."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from trainer.config import UserError
@@ -31,6 +32,8 @@ ROLES = {
 }
 ALPACA_WITH_INPUT = "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 ALPACA_WITHOUT_INPUT = "### Instruction:\n{instruction}\n\n### Response:\n"
+# Forms of prompts (see `prompt_form`): of whole texts, and of pairs.
+PLAIN_TEXT, PLAIN_PROMPT = "{prompt}", "{system}{prompt}"
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Turns:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     silent: frozenset[int] = frozenset()
+    unread: tuple[str, ...] = field(default=(), compare=False)
+    """Fields of the record, and of its turns, that hold something and were not used."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,30 @@ class Text:
 
     prompt: str
     completion: str
+    unread: tuple[str, ...] = field(default=(), compare=False)
+
+
+class _Fields(Mapping[str, Any]):
+    """A record that remembers which of its fields were read."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values, self._read = values, set[str]()
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def unread(self) -> tuple[str, ...]:
+        """Return the fields that hold something and were not read."""
+        return tuple(
+            name for name, value in self._values.items() if name not in self._read and value not in (None, "", [], {})
+        )
 
 
 def answers_of(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
@@ -64,8 +93,33 @@ def answers_of(example: Turns | Text, train_on: frozenset[str]) -> list[bool]:
     ]
 
 
-def read_record(record: Mapping[str, Any], shape: Shape, where: str) -> Turns | Text:
-    """One record as a conversation or a text; `where` begins the message of the UserError that a bad one raises."""
+def read_record(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None = None) -> Turns | Text:
+    """Return a record as a conversation or a text, with the names of the fields that were not used.
+
+    `where` begins the message of the UserError that a bad record raises. `system_prompt` is for prompts that are text
+    and have none of their own; conversations get theirs when they are rendered.
+    """
+    fields = _Fields(record)
+    example = _read(fields, shape, where, system_prompt)
+    return replace(example, unread=(*fields.unread(), *example.unread))
+
+
+def prompt_form(shape: Shape, first: Mapping[str, Any]) -> str | None:
+    """Return how a source writes prompts as text, with `{system}` and `{prompt}`; None if it has conversations."""
+    pair = shape.names.values() if shape.format == "prompt_completion" else ()
+    turns = any(isinstance(first.get(name), list) for name in pair)
+    if turns or shape.format in ("messages", "sharegpt") or (shape.format == "alpaca" and shape.alpaca_as_chat):
+        return None
+    if shape.format == "alpaca":
+        return "{system}" + ALPACA_WITHOUT_INPUT.replace("{instruction}", "{prompt}")
+    if shape.format == "custom":
+        template = shape.template_without_input or shape.template or ""
+        marks = [name for name in shape.names if f"{{{name}}}" in template]
+        return "{system}" + template.replace(f"{{{marks[0]}}}", "{prompt}") if len(marks) == 1 else PLAIN_PROMPT
+    return PLAIN_TEXT if shape.format == "completion" else PLAIN_PROMPT
+
+
+def _read(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Turns | Text:
     for name in REQUIRED[shape.format]:
         if record.get(shape.names[name]) is None:
             there = [key for key, value in record.items() if value is not None]
@@ -76,7 +130,7 @@ def read_record(record: Mapping[str, Any], shape: Shape, where: str) -> Turns | 
     if shape.format in ("messages", "sharegpt"):
         return _read_conversation(record, shape, where)
     if shape.format == "alpaca":
-        return _read_alpaca(record, shape, where)
+        return _read_alpaca(record, shape, where, system_prompt)
     if shape.format == "prompt_completion":
         prompt, completion = record[shape.names["prompt"]], record[shape.names["completion"]]
         if isinstance(prompt, list) or isinstance(completion, list):
@@ -84,21 +138,48 @@ def read_record(record: Mapping[str, Any], shape: Shape, where: str) -> Turns | 
     if shape.format == "completion":
         return Text("", _text(record, shape.names["text"], where))
     if shape.format == "custom":
-        assert shape.template is not None
-        values = {
-            name: "" if record.get(column) is None else str(record[column]) for name, column in shape.names.items()
-        }
-        template = shape.template
-        if shape.template_without_input is not None and not values["input"].strip():
-            template = shape.template_without_input
-        try:
-            prompt = template.format_map(values)
-        except (ValueError, LookupError, AttributeError) as error:
-            raise UserError(
-                f"{where}: the template cannot be filled ({error}); write fields as {{name}} alone"
-            ) from None
-        return Text(prompt, _text(record, shape.names["completion"], where))
-    return Text(_text(record, shape.names["prompt"], where), _text(record, shape.names["completion"], where))
+        return _fill_template(record, shape, where, system_prompt)
+    prompt, completion = (_text(record, shape.names[name], where) for name in ("prompt", "completion"))
+    return Text(_after_system(_system(record, shape, where) or system_prompt, prompt), completion)
+
+
+def _fill_template(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Text:
+    """Return a record as the text of a `custom` template, which may have a mark for the system prompt."""
+    assert shape.template is not None
+    values = {name: "" if record.get(column) is None else str(record[column]) for name, column in shape.names.items()}
+    template = shape.template
+    if shape.template_without_input is not None and not values["input"].strip():
+        template = shape.template_without_input
+    try:
+        prompt = template.format_map(values)
+    except (ValueError, LookupError, AttributeError) as error:
+        raise UserError(f"{where}: the template cannot be filled ({error}); write fields as {{name}} alone") from None
+    system = None if "system" in shape.names else _system(record, shape, where) or system_prompt
+    return Text(_after_system(system, prompt), _text(record, shape.names["completion"], where))
+
+
+def _system(record: Mapping[str, Any], shape: Shape, where: str) -> str | None:
+    """Return the record's own system prompt: the field that `fields.system` names, or `system`, or `system_prompt`."""
+    for name in (shape.names.get("system", "system"), "system_prompt"):
+        if record.get(name):
+            return _text(record, name, where)
+    return None
+
+
+def _lead_with_system(
+    messages: list[dict[str, Any]], record: Mapping[str, Any], shape: Shape, where: str
+) -> tuple[str, ...]:
+    """Insert the record's system prompt before its turns; return its field if another system turn takes precedence."""
+    system = _system(record, shape, where)
+    if system and messages and messages[0]["role"] == "system":
+        return () if messages[0]["content"] == system else (shape.names.get("system", "system"),)
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    return ()
+
+
+def _after_system(system: str | None, prompt: str) -> str:
+    return f"{system}\n\n{prompt}" if system else prompt
 
 
 def _read_conversation(record: Mapping[str, Any], shape: Shape, where: str) -> Turns:
@@ -107,51 +188,60 @@ def _read_conversation(record: Mapping[str, Any], shape: Shape, where: str) -> T
     column = shape.names["conversations" if sharegpt else "messages"]
     role_key, content_key = ("from", "value") if sharegpt else ("role", "content")
     keys = shape.names.get(role_key, role_key), shape.names.get(content_key, content_key)
-    turns = _list(record[column], column, where)
+    turns = _turns(record[column], column, where)
     messages = [
         _message(turn, keys, f"{where}, turn {number}", shape.roles) for number, turn in enumerate(turns, start=1)
     ]
-    system = record.get(shape.names.get("system", "system")) if sharegpt else None
-    if system:
-        messages.insert(0, {"role": "system", "content": str(system)})
+    ignored = _lead_with_system(messages, record, shape, where)
     # OpenAI's fine-tuning files leave a turn out of the loss with weight 0.
     silent = {
         index + len(messages) - len(turns)
         for index, turn in enumerate(turns)
         if turn.get("weight") == 0 or turn.get("train") is False
     }
-    return Turns(messages, _tools(record.get(shape.names.get("tools", "tools")), where), frozenset(silent))
+    tools = _tools(record.get(shape.names.get("tools", "tools")), where)
+    return Turns(messages, tools, frozenset(silent), ignored + _unread_of(turns, column))
+
+
+def _turns(value: Any, column: str, where: str) -> list[Any]:
+    """Return a list of turns, each of which remembers which of its fields were read."""
+    return [_Fields(turn) if isinstance(turn, Mapping) else turn for turn in _list(value, column, where)]
+
+
+def _unread_of(turns: list[Any], column: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(f"{column}.{name}" for turn in turns for name in turn.unread()))
 
 
 def _read_conversational_pair(
     prompt: Any, completion: Any, record: Mapping[str, Any], shape: Shape, where: str
 ) -> Turns:
-    """A prompt and a completion that are lists of turns, or one of them text: only the completion's carry loss."""
+    """Read a prompt and a completion that are lists of turns, or one of them text; only the completion carries loss."""
     keys = ("role", "content")
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     completion = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+    pair = {"prompt": prompt, "completion": completion}
+    columns = {name: _turns(turns, shape.names[name], where) for name, turns in pair.items()}
     lists = [
         [_message(turn, keys, f"{where}, {name} turn {number}", {}) for number, turn in enumerate(turns, start=1)]
-        for name, turns in (
-            ("prompt", _list(prompt, shape.names["prompt"], where)),
-            ("completion", _list(completion, shape.names["completion"], where)),
-        )
+        for name, turns in columns.items()
     ]
+    ignored = _lead_with_system(lists[0], record, shape, where)
+    ignored += tuple(chain.from_iterable(_unread_of(turns, shape.names[name]) for name, turns in columns.items()))
     tools = _tools(record.get(shape.names.get("tools", "tools")), where)
-    return Turns(lists[0] + lists[1], tools, frozenset(range(len(lists[0]))))
+    return Turns(lists[0] + lists[1], tools, frozenset(range(len(lists[0]))), ignored)
 
 
-def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str) -> Turns | Text:
-    """Instruction, optional input, output: a chat where the tokenizer has a template for one, headed text elsewhere."""
+def _read_alpaca(record: Mapping[str, Any], shape: Shape, where: str, system_prompt: str | None) -> Turns | Text:
+    """Read instruction, optional input and output: as a chat if the tokenizer has a template, else as headed text."""
     instruction, output = (_text(record, shape.names[name], where) for name in ("instruction", "output"))
     extra = record.get(shape.names.get("input", "input")) or ""
     if not isinstance(extra, str):
         raise UserError(f"{where}: {shape.names['input']} is {kind_of(extra)}, not text")
-    system = record.get(shape.names.get("system", "system"))
     if not shape.alpaca_as_chat:
-        prompt = ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT
-        return Text((f"{system}\n\n" if system else "") + prompt.format(instruction=instruction, input=extra), output)
-    messages = [{"role": "system", "content": str(system)}] if system else []
+        prompt = (ALPACA_WITH_INPUT if extra else ALPACA_WITHOUT_INPUT).format(instruction=instruction, input=extra)
+        return Text(_after_system(_system(record, shape, where) or system_prompt, prompt), output)
+    messages: list[dict[str, Any]] = []
+    _lead_with_system(messages, record, shape, where)
     for pair in record.get(shape.names.get("history", "history")) or []:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
             raise UserError(f"{where}: history holds {kind_of(pair)}, not pairs of question and answer")

@@ -31,6 +31,8 @@ POLL_S, LONGEST_POLL_S = 0.005, 0.1
 # For a block that somebody has claimed: far longer than any takes.
 PATIENCE_S = 60.0
 Records = list[dict[str, Any]]
+Block = tuple[list[Sample], int]
+"""The documents of a block, and how many of its records were skipped."""
 
 
 def folder_of_host(key: str) -> Path:
@@ -60,7 +62,7 @@ class SharedBlocks:
     """The documents of the blocks of one pass over a source. Without a folder this process makes them all."""
 
     def __init__(
-        self, records: Iterator[Records], encode: Callable[[int, Records], list[Sample]], folder: Path | None
+        self, records: Iterator[Records], encode: Callable[[int, Records], Block], folder: Path | None
     ) -> None:
         self._records, self._encode, self._folder = records, encode, folder
         self._read = 0  # blocks of records that were read
@@ -68,11 +70,21 @@ class SharedBlocks:
         self._bad: set[int] = set()
         self._failure: UserError | None = None
 
-    def documents(self, number: int) -> list[Sample] | None:
-        """The documents of a block, or None behind the last; numbers never go back."""
+    def block(self, number: int) -> Block | None:
+        """Return a block, or None behind the last; numbers never go back.
+
+        Raises UserError in the same step on all ranks. Other ranks may have read records that this one can no longer
+        read, such as those of a deleted file, so it waits for them to make the block before it gives up.
+        """
         for passed in [passed for passed in self._ahead if passed < number]:
             del self._ahead[passed]
-        records = self._records_of(number, number)
+        try:
+            records = self._records_of(number, number)
+        except UserError:
+            made = self._wait_for(number) if self._folder is not None else None
+            if made is None:
+                raise
+            return made
         if records is None:
             return None
         if self._folder is None:
@@ -82,7 +94,14 @@ class SharedBlocks:
             file.unlink(missing_ok=True)
         return found
 
-    def _made(self, needed: int, records: Records) -> list[Sample]:
+    def _wait_for(self, number: int) -> Block | None:
+        """Return a block that another rank makes, or None if nobody has made it within PATIENCE_S."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (made := self._read_block(number)) is None and time.monotonic() < deadline:
+            time.sleep(LONGEST_POLL_S)
+        return made
+
+    def _made(self, needed: int, records: Records) -> Block:
         """A block, once somebody has made it; meanwhile others are made here."""
         deadline, pause = time.monotonic() + PATIENCE_S, POLL_S
         while (found := self._read_block(needed)) is None:
@@ -154,7 +173,7 @@ class SharedBlocks:
 
     def _write_block(self, number: int, records: Records) -> None:
         """Beside its place and renamed there, so that nobody reads half of it."""
-        documents, file = self._encode(number, records), self._file(number)
+        (documents, skipped), file = self._encode(number, records), self._file(number)
         beside = file.with_suffix(f".{host_name()}-{os.getpid()}.npz")
         with self._told_if_unwritable():
             np.savez(
@@ -162,20 +181,21 @@ class SharedBlocks:
                 input_ids=np.array([token for document in documents for token in document.input_ids], dtype=np.int32),
                 trained=np.array([flag for document in documents for flag in document.trained], dtype=bool),
                 lengths=np.array([len(document.input_ids) for document in documents], dtype=np.int64),
+                skipped=skipped,
             )
             os.replace(beside, file)
 
-    def _read_block(self, number: int) -> list[Sample] | None:
+    def _read_block(self, number: int) -> Block | None:
         """None if it is not there, or no longer; a damaged one is made again."""
         try:
             with np.load(self._file(number)) as block:
                 bounds = np.cumsum(block["lengths"])[:-1]
                 parts = zip(np.split(block["input_ids"], bounds), np.split(block["trained"], bounds), strict=True)
                 documents = [Sample(ids.tolist(), trained.tolist(), [len(ids)]) for ids, trained in parts]
-                return documents if len(block["lengths"]) else []
+                return documents if len(block["lengths"]) else [], int(block["skipped"])
         except OSError:
             return None
-        except (ValueError, EOFError, BadZipFile):
+        except (ValueError, KeyError, EOFError, BadZipFile):
             for file in (self._file(number), self._claim_file(number)):
                 file.unlink(missing_ok=True)
             return None

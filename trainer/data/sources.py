@@ -18,7 +18,7 @@ from trainer.contract.known_versions import require
 from trainer.data.built_folder import FULL
 from trainer.data.source_files import READERS, files_of, is_of_split, suffix_of, where_from
 from trainer.data.splits import no_such_split, read_split, split_names
-from trainer.data.text_files import RAW, raw_records, record_of
+from trainer.data.text_files import RAW, raw_records
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -160,6 +160,10 @@ def _read_files(
     datasets = _library()
     where, files = where_from(source, label), files_of(source, local, split, label)
     names, kind = [str(file) for file in files], READERS[suffix_of(files[0])]
+    if source.text_mode != "line" and kind != "text":
+        raise UserError(
+            f"{label}.text_mode={source.text_mode}: only for .txt and .md files; {where} is {kind}: remove it"
+        )
     if all(file.stat().st_size == 0 for file in files):
         raise _empty(source, label)
     cache = str(scratch) if scratch else None
@@ -171,6 +175,7 @@ def _read_files(
             return datasets.load_dataset(kind, data_files=names, split="train", streaming=streaming, cache_dir=cache)
         inside = split if local.is_file() and not is_of_split(local, split) else "train"
         arguments = {"files": names, "kind": kind, "where": where, "label": label, "split": inside}
+        arguments["text_mode"] = source.text_mode
         features = Features({RAW: Value("string")})
         if streaming:
             return IterableDataset.from_generator(raw_records, features=features, gen_kwargs=arguments)
@@ -207,7 +212,7 @@ def _read_errors() -> tuple[type[Exception], ...]:
 
 
 def rows_of(records: "Dataset | IterableDataset", source: SourceSection, label: str) -> Iterator[dict[str, Any]]:
-    """The records one after the other; a stream says only now what cannot be read, as a UserError."""
+    """Yield the rows, for `record_of`. Raises UserError where a stream finds that its source cannot be read."""
     rows = iter(records)
     while True:
         try:
@@ -216,7 +221,7 @@ def rows_of(records: "Dataset | IterableDataset", source: SourceSection, label: 
             raise _unreadable(source, label, "data", error) from None
         if row is None:
             return
-        yield record_of(row)
+        yield row
 
 
 def _unreadable(source: SourceSection, label: str, kind: str, error: Exception) -> Exception:

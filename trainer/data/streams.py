@@ -11,19 +11,21 @@ collective, and it makes no difference how many ranks there are or which is fast
 being packed), so that a resumed run passes over the records before it without tokenising them.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 
-from trainer.config import DatasetSection, SourceSection
-from trainer.data.documents import DocumentEncoder, fields_of
+from trainer.config import DatasetSection, SourceSection, UserError
+from trainer.data.documents import DocumentEncoder, SourceReport, fields_of
 from trainer.data.formats import Shape, find_shape
 from trainer.data.packing import best_fit
 from trainer.data.samples import Sample, SampleIterator, join
-from trainer.data.shared_blocks import SharedBlocks
+from trainer.data.shared_blocks import Block, SharedBlocks
 from trainer.data.source_files import where_from
 from trainer.data.sources import read_source, rows_of
 
@@ -38,6 +40,7 @@ State = dict[str, Any]
 def stream_samples(
     section: DatasetSection,
     sources: Sequence[tuple[str, SourceSection]],
+    shapes: Sequence[Shape],
     encoder: DocumentEncoder,
     seed: int,
     epoch: int,
@@ -49,7 +52,8 @@ def stream_samples(
     def start(number: int, at: State | None) -> SourceStream:
         label, source = sources[number]
         folder = shared / f"{number}-{epoch}" if shared else None
-        return SourceStream(section, source, label, encoder, seed + epoch, at or {"block": 0, "taken": 0}, folder)
+        at = at or {"block": 0, "taken": 0}
+        return SourceStream(section, source, label, shapes[number], encoder, seed + epoch, at, folder)
 
     weights = [source.weight for _, source in sources]
     if section.packing:
@@ -57,6 +61,19 @@ def stream_samples(
         given = int(state["packs"]) if state else 0
         return PackedStream(MixedStream(start, weights, [seed, epoch], inner), section.max_length, given)
     return MixedStream(start, weights, [seed, epoch], state)
+
+
+def look_ahead(source: SourceSection, label: str, encoder: DocumentEncoder) -> SourceReport:
+    """Read the first block of a stream, for its shape and what there is to say about it. Raises UserError."""
+    rows = list(islice(rows_of(read_source(source, label, streaming=True), source, label), BLOCK_ROWS))
+    if not rows:
+        raise UserError(f"{where_from(source, label)}: no records in it; give a data set that has some")
+    first = encoder.open(rows)
+    shape = find_shape(source, fields_of(first), first[0], label, has_chat_template=encoder.chat is not None)
+    columns = encoder.rows(rows, 0, shape, where_from(source, label))
+    types = {"problem": pyarrow.string(), "continued": pyarrow.bool_(), "unread": pyarrow.list_(pyarrow.string())}
+    table = pyarrow.table({name: pyarrow.array(columns[name], kind) for name, kind in types.items()})
+    return encoder.report(label, shape, first[0], table)
 
 
 class SourceStream:
@@ -67,15 +84,16 @@ class SourceStream:
         section: DatasetSection,
         source: SourceSection,
         label: str,
+        shape: Shape,
         encoder: DocumentEncoder,
         seed: int,
         state: State,
         folder: Path | None,
     ) -> None:
-        self._source, self._label, self._encoder = source, label, encoder
+        self._source, self.label, self._shape, self._encoder = source, label, shape, encoder
         self._place = where_from(source, label) + (" (in shuffled order)" if section.shuffle else "")
-        self._shape: Shape | None = None
         self._block, self._taken = int(state["block"]), int(state["taken"])
+        self._skipped, self._skipped_in_block = int(state.get("skipped", 0)), 0
         self._documents: list[Sample] | None = None
         self._blocks = SharedBlocks(self._records(section, seed), self._encode, folder)
 
@@ -85,23 +103,29 @@ class SourceStream:
     def __next__(self) -> Sample:
         while True:
             if self._documents is None:
-                self._documents = self._blocks.documents(self._block)
-            if self._documents is None:
-                raise StopIteration
+                if (block := self._blocks.block(self._block)) is None:
+                    raise StopIteration
+                self._documents, self._skipped_in_block = block
             if self._taken < len(self._documents):
                 self._taken += 1
                 return self._documents[self._taken - 1]
+            self._skipped, self._skipped_in_block = self.skipped, 0
             self._block, self._taken, self._documents = self._block + 1, 0, None
 
+    @property
+    def skipped(self) -> int:
+        """Records that were skipped so far."""
+        return self._skipped + self._skipped_in_block
+
     def state_dict(self) -> State:
-        """The block and how many of its documents were given."""
-        return {"block": self._block, "taken": self._taken}
+        """Return the block, how many of its documents were given, and the records skipped before it."""
+        return {"block": self._block, "taken": self._taken, "skipped": self._skipped}
 
     def _records(self, section: DatasetSection, seed: int) -> Iterator[list[dict[str, Any]]]:
-        """The blocks of records, in order; the first says which shape all have."""
+        """Yield the blocks of rows, in order."""
         from datasets import IterableDataset
 
-        source, label = self._source, self._label
+        source, label = self._source, self.label
         records = read_source(source, label, streaming=True)
         if section.shuffle and isinstance(records, IterableDataset):
             records = records.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
@@ -109,16 +133,15 @@ class SourceStream:
             records = records.shuffle(seed=seed)
         rows = rows_of(records, source, label)
         while block := list(islice(rows, BLOCK_ROWS)):
-            if self._shape is None:
-                has_template = self._encoder.chat is not None
-                self._shape = find_shape(source, fields_of(block), block[0], label, has_chat_template=has_template)
             yield block
 
-    def _encode(self, number: int, records: list[dict[str, Any]]) -> list[Sample]:
-        assert self._shape is not None
+    def _encode(self, number: int, records: list[dict[str, Any]]) -> Block:
         columns = self._encoder.rows(records, number * BLOCK_ROWS, self._shape, self._place)
         documents = zip(columns["input_ids"], columns["trained"], columns["targets"], strict=True)
-        return [Sample(ids, trained, [len(ids)]) for ids, trained, targets in documents if targets]
+        problems = [problem for problem in columns["problem"] if problem]
+        for problem in problems:
+            print(f"skipped: {problem}", file=sys.stderr, flush=True)  # into this rank's log
+        return [Sample(ids, trained, [len(ids)]) for ids, trained, targets in documents if targets], len(problems)
 
 
 class MixedStream:
@@ -154,11 +177,17 @@ class MixedStream:
                 self._ended[choice] = True
                 if all(self._ended):
                     break
-                self._streams[choice] = self._start(choice, None)
+                again = {"block": 0, "taken": 0, "skipped": self._streams[choice].skipped}
+                self._streams[choice] = self._start(choice, again)
                 sample = next(self._streams[choice], None)
             if sample is not None:
                 return sample
         raise StopIteration
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Records that were skipped so far, by source."""
+        return {stream.label: stream.skipped for stream in self._streams}
 
     def state_dict(self) -> State:
         """Where each source stands, which have ended, and the state of the draw."""
@@ -192,6 +221,11 @@ class PackedStream:
             self._packs = [join([window[index] for index in pack]) for pack in best_fit(lengths, self._max_length)]
         self._given += 1
         return self._packs[self._given - 1]
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Records that were skipped so far, by source, those of the window among them."""
+        return self._documents.skipped
 
     def state_dict(self) -> State:
         """Where the window that is being packed begins, and how many of its packs were given."""

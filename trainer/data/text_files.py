@@ -1,8 +1,9 @@
-"""Records of JSON, CSV and text files, read as they stand: no type is guessed, and what cannot be read has its line.
+"""Read the records of JSON, CSV and text files without guessing types.
 
 A record travels as one JSON text (`RAW`) until `record_of` opens it, so that `007`, `NA` and `2024-01-01` stay what
-they are and records of one file may differ in their fields. Each function that reads raises UserError, with the file,
-the line and, for bytes, their offset.
+they are and records of one file may differ in their fields. A line that cannot be read travels as its error message,
+which `record_of` raises: whoever reads the records decides whether to stop or to skip it. Mistakes that concern a whole
+file raise UserError at once. Messages name the file, the line and, for bytes, their offset.
 """
 
 import bz2
@@ -13,8 +14,9 @@ import json
 import lzma
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,15 +38,25 @@ _OTHER_ENCODINGS = {
 csv.field_size_limit(sys.maxsize)  # the answer in a cell may be longer than Python's 128 KiB
 
 
-def raw_records(files: list[str], kind: str, where: str, label: str, split: str) -> Iterator[dict[str, str]]:
-    """The records of files of one kind (json, csv, text), in order; `where` begins the message of a UserError.
+class _BadLine(str):
+    """The message for a line that cannot be read."""
 
-    A `split` other than train is the name of a list in a JSON file, `label` the setting it stands in.
+
+def raw_records(
+    files: list[str], kind: str, where: str, label: str, split: str, text_mode: str = "line"
+) -> Iterator[dict[str, str]]:
+    """Yield the records of files of one kind (json, csv, text), in order; `where` begins the message of a UserError.
+
+    A `split` other than train is the name of a list in a JSON file, `label` the setting that names it.
     """
-    readers = {"json": _json_records, "csv": _csv_records, "text": _text_records}
+    readers: dict[str, Callable[[Path, str], Iterator[str | dict[str, Any]]]] = {
+        "json": _json_records,
+        "csv": _csv_records,
+        "text": partial(_text_records, mode=text_mode),
+    }
     for name in files:
         for text in readers[kind](Path(name), where):
-            if isinstance(text, Mapping):
+            if isinstance(text, dict):
                 for record in _list_inside(text, Path(name), where, label, split):
                     yield {RAW: json.dumps(record)}
             elif split != "train":
@@ -54,12 +66,18 @@ def raw_records(files: list[str], kind: str, where: str, label: str, split: str)
 
 
 def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of any source as its record."""
-    return dict(json.loads(row[RAW])) if RAW in row else dict(row)
+    """Return the record in a row of any source. Raises UserError for a line that could not be read."""
+    record = json.loads(row[RAW]) if RAW in row else row
+    if isinstance(record, str):
+        raise UserError(record)
+    return dict(record)
 
 
-def _lines(file: Path, where: str) -> Iterator[str]:
-    """The decoded lines of a file, compressed or not, with their ends."""
+def _lines(file: Path, where: str, *, keep_bad: bool = False) -> Iterator[str]:
+    """Yield the decoded lines of a file, compressed or not, with their line ends.
+
+    Raises UserError for a line that is not text; with `keep_bad` a _BadLine takes its place.
+    """
     open_ = OPENERS.get(file.suffix.lower(), open)
     number = offset = 0
     try:
@@ -69,7 +87,13 @@ def _lines(file: Path, where: str) -> Iterator[str]:
                 if number == 1:
                     _refuse_what_is_no_data(line, file, where)
                     start = len(codecs.BOM_UTF8) if line.startswith(codecs.BOM_UTF8) else 0
-                yield _decoded(line, start, f"{where}: line {number} of {file.name}", offset)
+                try:
+                    text = _decoded(line, start, f"{where}: line {number} of {file.name}", offset)
+                except UserError as error:
+                    if not keep_bad:
+                        raise
+                    text = _BadLine(error)
+                yield text
                 offset += len(line)
     except EOFError:
         raise UserError(
@@ -117,32 +141,52 @@ def _decoded(line: bytes, start: int, where: str, offset: int) -> str:
         ) from None
 
 
-def _text_records(file: Path, where: str) -> Iterator[str]:
-    for line in _lines(file, where):
-        yield json.dumps({"text": line.rstrip("\r\n")})
+def _text_records(file: Path, where: str, mode: str) -> Iterator[str]:
+    """Yield each line, each paragraph or the whole file as a record, unless it is blank."""
+    lines = _lines(file, where)
+    texts: Iterable[str] = lines
+    if mode == "paragraph":
+        texts = ("".join(group) for _, group in groupby(lines, key=lambda line: bool(line.strip())))
+    elif mode == "file":
+        texts = ["".join(lines)]
+    for text in texts:
+        if text.strip():
+            yield json.dumps({"text": text.rstrip("\r\n")})
 
 
 def _json_records(file: Path, where: str) -> Iterator[str | dict[str, Any]]:
-    """One object a line or one list of objects, as JSON; or the object that is the whole file, as it is."""
-    lines = enumerate(_lines(file, where), start=1)
+    """Yield one object a line or those of one list, as JSON; or the object that is the whole file, as it is."""
+    lines = enumerate(_lines(file, where, keep_bad=True), start=1)
     number, first = next(((number, line) for number, line in lines if line.strip()), (0, ""))
     begin = first.strip()
     if begin.startswith("[") or (begin.startswith("{") and _spread_out(begin)):
-        text = "".join(chain([first], (line for _, line in lines)))
+        text = "".join(chain([first], (line for _, line in lines if not _raise_if_bad(line))))
         yield from _items(_json_value(text, file, where, number), file, where)
         return
     second = next(((number, line) for number, line in lines if line.strip()), None)
     if second is None:
+        _raise_if_bad(first)
         if begin:
             yield from _items(_json_value(begin, file, where, number), file, where)
         return
     for at, line in chain([(number, first), second], lines):
         if not line.strip():
             continue
-        record = _json_value(line.strip(), file, where, at)
-        if not isinstance(record, dict):
-            raise UserError(f"{where}: line {at} of {file.name} {_not_a_record(record)}")
-        yield line
+        try:
+            _raise_if_bad(line)
+            record = _json_value(line.strip(), file, where, at)
+            if not isinstance(record, dict):
+                raise UserError(f"{where}: line {at} of {file.name} {_not_a_record(record)}")
+            yield line
+        except UserError as error:
+            yield json.dumps(str(error))
+
+
+def _raise_if_bad(line: str) -> bool:
+    """Raise UserError for a line that is the message of one, else return False."""
+    if isinstance(line, _BadLine):
+        raise UserError(line)
+    return False
 
 
 def _spread_out(line: str) -> bool:
@@ -178,16 +222,15 @@ def _not_a_record(value: Any) -> str:
 
 
 def _items(value: Any, file: Path, where: str) -> Iterator[str | dict[str, Any]]:
-    """The records of a file that is one JSON value."""
+    """Yield the records of a file that is one JSON value."""
     if isinstance(value, dict):
         yield value
         return
     if not isinstance(value, list):
         raise UserError(f"{where}: {file.name} {_not_a_record(value)}")
     for number, record in enumerate(value, start=1):
-        if not isinstance(record, dict):
-            raise UserError(f"{where}: item {number} of {file.name} {_not_a_record(record)}")
-        yield json.dumps(record)
+        is_record = isinstance(record, dict)
+        yield json.dumps(record if is_record else f"{where}: item {number} of {file.name} {_not_a_record(record)}")
 
 
 def _list_inside(value: dict[str, Any], file: Path, where: str, label: str, split: str) -> list[Any]:
@@ -211,7 +254,7 @@ def _list_inside(value: dict[str, Any], file: Path, where: str, label: str, spli
 
 
 def _csv_records(file: Path, where: str) -> Iterator[str]:
-    """Cells as text under the names in the first line."""
+    """Yield the cells as text under the names in the first line."""
     lines = _lines(file, where)
     sniffed = list(islice(lines, _SNIFFED_LINES))
     tab = file.with_suffix("").suffix if file.suffix.lower() in OPENERS else file.suffix
@@ -232,10 +275,11 @@ def _csv_records(file: Path, where: str) -> Iterator[str]:
                 cells.pop()
             if len(cells) != len(names):
                 shown = {"\t": "a tab"}.get(separator, separator)
-                raise UserError(
+                yield json.dumps(
                     f"{place} has {len(cells)} cells, the first line {len(names)} (separated by {shown}); "
                     "put a text that holds the separator in double quotes"
                 )
+                continue
             yield json.dumps(dict(zip(names, cells, strict=True)))
     except csv.Error as error:
         raise UserError(

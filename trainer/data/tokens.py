@@ -60,7 +60,7 @@ def encode_texts(
         [(0 if prompt_too else len(text.prompt), len(joined))] if joined else []
         for text, joined in zip(texts, whole, strict=True)
     ]
-    first = _leading_token(tokenizer)
+    first = leading_token(tokenizer)
     last = tokenizer.eos_token_id
     encoded: list[Encoded] = []
     for text, body in zip(texts, encode_spans(tokenizer, whole, spans, where), strict=True):
@@ -82,7 +82,7 @@ def _refuse_surrogates(text: str, where: str) -> None:
         raise UserError(f"{where}: holds half of a character ({half}, after {before!r}); mend or remove it") from None
 
 
-def _leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The beginning-of-text token, if this tokenizer puts one before plain text by itself."""
     first: list[int] = tokenizer("a", verbose=False)["input_ids"][:1]
     bos = tokenizer.bos_token_id

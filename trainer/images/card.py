@@ -1,12 +1,14 @@
 """The model card of an adapter of an image model."""
 
+from pathlib import Path
+
 import yaml
 
 from trainer.config import RunConfig
 from trainer.images.files import DIFFUSERS
 from trainer.images.pipeline import Pipeline
 from trainer.monitor.metrics import Record
-from trainer.monitor.report.model_card import OURS, is_on_hub, loadable_base, public_name
+from trainer.monitor.report.model_card import OURS, is_on_hub, public_name, python_path
 from trainer.monitor.report.write import values_of
 
 
@@ -29,11 +31,15 @@ def image_card(config: RunConfig, pipeline: Pipeline, records: list[Record], nam
     if len(losses := values_of(records, "eval/loss")) > 1:
         rows.append(("held-out loss", f"{losses[0]:.5f} → {losses[-1]:.5f}"))
     lines = "\n".join(f"| {key} | {value} |" for key, value in rows)
+    uploaded = not Path(name).is_absolute()
+    adapter = f'"{name}"' if uploaded else python_path(name)
+    model = python_path(config.base_model, uploaded=uploaded)
     code = (
-        "```python\nimport torch\nfrom diffusers import " + pipeline.family.pipeline + "\n\n"
-        f'pipeline = {pipeline.family.pipeline}.from_pretrained("{loadable_base(config.base_model, name)}", '
+        "```python\n" + "import os\n\n" * ("os." in adapter + model) + "import torch\n"
+        f"from diffusers import {pipeline.family.pipeline}\n\n"
+        f"pipeline = {pipeline.family.pipeline}.from_pretrained({model}, "
         'torch_dtype=torch.bfloat16).to("cuda")\n'
-        f'pipeline.load_lora_weights("{name}", weight_name="{DIFFUSERS}")\n'
+        f'pipeline.load_lora_weights({adapter}, weight_name="{DIFFUSERS}")\n'
         f'image = pipeline(prompt="{prompts[0] if prompts else "a prompt"}").images[0]\n```'
     )
     shown = [f"![{prompt}](samples/{index:02d}-after.png)" for index, prompt in enumerate(prompts)]

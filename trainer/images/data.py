@@ -39,6 +39,9 @@ class ImageStats:
     priors: int
     sizes: dict[str, int]
     notes: tuple[str, ...] = ()
+    prompt_text: None = None
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Nothing: there is no text to read."""
 
     @property
     def documents(self) -> int:

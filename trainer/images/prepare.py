@@ -14,8 +14,9 @@ from trainer.images.sizes import check_sizes
 from trainer.model.targets import check_targets, targets_of
 
 OF_TEXT = {
-    "dataset": ("format", "roles", "template", "template_without_input", "max_length", "too_long", "packing",
-                "batching", "train_on", "system_prompt", "chat_template", "streaming"),
+    "dataset": ("format", "roles", "template", "template_without_input", "text_mode", "on_bad_record",
+                "max_length", "too_long", "packing", "batching", "train_on", "system_prompt", "chat_template",
+                "streaming"),
     "model": ("tokenizer", "added_tokens", "pad_token"),
     "training": ("router_aux_loss", "qat"),
 }  # fmt: skip

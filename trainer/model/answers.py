@@ -1,11 +1,13 @@
-"""One prompt answered by the model as it stands, to see what training changed."""
+"""Prompts in the form that training gave them, and the answer of the model in its current state."""
 
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 
-from trainer.config import UserError
+from trainer.config import DatasetSection, UserError
+from trainer.data.conversations import render_prompt
+from trainer.data.prompt_files import Prompt
+from trainer.data.tokens import leading_token
 from trainer.engine.layer_gather.shards import layer_shards_of
 from trainer.engine.protocol import Engine
 from trainer.ranks.progress import phase
@@ -15,9 +17,9 @@ _PROBE = "Sentinel"
 
 @phase("generate")
 @torch.no_grad()
-def answer_prompt(engine: Engine, tokenizer: Any, prompt: str, max_new_tokens: int, system: str | None = None) -> str:
-    """The greedy answer to a user message (or the continuation, without a chat template); every rank must call it."""
-    input_ids = prompt_ids(tokenizer, prompt, system).to(engine.device)
+def answer_prompt(engine: Engine, tokenizer: Any, input_ids: torch.Tensor, max_new_tokens: int) -> str:
+    """Return the greedy answer to a prompt's token ids [1, T]; every rank must call it."""
+    input_ids = input_ids.to(engine.device)
     model = engine.module
     was_training = model.training
     model.eval()
@@ -39,26 +41,22 @@ def answer_prompt(engine: Engine, tokenizer: Any, prompt: str, max_new_tokens: i
     return str(tokenizer.decode(generated[0, input_ids.shape[1] :], skip_special_tokens=True))
 
 
-def prompt_ids(tokenizer: Any, prompt: str, system: str | None) -> torch.Tensor:
-    """Token ids [1, T] of a conversation up to where the assistant takes over."""
-    if not tokenizer.chat_template:
-        text = prompt if system is None else f"{system}\n\n{prompt}"
-        return torch.as_tensor(tokenizer(text, return_tensors="pt")["input_ids"])
-    messages = [{"role": "user", "content": prompt}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    return conversation_ids(tokenizer, messages)
+def prompt_ids(tokenizer: Any, section: DatasetSection, prompt: Prompt, text: str | None) -> torch.Tensor:
+    """Return the token ids [1, T] of a prompt, up to where the model answers, as training wrote its prompts.
 
-
-def conversation_ids(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
-    """Token ids [1, T] of turns through the chat template. Raises UserError where the template refuses them."""
-    try:
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    except TemplateError as error:
-        raise UserError(f"the run's chat template refuses the conversation ({error})") from None
-    return torch.as_tensor(encoded["input_ids"])
+    `text` is the form of prompts that are text (see records.prompt_form); a prompt is a conversation without it, or if
+    it is a list of turns. Raises UserError for an empty prompt, or one that the template refuses.
+    """
+    if isinstance(prompt, list) or text is None:
+        turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        whole, first = render_prompt(tokenizer, section, turns), None
+    else:
+        system = f"{section.system_prompt}\n\n" if section.system_prompt else ""
+        whole, first = text.format(system=system, prompt=prompt), leading_token(tokenizer)
+    ids: list[int] = tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"]
+    if not ids:
+        raise UserError("the prompt is empty; write something to answer")
+    return torch.tensor([ids if first is None or ids[0] == first else [first, *ids]])
 
 
 def stop_tokens(model: Any, tokenizer: Any) -> list[int]:

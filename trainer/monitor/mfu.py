@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.data.batches import MicroBatch
+from trainer.data import MicroBatch
 from trainer.engine.partitioned import whole_size
 from trainer.model.expert_factor import ExpertFactor
 from trainer.model.expert_layers import (

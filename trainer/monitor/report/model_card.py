@@ -1,7 +1,7 @@
 """The model card of an adapter, written at the end of training and by `zerolora push`.
 
-The card in a run's folder shows how to load the adapter from there. A card that is uploaded names no folder of this
-machine: of local models and data it has the last part of the path.
+No card names a folder outside of the directory that training was started in, because cards are uploaded: of other
+local models and data it has the last part of the path. The code of a card in a run's folder runs as it is.
 """
 
 import re
@@ -45,15 +45,20 @@ def is_on_hub(name: str) -> bool:
     return bool(HUB_NAME.fullmatch(name)) and name[0] != "." and not is_file_name and not Path(name).exists()
 
 
-def loadable_base(base_model: str, adapter: str) -> str:
-    """Return what `from_pretrained` takes in the card of an adapter, whose absolute path or name on the hub is given.
+def python_path(name: str, *, uploaded: bool = False) -> str:
+    """Return the Python expression by which `from_pretrained` finds a model or adapter.
 
-    A local base model is a placeholder in a card for the hub.
+    A path below the working directory or the home directory is written relative to it. Others, and every path in a card
+    that is uploaded, become a placeholder.
     """
-    base = public_name(base_model)
-    if is_on_hub(base):
-        return base
-    return str(Path(base_model).expanduser().resolve()) if Path(adapter).is_absolute() else f"path/to/{base}"
+    if is_on_hub(public_name(name)):
+        return f'"{public_name(name)}"'
+    path = Path(name).expanduser().resolve()
+    if not uploaded and path.is_relative_to(Path.cwd()):
+        return f'"./{path.relative_to(Path.cwd())}"'
+    if not uploaded and path.is_relative_to(Path.home()):
+        return f'os.path.expanduser("~/{path.relative_to(Path.home())}")'
+    return f'"path/to/{path.name}"'
 
 
 def model_card(config: RunConfig, run_dir: Path, records: list[Record], *, name: str) -> str:
@@ -112,14 +117,16 @@ def _usage(config: RunConfig, name: str) -> str:
         if config.model.added_tokens
         else ""
     )
+    uploaded = not Path(name).is_absolute()
+    adapter = f'"{name}"' if uploaded else python_path(name)
+    base = python_path(config.base_model, uploaded=uploaded)
     code = (
-        "```python\n"
-        "from peft import PeftModel\n"
+        "```python\n" + "import os\n\n" * ("os." in adapter + base) + "from peft import PeftModel\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n'
-        f'base = AutoModelForCausalLM.from_pretrained("{loadable_base(config.base_model, name)}", dtype="auto")\n'
+        f"tokenizer = AutoTokenizer.from_pretrained({adapter})\n"
+        f'base = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")\n'
         f"{grow}"
-        f'model = PeftModel.from_pretrained(base, "{name}")\n'
+        f"model = PeftModel.from_pretrained(base, {adapter})\n"
         "```"
     )
     if config.adapter == "qlora":

@@ -187,7 +187,8 @@ def _model_rows(config: Mapping[str, Any], counted: Counted) -> list[tuple[str, 
     if data["evaluation"]:
         rows.append(("held out", str(data["evaluation"]["path"])))
     elif data["val_split"]:
-        rows.append(("held out", f"{data['val_split']:.1%} of the records"))
+        split = data["val_split"]
+        rows.append(("held out", f"{split:,.0f} records" if split >= 1 else f"{split:.1%} of the records"))
     if counted is TOKENS:
         size = f"up to {data['max_length']:,} tokens" + ", packed" * data["packing"]
     else:
@@ -202,6 +203,10 @@ def _training_rows(records: list[Record], config: Mapping[str, Any], run: Mappin
     planned = values_of(records, "train/stopped_early_of")
     early = f" of {planned[-1]:,.0f}, stopped early" if planned else ""
     rows.append(("optimizer steps", f"{steps:,.0f}{early}" + (f" ({epochs[-1]:.2f} epochs)" if epochs else "")))
+    skipped = sorted({name for record in records for name in record if name.startswith("data/skipped/")})
+    if skipped:
+        counts = ", ".join(f"{values_of(records, name)[-1]:,.0f} of {name.rpartition('/')[2]}" for name in skipped)
+        rows.append(("skipped records", counts))
     tokens, targets = values_of(records, "train/tokens"), values_of(records, "train/target_tokens")
     if tokens:
         with_loss = f", {targets[-1]:,.0f} of them with loss" if targets else ""

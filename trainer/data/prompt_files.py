@@ -1,0 +1,63 @@
+"""Prompts to answer, from files of every kind that training data is read from."""
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.config import SourceSection, UserError
+from trainer.data.formats import find_shape, listed
+from trainer.data.records import Turns, read_record
+from trainer.data.source_files import READERS, suffix_of
+from trainer.data.sources import read_source, rows_of
+from trainer.data.text_files import record_of
+
+Prompt = str | list[dict[str, Any]]
+"""A text, or the turns of a conversation up to where the model answers."""
+# Fields that hold a prompt or a conversation, the first that a record has.
+FIELDS = ("messages", "conversations", "prompt", "question", "instruction", "text")
+
+
+def read_prompts(path: str, setting: str) -> Iterator[Prompt]:
+    """Yield the prompt of each record in a file; the answers that training records have are left out.
+
+    `setting` is the name of the option that `path` was given for. Raises UserError for a file or record without one.
+    """
+    source = SourceSection(path=path)
+    try:
+        for number, row in enumerate(rows_of(read_source(source, setting, streaming=True), source, setting), start=1):
+            yield _prompt_of(record_of(row), f"{setting}={path}, record {number}")
+    except UserError as error:
+        raise UserError(str(error).replace(f"{setting}.path=", f"{setting}=")) from None
+
+
+def sample_prompts(texts: Iterable[str]) -> Iterator[Prompt]:
+    """Yield the prompts of `logging.sample_prompts`: texts, or data files with prompts."""
+    for text in texts:
+        is_file = suffix_of(Path(text)) in READERS and os.path.isfile(text)
+        yield from read_prompts(text, "logging.sample_prompts") if is_file else [text]
+
+
+def as_text(prompt: Prompt) -> str:
+    """Return a prompt as text to show: of a conversation the last turn."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+
+
+def _prompt_of(record: dict[str, Any], where: str) -> Prompt:
+    name = next((name for name in FIELDS if record.get(name)), None)
+    if name is None or not isinstance(record[name], str | list):
+        found = listed(field for field, value in record.items() if value)
+        raise UserError(f"{where}: has no prompt (found {found}); write a text as `prompt`, or turns as `messages`")
+    if isinstance(record[name], str) and not record[name].lstrip().startswith("[{"):
+        extra = record.get("input") if name == "instruction" else None
+        return f"{record[name]}\n\n{extra}" if extra else str(record[name])
+    turns = {"messages": record[name]} | {key: record[key] for key in ("system", "system_prompt") if key in record}
+    shape = find_shape(SourceSection(), list(turns), turns, where, has_chat_template=True)
+    conversation = read_record(turns, shape, where)
+    assert isinstance(conversation, Turns)
+    messages = conversation.messages
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    if not any(message["role"] != "system" for message in messages):
+        raise UserError(f"{where}: {name} has no question to answer; end it with a user turn")
+    return messages
