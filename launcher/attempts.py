@@ -1,6 +1,6 @@
 """The starts of one run's ranks: the first, and those after a failure, on the same ranks or on those that are left."""
 
-import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ from launcher.targets.environment import write_environment
 from launcher.targets.local import Command
 from launcher.targets.slurm import is_requeued, job_state, lost_nodes
 from trainer.config import LoadedConfig, UserError
+from trainer.config.files import Positive, read_value
 from trainer.contract.exit_codes import EXIT_OK, EXIT_PREEMPTED, EXIT_USAGE
 
 DEFAULT_RESTARTS = 3
@@ -72,7 +73,7 @@ class Attempts:
                 say(f"not started again: {error}")
                 return Ending(1)
             settings += more
-        with ConsolePipe() if reach is None else ConsoleFile(self._logs) as console:
+        with ConsolePipe(self._logs) if reach is None else ConsoleFile(self._logs) as console:
             words = [*self._arguments, *settings, *console.arguments()]
             command = build(words)
             self._full = self._full or command.ranks
@@ -127,14 +128,14 @@ class Attempts:
         return name
 
     def _global_batch(self) -> int | None:
-        """Samples of a step of the run, from the settings as it resolved them; None where it has not come to that."""
+        """Return the samples of a step, from the settings as the run resolved them; None before it has. UserError."""
         try:
-            record = json.loads((self._logs.parent / "training_config.json").read_text(encoding="utf-8"))["training"]
-            run = json.loads((self._logs.parent / "run.json").read_text(encoding="utf-8"))
+            names = ("training.batch_size", "training.gradient_accumulation_steps")
+            sizes = [read_value(self._logs.parent / "training_config.json", name, Positive) for name in names]
+            ranks: int = read_value(self._logs.parent / "run.json", "world_size", Positive)
+            return ranks * int(math.prod(sizes))
         except FileNotFoundError:
             return None
-        size: int = record["batch_size"] * record["gradient_accumulation_steps"] * run["world_size"]
-        return size
 
     def _tell_batch(self, step: int) -> None:
         """The samples of a step, as `zerolora inspect` shows them, from the settings as the run resolved them."""

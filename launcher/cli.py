@@ -15,10 +15,18 @@ def _command() -> int:
 
 def main() -> None:
     """Run the command line."""
-    # Until launcher/entry.py is there a Ctrl-C ends the process silently, not in a traceback of these imports.
+    # Until launcher/entry.py is imported, Ctrl-C ends the process silently, not in a traceback of these imports.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
-    from launcher.entry import Stopped, run
+    from launcher.import_path import find_foreign_package, leave_out_working_folder
 
+    leave_out_working_folder()
+    if foreign := find_foreign_package():
+        print(f"error: {foreign}", file=sys.stderr)
+        sys.exit(2)
+    from launcher.entry import Stopped, run
+    from trainer.contract.standard_streams import PROGRESS
+
+    PROGRESS.show(" ".join(["zerolora", *sys.argv[1:2]]))
     sys.exit(run(_command, exception=Stopped))
 
 

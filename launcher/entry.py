@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_PREEMPTED, exit_code_after
+from trainer.contract.standard_streams import PROGRESS, forgiving_stream, open_closed_descriptors
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -40,7 +41,7 @@ class Ending:
     def tell(self) -> int:
         """One line; the exit code."""
         name = signal.Signals(self.number).name
-        _say("stopped" if self.number == signal.SIGINT else f"stopped by {name}")
+        print("stopped" if self.number == signal.SIGINT else f"stopped by {name}", file=sys.stderr)
         return exit_code_after(self.number)
 
 
@@ -50,6 +51,7 @@ class _Output(io.FileIO):
     error: OSError | None = None
 
     def write(self, data: Any) -> int:
+        PROGRESS.clear()
         try:
             return super().write(data)
         except OSError as error:
@@ -58,18 +60,24 @@ class _Output(io.FileIO):
 
 
 def run(command: Callable[[], int], *, exception: type[BaseException] = KeyboardInterrupt) -> int:
-    """The exit code of `command`; a signal becomes `exception` in it, and is told here whatever it is turned into."""
+    """Run `command` and return its exit code.
+
+    A signal becomes `exception` in it, and one line here whatever it is turned into. A standard output that cannot be
+    written is one line and exit code 1, standard error is written as far as it goes.
+    """
+    open_closed_descriptors()
     ending, output = Ending(exception), _Output(1, "w", closefd=False)
-    before = sys.stdout
+    encoding, errors = getattr(sys.stdout, "encoding", "utf-8"), getattr(sys.stdout, "errors", "replace")
     sys.stdout = io.TextIOWrapper(
-        io.BufferedWriter(output), encoding=before.encoding, errors=before.errors, line_buffering=output.isatty()
+        io.BufferedWriter(output), encoding=encoding, errors=errors, line_buffering=output.isatty()
     )
+    sys.stderr = forgiving_stream(2, "backslashreplace")
     try:
         try:
             code = command()
         except SystemExit as error:
             if isinstance(error.code, str):
-                _say(error.code)
+                print(error.code, file=sys.stderr)
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
         sys.stdout.flush()
     except BaseException:
@@ -77,6 +85,7 @@ def run(command: Callable[[], int], *, exception: type[BaseException] = Keyboard
         if not ending.number and output.error is None:
             raise
         code = EXIT_FAILED
+    PROGRESS.clear()
     if ending.number and code < 128 and code != EXIT_PREEMPTED:
         return ending.tell()
     return code if output.error is None else _told(output.error)
@@ -90,15 +99,8 @@ def _told(error: OSError) -> int:
     os.close(null)
     if isinstance(error, BrokenPipeError):
         return 128 + signal.SIGPIPE  # `| head -1` has read what it wanted
-    _say(f"error: standard output: {error.strerror}; what was printed is not complete")
+    print(f"error: standard output: {error.strerror}; what was printed is not complete", file=sys.stderr)
     return EXIT_FAILED
-
-
-def _say(line: str) -> None:
-    try:
-        print(line, file=sys.stderr, flush=True)
-    except OSError:
-        pass  # the terminal is closed
 
 
 def quiet_libraries() -> None:

@@ -5,13 +5,14 @@ settings of the user hold until they have been carried out: an earlier run stays
 its record, and a checkpoint that was named is resumed until there is a newer one.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trainer.config import RunConfig, UserError
+from trainer.config.files import read_json
 from trainer.contract.exit_codes import EXIT_PREEMPTED
+from trainer.contract.restart_record import newest_checkpoint, whole_checkpoints
 from trainer.contract.whole_files import write_json
 
 STARTS_FILE = "slurm-starts.json"
@@ -83,8 +84,7 @@ def _refuse_without_progress(starts: Sequence[Start], now: Start) -> None:
 
 def _state(run_dir: Path, env: Mapping[str, str]) -> Start:
     """What the folder holds now."""
-    whole = [path.parent.name for path in run_dir.glob("checkpoint-*/COMPLETE")]
-    newest = max(whole, key=lambda name: int(name.rpartition("-")[2]), default="")
+    newest = newest_checkpoint(whole_checkpoints(run_dir))
     record = run_dir / "run.json"
     return Start(job_of(env), newest, record.stat().st_mtime_ns if record.exists() else 0)
 
@@ -97,10 +97,10 @@ def _earlier(run_dir: Path, env: Mapping[str, str]) -> list[Start]:
 
 def _read(run_dir: Path, env: Mapping[str, str]) -> list[Start]:
     try:
-        entries = json.loads((run_dir / "logs" / STARTS_FILE).read_text(encoding="utf-8"))
+        starts: list[Start] = read_json(run_dir / "logs" / STARTS_FILE, list[Start])
     except FileNotFoundError:
         return []
-    return [start for start in (Start(**entry) for entry in entries) if start.job == job_of(env)]
+    return [start for start in starts if start.job == job_of(env)]
 
 
 def _follows_in_array(env: Mapping[str, str]) -> bool:

@@ -12,10 +12,12 @@ def _command() -> int:
     from trainer.config.errors import mistake_in_path
     from trainer.contract.exit_codes import EXIT_USAGE
     from trainer.contract.launcher_process import LauncherWatch
+    from trainer.contract.standard_streams import PROGRESS
 
     LauncherWatch(os.environ, is_rank=False).start()
     quiet_libraries()
     del sys.argv[0]
+    PROGRESS.show("importing")
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     except OSError as error:

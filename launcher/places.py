@@ -9,9 +9,10 @@ from launcher.plan import Build, Plan, Request, on_hosts, plan, slots_of
 from launcher.supervision.remote import ThroughSrun
 from launcher.supervision.terminal import say
 from launcher.targets.hostfile import Slots, reachable
-from launcher.targets.local import CPU_RANKS, installed_gpus, local_command
+from launcher.targets.local import local_command
 from launcher.targets.slurm import Allocation, lost_nodes, srun_command
 from trainer.config import UserError
+from trainer.contract.default_ranks import CPU_RANKS, installed_gpus
 from trainer.contract.ports import free_port
 
 

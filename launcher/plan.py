@@ -10,10 +10,11 @@ from pathlib import Path
 from launcher.supervision.remote import Reach, ThroughLauncher, ThroughSrun, ThroughSsh
 from launcher.supervision.terminal import say
 from launcher.targets.hostfile import Filters, Slots, check_reachable, choose_slots, read_hostfile
-from launcher.targets.local import CPU_RANKS, Command, hostfile_command, local_command, visible_gpus
+from launcher.targets.local import Command, hostfile_command, local_command
 from launcher.targets.mpi import mpirun_command
-from launcher.targets.slurm import in_allocation, read_allocation, srun_command
+from launcher.targets.slurm import read_allocation, srun_command
 from trainer.config import UserError
+from trainer.contract.default_ranks import CPU_RANKS, in_allocation, visible_gpus
 from trainer.contract.ports import check_free, free_port, random_port
 
 ENVIRONMENT_FILE = "environment"

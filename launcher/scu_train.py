@@ -1,7 +1,7 @@
 """`zerolora scu-train`: the flags and defaults of the published SCU guide, as a configuration for `zerolora train`.
 
-The flags (trainer/config/scu_flags.py) become OUTPUT/logs/scu-train.yaml, which `zerolora train` then runs; what it
-shows is also written to logs/cuda_optimized_training.log, below the current folder, where the guide's script has it.
+The flags (trainer/config/scu_flags.py) become OUTPUT/logs/scu-train.yaml, which `zerolora train` then runs. What it
+shows is also written to OUTPUT/logs/cuda_optimized_training.log.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from typing import IO
 
 from launcher.doctor.requirements import check_requirements
 from launcher.supervision.stop_signals import PASSED_ON
+from launcher.supervision.terminal import show
 from trainer.config import UserError
 from trainer.config.scu_flags import (
     CONFIG_FILE,
@@ -61,11 +62,10 @@ def run(arguments: Sequence[str]) -> int:
     if options.dry_run:
         print(header + text, end="")
         return EXIT_OK
-    open_log().close()
-    config.parent.mkdir(parents=True, exist_ok=True)
+    open_log(output).close()
     config.write_text(header + text, encoding="utf-8")
-    print(f"the same as: zerolora {shlex.join(train)}", flush=True)
-    return _logged([sys.executable, "-m", "launcher.cli", *train], LOG_FILE)
+    show(f"the same as: zerolora {shlex.join(train)}")
+    return _logged([sys.executable, "-m", "launcher.cli", *train], output / LOG_FILE)
 
 
 def _data(options: argparse.Namespace) -> tuple[str, str | None]:

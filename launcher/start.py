@@ -4,7 +4,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from launcher.attempts import Attempts
@@ -15,9 +14,11 @@ from launcher.supervision.child import run_child
 from launcher.supervision.held_ranks import FAILED, HeldRanks
 from launcher.supervision.terminal import say, show
 from trainer.config import LoadedConfig
+from trainer.config.files import UnreadableFile
 from trainer.contract.command_typed import as_argument
 from trainer.contract.folder_lock import FolderLock, refuse_if_held
 from trainer.contract.launcher_process import tie_children_to_this_process
+from trainer.contract.versions import installed_version
 
 
 def start(
@@ -49,6 +50,9 @@ def start(
     resumes = loaded.config.training.resume_from_checkpoint == "auto"
     refuse_if_held(run_dir, resumes=resumes)
     show(f"zerolora {own_version()}: {arguments[0]}")
+    from trainer.early_checks import check_early  # imports numpy, which other commands do not need
+
+    check_early(loaded.config)
     with HeldRanks.start(command) if reach is None else nullcontext() as held:
         places = Places(request, logs, build)
         hang_timeout = loaded.config.training.hang_timeout
@@ -61,7 +65,7 @@ def start(
             words = [*arguments, "--lock", lock.token, as_argument(sys.argv), *["--profile-start"] * profiled]
             code = Attempts(words, loaded, (build, reach), places, held).train()
             if goes_on and lock.is_held:
-                with suppress(OSError):  # a folder that is gone does not change how the run ended
+                with suppress(OSError, UnreadableFile):  # a folder that is gone does not change how the run ended
                     note_end(run_dir, os.environ, code)
             return code
 
@@ -74,8 +78,5 @@ def _check(arguments: Sequence[str], ranks: int) -> int:
 
 
 def own_version() -> str:
-    """As it was installed."""
-    try:
-        return version("zerolora")
-    except PackageNotFoundError:  # a checkout, as on a shared file system
-        return "(not installed)"
+    """Return the version as it was installed."""
+    return installed_version("zerolora") or "(not installed)"  # a checkout, as on a shared file system

@@ -1,27 +1,29 @@
 """`zerolora status`: where a job or a run stands, from SLURM, the run's heartbeats and its metrics."""
 
-import json
-import math
 import re
 import shutil
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from trainer.config import UserError
+from trainer.config.errors import printable
+from trainer.config.files import Count, Seconds, UnreadableFile, read_bytes, read_text, read_value
 from trainer.contract.folder_lock import living_holder
 from trainer.contract.heartbeat import Heartbeat, read_heartbeats
 from trainer.contract.lock_file import LOCK_FILE
+from trainer.contract.metric_records import MOST_METRICS_BYTES, Record, parse_record
 from trainer.contract.whole_files import write_whole
 
-JOB_FILE = "slurm-job"
+JOB_FILE, JOB = "slurm-job", re.compile(r"[0-9]+(_[0-9]+)?")
 # Any of these marks the folder of a run, or of a job that has not begun.
 OF_A_RUN = ("training_config.json", "metrics.jsonl", f"logs/{JOB_FILE}", "logs/job.sbatch", "logs/lock.json")
 COMMENT = "zerolora "
@@ -29,7 +31,7 @@ COMMENT = "zerolora "
 RECENT_S = 60.0
 SPEED_STEPS = 20
 SPEEDS = {"perf/tokens_per_second": "{:,.0f} tok/s", "perf/images_per_second": "{:,.2f} images/s"}
-PAUSE_S = 600.0
+PAUSE_S, LONGEST_S = 600.0, 1e12
 ACTIVE = ("RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT")
 NO_TASK = str(2**32 - 2)
 """SLURM's NO_VAL."""
@@ -39,7 +41,7 @@ def status(
     target: Annotated[str, typer.Argument(metavar="JOB|RUN", help="A SLURM job's number, or the folder of a run.")],
 ) -> None:
     """State, step, loss, speed and time left of a job or a run."""
-    if re.fullmatch(r"\d+(_\d+)?", target):
+    if JOB.fullmatch(target):
         jobs = read_job(target)
         if not jobs:
             raise UserError(f"job {target}: SLURM does not know it (any more); name the folder of its run")
@@ -53,11 +55,10 @@ def status(
         raise UserError(f"{target}: neither a job's number nor the folder of a run")
     if not any((run / name).exists() for name in OF_A_RUN) and not read_heartbeats(run / "logs"):
         raise UserError(f"{target}: no run has written into this folder; name the output_dir of one, or a job's number")
-    noted = run / "logs" / JOB_FILE
-    # Where SLURM cannot be asked the folder has to do.
-    known = noted.is_file() and shutil.which("scontrol") is not None
+    noted = noted_job(run)
     over = None
-    for job in read_job(noted.read_text().strip()) if known else []:
+    # Where SLURM cannot be asked the folder has to do.
+    for job in read_job(noted) if noted and shutil.which("scontrol") is not None else []:
         _print(job_lines(job))
         over = _over(job, run)
     _print(run_lines(run, over=over))
@@ -70,6 +71,15 @@ def note_job(job_id: int, run: Path) -> None:
     write_whole(logs / JOB_FILE, f"{job_id}\n")
     update = ["scontrol", "update", f"JobId={job_id}", f"Comment={COMMENT}{run.absolute()}"]
     subprocess.run(update, capture_output=True)  # some clusters forbid it; the file is there all the same
+
+
+def noted_job(run: Path) -> str:
+    """Return the number of the job that trained in the folder; empty where none is noted, or nothing that is one."""
+    try:
+        number = read_text(run / "logs" / JOB_FILE).strip()
+    except (FileNotFoundError, UnreadableFile):
+        return ""
+    return number if JOB.fullmatch(number) else ""
 
 
 def read_job(number: str) -> list[dict[str, str]]:
@@ -95,10 +105,8 @@ def run_of_job(job: Mapping[str, str]) -> Path | None:
 
 
 def _over(job: Mapping[str, str], run: Path) -> str | None:
-    """The state of a job that trains nothing now; None while it runs, or where the folder is another job's by now."""
-    noted = run / "logs" / JOB_FILE
-    is_its = noted.is_file() and noted.read_text().strip() == job["JobId"]
-    return job["JobState"] if is_its and job["JobState"] not in ACTIVE else None
+    """Return the state of a job that has ended; None while it runs, or where the folder is another job's by now."""
+    return job["JobState"] if noted_job(run) == job["JobId"] and job["JobState"] not in ACTIVE else None
 
 
 def _log_of(job: Mapping[str, str]) -> str:
@@ -124,104 +132,100 @@ def job_lines(job: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def run_lines(run: Path, *, over: str | None = None) -> list[tuple[str, str]]:
-    """What the run has written; `over` is the state of its job if that is no longer running."""
+    """Describe what the run has written; `over` is the state of its job if that is no longer running."""
     lines = [("run", str(run))]
     beats = read_heartbeats(run / "logs")
-    is_over = over is not None or _was_killed(run)
+    # While ranks train, one of them or their launcher holds the folder.
+    is_over = over is not None or living_holder(run) is None
     if beats:
-        lines.append(("state", _state_of(run, list(beats.values()), over)))
+        lines.append(("state", _describe_state(run, list(beats.values()), over)))
     everything = _records(run / "metrics.jsonl")
     records = [record for record in everything if "train/loss" in record]
     if not records:
         return [*lines, ("step", "none yet")]
-    last = records[-1]
-    total = _total_steps(run, last)
-    lines.append(("step", f"{last['step']:,} of {total:,}" if total else f"{last['step']:,}"))
-    lines.append(("loss", f"{last['train/loss']:.4f}" if last["train/loss"] is not None else "not finite"))
+    last, loss = records[-1], records[-1]["train/loss"]
+    total, step = _total_steps(run, last), last["step"] or 0
+    lines.append(("step", f"{step:,} of {total:,}" if total else f"{step:,}"))
+    lines.append(("loss", f"{loss:.4f}" if loss is not None else "not finite"))
     lines += _held_out_line(everything)
     for name, text in SPEEDS.items():
-        if speeds := [record[name] for record in records if record.get(name)]:
+        if speeds := [speed for record in records if (speed := record.get(name))]:
             # The first step builds and warms up.
             lines.append(("speed", text.format(mean((speeds[1:] or speeds)[-SPEED_STEPS:]))))
-    lines.append(("elapsed", f"{timedelta(seconds=int(_seconds(everything)))} of training"))
-    times = [record["perf/step_ms"] for record in records[-SPEED_STEPS:] if record.get("perf/step_ms") is not None]
+    lines.append(("elapsed", f"{_duration(_seconds(everything))} of training"))
+    times = [ms for record in records[-SPEED_STEPS:] if (ms := record.get("perf/step_ms")) is not None]
     if total and not is_over and times and None in {beat.exit_code for beat in beats.values()}:
-        lines.append(("left", f"{timedelta(seconds=int((total - last['step']) * median(times) / 1e3))} of training"))
+        lines.append(("left", f"{_duration((total - step) * median(times) / 1e3)} of training"))
     return lines
 
 
-def _state_of(run: Path, beats: list[Heartbeat], over: str | None) -> str:
-    """How it ended, or what its slowest rank does."""
-    ended = {beat.exit_code for beat in beats}
-    if ended == {0}:
+def _describe_state(run: Path, beats: list[Heartbeat], over: str | None) -> str:
+    """Describe how the run ended, or what its slowest rank does."""
+    codes = {beat.exit_code for beat in beats}
+    failed = max((code for code in codes if code), default=None)
+    if codes == {0}:
         return "done"
-    if None not in ended:
-        return f"ended with {max(code for code in ended if code is not None)}"
+    if failed is not None and None not in codes:
+        return f"ended with {failed}"
     if over is not None:
         return f"ended with its job ({over})"
-    slowest = min(beats, key=lambda beat: beat.step)
-    if _was_killed(run):
-        return f"killed, rank {slowest.rank} at {slowest.where()}"
+    slowest = min(beats, key=lambda beat: (beat.exit_code is not None, beat.step))
+    if living_holder(run) is None:
+        # A run that ended by itself has given its lock back; of its ranks some may have had no time to say how.
+        killed = failed is None or (run / "logs" / LOCK_FILE).is_file()
+        return f"{'killed' if killed else f'ended with {failed}'}, rank {slowest.rank} at {slowest.where()}"
     silent = time.time() - max(beat.time for beat in beats)
     if silent > RECENT_S:
-        return f"silent for {timedelta(seconds=int(silent))}"
+        return f"silent for {_duration(silent)}"
     hosts = ", ".join(sorted({beat.host for beat in beats}))
     return f"running on {hosts}, rank {slowest.rank} at {slowest.where()}"
 
 
-def _was_killed(run: Path) -> bool:
-    """Whether a run has left its lock, and no living process holds it, as far as can be seen on this machine."""
-    return (run / "logs" / LOCK_FILE).is_file() and living_holder(run) is None
+def _duration(seconds: float) -> timedelta:
+    return timedelta(seconds=int(min(max(seconds, 0.0), LONGEST_S)))
 
 
-def _held_out_line(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """The newest held-out loss, and the best."""
-    held_out = [(record["eval/loss"], record["step"]) for record in records if record.get("eval/loss") is not None]
+def _held_out_line(records: list[Record]) -> list[tuple[str, str]]:
+    """Describe the newest held-out loss and the best."""
+    held_out = [(loss, record["step"] or 0) for record in records if (loss := record.get("eval/loss")) is not None]
     if not held_out:
         return []
     best, at = min(held_out)
     return [("held out", f"{held_out[-1][0]:.4f} at step {held_out[-1][1]:,}, best {best:.4f} at step {at:,}")]
 
 
-def _seconds(records: list[dict[str, Any]]) -> float:
-    """From the first record to the last, without the time between an interruption and what resumed it."""
-    timed = [record for record in records if "time" in record]
-    gaps = [(after["time"] - before["time"], after) for before, after in pairwise(timed)]
+def _seconds(records: list[Record]) -> float:
+    """Return the seconds from the first record to the last, without pauses between an interruption and a resumption."""
+    timed = [(at, record) for record in records if (at := record.get("time")) is not None]
+    gaps = [(after[0] - before[0], after[1]) for before, after in pairwise(timed)]
     return sum(float(gap) for gap, after in gaps if gap <= PAUSE_S + 10 * (after.get("perf/step_ms") or 0.0) / 1e3)
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    """The records of the file; what is none, such as the line being written, is left out."""
-    if not path.is_file():
+def _records(path: Path) -> list[Record]:
+    """Return the records of the file; what is none, such as the line being written, is left out."""
+    try:
+        lines = read_bytes(path, MOST_METRICS_BYTES).splitlines()
+    except FileNotFoundError:
         return []
     records = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except (json.JSONDecodeError, RecursionError):
-            continue
-        if isinstance(record, dict) and _is_number(record.get("step")):
-            if all(value is None or _is_number(value) for value in record.values()):
-                records.append(record)
+    for line in lines:
+        with suppress(UnreadableFile):
+            records.append(parse_record(line, path))
     return records
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _total_steps(run: Path, last: Mapping[str, Any]) -> int | None:
-    """Steps of the whole run: given, or from how far the epochs are."""
-    try:
-        training = json.loads((run / "training_config.json").read_text(encoding="utf-8"))["training"]
-        if training.get("max_steps"):
-            return int(training["max_steps"])
-        done = last.get("train/epoch")
-        return max(round(last["step"] * training["epochs"] / done), int(last["step"])) if done else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-        return None  # not there, or not what a run writes
+def _total_steps(run: Path, last: Record) -> int | None:
+    """Return the steps of the whole run: given, or from how far the epochs are; None where that is not known."""
+    settings, done, step = run / "training_config.json", last.get("train/epoch"), last["step"] or 0
+    with suppress(FileNotFoundError, UnreadableFile):
+        steps: int | None = read_value(settings, "training.max_steps", Count | None)
+        if steps or not done or done < 1e-9:
+            return steps or None
+        epochs: float = read_value(settings, "training.epochs", Seconds)
+        return max(round(step * epochs / done), int(step))
+    return None
 
 
 def _print(lines: list[tuple[str, str]]) -> None:
     for name, value in lines:
-        typer.echo(f"{name:8} {value}")
+        typer.echo(printable(f"{name:8} {value}"))

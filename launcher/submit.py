@@ -1,6 +1,8 @@
 """`zerolora submit`: slurm/train.sbatch with the job's own options and command in it, handed to sbatch."""
 
 import itertools
+import math
+import os
 import re
 import shlex
 import shutil
@@ -15,7 +17,9 @@ import typer
 
 from launcher.status import COMMENT
 from launcher.supervision.terminal import say
-from trainer.config import UserError, load_config
+from launcher.targets.local import SAFE_PATH
+from trainer.config import RunConfig, UserError, load_config
+from trainer.config.aliases import canonical
 from trainer.contract.home import HOME
 from trainer.contract.whole_files import write_whole
 
@@ -26,6 +30,7 @@ MOST_GRACE_S = 65535
 # SLURM looks at limits every half minute, and sends the signal up to a minute sooner than asked for.
 EARLIER_S = 60
 SHORTEST_S = 30
+MOST_RUNS = 1000
 
 
 @dataclass(frozen=True)
@@ -138,9 +143,8 @@ def submit(
     given = list(overrides or [])
     loaded = load_config(config, given)
     run_dir = Path(loaded.config.output_dir).absolute()
-    lines = sweep_lines(sweep or [], run_dir)
-    for line in lines:
-        load_config(config, [*given, *shlex.split(line)])
+    lines = sweep_lines(sweep or [], run_dir, given)
+    load_runs(config, given, lines)
     before, after = [], []
     if compare_seeds is not None:
         if lines or compare_seeds < 1:
@@ -171,8 +175,11 @@ def submit(
     files = {logs / JOB_SCRIPT: script}
     if lines:
         files[logs / SWEEP_FILE] = "".join(f"{line}\n" for line in lines)
+    # The job's shell gets the user's environment, in which a script may import what lies next to it.
+    environment = {name: value for name, value in os.environ.items() if name not in SAFE_PATH}
+    sbatch_command = ["sbatch", "--parsable", str(logs / JOB_SCRIPT)]
     with _kept_if_accepted(files):
-        done = subprocess.run(["sbatch", "--parsable", str(logs / JOB_SCRIPT)], capture_output=True, text=True)
+        done = subprocess.run(sbatch_command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise UserError(f"sbatch: {_in_one_line(done.stderr) or done.returncode}; nothing was submitted")
     number = done.stdout.strip().split(";")[0]
@@ -185,7 +192,7 @@ def _kept_if_accepted(files: Mapping[Path, str]) -> Iterator[None]:
     """Write the files, all in one folder; what is refused leaves everything as it was before."""
     folder = next(iter(files)).parent
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    before = {path: path.read_text() if path.exists() else None for path in files}
+    before = {path: path.read_bytes() if path.exists() else None for path in files}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
@@ -196,7 +203,7 @@ def _kept_if_accepted(files: Mapping[Path, str]) -> Iterator[None]:
             if old is None:
                 path.unlink(missing_ok=True)
             else:
-                write_whole(path, old)
+                path.write_bytes(old)
         for path in made:
             if path.is_dir():
                 path.rmdir()
@@ -226,21 +233,42 @@ def log_pattern(logs: Path, *, array: bool) -> str:
     return str(logs / ("slurm-%A_%a.log" if array else "slurm-%j.log"))
 
 
-def sweep_lines(sweep: Sequence[str], run_dir: Path) -> list[str]:
-    """Settings of each run of a sweep: every combination of the values, each with a folder of its own.
+def sweep_lines(sweep: Sequence[str], run_dir: Path, fixed: Sequence[str] = ()) -> list[str]:
+    """Return the settings of each run of a sweep: every combination of the values, each with its own folder.
 
-    Raises UserError for what is not `key=value,value...`.
+    Raises UserError for what is not `key=value,value...`, for a setting that is also in `fixed`, and for too many runs.
     """
     axes: list[list[str]] = []
+    given = {canonical(text.partition("=")[0].strip())[0]: text for text in fixed}
     for text in sweep:
         key, _, values = text.partition("=")
         if not key or not values:
             raise UserError(f"--sweep {text}: must read `training.learning_rate=1e-4,2e-4`")
+        name = canonical(key.strip())[0]
+        if name == "output_dir":
+            raise UserError(f"{text}: a sweep needs a single output_dir, in which each run gets its own folder")
+        if name in given:
+            raise UserError(f"{text}: {name} is also set by {given[name]}; give all its values once, {key}=A,B")
+        given[name] = text
         axes.append([f"{key}={value}" for value in values.split(",")])
+    if (count := math.prod(map(len, axes))) > MOST_RUNS:
+        raise UserError(f"a sweep of {count:,} runs: at most {MOST_RUNS:,} are possible; try fewer values")
     if not axes:
         return []
     runs = list(itertools.product(*axes))
     return [shlex.join([*settings, f"output_dir={run_dir / _folder_name(settings)}"]) for settings in runs]
+
+
+def load_runs(config: Path, fixed: Sequence[str], lines: Sequence[str]) -> list[RunConfig]:
+    """Return the configuration of each run of a sweep. Raises UserError for a mistake and for two equal runs."""
+    loaded: dict[str, RunConfig] = {}
+    for line in lines:
+        run = load_config(config, [*fixed, *shlex.split(line)]).config
+        same = loaded.setdefault(run.model_dump_json(exclude={"output_dir"}), run)
+        if same is not run:
+            names = Path(same.output_dir).name, Path(run.output_dir).name
+            raise UserError(f"{names[1]}: is the same run as {names[0]}; give each value once")
+    return list(loaded.values())
 
 
 def _folder_name(settings: Sequence[str]) -> str:

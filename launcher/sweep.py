@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import json
 import os
 import re
 import shlex
@@ -13,25 +12,23 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated
 
 import typer
 
 from launcher.become import become_module
-from launcher.submit import sweep_lines
+from launcher.submit import load_runs, sweep_lines
 from launcher.supervision.terminal import say
-from launcher.targets.local import visible_gpus
 from trainer.config import UserError, load_config
 from trainer.config.aliases import ALIASES
 from trainer.config.messages import annotation_of
 from trainer.config.values import kinds
+from trainer.contract.default_ranks import visible_gpus
 from trainer.contract.heartbeat import read_heartbeats
 from trainer.contract.launcher_process import tie_children_to_this_process
-from trainer.contract.whole_files import write_json
+from trainer.contract.sweep_record import SweptRun, read_sweep, write_sweep
 
-RECORD = "sweep.json"
 LOOK_EVERY_S = 0.5
-MOST_RUNS = 1000
 _TASKS = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 
 
@@ -91,7 +88,7 @@ def sweep(
             if tasks:
                 typer.echo(shlex.join(["zerolora", *words]))
             return
-        write_record(folder, runs)
+        note_runs(folder, runs)
         say(f"afterwards: zerolora sweep {config} {shlex.join(fixed)} --table")
         os.execv(sys.executable, [sys.executable, "-m", "launcher.cli", *words])
     gpus = visible_gpus()
@@ -121,21 +118,17 @@ def split_axes(settings: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def plan_runs(config: Path, axes: Sequence[str], fixed: Sequence[str], folder: Path) -> list[Run]:
     """All runs, each checked; those that an earlier start has finished know it. Raises UserError for what cannot be."""
-    lines = sweep_lines(axes, folder)
-    if len(lines) > MOST_RUNS:
-        raise UserError(f"zerolora sweep: {len(lines):,} runs, and {MOST_RUNS:,} are the most; try fewer values")
-    before = {entry["folder"]: entry for entry in read_record(folder)}
+    lines = sweep_lines(axes, folder, fixed)
+    before = {entry.folder: entry for entry in read_sweep(folder)}
     runs = []
-    for line in lines:
-        settings = [*fixed, *shlex.split(line)]
-        loaded = load_config(config, settings)
-        digest = hashlib.sha256(loaded.config.model_dump_json().encode()).hexdigest()
-        run = Run(settings, Path(loaded.config.output_dir), digest)
+    for line, loaded in zip(lines, load_runs(config, fixed, lines), strict=True):
+        digest = hashlib.sha256(loaded.model_dump_json().encode()).hexdigest()
+        run = Run([*fixed, *shlex.split(line)], Path(loaded.output_dir), digest)
         earlier = before.get(str(run.folder))
-        if earlier and earlier["digest"] != digest and run.folder.exists():
+        if earlier and earlier.digest != digest and run.folder.exists():
             raise UserError(f"{run.folder}: an earlier sweep trained it with other settings; name another output_dir")
-        if earlier and earlier["digest"] == digest:
-            run.exit_code = 0 if earlier["exit_code"] == 0 or _has_ended_well(run.folder) else None
+        if earlier and earlier.digest == digest:
+            run.exit_code = 0 if earlier.exit_code == 0 or _has_ended_well(run.folder) else None
         runs.append(run)
     return runs
 
@@ -153,7 +146,8 @@ def tasks_left(runs: Sequence[Run], of_submit: Sequence[str]) -> tuple[list[int]
     _tell_finished(runs)
     asked, rest = _array_of(of_submit)
     tasks, _, at_once = asked.partition("%")
-    left = [task for task in left if not asked or task in _numbers(tasks)]
+    wanted = _numbers(tasks) if asked else []
+    left = [task for task in left if not asked or any(task in numbers for numbers in wanted)]
     return left, [*rest, "--array", ",".join(map(str, left)) + (f"%{at_once}" if at_once else "")]
 
 
@@ -165,15 +159,15 @@ def _array_of(of_submit: Sequence[str]) -> tuple[str, list[str]]:
     return found.array, rest
 
 
-def _numbers(tasks: str) -> set[int]:
-    """Those of `0,3-5,8-12:2`, as sbatch reads them. Raises UserError for what is not."""
-    numbers: set[int] = set()
+def _numbers(tasks: str) -> list[range]:
+    """Parse `0,3-5,8-12:2` as sbatch does; ranges stay ranges, whose ends may be far apart. Raises UserError."""
+    numbers = []
     for part in tasks.split(","):
         found = _TASKS.fullmatch(part)
         if found is None:
             raise UserError(f"--array {tasks}: must read 0-7, 0,3,5 or 0-12:2, with %2 for two at a time")
         first, last, every = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
-        numbers |= set(range(first, last + 1, max(every, 1)))
+        numbers.append(range(first, last + 1, max(every, 1)))
     return numbers
 
 
@@ -200,7 +194,7 @@ def command(config: Path, run: Run, each: int | None) -> list[str]:
 
 def go_through(config: Path, runs: list[Run], slots: list[Sequence[int]], each: int | None, folder: Path) -> None:
     """Start runs as places become free, until all have ended; a signal is passed on to those that run."""
-    write_record(folder, runs)
+    note_runs(folder, runs)
     waiting = [run for run in runs if run.exit_code is None]
     _tell_finished(runs)
     tie_children_to_this_process()
@@ -255,27 +249,10 @@ def _note_end(run: Run, runs: list[Run], folder: Path) -> None:
     if run.exit_code:
         where = f"; {folder / run.name}.log says why" if run.log else ""
         say(f"{run.name}: ended with {run.exit_code}{where}")
-    write_record(folder, runs)
+    note_runs(folder, runs)
 
 
-def read_record(folder: Path) -> list[dict[str, Any]]:
-    """What earlier starts have noted. Raises UserError for a record that cannot be read."""
-    try:
-        entries = json.loads((folder / RECORD).read_text(encoding="utf-8"))["runs"]
-        return [entry for entry in entries if {"folder", "digest", "exit_code"} <= entry.keys()]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(f"{folder / RECORD}: cannot be read ({error}); remove it") from None
-
-
-def write_record(folder: Path, runs: Sequence[Run]) -> None:
-    """The runs with their settings and ends; those of other sweeps in the folder stay."""
-    ours = {str(run.folder) for run in runs}
-    others = [entry for entry in read_record(folder) if entry["folder"] not in ours]
+def note_runs(folder: Path, runs: Sequence[Run]) -> None:
+    """Note the runs with their settings and ends; those of other sweeps in the folder stay."""
     folder.mkdir(parents=True, exist_ok=True)
-    entries = [
-        {"folder": str(run.folder), "settings": run.settings, "digest": run.digest, "exit_code": run.exit_code}
-        for run in runs
-    ]
-    write_json(folder / RECORD, {"runs": [*others, *entries]})
+    write_sweep(folder, [SweptRun(str(run.folder), run.digest, run.exit_code, run.settings) for run in runs])

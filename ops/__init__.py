@@ -1,4 +1,4 @@
-"""Fused LoRA operators for torch: CUDA kernels built by DeepSpeed's op builder, and the same in plain torch."""
+"""Fused LoRA operators of zerolora: CUDA kernels built by DeepSpeed's op builder, and the same in plain torch."""
 
 from ops import groups
 from ops.backend import Backend, build_beside, expected, load, loaded

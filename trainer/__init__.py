@@ -1,1 +1,1 @@
-"""What every rank of a run executes: configuration, data, model, engine, loop, checkpoints, reports."""
+"""What every rank of a run of zerolora executes: configuration, data, model, engine, loop, checkpoints, reports."""

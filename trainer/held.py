@@ -18,6 +18,7 @@ from trainer.config import UserError, load_config
 from trainer.config.errors import mistake_in_path
 from trainer.contract.exit_codes import EXIT_FAILED, exit_code_after
 from trainer.contract.held_start import CHECKED, OPTION, Release, take_channel
+from trainer.contract.standard_streams import forgiving_stream
 from trainer.data.prepared import Prepared
 from trainer.images.pipeline import is_pipeline
 from trainer.monitor.console import append_output_to
@@ -30,6 +31,8 @@ from trainer.ranks.progress import phase
 def main(argv: list[str]) -> int:
     """Import, check on the first rank, wait, train; the exit code of a rank, or of the checks."""
     channel = take_channel()
+    # The terminal may be gone before the checks are done: `zerolora train c.yaml | head -1`.
+    sys.stdout, sys.stderr = forgiving_stream(1), forgiving_stream(2)
     with _quiet():
         import_what_every_run_uses()
     config, overrides = argv[0], [word for word in argv[1:] if word != OPTION]
@@ -98,21 +101,8 @@ def _ended_in_order() -> Iterator[None]:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep notices of libraries off the terminal: DeepSpeed finds no GPU, the hub tries again."""
-
-    def is_error(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR
-
-    deepspeed = logging.getLogger("DeepSpeed")  # sets its level when it is imported
-    deepspeed.addFilter(is_error)
-    loggers = [
-        logging.getLogger(name) for name in ("transformers", "huggingface_hub", "torchao", "torch.utils._pytree")
-    ]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        deepspeed.removeFilter(is_error)
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(logging.NOTSET)

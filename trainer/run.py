@@ -1,6 +1,7 @@
 """One run on one rank, read from top to bottom: join, load, adapt, start the engine, restore, loop, save."""
 
 import math
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from rich.markup import escape
 from trainer.build import build_model, patches_wanted
 from trainer.checkpoint.position import Position
 from trainer.config import LoadedConfig, RunConfig, collective_timeout, engine_zero
+from trainer.contract.command_typed import resume_command
 from trainer.contract.folder_lock import FolderLock
 from trainer.course import Course
 from trainer.data import StreamBatches
@@ -353,7 +355,8 @@ class Run:
         for source, count in skipped_records(self.config, self.prepared, self.batches).items():
             self.say(f"{source}: {count:,} records were skipped (dataset.on_bad_record=skip)")
         if self.stop:
-            self.say(f"stopped at step {position.step}, saved; go on with training.resume_from_checkpoint=latest")
+            command = resume_command(sys.argv, overwrites=bool(self.config.output.overwrite))
+            self.say(escape(f"stopped at step {position.step}, saved; continue with: {command}"))
             return
         self.folder.write_report(before, after)
 

@@ -28,9 +28,9 @@ def main(argv: list[str] | None = None) -> int:
         _, rank, _, local_rank = read_place(os.environ)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / CONFIG_FILE
-            overrides = _write(path, arguments)
+            overrides, output = _write(path, arguments)
             if rank == 0:
-                _copy_to_log()
+                _copy_to_log(output)
             from trainer.rank import main as train
 
             return train([str(path), *overrides])
@@ -42,8 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         return UserError.exit_code
 
 
-def _write(path: Path, arguments: list[str]) -> list[str]:
-    """Write the configuration for the flags to `path` and return the overrides. Raises UserError."""
+def _write(path: Path, arguments: list[str]) -> tuple[list[str], Path]:
+    """Write the configuration for the flags to `path`; return the overrides and the output folder. Raises UserError."""
     options = parse(arguments, by_rank=True)
     for flag in ("check_requirements", "dry_run"):
         if getattr(options, flag):
@@ -57,13 +57,12 @@ def _write(path: Path, arguments: list[str]) -> list[str]:
             data, held_out = map(str, demo_data(cache))
         tree = settings(options, data, held_out)
     path.write_text(dump(tree), encoding="utf-8")
-    load_flags(path, options)
-    return list(options.overrides)
+    return list(options.overrides), Path(load_flags(path, options).config.output_dir)
 
 
-def _copy_to_log() -> None:
-    """From here on, what this process prints also goes to the guide's log."""
-    with open_log() as log:
+def _copy_to_log(output: Path) -> None:
+    """Copy what this process prints from now on to the guide's log."""
+    with open_log(output) as log:
         copier = subprocess.Popen(["tee", "-a", log.name], stdin=subprocess.PIPE, start_new_session=True)
     assert copier.stdin is not None
     os.dup2(copier.stdin.fileno(), 1)

@@ -4,9 +4,11 @@ deepspeed --module trainer.train CONFIG [key=value ...]      or      torchrun -m
 """
 
 import gc
+import os
 import sys
 
 from trainer.contract import held_start
+from trainer.contract.standard_streams import PROGRESS
 from trainer.ranks.lean_imports import import_what_every_run_uses
 from trainer.ranks.training_process import begin
 
@@ -17,6 +19,8 @@ def main(argv: list[str] | None = None) -> int:
     gc.disable()  # until all is imported
     words = sys.argv[1:] if argv is None else argv
     if held_start.OPTION in words:
+        if os.environ["RANK"] == "0":
+            PROGRESS.show("importing")
         from trainer.held import main as train_when_released
 
         return train_when_released(words)

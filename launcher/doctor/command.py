@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from launcher.become import become_module
 from launcher.doctor.other_hosts import MARK, answer_lines, ask_by_srun, ask_by_ssh, check_mpi, check_srun, check_ssh
 from launcher.doctor.this_host import (
     Check,
@@ -33,10 +35,13 @@ from launcher.supervision.processes import end_sessions
 from launcher.supervision.remote import ThroughSsh
 from launcher.targets.environment import write_environment
 from launcher.targets.hostfile import choose_slots, read_hostfile
-from launcher.targets.local import CPU_RANKS, Command, visible_gpus
-from launcher.targets.slurm import in_allocation, read_allocation
+from launcher.targets.local import Command
+from launcher.targets.slurm import read_allocation
 from trainer.config import LoadedConfig, UserError, load_config
+from trainer.config.errors import printable
+from trainer.contract.default_ranks import CPU_RANKS, in_allocation, visible_gpus
 from trainer.contract.rank_variables import host_name
+from trainer.contract.standard_streams import PROGRESS
 
 PROBE_PATIENCE_S = 300.0
 RANKS_PATIENCE_S = 300.0
@@ -63,8 +68,7 @@ def doctor(
 ) -> None:
     """Check everything that a run needs: exit code 1 if something will fail, with its fix."""
     if patches:
-        words = ["-m", "launcher.module", "trainer.patches.register", *(["--json"] if as_json else [])]
-        os.execv(sys.executable, [sys.executable, *words])
+        become_module("trainer.patches.register", ["--json"] * as_json)
     loaded = load_config(config, overrides or []) if config is not None else None
     arguments = [] if config is None else [str(config), *(overrides or [])]
     if only_here:
@@ -141,6 +145,7 @@ def _num_gpus(request: Request) -> list[str]:
 
 def probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], Need]:
     """What needs torch on this machine, in a process of its own."""
+    PROGRESS.show("checking this machine")
     argv = (sys.executable, "-m", "trainer.commands.doctor.probe", *arguments, "--ranks", str(ranks))
     found, last_words = _run(Command(argv, 1, {}, ()), PROBE_PATIENCE_S)
     if found is None:
@@ -150,6 +155,7 @@ def probe(arguments: Sequence[str], ranks: int) -> tuple[list[Check], Need]:
 
 def measure_ranks(command: Command) -> list[Check]:
     """What the ranks find out about each other, started as a run would be."""
+    PROGRESS.show(f"starting {command.ranks} ranks, which look at each other")
     found, last_words = _run(command, RANKS_PATIENCE_S)
     if found is None:
         return [Check("ranks", "FAIL", last_words, f"the same by hand: {command.shell()}")]
@@ -157,7 +163,7 @@ def measure_ranks(command: Command) -> list[Check]:
 
 
 def _run(command: Command, patience_s: float) -> tuple[Any, str]:
-    """The JSON that a command prints after MARK, or None and the last words it said."""
+    """Return the JSON that a command prints after MARK, or None and the last words it said."""
     with tempfile.TemporaryFile() as output:
         processes = command.start(output, output)
         deadline = time.monotonic() + patience_s
@@ -174,7 +180,8 @@ def _run(command: Command, patience_s: float) -> tuple[Any, str]:
         said = output.read().decode(errors="replace")
     for line in said.splitlines():
         if MARK in line:
-            return json.loads(line.partition(MARK)[2].rpartition("}")[0] + "}"), ""
+            with suppress(ValueError):  # srun passes on what it gets in pieces
+                return json.loads(line.partition(MARK)[2].rpartition("}")[0] + "}"), ""
     lines = [line.strip("- ") for line in said.splitlines() if line.strip("- ")] or ["it said nothing"]
     errors = [line for line in lines if "Error" in line][-1:] or lines[:2]
     if len(late) == len(processes):
@@ -202,8 +209,10 @@ def show(checks: Iterable[Check], *, as_json: bool) -> None:
             continue
         name = f"{check.host}: {check.name}" if check.host else check.name
         word = "better" if check.state == "OK" else "fix"
-        fix = f"\n[bold]{word}:[/bold] {escape(check.fix)}" if check.fix else ""
-        table.add_row(f"[{COLOURS[check.state]}]{check.state}[/]", escape(name), escape(check.found) + fix)
+        fix = f"\n[bold]{word}:[/bold] {escape(printable(check.fix))}" if check.fix else ""
+        table.add_row(
+            f"[{COLOURS[check.state]}]{check.state}[/]", escape(printable(name)), escape(printable(check.found)) + fix
+        )
     for host, count in good.items():
         table.add_row("[green]OK[/]", escape(host), f"{count} checks are good")
     console.print(table)

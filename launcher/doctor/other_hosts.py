@@ -4,13 +4,15 @@ import base64
 import importlib.util
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from launcher.doctor.this_host import Check
@@ -18,14 +20,15 @@ from launcher.targets.environment import exported_variables
 from launcher.targets.hostfile import SSH, check_reachable
 from launcher.targets.slurm import Allocation
 from trainer.config import UserError
+from trainer.config.files import UnreadableFile, parse_json
 from trainer.contract.rank_variables import host_name
 
 MARK = "zerolora-doctor: "
 # srun passes lines on in pieces of 1,024 bytes, with those of other nodes between them.
 PIECE = 400
+_PIECE = re.compile(rf"{MARK}(\S+) ([0-9]{{1,9}}) ([0-9]{{1,9}}) (\S+)[ \t]*$", re.M)
 PATIENCE_S = 20.0
 HOST_PATIENCE_S = 300.0
-CHECKOUT = Path(__file__).parents[2]
 
 
 def check_ssh(hosts: Sequence[str]) -> Iterator[Check]:
@@ -45,7 +48,7 @@ def _reach(host: str) -> Check:
 
 def ask_by_ssh(hosts: Sequence[str], arguments: Sequence[str]) -> list[Check]:
     """What the doctor says on each of these hosts about that host alone; this one is left out."""
-    variables = exported_variables(os.environ) | {"PYTHONPATH": os.environ.get("PYTHONPATH", str(CHECKOUT))}
+    variables = exported_variables(os.environ)
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
     line = f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {shlex.join(_here(arguments))}"
     with ThreadPoolExecutor(max_workers=64) as pool:
@@ -81,19 +84,17 @@ def answer_lines(host: str, checks: Sequence[Check]) -> Iterator[str]:
 
 
 def checks_told(printed: str) -> list[Check]:
-    """The checks that doctors on other hosts have printed; a host whose lines are not all there is left out."""
-    pieces: dict[str, dict[int, str]] = {}
-    counts: dict[str, int] = {}
-    for line in printed.splitlines():
-        words = line.partition(MARK)[2].split()
-        if len(words) == 4:
-            host, number, counts[words[0]], piece = words[0], int(words[1]), int(words[2]), words[3]
-            pieces.setdefault(host, {})[number] = piece
+    """Return the checks that doctors on other hosts have printed, without hosts of which lines are missing or odd."""
+    pieces: dict[tuple[str, int], dict[int, str]] = {}
+    for host, number, count, piece in _PIECE.findall(printed):
+        pieces.setdefault((host, int(count)), {})[int(number)] = piece
     checks: list[Check] = []
-    for host, count in counts.items():
-        if len(pieces[host]) == count:
-            text = base64.b64decode("".join(pieces[host][number] for number in range(count)))
-            checks += [Check(**(check | {"host": host})) for check in json.loads(text)]
+    for (host, count), found in pieces.items():
+        with suppress(ValueError, UnreadableFile):
+            text = (
+                base64.b64decode("".join(found[number] for number in sorted(found))) if len(found) == count else b"[]"
+            )
+            checks += [replace(check, host=host) for check in parse_json(text, Path(host), list[Check])]
     return checks
 
 

@@ -6,11 +6,10 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from launcher.supervision.terminal import say
 from trainer.config import UserError
-from trainer.contract.heartbeat import Heartbeat, read_heartbeats
+from trainer.contract.heartbeat import Hang, Heartbeat, read_heartbeats
 from trainer.contract.rank_variables import host_name
 
 TRACEBACK_LINES = 12
@@ -183,17 +182,17 @@ def _was_killed(death: Death) -> bool:
     return (death.status or 0) < 0 and death.status != -signal.SIGTERM and not death.tidied_up
 
 
-def tell_hang(logs: Path, old_sizes: Mapping[str, int], hang: Mapping[str, Any], *, is_told: bool) -> Fault:
+def tell_hang(logs: Path, old_sizes: Mapping[str, int], hang: Hang, *, is_told: bool) -> Fault:
     """Print on stderr which rank the others waited for, if that is not told yet, and where its Python code stands."""
     if not is_told:
-        say(f"the run failed: {hang['text']}")
-    rank = hang["ranks"][0]
+        say(f"the run failed: {hang.text}")
+    rank = hang.ranks[0]
     log = logs / f"rank-{rank}.log"
     text = _new_text(log, old_sizes)
     for line in last_stack(text) or last_traceback(text):
         say(f"  {line}")
     say(f"the stacks of all ranks: {logs}/rank-*.log")
-    return Fault(1, hang["text"], rank)
+    return Fault(1, hang.text, rank)
 
 
 def log_sizes(logs: Path) -> dict[str, int]:

@@ -99,7 +99,8 @@ class ThroughSrun(ThroughLauncher):
         self.allocation = allocation
 
     def host_of(self, rank: int) -> str:
-        return self.allocation.nodes[rank // self.allocation.ranks_per_node]
+        node = rank // self.allocation.ranks_per_node
+        return self.allocation.nodes[node] if node < len(self.allocation.nodes) else ""
 
     def awaited(self) -> str:
         return f"SLURM gives a lost node up after its SlurmdTimeout ({slurmd_timeout()}); waiting for that"
@@ -131,16 +132,16 @@ class ThroughSsh:
         self._host_of_rank = [host for host, gpus in slots.items() for _ in gpus]
 
     def host_of(self, rank: int) -> str:
-        return self._host_of_rank[rank]
+        return self._host_of_rank[rank] if rank < len(self._host_of_rank) else ""
 
     def awaited(self) -> str:
         return "waiting for its connection to end"
 
     def stop(self, process: subprocess.Popen[bytes], logs: Path) -> bool:
-        alive = {rank: beat for rank, beat in sorted(read_heartbeats(logs).items()) if beat.exit_code is None}
-        rank, beat = next(iter(alive.items()), (0, None))
+        alive = [beat for _, beat in sorted(read_heartbeats(logs).items()) if beat.exit_code is None]
+        beat = next((beat for beat in alive if self.host_of(beat.rank)), None)
         if beat is not None:
-            run_on(self._host_of_rank[rank], f"kill -USR1 {beat.pid}")
+            run_on(self.host_of(beat.rank), f"kill -USR1 {beat.pid}")
         return beat is not None
 
     def end(self, process: subprocess.Popen[bytes], logs: Path) -> None:

@@ -8,16 +8,17 @@ What fails twice in the same step in the same way is of the step's data, as a ru
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.supervision.failure_report import Fault
 from launcher.supervision.stop_signals import STOPPED
 from launcher.supervision.terminal import say
+from trainer.config.files import UnreadableFile, read_text
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_RESTART, EXIT_USAGE
 from trainer.contract.heartbeat import read_heartbeats
 from trainer.contract.restart_note import MOST_HALVINGS, RestartNote
-from trainer.contract.restart_record import Restart, forget_restarts, note_restart
+from trainer.contract.restart_record import Restart, forget_restarts, newest_checkpoint, note_restart, whole_checkpoints
 
 _RESUME, _OVERWRITE = "training.resume_from_checkpoint", "output.overwrite"
 
@@ -77,7 +78,7 @@ class Restarts:
         self._run_dir, self._start, self._most, self._tell_batch = run_dir, start, most, tell_batch
         self._leave_out, self._has_trained = leave_out, False
         self._logs = run_dir / "logs"
-        self._resumes, self._before, self._record_before = resumes, self._whole(), self._record()
+        self._resumes, self._before, self._record_before = resumes, whole_checkpoints(run_dir), self._record()
         self._foreign = [] if resumes else _unlisted_checkpoints(run_dir)
         self._settings: dict[str, str] = {}
         self._restarts = self._halvings = 0
@@ -153,33 +154,24 @@ class Restarts:
                 self._settings[_RESUME] = "auto"
             if not newest and any(path.exists() for path in self._foreign):
                 self._settings |= {_RESUME: "null", _OVERWRITE: "true"}  # none for a run that is to start over
-        told = asdict(note) if note is not None else None
-        note_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks, told))
+        note_restart(self._run_dir, Restart(round(time.time(), 3), reason, ending.step, newest, ending.ranks, note))
         return newest
 
     def _newest(self) -> str:
         """The newest whole checkpoint that was written since; empty if there is none."""
-        new = [name for name, written in self._whole().items() if self._before.get(name) != written]
-        return max(new, key=lambda name: int(name.rpartition("-")[2]), default="")
+        now = whole_checkpoints(self._run_dir)
+        return newest_checkpoint(name for name, written in now.items() if self._before.get(name) != written)
 
     def _record(self) -> int:
         """When the run's record was written: a start writes it first of all."""
         record = self._run_dir / "run.json"
         return record.stat().st_mtime_ns if record.exists() else 0
 
-    def _whole(self) -> dict[str, int]:
-        """The whole checkpoints in the folder, and when each was written."""
-        return {
-            marker.parent.name: marker.stat().st_mtime_ns
-            for marker in self._run_dir.glob("checkpoint-*/COMPLETE")
-            if marker.parent.name.rpartition("-")[2].isdigit()
-        }
-
 
 def _unlisted_checkpoints(run_dir: Path) -> list[Path]:
     """Those that `output.overwrite: delete` leaves where they are: they are not on the earlier run's list."""
     try:
-        listed = (run_dir / "written.txt").read_text(encoding="utf-8").split("\n")
-    except OSError:
+        listed = read_text(run_dir / "written.txt").split("\n")
+    except (FileNotFoundError, UnreadableFile):
         return []  # without a list everything is moved aside
     return [path for path in run_dir.glob("checkpoint-*") if path.name not in listed]

@@ -1,47 +1,36 @@
 """Heartbeats of a run that have stopped: of all its ranks, or of those of one host."""
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from launcher.supervision.remote import Reach
-from trainer.contract.heartbeat import VERDICT_FILE, Heartbeat, read_heartbeats
+from trainer.contract.heartbeat import Hang, Heartbeat, read_heartbeats
 
 # Longer than any interval between two heartbeats, by far.
 SILENCE_S = 60.0
 
 
-def read_hang(logs: Path) -> Mapping[str, Any] | None:
-    """What the ranks of a run that got nowhere have agreed on: `ranks` that are behind, and `text`."""
-    try:
-        found: Mapping[str, Any] = json.loads((logs / VERDICT_FILE).read_text())
-        return found
-    except (OSError, ValueError):
-        return None
-
-
-def silent_run(ranks: int, beats: Mapping[int, Heartbeat]) -> Mapping[str, Any]:
-    """What is told, as `read_hang` gives it, where no rank is left that could tell it.
+def silent_run(ranks: int, beats: Mapping[int, Heartbeat]) -> Hang:
+    """Return the verdict on a run in which no rank is left that could give it.
 
     Ranks that have left nothing are to blame: others can wait for them in MPI_Init, where a process has no threads.
     """
     unheard = [rank for rank in range(ranks) if rank not in beats]
     if not beats or not unheard:
-        return {"ranks": [0], "text": "no rank gives a sign of life any more: all are stopped, or the host is"}
+        return Hang([0], "no rank gives a sign of life any more: all are stopped, or the host is")
     text = "; ".join(f"rank {rank} has given no sign of life since it was started" for rank in unheard)
-    return {"ranks": unheard, "text": f"{text}; the others give none any more"}
+    return Hang(unheard, f"{text}; the others give none any more")
 
 
-def name_hosts(hang: Mapping[str, Any], reach: Reach | None) -> Mapping[str, Any]:
-    """With the host of a rank that has not begun, which the other ranks may not know."""
-    text = str(hang["text"])
-    for rank in hang["ranks"]:
+def name_hosts(hang: Hang, reach: Reach | None) -> Hang:
+    """Add the host of a rank that has not begun, which the other ranks may not know."""
+    text = hang.text
+    for rank in hang.ranks:
         host = reach.host_of(rank) if reach is not None else ""
         if host:
             text = text.replace(f"rank {rank} has given no", f"rank {rank} on {host} has given no")
-    return {**hang, "text": text}
+    return Hang(hang.ranks, text)
 
 
 class Silence:

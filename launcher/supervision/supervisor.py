@@ -15,10 +15,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO
 
 import psutil
 
@@ -29,12 +29,12 @@ from launcher.supervision.launcher_log import LauncherLog
 from launcher.supervision.lost_folder import FolderWatch, code_without_folder
 from launcher.supervision.processes import end_sessions, find_noted_ranks, is_alive, is_stopped, send, with_children
 from launcher.supervision.remote import Reach
-from launcher.supervision.silence import SILENCE_S, Silence, SilentHosts, name_hosts, read_hang, silent_run
+from launcher.supervision.silence import SILENCE_S, Silence, SilentHosts, name_hosts, silent_run
 from launcher.supervision.stop_signals import PASSED_ON, STOPPED, exit_code_of, exit_code_of_stop, is_stopped_by_us
 from launcher.supervision.terminal import say
 from launcher.targets.local import Command
 from trainer.contract.exit_codes import EXIT_FAILED, EXIT_OK, EXIT_RESTART, EXIT_USAGE
-from trainer.contract.heartbeat import clear_heartbeats, read_heartbeats
+from trainer.contract.heartbeat import Hang, clear_heartbeats, read_hang, read_heartbeats
 from trainer.contract.launcher_process import keep_alive_file
 from trainer.contract.rank_variables import host_name
 from trainer.contract.restart_note import RestartNote
@@ -95,7 +95,7 @@ class Supervisor:
         self._has_told_hang = False
         self._trains = False
         self._codes: set[int | None] = set()
-        self._silent_run: Mapping[str, Any] | None = None
+        self._silent_run: Hang | None = None
         self._cut_short = False
         self._cut_off = False
         self._all_ended_at: float | None = None
@@ -211,7 +211,7 @@ class Supervisor:
         if (hang := read_hang(self.logs)) is not None:
             if not self._has_told_hang:
                 self._has_told_hang = True  # now: a host that is cut off lets its launcher wait
-                say(f"the run failed: {name_hosts(hang, self.reach)['text']}")
+                say(f"the run failed: {name_hosts(hang, self.reach).text}")
             # A rank that was halted must run to write its stack and end; one that had not begun would only begin.
             halted = (process for rank, process in self.ranks.items() if rank in beats and is_stopped(process))
             send(halted, signal.SIGCONT)

@@ -14,17 +14,40 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from trainer.config.errors import printable
+
 SHOW_CURSOR = b"\x1b[?25h"
 FOLLOW_S = 0.2
 
 
-class ConsolePipe:
+class _Console:
+    """Where rank 0 writes, and what becomes of it on this process's stdout."""
+
+    def __init__(self, logs: Path, path: Path) -> None:
+        self._logs, self.path = logs, path
+        self._is_lost = False
+
+    def arguments(self) -> list[str]:
+        """Return the options of a rank that say where to write, and what kind of terminal that ends on."""
+        return ["--console", str(self.path), *_terminal_arguments()]
+
+    def _show(self, chunk: bytes) -> None:
+        if not _write(chunk) and not self._is_lost:
+            self._is_lost = True
+            with suppress(OSError), (self._logs / "launcher.log").open("a") as log:
+                log.write("standard output cannot be written any more; training continues without its console\n")
+
+    def __enter__(self) -> Self:
+        return self
+
+
+class ConsolePipe(_Console):
     """A named pipe whose bytes appear on this process's stdout until the `with` block ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, logs: Path) -> None:
         # Not in the run's folder: network file systems do not all have pipes.
         self._folder = Path(tempfile.mkdtemp(prefix="zerolora-"))
-        self.path = self._folder / "console"
+        super().__init__(logs, self._folder / "console")
         os.mkfifo(self.path, 0o600)
         self._read_fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         # A writer of our own keeps the pipe from ending before rank 0 has opened it, and ends it when we say so.
@@ -34,17 +57,10 @@ class ConsolePipe:
         self._thread = threading.Thread(target=self._copy, name="console", daemon=True)
         self._thread.start()
 
-    def arguments(self) -> list[str]:
-        """What a rank is told: where to write, and what kind of terminal that ends on."""
-        return ["--console", str(self.path), *_terminal_arguments()]
-
     def _copy(self) -> None:
         while chunk := os.read(self._read_fd, 65536):
             self._line_is_open = not chunk.endswith(b"\n")
-            _write(chunk)
-
-    def __enter__(self) -> Self:
-        return self
+            self._show(chunk)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -58,12 +74,12 @@ class ConsolePipe:
             _write(SHOW_CURSOR + (b"\n" if self._line_is_open else b""))
 
 
-class ConsoleFile:
+class ConsoleFile(_Console):
     """A file in the run's folder, for rank 0 on whatever host; what is added to it appears on this process's stdout."""
 
     def __init__(self, logs: Path) -> None:
         logs.mkdir(parents=True, exist_ok=True)
-        self.path = self.path_in(logs)
+        super().__init__(logs, self.path_in(logs))
         self.path.touch()
         self._file = self.path.open("rb", buffering=0)
         self._shown = self._file.seek(0, os.SEEK_END)
@@ -76,10 +92,6 @@ class ConsoleFile:
         """The file's absolute path."""
         return logs.absolute() / "console.log"
 
-    def arguments(self) -> list[str]:
-        """What a rank is told: where to write, and what kind of terminal that ends on."""
-        return ["--console", str(self.path), *_terminal_arguments()]
-
     def _follow(self) -> None:
         ending = False
         while True:
@@ -91,26 +103,23 @@ class ConsoleFile:
 
     def _show_new(self) -> None:
         try:
-            self._show()
+            self._read_on()
         except OSError:
             # What was open stays lost when the folder is mounted anew.
             again = self.path.open("rb", buffering=0)
             self._shown = again.seek(min(self._shown, again.seek(0, os.SEEK_END)))
             self._close()
             self._file = again
-            self._show()
+            self._read_on()
 
-    def _show(self) -> None:
+    def _read_on(self) -> None:
         while chunk := self._file.read(65536):
             self._shown += len(chunk)
-            _write(chunk)
+            self._show(chunk)
 
     def _close(self) -> None:
         with suppress(OSError):
             self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -129,23 +138,31 @@ def _terminal_arguments() -> list[str]:
 
 
 def say(message: str) -> None:
-    """A line of the launcher's own on stderr, whatever has become of stderr."""
-    try:
-        print(message, file=sys.stderr, flush=True)
-    except OSError:
-        pass  # the terminal is closed; the run goes on, and launcher.log has the rest
+    """Print a line of the launcher's own on stderr, whatever has become of stderr."""
+    with suppress(OSError):  # the terminal is closed; the run goes on, and launcher.log has the rest
+        _clear_line()
+        print(printable(message), file=sys.stderr, flush=True)
 
 
 def show(line: str) -> None:
-    """A line of the launcher's own where rank 0's lines go: how far the start is."""
-    sys.stdout.flush()
-    _write(f"{line}\n".encode())
+    """Print a line of the launcher's own where rank 0's lines go: how far the start is."""
+    with suppress(OSError):
+        _clear_line()
+        sys.stdout.flush()
+    _write(f"{printable(line)}\n".encode(errors="replace"))
 
 
-def _write(data: bytes) -> None:
-    """All of `data` to stdout; a terminal that has gone away must not stop the run."""
+def _clear_line() -> None:
+    """Remove what the first rank shows on the terminal's last line while it imports (standard_streams.py)."""
+    if os.isatty(2):
+        os.write(2, b"\r\x1b[2K")
+
+
+def _write(data: bytes) -> bool:
+    """Write all of `data` to stdout; False where it cannot be written, which must not stop the run."""
     try:
         while data:
             data = data[os.write(1, data) :]
     except OSError:
-        pass
+        return False
+    return True

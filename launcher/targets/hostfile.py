@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from trainer.config import UserError
+from trainer.config.files import read_text
 
 Slots = dict[str, list[int]]
 """Host -> numbers of its GPUs, in the order in which ranks are dealt out."""
@@ -37,7 +38,7 @@ def read_hostfile(path: Path) -> Slots:
     if not path.is_file():
         raise UserError(f"--hostfile {path}: no such file; a line for each host is needed, `gpu-a slots=8`")
     slots: Slots = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue
@@ -84,20 +85,20 @@ def check_reachable(hosts: Sequence[str], folder: Path) -> None:
 
     Raises UserError that names every host on which one of it fails.
     """
-    wanted = f"test -x {shlex.quote(sys.executable)} && cd {shlex.quote(str(folder))}"
-    with ThreadPoolExecutor(max_workers=64) as pool:
-        answers = list(pool.map(lambda host: _ssh(host, wanted), hosts))
-    if any(answer is not None for answer in answers):
-        wrong = [f"{host}: {answer}" for host, answer in zip(hosts, answers, strict=True) if answer is not None]
+    wrong = [f"{host}: {problem}" for host, problem in _find_problems(hosts, folder).items() if problem is not None]
+    if wrong:
         raise UserError("--hostfile: " + "; ".join(wrong))
 
 
 def reachable(hosts: Sequence[str], folder: Path) -> list[str]:
-    """Those that `check_reachable` has nothing against."""
+    """Return the hosts that `check_reachable` accepts."""
+    return [host for host, problem in _find_problems(hosts, folder).items() if problem is None]
+
+
+def _find_problems(hosts: Sequence[str], folder: Path) -> dict[str, str | None]:
     wanted = f"test -x {shlex.quote(sys.executable)} && cd {shlex.quote(str(folder))}"
     with ThreadPoolExecutor(max_workers=64) as pool:
-        answers = list(pool.map(lambda host: _ssh(host, wanted), hosts))
-    return [host for host, answer in zip(hosts, answers, strict=True) if answer is None]
+        return dict(zip(hosts, pool.map(lambda host: _ssh(host, wanted), hosts), strict=True))
 
 
 def run_on(host: str, command: str) -> None:

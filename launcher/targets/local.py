@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import IO
 
 from trainer.config import UserError
+from trainer.contract.default_ranks import CPU_RANKS
 
 Output = int | IO[bytes] | None
-CPU_RANKS = 2
 # Where DeepSpeed looks for a hostfile without being asked: some images have one, and "this machine" would become many.
 IMPLICIT_HOSTFILE = Path("/job/hostfile")
+# `-m`, which deepspeed uses on every rank, would import from the working folder first.
+SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 # Left over from an outer job, these would make every process below us look like a rank.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -40,15 +42,16 @@ class Command:
     """Where `argv` is one rank: a command that starts all of them."""
 
     def shell(self) -> str:
-        """One line that does the same when pasted into a shell."""
+        """Return one line that does the same when pasted into a shell."""
         unset = [f"-u{name}" for name in self.unset_variables if name in os.environ]
-        variables = [f"{name}={shlex.quote(value)}" for name, value in self.set_variables.items()]
+        changes = SAFE_PATH | dict(self.set_variables)
+        variables = [f"{name}={shlex.quote(value)}" for name, value in changes.items()]
         return " ".join((["env", *unset] if unset else []) + [*variables, shlex.join(self.by_hand or self.argv)])
 
     def environment(self) -> dict[str, str]:
         """This process's environment with the changes made."""
         kept = {name: value for name, value in os.environ.items() if name not in self.unset_variables}
-        return kept | dict(self.set_variables)
+        return kept | SAFE_PATH | dict(self.set_variables)
 
     def start(self, stdout: Output, stderr: Output) -> list[subprocess.Popen[bytes]]:
         """The process of every rank on this machine, or that of the launcher which starts them elsewhere.
@@ -150,62 +153,6 @@ def hostfile_command(
     argv += ["--module", module, *arguments, f"--world-size={ranks}"]
     variables = {"DS_ENV_FILE": str(environment_file.absolute())}
     return Command(tuple(argv), ranks, variables, (*RANK_VARIABLES, "CUDA_VISIBLE_DEVICES"))
-
-
-def visible_gpus() -> list[int]:
-    """Numbers of this machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows, found without importing torch.
-
-    Raises UserError for a CUDA_VISIBLE_DEVICES that names what is not there.
-    """
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
-        return []
-    identifiers = installed_gpus()
-    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not identifiers or allowed is None:
-        return list(range(len(identifiers)))
-    return select_gpus(identifiers, allowed)
-
-
-def select_gpus(identifiers: Sequence[str], allowed: str) -> list[int]:
-    """Positions in `identifiers` (UUIDs in the driver's order) that a CUDA_VISIBLE_DEVICES value names.
-
-    CUDA's rules: numbers or beginnings of UUIDs; the list ends at the first -1. Raises UserError for anything else.
-    """
-    chosen: list[int] = []
-    for word in (word.strip() for word in allowed.split(",")):
-        if word in ("", "-1", "NoDevFiles"):
-            break
-        if word.startswith("MIG"):
-            raise UserError(
-                f"CUDA_VISIBLE_DEVICES={allowed}: deepspeed cannot start on a slice of a GPU; "
-                "use `torchrun --nproc-per-node 1 -m trainer.train CONFIG`"
-            )
-        if word.isdigit():
-            matches = [int(word)] if int(word) < len(identifiers) else []
-        else:
-            matches = [index for index, identifier in enumerate(identifiers) if identifier.startswith(word)]
-        if len(matches) != 1:
-            raise UserError(
-                f"CUDA_VISIBLE_DEVICES={allowed}: {word} is not one of this machine's {len(identifiers)} GPUs; "
-                "`nvidia-smi -L` lists them"
-            )
-        if matches[0] in chosen:
-            raise UserError(f"CUDA_VISIBLE_DEVICES={allowed}: {word} is named twice; keep one")
-        chosen += matches
-    return chosen
-
-
-def installed_gpus() -> list[str]:
-    """UUIDs of the GPUs, or names of their device files where nvidia-smi is not installed."""
-    if shutil.which("nvidia-smi"):
-        try:
-            listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise UserError(f"nvidia-smi -L: {error}; the driver does not answer, or set DS_ACCELERATOR=cpu") from None
-        # "GPU 0: NVIDIA H200 (UUID: GPU-4c1d...)", with an indented line for each MIG slice below it.
-        gpus = [line for line in listing.stdout.splitlines() if line.startswith("GPU ")]
-        return [line.rpartition("UUID: ")[2].rstrip(") ") for line in gpus]
-    return sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _deepspeed_executable() -> str:

@@ -36,7 +36,7 @@ def mpirun_command(
         variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     program = [sys.executable, "-u", "-m", module, *arguments, f"--world-size={ranks}"]
     exported = [*exported_variables(os.environ | variables), "PATH"]
-    exported += [name for name in ("LD_LIBRARY_PATH", "PYTHONPATH", "MASTER_ADDR", "MASTER_PORT") if name in variables]
+    exported += [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in variables]
     hosts = ",".join(f"{host}:{len(gpus)}" for host, gpus in slots.items())
     if _is_open_mpi():
         # Bound to a core each, as is its default for few ranks, all threads of a rank would share one.

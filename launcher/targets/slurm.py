@@ -6,7 +6,6 @@ docs/guide/several-machines.md), knows every rank's exit code, and passes SIGUSR
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Unpack
 from launcher.targets.hostfile import Filters, choose_slots
 from launcher.targets.local import Command
 from trainer.config import UserError
+from trainer.contract.default_ranks import in_allocation, ranks_per_node
 from trainer.contract.ports import port_of_job
 
 NODE_TIMEOUT_S = 60.0
@@ -40,11 +40,6 @@ class Allocation:
         return port_of_job(self.job_id)
 
 
-def in_allocation(env: Mapping[str, str]) -> bool:
-    """Whether this process may start steps of a SLURM job."""
-    return "SLURM_JOB_ID" in env and shutil.which("srun") is not None
-
-
 def read_allocation(env: Mapping[str, str], **filters: Unpack[Filters]) -> Allocation:
     """The allocation that this process is in, cut down by the options. Raises UserError outside of one."""
     if not in_allocation(env):
@@ -55,13 +50,13 @@ def read_allocation(env: Mapping[str, str], **filters: Unpack[Filters]) -> Alloc
     if int(env.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         raise UserError(
             f"--launcher slurm: srun has started this command {env['SLURM_STEP_NUM_TASKS']} times; start it once "
-            "(it calls srun itself), or start `python -m trainer.train CONFIG` with srun"
+            "(it calls srun itself), or start `zerolora-rank CONFIG` with srun"
         )
     for option, text in (("--include", filters.get("include")), ("--exclude", filters.get("exclude"))):
         if text and ":" in text:
             raise UserError(f"{option} {text}: under SLURM whole nodes are chosen; use --num-gpus, or a smaller job")
     names = _host_names(env["SLURM_JOB_NODELIST"])
-    most = _ranks_per_node(env)
+    most = ranks_per_node(env)
     # Where the job names no number a node takes as many ranks as the user wants.
     slots = {name: list(range(most or filters.get("num_gpus") or 1)) for name in names}
     slots = choose_slots(slots, **filters)
@@ -156,19 +151,6 @@ def _answers(node: str) -> bool:
         return subprocess.run(step, capture_output=True, timeout=NODE_TIMEOUT_S).returncode == 0
     except subprocess.TimeoutExpired:
         return False
-
-
-def _ranks_per_node(env: Mapping[str, str]) -> int | None:
-    """GPUs asked for on a node, else those it got, else tasks; None if the job says nothing of them.
-
-    With `--exclusive` a node gives all GPUs that it has, however few were asked for.
-    """
-    for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE"):
-        # `h200:8` names the type as well.
-        count = env.get(name, "").rpartition(":")[2]
-        if count.isdigit() and int(count):
-            return int(count)
-    return None
 
 
 def _host_names(node_list: str) -> list[str]:

@@ -19,6 +19,7 @@ from tests.tiny import make_model, write_chats
 
 ROOT = Path(__file__).parents[2]
 ZEROLORA = [sys.executable, "-m", "launcher.cli"]
+COMMAND = str(Path(sys.executable).parent / "zerolora")
 STEPS = 160
 # Long enough for every rank's imports on a machine that is busy with others.
 PATIENCE_S = 420.0

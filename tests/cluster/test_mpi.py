@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import ROOT, ZEROLORA, environment, kill_rank, losses, wait_for
+from tests.cluster.conftest import COMMAND, ROOT, ZEROLORA, environment, kill_rank, losses, wait_for
 from tests.cluster.hosts import LOGIN, Hosts, needs_programs
 from tests.ends import MISCHIEF
+from tests.foreign_files import write_foreign_files
 
 pytestmark = pytest.mark.slow
 PYTHON = sys.executable
@@ -46,10 +47,11 @@ def test_zerolora_train_starts_mpirun_on_the_hosts_of_a_file(
     hosts: Hosts, ssh: Mapping[str, str], workplace: Path, six_steps: list[float], hostfile: Path
 ) -> None:
     needs_programs("mpirun")
-    command = [*ZEROLORA, "train", str(workplace / "config.yaml"), "--launcher", "mpi", "--hostfile", str(hostfile)]
+    mark = write_foreign_files(here := hostfile.parent)
+    command = [COMMAND, "train", str(workplace / "config.yaml"), "--launcher", "mpi", "--hostfile", str(hostfile)]
     command += [f"output_dir={workplace / 'mpi-hostfile'}", "training.max_steps=6"]
-    done = hosts.run(LOGIN, command, env={**ssh, **AS_ROOT}, cwd=ROOT, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = hosts.run(LOGIN, command, env={**ssh, **AS_ROOT}, cwd=here, timeout=600)
+    assert done.returncode == 0 and not mark.exists(), done.stdout + done.stderr
     assert "world        2 ranks on n1, n2: cpu" in done.stdout
     assert losses(workplace / "mpi-hostfile") == pytest.approx(six_steps, rel=1e-4)
 

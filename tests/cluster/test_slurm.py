@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import (
+    COMMAND,
     PATIENCE_S,
     ROOT,
     STEPS,
@@ -21,6 +22,7 @@ from tests.cluster.conftest import (
     wait_for,
 )
 from tests.cluster.slurm_cluster import SlurmCluster
+from tests.foreign_files import write_foreign_files
 from tests.tiny import write_chats
 from trainer.checkpoint.checkpoint_files import whole_checkpoints
 
@@ -211,17 +213,20 @@ def test_srun_alone_trains_in_a_shell_of_salloc(slurm: SlurmCluster, workplace: 
 def test_the_ranks_of_two_nodes_tokenise_a_stream_for_each_other(
     slurm: SlurmCluster, workplace: Path, tmp_path: Path
 ) -> None:
-    """1,300 records are 21 blocks; whoever makes one leaves its host's name in the run's folder."""
+    """1,300 records are 21 blocks; whoever makes one leaves its host's name in the run's folder.
+
+    In a working folder whose files have the names of ours, which srun's ranks must not import.
+    """
     write_chats(tmp_path / "many.jsonl", 1300)
+    mark = write_foreign_files(tmp_path)
     settings = [f"dataset.path={tmp_path}/many.jsonl", "dataset.streaming=true"]
-    command = [*ZEROLORA, "train", str(workplace / "config.yaml"), *settings]
+    command = [COMMAND, "train", str(workplace / "config.yaml"), *settings]
     alone = [*command, f"output_dir={tmp_path / 'alone'}"]
-    subprocess.run(alone, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(alone, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, check=True)
     run = tmp_path / "two"
     with (tmp_path / "log").open("w") as log:
-        process = slurm.hosts.start(
-            "login", [*SALLOC, *command, f"output_dir={run}"], env=slurm.environment(), cwd=ROOT, stdout=log, stderr=log
-        )
+        command = [*SALLOC, *command, f"output_dir={run}"]
+        process = slurm.hosts.start("login", command, env=slurm.environment(), cwd=tmp_path, stdout=log, stderr=log)
 
     def makers() -> set[str]:
         return {file.read_text().partition(" ")[0] for file in run.glob("logs/stream-*/*/*/*.claim")}
@@ -233,7 +238,7 @@ def test_the_ranks_of_two_nodes_tokenise_a_stream_for_each_other(
     assert process.poll() is None, said()
     assert process.wait(timeout=PATIENCE_S) == 0, said()
     assert losses(run) == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
-    assert not list(run.glob("logs/stream-*"))
+    assert not list(run.glob("logs/stream-*")) and not mark.exists()
 
 
 def test_a_rank_killed_on_another_node_is_137(slurm: SlurmCluster, workplace: Path) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.conftest import ROOT, ZEROLORA, kill_rank, losses, wait_for
+from tests.cluster.conftest import COMMAND, ROOT, ZEROLORA, kill_rank, losses, wait_for
 from tests.cluster.hosts import LOGIN, Hosts
 from tests.cluster.ssh_daemons import start_sshd
+from tests.foreign_files import write_foreign_files
 from trainer.checkpoint.checkpoint_files import whole_checkpoints
 
 pytestmark = pytest.mark.slow
@@ -36,8 +37,11 @@ def train_on(hosts: Hosts, env: Mapping[str, str], hostfile: Path, workplace: Pa
 def test_a_hostfile_trains_on_both_hosts(
     hosts: Hosts, ssh: Mapping[str, str], hostfile: Path, workplace: Path, reference: list[float]
 ) -> None:
-    done = hosts.run(LOGIN, train(workplace, "pdsh", "--hostfile", str(hostfile)), env=ssh, cwd=ROOT, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    """In a folder whose files have names that could be imported by mistake: DeepSpeed puts it into PYTHONPATH."""
+    mark = write_foreign_files(here := hostfile.parent)
+    command = [COMMAND, *train(workplace, "pdsh", "--hostfile", str(hostfile))[len(ZEROLORA) :]]
+    done = hosts.run(LOGIN, command, env=ssh, cwd=here, timeout=600)
+    assert done.returncode == 0 and not mark.exists(), done.stdout + done.stderr
     assert done.stdout.startswith("asking the hosts of ")
     assert "world        2 ranks on n1, n2: cpu" in done.stdout
     assert "torchao" not in done.stdout + done.stderr, "imported for nothing, and its warnings are the user's to read"

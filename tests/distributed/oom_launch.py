@@ -17,7 +17,7 @@ if __name__ == "__main__":
     shortage, folder, *arguments = sys.argv[1:]
 
     def start(more: Sequence[str]) -> Ending:
-        with ConsolePipe() as pipe:
+        with ConsolePipe(Path(folder) / "logs") as pipe:
             command = local_command(
                 [shortage, *arguments, f"output_dir={folder}", *more, *pipe.arguments()],
                 gpus=[],

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -158,8 +159,11 @@ def test_sigterm_saves_and_the_run_goes_on_to_the_same_end(workplace: Path) -> N
     assert "stopped at step" in out and "saved" in out
     stopped_at = int(whole_checkpoints(cut)[-1].name.split("-")[1])
     assert 0 < stopped_at < 80
-    command += ["training.resume_from_checkpoint=latest"]
-    resumed = subprocess.run(command, env=env, cwd=workplace, capture_output=True, text=True, timeout=500)
+    typed = shlex.split(out.rpartition("continue with: ")[2])
+    assert typed == ["zerolora", *command[3:], "training.resume_from_checkpoint=latest"]
+    resumed = subprocess.run(
+        [*command[:3], *typed[1:]], env=env, cwd=workplace, capture_output=True, text=True, timeout=500
+    )
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert f"at step {stopped_at}" in resumed.stdout
     assert not (cut / "logs" / "lock.json").exists()

@@ -31,7 +31,7 @@ def main() -> int:
     if start["fails"] is None:
         return 0
     there = [folder / "logs" / f"heartbeat-{other}.json" for other in range(int(os.environ["WORLD_SIZE"]))]
-    while not all(file.exists() for file in there):
+    while not all(file.exists() and file.stat().st_size for file in there):
         time.sleep(0.02)
     if rank == start["fails"]:
         (folder / f"checkpoint-{number + 1}").mkdir()

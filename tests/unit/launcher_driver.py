@@ -9,7 +9,7 @@ from launcher.targets.local import local_command
 from trainer.contract.ports import free_port
 
 if __name__ == "__main__":
-    with ConsolePipe() as pipe:
+    with ConsolePipe(Path(sys.argv[2]) / "logs") as pipe:
         command = local_command(
             [*sys.argv[1:], *pipe.arguments()],
             gpus=[],

@@ -109,7 +109,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
         "training.gradient_checkpointing_layers=0: must be 1 or more",
     ),
     "training.gradient_checkpointing_layers=2 ; training.gradient_checkpointing=selective": ("use non_reentrant",),
-    "training.warmup_steps=20 ; training.max_steps=10": ("training.warmup_steps=20: more than training.max_steps=10",),
+    "training.warmup_steps=20 ; training.max_steps=10": ("must be less than training.max_steps=10",),
     "training.early_stopping=3": ("training.early_stopping=3: nothing is held out", "dataset.val_split"),
     "training.best_checkpoint=true ; dataset.val_split=0.1": ("training.eval_steps=0", "set it"),
     "training.best_checkpoint=true ; dataset.val_split=0.1 ; training.eval_steps=3": (

@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,36 @@ def test_a_finished_cache_is_read_where_nothing_may_be_written(
         lock.unlink()
         lock.mkdir()  # no lock can be had
     assert tokens(prepared(tokenizer)) == expected
+
+
+@pytest.mark.parametrize("kept", ["data", "folder", "lock"])
+def test_an_entry_of_another_user_is_named_and_left_alone(kept: str) -> None:
+    """A folder that all may write, as shared caches are, with an entry that its owner keeps to himself."""
+    if os.geteuid():
+        pytest.skip("needs root, which becomes another user")
+    with tempfile.TemporaryDirectory() as place:
+        cache = Path(place) / "cache"
+        cache.mkdir()
+        for folder in (Path(place), cache):
+            folder.chmod(0o1777)
+
+        def build(folder: Path) -> None:
+            (folder / "data").write_text("1")
+
+        read = partial(built_folder, cache / "built", build, lambda folder: (folder / "data").read_text())
+        if kept == "lock":  # of a build that was killed
+            (cache / "built.lock").touch(mode=0o600)
+        else:
+            assert read() == ("1", None)
+            (cache / "built" / ("data" if kept == "data" else "")).chmod(0o600)
+        os.seteuid(65534)
+        try:
+            with pytest.raises(UserError, match="in it is another user") as refused:
+                read()
+        finally:
+            os.seteuid(0)
+        assert str(refused.value).startswith(f"dataset.cache_dir={cache}: built") or kept == "data"
+        assert kept == "lock" or (cache / "built" / "data").read_text() == "1"
 
 
 def _prepare_with_little_room(tokenizer_folder: str, results: Any) -> None:

@@ -1,6 +1,7 @@
 """How commands end before their end: signals at any moment, a pipe that nobody reads, an output that is full."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -119,6 +120,53 @@ def test_ctrl_c_while_something_is_imported_is_130_without_a_traceback(folder: P
     assert (done.returncode, done.stderr) in ((130, "stopped\n"), (-signal.SIGINT, ""))
 
 
+@pytest.mark.parametrize("command", ["train", "validate"])
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("dataset.path=none.jsonl", "dataset.path=none.jsonl: no such file or folder"),
+        ("dataset.evaluation={path: none.jsonl}", "dataset.evaluation.path=none.jsonl: no such file or folder"),
+        ("base_model=./none", "base_model=./none: no such folder"),
+        ("output_dir=victim.py", "output_dir=victim.py: victim.py is a file"),
+        ("output_dir=earlier", "output_dir=earlier: holds another run"),
+    ],
+)
+def test_what_is_wrong_without_a_look_at_the_model_is_told_before_torch_is_imported(
+    folder: Path, command: str, setting: str, line: str
+) -> None:
+    (folder / "sitecustomize.py").write_text(SITE)
+    (folder / "data.jsonl").write_text('{"text": "a"}\n')
+    (folder / "earlier").mkdir()
+    for name in ("training_config.json", "run.json"):
+        (folder / "earlier" / name).write_text("{}")
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}", "STOP_AT": "torch"}
+    done = subprocess.run(
+        [*ZEROLORA, command, "c.yaml", setting], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    if (command, setting) == ("validate", "output_dir=earlier"):
+        assert done.returncode == 130, "validate says so at its end"
+        return
+    assert done.returncode == 2 and f"error: {line}" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_a_terminal_shows_what_is_done_until_something_is_printed(folder: Path, on_terminal: bool) -> None:
+    """One line, which is gone then; nothing of it is in a pipe, nor where nothing else is printed."""
+    (folder / "victim.py").write_text("print('a result')")
+    main_fd, side_fd = pty.openpty()
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{CHECKOUT}:{folder}", "TERM": "xterm"}
+    with subprocess.Popen(
+        MODULE, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=side_fd if on_terminal else subprocess.PIPE,
+    ) as process:  # fmt: skip
+        out, err = process.communicate(timeout=300)
+    os.close(side_fd)
+    shown = os.read(main_fd, 10_000) if on_terminal else err
+    assert out == b"a result\n"
+    assert shown == (b"\r\x1b[2Kimporting ...\r\x1b[2K" if on_terminal else b"")
+    os.close(main_fd)
+
+
 @pytest.mark.parametrize(("command", "below"), [("train", "trainer.train"), ("validate", "launcher.module")])
 def test_ctrl_c_while_python_itself_starts_below_the_command_is_no_traceback(
     folder: Path, command: str, below: str
@@ -196,4 +244,4 @@ def test_status_of_a_folder_that_may_not_be_looked_into(folder: Path, closed: st
         words, cwd=folder, env=ENVIRONMENT | {"PYTHONPATH": str(CHECKOUT)}, capture_output=True, text=True
     )
     assert done.returncode == 2 and done.stderr.startswith(f"error: {closed}"), done.stderr
-    assert done.stderr.endswith(": Permission denied; give this user the right to read it\n")
+    assert "Permission denied" in done.stderr and done.stderr.count("\n") == 1

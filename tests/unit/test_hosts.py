@@ -109,13 +109,14 @@ def test_deepspeed_gets_exactly_these_slots_and_never_runs_here_instead(
 def test_secrets_do_not_travel_on_command_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"HF_HOME": "/shared", "HF_TOKEN": "hf_x", "WANDB_API_KEY": "k", "NCCL_DEBUG": "WARN", "SHELL": "/bin/sh"}
     env["CUDA_VISIBLE_DEVICES"] = "0"
-    assert exported_variables(env) == {"HF_HOME": "/shared", "NCCL_DEBUG": "WARN"}
+    assert exported_variables(env) == {"HF_HOME": "/shared", "NCCL_DEBUG": "WARN", "PYTHONSAFEPATH": "1"}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     write(tmp_path / ".deepspeed_env", "OWN=1\n")
     write_environment(tmp_path / "e", env)
     path = f"PATH={Path(sys.executable).parent}:$PATH"
-    assert (tmp_path / "e").read_text().splitlines() == [path, "OWN=1", "HF_HOME=/shared", "NCCL_DEBUG=WARN"]
+    ours = ["HF_HOME=/shared", "NCCL_DEBUG=WARN", "PYTHONSAFEPATH=1"]
+    assert (tmp_path / "e").read_text().splitlines() == [path, "PYTHONPATH=", "OWN=1", *ours]
 
 
 def test_srun_starts_every_rank_of_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:

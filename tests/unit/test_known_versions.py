@@ -13,7 +13,7 @@ import torch
 
 from launcher.doctor.this_host import check_packages
 from trainer.config import UserError
-from trainer.contract import known_versions
+from trainer.contract import versions
 from trainer.contract.known_versions import KNOWN, require, unproven, warning
 from trainer.engine.partitioned import require_own_values_kept, require_partitioned
 from trainer.model.expert_forward import check_computed_whole
@@ -28,9 +28,9 @@ def pinned() -> dict[str, str]:
     return dict(line.split("==") for line in lines if "==" in line)
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+def pretend(monkeypatch: pytest.MonkeyPatch, **wanted: str) -> None:
     real = metadata.version
-    monkeypatch.setattr(known_versions, "version", lambda name: versions.get(name.replace("-", "_")) or real(name))
+    monkeypatch.setattr(versions, "version", lambda name: wanted.get(name.replace("-", "_")) or real(name))
 
 
 def test_the_pinned_versions_are_the_newest_tested_ones() -> None:

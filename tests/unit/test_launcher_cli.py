@@ -44,7 +44,7 @@ def test_dry_run_prints_the_command_and_does_nothing(folder: Path) -> None:
     result = zerolora("train", "c.yaml", "seed=7", "--dry-run", "--master-port", "29400", cwd=folder)
     assert result.returncode == 0
     assert result.stderr == "note: model and data were not looked at; `zerolora validate` does that\n"
-    assert result.stdout.startswith("DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 ")
+    assert result.stdout.startswith("PYTHONSAFEPATH=1 DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 ")
     assert result.stdout.endswith("deepspeed --num_gpus=2 --master_port=29400 --module trainer.train c.yaml seed=7\n")
     assert [path.name for path in folder.iterdir()] == ["c.yaml"]
 
@@ -64,6 +64,7 @@ def test_a_configuration_that_can_be_read_once_is_refused_at_once(folder: Path) 
 
 
 def test_how_far_the_start_is_comes_line_by_line(folder: Path) -> None:
+    (folder / "data.jsonl").touch()
     result = zerolora("train", "c.yaml", cwd=folder, variables={"HF_HUB_OFFLINE": "1"})
     assert result.returncode == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
     first, second = result.stdout.splitlines()

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from launcher.targets.local import local_command, select_gpus, visible_gpus
+from launcher.plan import Request, plan
+from launcher.targets.local import local_command
 from trainer.config import UserError
+from trainer.contract import default_ranks
+from trainer.contract.default_ranks import select_gpus, visible_gpus
 
+NODES = {"SLURM_JOB_NODELIST": "n[1-2]"}
 UUIDS = ["GPU-4c1d0000", "GPU-4c1e0000", "GPU-9f000000"]
 LISTING = """\
 GPU 0: NVIDIA H200 (UUID: GPU-4c1d0000)
@@ -51,7 +55,7 @@ def test_the_environment_of_an_outer_job_does_not_leak(monkeypatch: pytest.Monke
     environment = command.environment()
     assert "RANK" not in environment and "CUDA_VISIBLE_DEVICES" not in environment
     assert environment["PATH"] == os.environ["PATH"]
-    assert command.shell().startswith("env -uRANK -uCUDA_VISIBLE_DEVICES DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 ")
+    assert command.shell().startswith("env -uRANK -uCUDA_VISIBLE_DEVICES PYTHONSAFEPATH=1 DS_ACCELERATOR=cpu ")
     assert command.shell().endswith("trainer.train 'a b.yaml'")
 
 
@@ -104,3 +108,31 @@ def test_gpus_are_counted_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monk
     assert visible_gpus() == [1]
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert visible_gpus() == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "gpus", "ranks"),
+    [
+        ({}, [], 2),
+        ({}, ["GPU-a", "GPU-b", "GPU-c"], 3),
+        ({"CUDA_VISIBLE_DEVICES": "2"}, ["GPU-a", "GPU-b", "GPU-c"], 1),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_PER_NODE": "h200:4", **NODES}, [], 8),
+    ],
+)
+def test_what_would_start_is_counted_as_it_is_started(
+    variables: dict[str, str], gpus: list[str], ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    srun = tmp_path / "srun"
+    srun.write_text("#!/bin/sh\n")
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho n1\necho n2\n")
+    for program in (srun, scontrol):
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(default_ranks, "installed_gpus", lambda: gpus)
+    build, _ = plan(Request(), tmp_path)
+    assert default_ranks.default_ranks() == build(["c.yaml"]).ranks == ranks

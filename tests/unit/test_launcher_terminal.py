@@ -9,8 +9,9 @@ from pathlib import Path
 CHECKOUT = Path(__file__).parents[2]
 PROGRAM = """
 import os
+from pathlib import Path
 from launcher.supervision.terminal import ConsolePipe
-with ConsolePipe() as pipe:
+with ConsolePipe(Path()) as pipe:
     with open(pipe.path, "w") as rank:
         print("arguments", pipe.arguments()[2:], file=rank)
         rank.write("\\x1b[?25lhalf a bar")

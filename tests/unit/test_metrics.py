@@ -16,7 +16,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from trainer.config import LoggingSection, RunConfig, UserError
-from trainer.contract.command_typed import as_argument, command_typed
+from trainer.contract.command_typed import as_argument, command_typed, resume_command
 from trainer.monitor.metrics import Metrics, check_reporters, read_metrics
 from trainer.monitor.summary import end_summary
 
@@ -83,7 +83,7 @@ def test_reading_names_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"metrics\.jsonl: no such file"):
         read_metrics(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 3}\n')
-    with pytest.raises(UserError, match="line 2 is not JSON"):
+    with pytest.raises(UserError, match=r"line 2 .*is not JSON"):
         read_metrics(tmp_path)
 
 
@@ -253,6 +253,16 @@ def test_the_command_typed_survives_the_way_to_the_ranks() -> None:
     inner = ["/x/trainer/train.py", "it's.yaml", "--lock", "0123", argument, "--console", "/tmp/x"]
     assert command_typed(inner) == ["zerolora", *typed[1:]]
     assert command_typed(["/x/train.py", "c.yaml"]) == ["train.py", "c.yaml"]
+
+
+def test_the_command_that_resumes_a_run_can_be_pasted() -> None:
+    typed = ["/x/bin/zerolora", "train", "my run.yaml", "resume_from_checkpoint=auto", "--num-gpus", "2"]
+    inner = ["/x/trainer/train.py", "my run.yaml", as_argument(typed)]
+    expected = "zerolora train 'my run.yaml' --num-gpus 2 training.resume_from_checkpoint=latest"
+    assert resume_command(inner, overwrites=False) == expected
+    assert resume_command(inner, overwrites=True) == f"{expected} output.overwrite=false"
+    by_torchrun = resume_command(["/x/trainer/train.py", "c.yaml"], overwrites=False)
+    assert by_torchrun == "the same command and training.resume_from_checkpoint=latest"
 
 
 def test_the_end_names_the_next_commands(tmp_path: Path) -> None:

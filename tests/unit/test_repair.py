@@ -1,5 +1,6 @@
 """`zerolora validate --settings-only` and `--fix`: what is mended in a file without asking, and what is told."""
 
+import stat
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,16 @@ def test_names_and_words_are_mended_and_comments_kept(file: Path, capsys: pytest
     config = load_config(file).config
     assert (config.lora.r, config.training.batch_size, config.dataset.mix[0].weight) == (8, 2, 2.0)
     assert repaired(file) == (RIGHT, []), "what is mended stays as it is"
+
+
+def test_a_link_stays_one_and_a_mode_too(file: Path) -> None:
+    target = Path("shared.yaml")
+    file.rename(target)
+    target.chmod(0o640)
+    file.symlink_to(target)
+    assert validate(["c.yaml", "--fix"]) == 0
+    assert file.is_symlink() and target.read_text() == RIGHT
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
 
 
 def test_what_is_left_is_told_and_nothing_is_overwritten(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

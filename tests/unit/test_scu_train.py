@@ -21,6 +21,7 @@ from trainer.contract.exit_codes import TO_SPEAK_S
 from trainer.contract.ports import free_port
 
 CHECKOUT = Path(__file__).parents[2]
+LOG = scu_flags.LOG_FILE.name
 
 
 def config_of(folder: Path, *flags: str) -> RunConfig:
@@ -278,8 +279,9 @@ def test_a_test_run_trains_and_leaves_its_log(tmp_path: Path) -> None:
     result = zerolora("scu-train", *flags, f"dataset.cache_dir={tmp_path}/cache", cwd=tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     out = tmp_path / "out"
-    log = (tmp_path / "logs" / "cuda_optimized_training.log").read_text()
-    assert "step 10/10" in log and log in result.stdout
+    log, link = out / "logs" / LOG, tmp_path / "logs" / LOG
+    assert "step 10/10" in log.read_text() and log.read_text() in result.stdout
+    assert link.is_symlink() and link.samefile(log)
     assert f"the same as: zerolora train out/logs/scu-train.yaml dataset.cache_dir={tmp_path}/cache" in result.stdout
     steps = [record["step"] for record in json.loads((out / "scu_metrics.json").read_text())]
     assert steps == [2, 4, 6, 8, 10]
@@ -309,10 +311,22 @@ def zerolora(*arguments: str, cwd: Path = CHECKOUT) -> "subprocess.CompletedProc
 
 
 def test_a_folder_that_takes_no_log_is_named_before_anything_is_written(tmp_path: Path) -> None:
-    (tmp_path / "logs").write_text("a file where the folder should be")
+    (tmp_path / "out").write_text("a file where the folder should be")
     result = zerolora("scu-train", "--test-run", "--model", str(tmp_path), "--output-dir", "out", cwd=tmp_path)
-    assert result.returncode == 2 and "start this in a folder where the log can be written" in result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["logs"]
+    assert result.returncode == 2 and "--output-dir out: out/logs/" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_log_is_in_the_folder_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link follows the newest run; where it cannot be made there is none, and no file of the user's is replaced."""
+    monkeypatch.chdir(tmp_path)
+    for run_dir in (Path("a"), Path("b/c")):
+        scu_flags.open_log(run_dir).close()
+        assert Path("logs", LOG).is_symlink() and Path("logs", LOG).samefile(run_dir / "logs" / LOG)
+    Path("logs", LOG).unlink()
+    for run_dir in (Path("."), Path("d")):
+        scu_flags.open_log(run_dir).close()
+        assert (run_dir / "logs" / LOG).is_file() and not Path("logs", LOG).is_symlink()
 
 
 GRANITE = (
@@ -354,7 +368,7 @@ def test_granite_under_the_scu_by_ranks_that_others_start(tmp_path: Path, launch
     assert [record["step"] for record in records] == [1, 2, 3] and records[2]["param_bpt"] > 0
     assert "world        2 ranks" in result.stdout
     assert "mamba: 2 layers" in result.stdout and "cut to" not in result.stdout
-    assert "step 3/3" in (tmp_path / "logs" / "cuda_optimized_training.log").read_text()
+    assert "step 3/3" in (tmp_path / "out" / "logs" / LOG).read_text()
 
 
 @pytest.mark.parametrize("flag", ["--batchsize=8", "--target-s=2", "--dry-run"])

@@ -359,7 +359,8 @@ def test_all_kinds_of_mistakes_are_told_at_once_in_the_order_of_the_file(file: P
         "zero.extra.optimizer={}: is set with training.optimizer; use that, and remove it here (c.yaml:16)",
         "lora.dropout: not an override; write key=value, such as training.learning_rate=1e-4",
         "seed=-1: must be 0 or more (command line)",
-        "training.warmup_steps=9: more than training.max_steps=3; warm up for fewer (command line)",
+        "training.warmup_steps=9: must be less than training.max_steps=3, or the learning rate never reaches its peak "
+        "(command line)",
     ]
 
 

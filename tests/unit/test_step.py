@@ -120,6 +120,17 @@ def test_a_restored_schedule_goes_on_where_it_was(name: str) -> None:
         assert restored.get_last_lr() == stepped.get_last_lr() == [rates[stepped.last_epoch]]
 
 
+@pytest.mark.parametrize("name", ["linear", "cosine", "constant_with_warmup", "inverse_sqrt"])
+@pytest.mark.parametrize("total", [1, 2, 3])
+@pytest.mark.parametrize("ratio", [0.0, 0.03, 0.99])
+def test_the_last_step_is_no_warm_up(name: str, total: int, ratio: float) -> None:
+    """A run of a single step, which the default ratio would make a warm-up, trained at a learning rate of 0."""
+    training = TrainingSection(lr_scheduler=name, warmup_ratio=ratio, learning_rate=1e-2)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=1e-2)
+    rates = planned_rates(build_schedule(optimizer, training, total), total)
+    assert max(rates) > 5e-3
+
+
 def test_the_collector_leaves_alone_what_was_there_before_the_steps() -> None:
     class Node:
         me: "Node"

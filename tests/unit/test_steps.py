@@ -162,7 +162,7 @@ def test_evaluations_and_checkpoints_that_never_come_are_said() -> None:
 
 
 def test_a_warm_up_longer_than_the_run_is_refused_for_epochs_too() -> None:
-    with pytest.raises(UserError, match=r"training.warmup_steps=100: more than the run's 3 steps"):
+    with pytest.raises(UserError, match=r"training.warmup_steps=100: .* run of 3 steps"):
         step_warnings(config_of(epochs=3, batch_size=8, warmup_steps=100), 7, 1)
     assert step_warnings(config_of(epochs=30, warmup_steps=100), 7, 1) == []
     constant = config_of(epochs=30, lr_scheduler="constant", warmup_steps=1000)

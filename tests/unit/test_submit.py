@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from launcher.commands import app
 from launcher.status import job_lines, run_lines, run_of_job
 from launcher.submit import TEMPLATE, Job, render, seconds_of, sweep_lines
 from trainer.config import UserError
+from trainer.contract.folder_lock import FolderLock
+from trainer.contract.heartbeat import Folder, Heartbeat
 
 HOLD_AND_DIE = """
 import os, sys
@@ -209,6 +212,7 @@ def test_the_folder_of_a_run_tells_where_it_stands(tmp_path: Path) -> None:
     record["perf/step_ms"] = 500.0
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n" + '{"step": 41, "tra')
     (tmp_path / "training_config.json").write_text(json.dumps({"training": {"max_steps": None, "epochs": 2.0}}))
+    lock = FolderLock.take(tmp_path, resumes=False, say=print)
     shown = dict(run_lines(tmp_path))
     assert shown["state"] == "running on n1, rank 0 at step 41, phase backward"
     assert (shown["step"], shown["loss"], shown["speed"]) == ("40 of 100", "1.2500", "12,346 tok/s")
@@ -220,11 +224,28 @@ def test_the_folder_of_a_run_tells_where_it_stands(tmp_path: Path) -> None:
     assert shown["state"] == "ended with 75" and "left" not in shown
     (logs / "heartbeat-0.json").write_text(json.dumps(beat | {"time": time.time() - 4000}))
     assert dict(run_lines(tmp_path))["state"].startswith("silent for 1:0")
+    lock.release()
     # Its last heartbeat is young, and on this machine no process holds the lock that it has left.
     (logs / "heartbeat-0.json").write_text(json.dumps(beat | {"time": time.time()}))
     subprocess.run([sys.executable, "-c", HOLD_AND_DIE, str(tmp_path)], cwd=Path(__file__).parents[2])
     shown = dict(run_lines(tmp_path))
     assert shown["state"] == "killed, rank 0 at step 41, phase backward" and "left" not in shown
+
+
+def test_a_run_that_has_just_failed_is_not_running(tmp_path: Path) -> None:
+    """Rank 1 raised, rank 0 was killed for it a second ago: the launcher has given the folder back."""
+    (tmp_path / "logs").mkdir()
+    beat = Heartbeat(
+        rank=0, host="n1", pid=1, step=41, phase="backward", collective=None, place=None, collectives_begun=None,
+        idle_s=0.0, stuck=False, free_memory_gib=1.0, free_shm_gib=1.0, time=time.time(),
+    )  # fmt: skip
+    for rank, code in ((0, None), (1, 1)):
+        Folder(tmp_path / "logs", rank, 2).publish(replace(beat, rank=rank, exit_code=code))
+    record = {"step": 40, "time": 1.0, "train/loss": 1.25, "perf/step_ms": 500.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    (tmp_path / "training_config.json").write_text(json.dumps({"training": {"max_steps": 100}}))
+    shown = dict(run_lines(tmp_path))
+    assert shown["state"] == "ended with 1, rank 0 at step 41, phase backward" and "left" not in shown
 
 
 def test_status_has_held_out_losses_time_and_mean_speed_and_leaves_odd_lines_out(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ import pytest
 
 from launcher import sweep as sweep_module
 from launcher.commands import main as zerolora
-from launcher.sweep import Run, go_through, plan_runs, read_record, slots_of, split_axes, write_record
+from launcher.sweep import Run, go_through, note_runs, plan_runs, slots_of, split_axes
 from trainer.commands.sweep_table import main as show_table
 from trainer.commands.sweep_table import outcomes
 from trainer.config import UserError
 from trainer.contract.heartbeat import Folder, Heartbeat
+from trainer.contract.sweep_record import read_sweep
 
 BEAT = Heartbeat(
     rank=0, host="n0", pid=100, step=4, phase="", collective=None, place=None, collectives_begun=None, idle_s=0.0,
@@ -58,9 +59,40 @@ def test_every_combination_has_a_folder_and_is_checked(config: Path) -> None:
     assert runs[3].settings[:3] == ["zero.stage=0", "lora.r=16", "seed=2"]
     with pytest.raises(UserError, match=r"lora\.r=0: must be 1 or more \(command line\)"):
         plan_runs(config, ["lora.r=8,0"], [], Path("runs/s"))
-    with pytest.raises(UserError, match="1,089 runs, and 1,000 are the most"):
+    with pytest.raises(UserError, match="1,089 runs: at most 1,000"):
         numbers = ",".join(map(str, range(1, 34)))
         plan_runs(config, [f"lora.r={numbers}", f"seed={numbers}"], [], Path("runs/s"))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["seed=1,2", "seed=3,4"], "seed=3,4: seed is also set by seed=1,2"),
+        (["lr=1e-4,2e-4", "training.learning_rate=1e-3,2e-3"], "also set by lr=1e-4,2e-4"),
+        (["seed=1,2", "seed=5"], "seed=1,2: seed is also set by seed=5"),
+        (["output_dir=a,b"], "output_dir=a,b: a sweep needs a single output_dir"),
+        (["seed=1,1"], "is the same run as seed=1"),
+        (["lr=1e-4,0.0001"], "lr=0.0001: is the same run as lr=1e-4"),
+        (["load_in_4bit=true,false", "adapter=lora,qlora"], "is the same run as load_in_4bit=true,adapter=lora"),
+        ([f"seed={','.join(map(str, range(500)))}"] * 9, "also set by"),
+    ],
+)
+def test_runs_that_would_be_the_same_are_refused(
+    words: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "sweep", "c.yaml", *words, "--dry-run") == 2
+    assert told in capsys.readouterr().err
+    axes, fixed = split_axes(words)
+    options = [word for axis in axes for word in ("--sweep", axis)]
+    assert run(monkeypatch, "submit", "c.yaml", *fixed, *options, "--dry-run") == 2
+    assert told in capsys.readouterr().err
+
+
+def test_too_many_combinations_are_counted_not_made(config: Path) -> None:
+    many = ",".join(map(str, range(1, 1000)))
+    names = ("seed", "lora.r", "training.max_steps", "training.save_steps", "training.eval_steps")
+    with pytest.raises(UserError, match="at most 1,000"):
+        plan_runs(config, [f"{name}={many}" for name in names], [], Path("runs/s"))
 
 
 def test_gpus_are_shared_out() -> None:
@@ -129,7 +161,7 @@ def test_an_array_leaves_out_what_an_earlier_one_has_finished(
     """Task 0 is done, task 1 was preempted, task 2 lost a rank, task 3 has not begun."""
     folder = Path("runs/s").absolute()
     seeds = "seed=1,2,3,4"
-    write_record(folder, plan_runs(config, [seeds], [], folder))
+    note_runs(folder, plan_runs(config, [seeds], [], folder))
     for seed, codes in (1, (0, 0)), (2, (75, 75)), (3, (0, None)):
         end_of_run(folder / f"seed={seed}", *codes)
 
@@ -141,6 +173,7 @@ def test_an_array_leaves_out_what_an_earlier_one_has_finished(
         return shown.out.split()[-1]
 
     assert array() == "1,2,3"
+    assert array("--array", "0-999999999") == "1,2,3"
     assert array("--array", "0-3:2%5") == "2%5" and array("--array=0,3%1") == "3%1"
     assert run(monkeypatch, "sweep", "c.yaml", seeds, "--slurm", "--array", "all") == 2
     assert "--array all: must read 0-7" in capsys.readouterr().err
@@ -182,7 +215,7 @@ def test_a_signal_is_passed_on_and_waited_for(config: Path, monkeypatch: pytest.
     with pytest.raises(KeyboardInterrupt):
         go_through(config, plan_runs(config, ["seed=1,2"], [], folder), [()], None, folder)
     assert Path("saved").exists(), "it is waited until the run has saved"
-    assert [entry["exit_code"] for entry in read_record(folder)] == [None, None]
+    assert [run.exit_code for run in read_sweep(folder)] == [None, None]
 
 
 def test_the_table_is_best_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +227,7 @@ def test_the_table_is_best_first(capsys: pytest.CaptureFixture[str]) -> None:
         records += [{"step": 3 * at, "eval/loss": loss} for at, loss in enumerate(held_out)]
         (folder / name / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     codes = {"r=8": 0, "r=16": 0, "r=32": 1}
-    write_record(folder, [Run([], folder / name, "d", codes[name]) for name in losses])
+    note_runs(folder, [Run([], folder / name, "d", codes[name]) for name in losses])
     assert [(run.name, run.loss, run.step, run.last) for run in outcomes(folder)] == [
         ("r=16", 2.4, 3, 2.9), ("r=8", 2.5, 3, 2.7), ("r=32", None, 0, None),
     ]  # fmt: skip
@@ -205,4 +238,4 @@ def test_the_table_is_best_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert show_table(["elsewhere"]) == 2 and "no sweep.json there" in capsys.readouterr().err
     (folder / "sweep.json").write_text("{")
-    assert show_table([str(folder)]) == 2 and "sweep.json: cannot be read" in capsys.readouterr().err
+    assert show_table([str(folder)]) == 2 and "sweep.json: is not JSON" in capsys.readouterr().err

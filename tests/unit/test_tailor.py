@@ -105,7 +105,7 @@ def test_experts_share_the_rank_that_a_token_meets(ground: Path, monkeypatch: py
     from trainer.commands.validate import findings
     from trainer.preflight import prepare
 
-    assert f", {hold:,} parameters (" in findings(config, prepare(config))[2], "as many as the adapter has"
+    assert f", {hold:,} parameters (" in findings(config, prepare(config), 1)[2], "as many as the adapter has"
 
 
 def test_more_data_than_the_adapter_holds_is_a_warning(

@@ -29,6 +29,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "dataset": {"path": "chats.jsonl", "max_length": 64, "val_split": 0.1, "cache_dir": "cache"},
         "training": {"epochs": 2, "batch_size": 3, "gradient_accumulation_steps": 2},
     }
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")  # two ranks
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(settings))
     return path
@@ -45,9 +46,9 @@ def test_it_says_what_it_found_and_leaves_no_run(config: Path, capsys: pytest.Ca
     assert lines["adapter"].startswith(f"r=8 on a 4-bit base, {share}")
     assert "gate_proj (2)" in lines["adapter"]
     assert lines["steps"] == (
-        "6 (3 an epoch), 6 samples in each: batch_size 3 x accumulation 2 x 1 rank; fewer steps on more"
+        "4 (2 an epoch), 12 samples in each: batch_size 3 x accumulation 2 x 2 ranks; fewer steps on more"
     )
-    assert lines["warning"].startswith("6 optimizer steps in all, the first of them at a learning rate of 0 (18 sam")
+    assert lines["warning"].startswith("4 optimizer steps in all, the first of them at a learning rate of 0 (18 sam")
     assert lines["OK"] == f"zerolora train {config} lora_r=8 'logging.run_name=trial #3'"
     assert not Path("run").exists()
 
@@ -73,9 +74,12 @@ def test_it_works_beside_a_run_and_says_what_training_would_need(
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("training.max_steps=7", "accumulation 2 x 1 rank; larger batches on more"),
+        ("training.max_steps=7", "accumulation 2 x 2 ranks; larger batches on more"),
         ("training.batch_size=auto", "steps: 2 epochs of 18 samples; batch_size is chosen at the start"),
-        ("training.global_batch_size=12", "steps: 4 (2 an epoch), 12 samples in each: batch_size 3 x accumulation 4"),
+        (
+            "training.global_batch_size=12",
+            "steps: 4 (2 an epoch), 12 samples in each: batch_size 3 x accumulation 2 x 2 ranks",
+        ),
         ("adapter=none", "adapter: none, all weights are trained"),
         ("lora.r=40", "adapter: r=40 is more than the width of k_proj (64 -> 32), v_proj (64 -> 32), where"),
         ("training.learning_rate=0.1", "note: training.learning_rate=0.1: far above what AdamW trains with"),
@@ -97,7 +101,7 @@ def test_it_says_what_the_settings_mean(
         ("dataset.path=chat.jsonl", "dataset.path=chat.jsonl: no such file or folder"),
         ("lora.target_modules=query", "query: matches no layer of this model"),
         ("base_model=nobody/nothing", "base_model=nobody/nothing: not a local folder"),
-        ("training.warmup_steps=100", "training.warmup_steps=100: more than the run's 6 steps"),
+        ("training.warmup_steps=100", "would never reach its peak in a run of 6 steps"),
         ("dataset.max_length=512", "the model was made for 256 tokens"),
     ],
 )

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.supervision.silence import Silence, read_hang
-from trainer.contract.heartbeat import LINE_BYTES, Folder, Heartbeat, clear_heartbeats, read_heartbeats
+from launcher.supervision.silence import Silence
+from trainer.contract.heartbeat import LINE_BYTES, Folder, Hang, Heartbeat, clear_heartbeats, read_hang, read_heartbeats
 from trainer.contract.rank_variables import host_name
 from trainer.ranks.group import Ranks
 from trainer.ranks.progress import PROGRESS, Progress
@@ -92,29 +92,27 @@ def test_a_rank_that_does_not_come_to_where_the_ranks_meet_is_behind() -> None:
     found = {rank: replace(BEAT, rank=rank, step=0, phase="join", collective=None) for rank in range(3)}
     found[2] = replace(found[2], phase="tokenise")
     assert ranks_behind(found, set()) == [2]
-    assert "2 other ranks wait for it in join" in describe_hang(found, set())
+    assert "2 other ranks wait for it in join" in describe_hang(found, set()).text
 
 
 def test_the_sentence_names_rank_host_step_phase_and_who_waits() -> None:
-    told = json.loads(describe_hang(beats(collective=None, phase="save/gather", step=411), set()))
-    assert told["ranks"] == [1]
-    assert told["text"] == (
+    told = describe_hang(beats(collective=None, phase="save/gather", step=411), set())
+    assert told.ranks == [1]
+    assert told.text == (
         "the run hangs: rank 1 on n1 (process 100) has got nowhere for 11.0 minutes, step 411, phase save/gather, "
         "at step.py:1 train_step; 2 other ranks wait for it in all_reduce"
     )
 
 
 def test_a_gpu_that_does_not_come_to_where_the_others_wait_is_told() -> None:
-    told = json.loads(describe_hang(beats(device_reached=21), set()))
-    assert told["ranks"] == [1] and "rank 1 on n1" in told["text"]
-    assert "the GPU has not come as far" in told["text"] and told["text"].endswith(
-        "2 other ranks wait for it in all_reduce"
-    )
+    told = describe_hang(beats(device_reached=21), set())
+    assert told.ranks == [1] and "rank 1 on n1" in told.text
+    assert "the GPU has not come as far" in told.text and told.text.endswith("2 other ranks wait for it in all_reduce")
 
 
 def test_a_network_that_carries_nothing_blames_no_rank() -> None:
-    told = json.loads(describe_hang(beats(), set()))
-    assert told["ranks"] == [0, 1, 2] and "all 3 ranks are stuck" in told["text"] and "doctor" in told["text"]
+    told = describe_hang(beats(), set())
+    assert told.ranks == [0, 1, 2] and "all 3 ranks are stuck" in told.text and "doctor" in told.text
 
 
 def test_a_silent_process_of_this_host_is_looked_at() -> None:
@@ -124,20 +122,20 @@ def test_a_silent_process_of_this_host_is_looked_at() -> None:
         while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
             time.sleep(0.01)
         found = beats(host=host_name(), pid=process.pid)
-        assert "the process is stopped (SIGSTOP" in describe_hang(found, {1})
+        assert "the process is stopped (SIGSTOP" in describe_hang(found, {1}).text
     finally:
         process.kill()
         process.wait()
-    assert "the process has ended" in describe_hang(found, {1})
-    assert "its host is gone" in describe_hang(beats(), {1})
+    assert "the process has ended" in describe_hang(found, {1}).text
+    assert "its host is gone" in describe_hang(beats(), {1}).text
 
 
 def test_a_rank_that_has_left_no_sign_of_life_is_behind_and_its_host_told_where_it_is_known() -> None:
     found = {0: replace(BEAT, rank=0, step=0, phase="join/meet", collective=None)}
     nobody = found | {1: Heartbeat.of_nobody(1, "n1"), 2: Heartbeat.of_nobody(2, "")}
-    told = json.loads(describe_hang(nobody, {1, 2}))
-    assert told["ranks"] == [1, 2]
-    assert told["text"] == (
+    told = describe_hang(nobody, {1, 2})
+    assert told.ranks == [1, 2]
+    assert told.text == (
         "the run hangs: rank 1 on n1 has given no sign of life since it was started: it is stopped, or its host is "
         "gone; rank 2 has given no sign of life since it was started: it is stopped, or its host is gone; rank 0 waits "
         "for it in join/meet"
@@ -180,9 +178,9 @@ def test_a_rank_that_has_ended_is_behind_unless_it_was_done(tmp_path: Path, exit
     )
     assert done.returncode == 1, done.stderr
     told = read_hang(tmp_path)
-    assert told is not None and told["ranks"] == [1 if exit_code else 0]
-    assert ("rank 1 on n1 (process 100)" in told["text"]) == bool(exit_code)
-    assert ("it has ended with exit code 143; rank 0 waits for it in join" in told["text"]) == bool(exit_code)
+    assert told is not None and told.ranks == [1 if exit_code else 0]
+    assert ("rank 1 on n1 (process 100)" in told.text) == bool(exit_code)
+    assert ("it has ended with exit code 143; rank 0 waits for it in join" in told.text) == bool(exit_code)
 
 
 def test_which_ranks_are_on_this_host_is_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,9 +264,10 @@ def test_one_verdict_is_left_and_an_old_one_does_not_count(tmp_path: Path) -> No
     os.utime(old, (time.time() - 86400,) * 2)
     first, second = (Folder(tmp_path, rank, 2) for rank in (0, 1))
     assert first.verdict() is None
-    assert first.decide('{"ranks": [1], "text": "a"}') and not second.decide('{"ranks": [0], "text": "b"}')
-    assert json.loads(second.verdict() or "")["text"] == "a"
-    assert (read_hang(tmp_path) or {})["ranks"] == [1]
+    assert first.decide(Hang([1], "a")) and not second.decide(Hang([0], "b"))
+    assert second.verdict() == read_hang(tmp_path) == Hang([1], "a")
+    old.write_text('{"ranks"')  # half written
+    assert second.verdict() is None and not second.decide(Hang([0], "b"))
 
 
 def test_complete_silence_is_noticed_by_the_launcher(tmp_path: Path) -> None:

@@ -46,3 +46,21 @@ def test_its_commands_find_presets_and_the_job_script(installed: Path, tmp_path:
     assert script.startswith("#!") and f"ZEROLORA_HOME={home}" in script
     assert (home / "slurm" / "env.sh").is_file() and (home / "pyproject.toml").is_file()
     assert list((installed / "ops" / "csrc").rglob("*.cu"))
+
+
+def test_a_package_that_was_installed_over_ours_is_one_message(installed: Path, tmp_path: Path) -> None:
+    """Both are in site-packages, in one folder."""
+    both = tmp_path / "both"
+    shutil.copytree(installed, both)
+    (both / "trainer" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (both / "trainer" / "trainer.py").touch()
+    metadata = both / "trainer-0.0.36.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: trainer\nVersion: 0.0.36\n")
+    (metadata / "RECORD").write_text("trainer/__init__.py,,\ntrainer/trainer.py,,\n")
+    command = [sys.executable, "-m", "launcher.cli", "--version"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(both)}, capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "pip uninstall trainer and reinstall zerolora" in done.stderr

@@ -17,6 +17,8 @@ from rich.table import Table
 
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, RunConfig, UserError, load_config
+from trainer.contract.default_ranks import visible_gpus
+from trainer.contract.standard_streams import PROGRESS
 from trainer.data import prepare_data
 from trainer.data.conversations import chat_template_of
 from trainer.data.prepared import fit_max_length
@@ -217,21 +219,23 @@ def main(argv: list[str] | None = None) -> int:
     parser = CommandParser(prog="zerolora estimate", description="What a run needs, without a GPU or weights.")
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--gpus", type=int, default=1, help="how many GPUs, one rank each")
+    parser.add_argument("--gpus", type=int, help="how many GPUs, one rank each (default: those of this machine, or 1)")
     parser.add_argument("--gpu-memory", help=f"memory of each, such as {DEFAULT_GPU} (default)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_intermixed_args(argv)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
     quiet_libraries()
     try:
-        if arguments.gpus < 1:
-            raise UserError(f"--gpus {arguments.gpus}: must be 1 or more")
+        gpus = len(visible_gpus()) or 1 if arguments.gpus is None else arguments.gpus
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
+        if gpus < 1:
+            raise UserError(f"--gpus {gpus}: must be 1 or more")
         memory = parse_memory(arguments.gpu_memory or DEFAULT_GPU)
         loaded = load_config(arguments.config, arguments.overrides)
         config = loaded.config
+        PROGRESS.show(f"reading {config.base_model} and the data")
         if not is_pipeline(config):
             config = fit_max_length(config, context_length(model_config_of(config)[0]))
-        planner, notes = planner_for(config, arguments.gpus)
+        planner, notes = planner_for(config, gpus)
         found, resolved = report(planner, config, memory, [*loaded.notes, *notes])
         found["gpu_is_assumed"] = arguments.gpu_memory is None
         if arguments.json:

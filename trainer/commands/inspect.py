@@ -22,6 +22,8 @@ from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, RunConfig, TrainingSection, UserError, load_config
 from trainer.config.command_parser import from_one
 from trainer.config.types import AUTO
+from trainer.contract.default_ranks import default_ranks
+from trainer.contract.standard_streams import PROGRESS
 from trainer.data import Batches, DataStats, PreparedData, Sample, Samples, prepare_data
 from trainer.data.prepared import fit_max_length
 from trainer.data.records import PLAIN_TEXT
@@ -194,28 +196,30 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--examples", type=int, default=3, help="how many to show (3)")
     parser.add_argument("--step", type=from_one, help="show what is trained on in this step, from 1, instead")
-    parser.add_argument("--ranks", type=from_one, default=1, help="of a run on so many ranks (1)")
+    parser.add_argument("--ranks", type=from_one, help="of a run on so many ranks (default: those of this machine)")
     arguments = parser.parse_intermixed_args(argv)
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # data holds what an ASCII terminal cannot show
     console = Console()
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
     quiet_libraries()
     try:
+        ranks = arguments.ranks or default_ranks()
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
         loaded = load_config(arguments.config, arguments.overrides)
         config = loaded.config
         for note in loaded.notes:
             console.print(note, markup=False, highlight=False, soft_wrap=True)
         if is_pipeline(config):
-            show_pictures(config, console, examples=arguments.examples, step=arguments.step, ranks=arguments.ranks)
+            show_pictures(config, console, examples=arguments.examples, step=arguments.step, ranks=ranks)
             return 0
+        PROGRESS.show(f"reading {config.base_model} and the data")
         tokenizer = load_tokenizer(config.base_model, config.model)
         longest = context_length(load_model_config(config.base_model, config.model))
         config = fit_max_length(config, longest)
         cache = Path(config.dataset.cache_dir).expanduser()
         data = prepare_data(config.dataset, tokenizer, seed=config.seed, cache_dir=cache, max_length_of_model=longest)
         if arguments.step:
-            show_step(config, data, tokenizer, console, step=arguments.step, ranks=arguments.ranks)
+            show_step(config, data, tokenizer, console, step=arguments.step, ranks=ranks)
         else:
             show_data(data, tokenizer, console, examples=arguments.examples)
     except UserError as error:

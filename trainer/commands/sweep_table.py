@@ -4,7 +4,6 @@ A run is judged by its lowest held-out loss, or, where nothing is held out, by t
 Exit code 0, 1 if a run has no result, 2 after one line on stderr.
 """
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +11,17 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.config import CommandParser, UserError
+from trainer.config.errors import printable
+from trainer.contract.sweep_record import RECORD, read_sweep
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.curves import Series, running_mean, series, window_for
 
-RECORD, PLOT = "sweep.json", "sweep.png"
+PLOT = "sweep.png"
 LAST_SHARE = 10
 MOST_LINES = 8
 COLOURS = ("#2f6db3", "#d9822b", "#3b8f6b", "#a14f9a", "#8a94a3", "#b5473c", "#6b6f1d", "#27303d")
@@ -44,15 +46,9 @@ class Outcome:
 
 def outcomes(folder: Path) -> list[Outcome]:
     """The runs of the sweep in a folder, best first. Raises UserError if there is no record of one."""
-    try:
-        entries = json.loads((folder / RECORD).read_text(encoding="utf-8"))["runs"]
-        found = [_outcome(Path(entry["folder"]), entry["exit_code"]) for entry in entries]
-    except FileNotFoundError:
-        raise UserError(
-            f"{folder}: no {RECORD} there; it is the output_dir of a `zerolora sweep` that is wanted"
-        ) from None
-    except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{folder / RECORD}: cannot be read ({error}); remove it") from None
+    found = [_outcome(Path(run.folder), run.exit_code) for run in read_sweep(folder)]
+    if not found:
+        raise UserError(f"{folder}: no {RECORD} there; name the output_dir of a `zerolora sweep`")
     return sorted(found, key=lambda run: (run.loss is None, run.loss, run.name))
 
 
@@ -87,7 +83,8 @@ def show(console: Console, runs: list[Outcome]) -> None:
     for place, run in enumerate(runs, start=1):
         loss = "-" if run.loss is None else f"{run.loss:.4f}"
         last = [] if not held_out else ["-" if run.last is None else f"{run.last:.4f}"]
-        table.add_row(str(place) if run.loss is not None else "", run.name, loss, str(run.step), *last, run.state)
+        name = escape(printable(run.name))
+        table.add_row(str(place) if run.loss is not None else "", name, loss, str(run.step), *last, run.state)
     console.print(table)
 
 

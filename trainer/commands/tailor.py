@@ -22,6 +22,7 @@ from trainer.checkpoint.finished_run import quiet_libraries
 from trainer.commands.estimate import DEFAULT_GPU, parse_memory
 from trainer.commands.reasoned_yaml import Line, as_yaml
 from trainer.config import CommandParser, LoraSection, ModelSection, RunConfig, UserError, load_config
+from trainer.contract.default_ranks import default_ranks
 from trainer.contract.output_file import check_output_file
 from trainer.contract.whole_files import write_whole
 from trainer.data.prepared import Prepared
@@ -322,19 +323,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = CommandParser(prog="zerolora init", description="A configuration made for this model, data and cards.")
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", required=True)
-    parser.add_argument("--gpus", type=int, help="default: those of this machine, or 1")
+    parser.add_argument("--gpus", type=int, help="default: the ranks that `zerolora train` would start here")
     parser.add_argument("--gpu-memory")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--output-dir", required=True)
     arguments = parser.parse_args(argv)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
-    quiet_libraries()
     try:
-        if arguments.gpus is not None and arguments.gpus < 1:
-            raise UserError(f"--gpus {arguments.gpus}: must be 1 or more")
+        gpus = default_ranks() if arguments.gpus is None else arguments.gpus
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
+        quiet_libraries()
+        if gpus < 1:
+            raise UserError(f"--gpus {gpus}: must be 1 or more")
         check_output_file(arguments.output, f"--output {arguments.output}")
         memory, card = _card(arguments.gpu_memory)
-        gpus = arguments.gpus or max(1, torch.cuda.device_count())
         ask = Ask(arguments.model, arguments.data, gpus, memory, card, arguments.output_dir)
         lines, warnings = tailored(ask)
         write_whole(arguments.output, as_yaml(lines, arguments.output, warnings))

@@ -14,18 +14,22 @@ from difflib import unified_diff
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.checkpoint.output_folder import obstacle
 from trainer.config import CommandParser, RunConfig, UserError, load_config
 from trainer.config.repair import repaired
 from trainer.config.yaml_core import read_text
+from trainer.contract.default_ranks import default_ranks
 from trainer.contract.output_file import check_output_file
+from trainer.contract.standard_streams import PROGRESS
 from trainer.contract.whole_files import write_whole
+from trainer.early_checks import check_early
 
 if TYPE_CHECKING:
     from trainer.data.prepared import Prepared
 
 
-def findings(config: RunConfig, prepared: "Prepared") -> list[str]:
-    """What the configuration means on this model and data: `name: text` lines."""
+def findings(config: RunConfig, prepared: "Prepared", ranks: int) -> list[str]:
+    """Return `name: text` lines that say what the configuration means on this model, this data and so many ranks."""
     import torch
 
     from trainer.data.prepared import fit_max_length, samples_of
@@ -92,17 +96,17 @@ def findings(config: RunConfig, prepared: "Prepared") -> list[str]:
     if config.adapter != "none" and samples is not None:
         small = too_small(trained, prepared.data.stats.target_tokens, config.lora.r)
         lines += [f"warning: {small}"] if small else []
-    on_one = with_looks_in_steps(with_global_batch(config, samples, 1), samples, 1)
-    lines.append(f"steps: {steps_line(on_one.training, samples, 1)}{_on_more(config)}")
-    if smaller := smaller_batch_line(config.training, on_one.training, 1):
+    resolved = with_looks_in_steps(with_global_batch(config, samples, ranks), samples, ranks)
+    lines.append(f"steps: {steps_line(resolved.training, samples, ranks)}{_on_more(config)}")
+    if smaller := smaller_batch_line(config.training, resolved.training, ranks):
         lines.append(f"note: {smaller}")
-    lines += [f"warning: {warning}" for warning in step_warnings(on_one, samples, 1)]
+    lines += [f"warning: {warning}" for warning in step_warnings(resolved, samples, ranks)]
     lines.append(f"output: {Path(config.output_dir).absolute()}")
     return lines
 
 
 def _on_more(config: RunConfig) -> str:
-    """What more ranks change: the global batch, unless it is set; and with it the number of steps, unless that is."""
+    """Describe how adding ranks changes the batch size and the number of steps."""
     if config.training.global_batch_size is not None:
         return ""
     return "; larger batches on more" if config.training.max_steps else "; fewer steps on more"
@@ -168,21 +172,23 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("-o: needs --fix")
     if arguments.fix or arguments.settings_only:
         return _settings_alone(arguments)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
-    # The settings alone are checked without torch, in a moment.
-    from trainer.checkpoint.finished_run import quiet_libraries
-    from trainer.checkpoint.output_folder import obstacle
-    from trainer.preflight import prepare_to_resume
-
-    quiet_libraries()
     try:
+        ranks = default_ranks()
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
+        # Without torch, in a moment.
         loaded = load_config(arguments.config, arguments.overrides)
         for note in loaded.notes:
             print(f"note: {note}")
-        prepared, resumption = prepare_to_resume(loaded.config, to_train=False)
+        check_early(loaded.config, to_train=False)
+        PROGRESS.show("importing")
+        from trainer.checkpoint.finished_run import quiet_libraries
+        from trainer.preflight import prepare_to_resume
+
+        quiet_libraries()
+        prepared, resumption = prepare_to_resume(loaded.config, tell=PROGRESS.show, to_train=False)
         for warning in resumption.warnings:
             print(f"warning: {warning}")
-        for line in findings(loaded.config, prepared):
+        for line in findings(loaded.config, prepared, ranks):
             print(line)
         if resumption.checkpoint is not None:
             print(f"resume: from {resumption.checkpoint}")

@@ -186,10 +186,10 @@ def _of_training(config: RunConfig) -> Iterator[str]:
             f"training.save_steps={training.save_steps}: best_checkpoint saves where it evaluated; "
             f"use a multiple of eval_steps={training.eval_steps}"
         )
-    if training.warmup_steps is not None and training.max_steps and training.warmup_steps > training.max_steps:
+    if training.warmup_steps is not None and training.max_steps and training.warmup_steps >= training.max_steps:
         yield (
-            f"training.warmup_steps={training.warmup_steps}: more than training.max_steps={training.max_steps}; "
-            "warm up for fewer"
+            f"training.warmup_steps={training.warmup_steps}: must be less than training.max_steps={training.max_steps}"
+            ", or the learning rate never reaches its peak"
         )
     reporters = config.logging.report_to
     if "none" in reporters:

@@ -1,6 +1,7 @@
 """The one exception for mistakes of the user, and the search for the name they meant."""
 
 import errno
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -10,12 +11,28 @@ LONGEST_WORD = 300
 MOST_LINES = 100
 
 
+# Sequences that a terminal obeys (colours, the window's title, answers typed into the shell), then single characters.
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[\]PX^_][^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?|\x1b[ -/]*[0-~]?"
+    r"|\x9b[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]"
+)
+
+
+def printable(text: str) -> str:
+    """Return text without the control characters and sequences that a terminal would obey; tabs and newlines stay.
+
+    Everything that comes from files, other hosts or other processes goes through this before it reaches a terminal.
+    """
+    return _CONTROL.sub("", text)
+
+
 def one_line(message: str) -> str:
-    """A message on one line of bounded length: what a user gave, or a library said, may be as long as it likes.
+    """Return a message on one printable line of bounded length.
 
     The beginning names the setting and the end the fix, so it is the middle that is left out, of words first.
     """
-    return _without_middle(" ".join(_without_middle(word, LONGEST_WORD) for word in message.split()), LONGEST_LINE)
+    words = [_without_middle(word, LONGEST_WORD) for word in printable(" ".join(message.split())).split()]
+    return _without_middle(" ".join(words), LONGEST_LINE)
 
 
 def _without_middle(text: str, most: int) -> str:

@@ -12,12 +12,17 @@ import stat
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from trainer.config.errors import UserError
 
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(gt=0, lt=2**63)]
+ProcessId = Annotated[int, Field(ge=0, lt=2**31)]
+Seconds = Annotated[float, Field(ge=0.0, lt=2**40)]
+"""Shapes of numbers that readers compute with: none is NaN, infinite, or too large for what it is passed to."""
 MAX_TEXT_BYTES = 1 << 28
 MAX_SAFETENSORS_HEADER_BYTES = 100 << 20
 """The limit of the safetensors library itself."""
@@ -93,6 +98,25 @@ def read_json(path: Path, shape: Any = dict[str, Any], max_bytes: int = MAX_TEXT
         UnreadableFile: if it cannot be read, is not JSON, or does not have that shape.
     """
     return parse_json(read_bytes(path, max_bytes), path, shape)
+
+
+def find_json(path: Path, shape: Any, default: Any = None) -> Any:
+    """Return what `read_json` does, or `default` for a file that is missing or cannot be used."""
+    try:
+        return read_json(path, shape)
+    except (FileNotFoundError, UnreadableFile):
+        return default
+
+
+def read_value(path: Path, dotted: str, shape: Any) -> Any:
+    """Return the value that a JSON file has under a dotted name, as `shape`. Raises as `read_json` does."""
+    value = read_json(path)
+    for name in dotted.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    try:
+        return check_shape(value, path, shape)
+    except UnreadableFile as error:
+        raise UnreadableFile(path, f"{dotted}: {error.problem}") from None
 
 
 def parse_json(content: bytes | str, path: Path, shape: Any = dict[str, Any]) -> Any:

@@ -6,7 +6,9 @@ starts far above it; with `delta`, the default here, S starts at 0. Checkpoints 
 """
 
 import argparse
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -267,10 +269,20 @@ def _name_flags(message: str, options: argparse.Namespace) -> str:
     return message
 
 
-def open_log() -> IO[bytes]:
-    """Open the guide's log, in the current folder, for appending. Raises UserError if it cannot be written."""
+def open_log(output: Path) -> IO[bytes]:
+    """Open the guide's log in the logs of the run for appending, with a link to it in ./logs, where the guide has it.
+
+    The link is left out where it cannot be made. Raises UserError if the log cannot be written.
+    """
+    path = output / LOG_FILE
     try:
-        LOG_FILE.parent.mkdir(exist_ok=True)
-        return LOG_FILE.open("ab")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        log = path.open("ab")
     except OSError as error:
-        raise UserError(f"{LOG_FILE}: {error.strerror}; start this in a folder where the log can be written") from None
+        raise UserError(f"--output-dir {output}: {path} cannot be written ({error.strerror})") from None
+    with suppress(OSError):
+        LOG_FILE.parent.mkdir(exist_ok=True)
+        if LOG_FILE.is_symlink():
+            LOG_FILE.unlink()  # of an earlier run
+        LOG_FILE.symlink_to(os.path.relpath(path, LOG_FILE.parent))
+    return log

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from trainer.config.errors import UserError
+from trainer.config.files import UnreadableFile
 from trainer.contract.lock_file import JOB_VARIABLES, Holder, Lock, create_lock, path_in, read_lock, remove_lock
 from trainer.contract.whole_files import write_json
 
@@ -120,7 +121,8 @@ class FolderLock:
         if not self._ended.is_set():
             self._ended.set()
             self._thread.join(timeout=BEAT_S)
-            with suppress(OSError):  # a file server that is gone: who comes next sees that the holders are dead
+            # Where a file server is gone, who comes next sees that the holders are dead.
+            with suppress(OSError, UnreadableFile):
                 if self._owns and self._look():
                     self._path.unlink(missing_ok=True)
 
@@ -146,7 +148,7 @@ class FolderLock:
                 if not self._look():
                     return
                 os.utime(self._path)
-            except OSError:
+            except (OSError, UnreadableFile):
                 continue  # a file server that does not answer now; should others wait in vain, `check` says it
 
     def __enter__(self) -> Self:

@@ -15,8 +15,15 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from trainer.config.files import Count, ProcessId, Seconds, UnreadableFile, find_json, parse_json, read_bytes
 
 LINE_BYTES, STEP_BYTES = 768, 32
+MOST_BYTES, MOST_STEPS = 1 << 16, 2**63
+ExitCode = Annotated[int, Field(gt=-(2**31), lt=2**31)]
 BUILD_LOCK = "the lock of an extension build (zerolora doctor finds it)"
 """A rank's `place` while it waits for another process that compiles an operator."""
 VERDICT_FILE = "hang.json"
@@ -26,10 +33,10 @@ VERDICT_FILE = "hang.json"
 class Heartbeat:
     """What one rank does at one moment."""
 
-    rank: int
+    rank: Count
     host: str
-    pid: int
-    step: int
+    pid: ProcessId
+    step: Count
     """Optimizer step under way; 0 before the first."""
     phase: str
     """As "save/gather", from the outermost to the innermost; empty between phases."""
@@ -37,17 +44,17 @@ class Heartbeat:
     place: str | None
     """Innermost line of this project's code, told once the rank has stayed there."""
     collectives_begun: int | None
-    idle_s: float
+    idle_s: Seconds
     """Seconds since it last got anywhere."""
     stuck: bool
     """Whether that is longer than training.hang_timeout allows here."""
     free_memory_gib: float
     free_shm_gib: float
-    time: float
+    time: Seconds
     """Seconds since 1970 by its own clock."""
-    exit_code: int | None = None
+    exit_code: ExitCode | None = None
     """Set by a rank that has ended by itself."""
-    first_step: int = 0
+    first_step: Count = 0
     """The optimizer step that this process began with; 0 before it."""
     device_reached: int | None = None
     """The last mark that its GPU has come to (trainer/ranks/device_marks.py); told as `place` is."""
@@ -84,15 +91,31 @@ class Heartbeat:
 
     @classmethod
     def parse(cls, line: bytes) -> "Heartbeat | None":
-        """The inverse of `line`; None for one that is half written."""
+        """Undo `line`; None for one that is half written or damaged."""
         try:
-            return cls(**json.loads(line))
-        except (ValueError, TypeError):
+            beat: Heartbeat = parse_json(line, Path("heartbeat"), cls)
+        except UnreadableFile:
             return None
+        return beat
+
+
+@dataclass(frozen=True)
+class Hang:
+    """What the ranks of a run that gets nowhere agree on."""
+
+    ranks: Annotated[list[Count], Field(min_length=1)]
+    """Those that are behind."""
+    text: str
+
+
+def read_hang(logs: Path) -> Hang | None:
+    """Return what the ranks have agreed on; None if there is nothing, or nothing that can be read."""
+    hang: Hang | None = find_json(logs / VERDICT_FILE, Hang)
+    return hang
 
 
 def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
-    """Rank -> its last heartbeat, for all that have left one; a half-written line, or a lost folder, is left out."""
+    """Return rank -> its last heartbeat; a half-written or damaged one, or a lost folder, is left out."""
     beats: dict[int, Heartbeat] = {}
     try:
         paths = list(logs.glob("heartbeat-*.json"))
@@ -100,16 +123,17 @@ def read_heartbeats(logs: Path) -> dict[int, Heartbeat]:
         return beats
     for path in paths:
         try:
-            line, _, noted = path.read_bytes().partition(b"\n")
-            beat = Heartbeat.parse(line)
+            line, _, noted = read_bytes(path, MOST_BYTES).partition(b"\n")
             steps = [int(word) for word in noted.split()]
-            if beat is not None and steps and steps[-1] > beat.step:
-                # The phase still belongs to the step before.
-                beat = replace(beat, step=steps[-1], first_step=steps[0], phase="")
-        except (OSError, ValueError):
+        except (OSError, ValueError, UnreadableFile):
             continue
-        if beat is not None:
-            beats[beat.rank] = beat
+        beat = Heartbeat.parse(line)
+        if beat is None or path.stem != f"heartbeat-{beat.rank}":
+            continue
+        if steps and beat.step < steps[-1] < MOST_STEPS:
+            # The phase still belongs to the step before.
+            beat = replace(beat, step=steps[-1], first_step=steps[0], phase="")
+        beats[beat.rank] = beat
     return beats
 
 
@@ -171,33 +195,36 @@ class Folder:
                 os.pwrite(file, replace(last, exit_code=exit_code, time=time.time()).line(), 0)
 
     def read(self) -> dict[int, Heartbeat]:
-        """The latest line of every rank that has left one."""
+        """Return the latest line of every rank that has left one."""
         found = {}
         for rank in range(self._world_size):
             try:
-                beat = Heartbeat.parse(self._path(rank).read_bytes()[:LINE_BYTES])
-            except OSError:
+                beat = Heartbeat.parse(read_bytes(self._path(rank), MOST_BYTES)[:LINE_BYTES])
+            except (OSError, UnreadableFile):
                 continue
-            if beat is not None:
+            if beat is not None and beat.rank == rank:
                 found[rank] = beat
         return found
 
-    def verdict(self) -> str | None:
-        """What a rank has decided in this run; what an earlier run left is not looked at."""
-        path = self._logs / VERDICT_FILE
-        try:
-            return path.read_text() if path.stat().st_mtime >= self._started - 1.0 else None
-        except OSError:
-            return None
+    def verdict(self) -> Hang | None:
+        """Return what a rank has decided in this run."""
+        return read_hang(self._logs) if self._is_decided() else None
 
-    def decide(self, verdict: str) -> bool:
+    def _is_decided(self) -> bool:
+        """Whether there is a verdict, perhaps half written, that no earlier run has left."""
+        try:
+            return (self._logs / VERDICT_FILE).stat().st_mtime >= self._started - 1.0
+        except OSError:
+            return False
+
+    def decide(self, verdict: Hang) -> bool:
         """Leave a verdict; False if another rank was faster."""
         path = self._logs / VERDICT_FILE
-        if path.exists() and self.verdict() is None:
+        if not self._is_decided():
             path.unlink(missing_ok=True)
         try:
             with open(path, "x") as file:
-                file.write(verdict)
+                file.write(json.dumps(asdict(verdict)))
         except FileExistsError:
             return False
         return True

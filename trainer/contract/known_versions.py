@@ -7,10 +7,10 @@ private name that is gone is one line (`require`), and never passes as a feature
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from trainer.config.errors import UserError
+from trainer.contract.versions import installed_version
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,9 @@ KNOWN = {
 
 
 def installed(library: str) -> str | None:
-    """The installed version without what names a build (2.13.0 of 2.13.0+cpu); None if it is not installed."""
-    try:
-        return version(library).partition("+")[0]
-    except PackageNotFoundError:
-        return None
+    """Return the installed version without what names a build (2.13.0 of 2.13.0+cpu); None if it is not installed."""
+    found = installed_version(library)
+    return found and found.partition("+")[0]
 
 
 def unproven() -> list[str]:

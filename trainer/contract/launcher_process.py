@@ -51,7 +51,7 @@ class ProcessMark:
     @classmethod
     def of(cls, pid: int) -> "ProcessMark | None":
         """The mark of a process of this host; None if it has ended."""
-        fields = _stat(pid)
+        fields = read_stat(pid)
         return None if fields is None else cls(_kernel(), pid, fields[19])
 
     @classmethod
@@ -69,7 +69,7 @@ class ProcessMark:
 
     def lives(self) -> bool:
         """Whether it is there; one that only waits to be collected by its parent has ended."""
-        fields = _stat(self.pid)
+        fields = read_stat(self.pid)
         return fields is not None and fields[19] == self.started and fields[0] not in "ZX"
 
 
@@ -183,10 +183,10 @@ def _process_above(environment: Mapping[str, str]) -> ProcessMark | None:
     return None
 
 
-def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on."""
+def read_stat(pid: int) -> list[str] | None:
+    """Return the fields of /proc/PID/stat from the state on; None if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
 

@@ -11,6 +11,9 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from trainer.config.files import ProcessId, UnreadableFile, parse_json
+from trainer.contract.launcher_process import read_stat
+
 LOCK_FILE = "lock.json"
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
@@ -22,7 +25,7 @@ class Holder:
     host: str
     machine: str
     """Different wherever process numbers mean something else: another host, another boot, another container."""
-    pid: int
+    pid: ProcessId
     started: int
     """Ticks since boot, which tells it from a later process of the same number."""
 
@@ -100,18 +103,22 @@ def create_lock(path: Path, lock: Lock) -> bool:
 
 
 def read_lock(path: Path) -> tuple[Lock, int] | None:
-    """The lock and the time of its last beat; None if there is none. One that is half written has no holders."""
+    """Return the lock and the time of its last beat; None if there is none.
+
+    One that is half written, or damaged, has no holders. Raises UnreadableFile for a folder, OSError where the file
+    system fails.
+    """
     try:
         # Opened again for every look: that is when network file systems ask their server.
-        with path.open(encoding="utf-8") as file:
-            text, beat = file.read(), os.fstat(file.fileno()).st_mtime_ns
+        with path.open("rb") as file:
+            content, beat = file.read(), os.fstat(file.fileno()).st_mtime_ns
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except IsADirectoryError:
+        raise UnreadableFile(path, "is a folder", "move it away") from None
     try:
-        values = json.loads(text)
-        holders = tuple(Holder(**holder) for holder in values.pop("holders"))
-        return Lock(**values, holders=holders), beat
-    except (ValueError, TypeError, KeyError, AttributeError):
+        return parse_json(content, path, Lock), beat
+    except UnreadableFile:
         return Lock("", "", "", 0, ()), beat
 
 
@@ -139,9 +146,6 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> int | None:
-    """When a process started, in ticks since boot; -1 for one that has ended and is not collected yet."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return -1 if fields[0] in "ZX" else int(fields[19])
+    """Return when a process started, in ticks since boot; -1 for one that has ended and is not collected yet."""
+    fields = read_stat(pid)
+    return None if fields is None else -1 if fields[0] in "ZX" else int(fields[19])

@@ -1,11 +1,12 @@
 """Whether a file can be written where a command is to leave one, asked before its work."""
 
-import json
 import os
 from collections.abc import Set
 from pathlib import Path
+from typing import Any
 
 from trainer.config import UserError
+from trainer.config.files import find_json
 
 
 def check_output_file(path: Path, named: str) -> None:
@@ -28,9 +29,5 @@ def check_result_file(path: Path, named: str, keys: Set[str]) -> None:
     check_output_file(path, named)
     if not path.is_file() or not path.stat().st_size:
         return
-    try:
-        is_earlier = keys <= json.loads(path.read_bytes()).keys()
-    except (OSError, ValueError, AttributeError, RecursionError):
-        is_earlier = False
-    if not is_earlier:
+    if not keys <= find_json(path, dict[str, Any], {}).keys():
         raise UserError(f"{named}: exists and holds something else; name a new file, or remove it")

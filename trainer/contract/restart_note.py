@@ -4,11 +4,10 @@ Ranks and launcher share nothing but the run's folder, and the launcher does not
 the run goes on is the launcher's to see (launcher/supervision/restarts.py).
 """
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from trainer.config.files import Count, read_json
 from trainer.contract.whole_files import write_json
 
 MOST_HALVINGS = 3
@@ -19,10 +18,10 @@ _FILE = "out_of_memory.json"
 class RestartNote:
     """The step that did not fit, and what to run it with."""
 
-    step: int
-    batch_size: int
-    gradient_accumulation_steps: int
-    stage: int
+    step: Count
+    batch_size: Count
+    gradient_accumulation_steps: Count
+    stage: Count
     larger: tuple[tuple[int, int], ...] = ()
     """Micro-batch and accumulation before each halving that holds, first to last: to where the run may grow again."""
     grown: tuple[int, ...] = ()
@@ -40,19 +39,13 @@ class RestartNote:
 
     @classmethod
     def take(cls, logs: Path) -> "RestartNote | None":
-        """Read the note and remove it; None if there is none, or the folder cannot be read."""
+        """Read the note and remove it; None if there is none. Raises UnreadableFile."""
         try:
-            note = cls.of(json.loads((logs / _FILE).read_text()))
-        except OSError:
+            note: RestartNote = read_json(logs / _FILE, cls)
+        except FileNotFoundError:
             return None
         (logs / _FILE).unlink()
         return note
-
-    @classmethod
-    def of(cls, entry: dict[str, Any]) -> "RestartNote":
-        """From what `asdict` and JSON have made of one."""
-        larger = tuple((size, accumulation) for size, accumulation in entry["larger"])
-        return cls(**entry | {"larger": larger, "grown": tuple(entry["grown"])})
 
     def settings(self) -> dict[str, str]:
         """What to start again with, by the names of the settings."""

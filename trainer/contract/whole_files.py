@@ -1,4 +1,4 @@
-"""Small files that are whole or not there: written beside, brought to the disk, and renamed into place.
+"""Write small files atomically: to a temporary file in the same folder, synced, and renamed into place.
 
 A process that is killed, or a host that loses power, leaves the file as it was before. Here, and not in a package of
 the trainer, because the launcher writes such files as well.
@@ -6,15 +6,22 @@ the trainer, because the launcher writes such files as well.
 
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace `path` by `text`; readers see the old content or the new one, never a part."""
+    """Replace the content of `path` by `text`; readers see the old content or the new one, never a part.
+
+    A link stays a link, and an existing file keeps its permissions.
+    """
+    path = Path(os.path.realpath(path))
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with beside.open("w", encoding="utf-8") as file:
+            if path.exists():
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -1,10 +1,14 @@
 """Data: from files and hub names to masked, packed, deterministic micro-batches."""
 
-from trainer.data.batches import Batches, MicroBatch, StreamBatches, evaluation_batches
-from trainer.data.cache import PreparedData, prepare_data
-from trainer.data.grouping import DataStats
-from trainer.data.samples import Sample, Samples, SampleStream
-from trainer.data.sources import read_source
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.data.batches import Batches, MicroBatch, StreamBatches, evaluation_batches
+    from trainer.data.cache import PreparedData, prepare_data
+    from trainer.data.grouping import DataStats
+    from trainer.data.samples import Sample, Samples, SampleStream
+    from trainer.data.sources import read_source
 
 __all__ = [
     "Batches",
@@ -19,3 +23,11 @@ __all__ = [
     "prepare_data",
     "read_source",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for: most of it imports torch, and checks come before that (trainer/early_checks.py)."""
+    for module in ("batches", "cache", "grouping", "samples", "sources") if name in __all__ else ():
+        if hasattr(found := import_module(f"{__name__}.{module}"), name):
+            return getattr(found, name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")

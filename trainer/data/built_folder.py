@@ -22,23 +22,35 @@ CHECKED_BYTES = 1 << 30
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 UNWRITABLE = FULL | {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
 # What reading half a file, or one whose bytes have changed, has been seen to raise (Arrow's own are ValueErrors).
-DAMAGE = (OSError, ValueError, KeyError, TypeError, IndexError, EOFError, zipfile.BadZipFile, zlib.error)
+DAMAGE = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    EOFError,
+    RecursionError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 def built_folder(
     folder: Path, build: Callable[[Path], None], load: Callable[[Path], Loaded]
 ) -> tuple[Loaded, str | None]:
-    """What `load(folder)` gives, after `build(beside)` has filled it if need be; and a note if it was damaged.
+    """Return `load(folder)`, after `build` has filled the folder if necessary, and a note if it was damaged.
 
     One of several processes builds, behind a lock that dies with its holder, and renames what it built when it is
     whole. A folder whose files are not those of its manifest, or which cannot be loaded, is built again. Raises
-    UserError if it cannot be written.
+    UserError if it cannot be written, or if this user may not read it.
     """
     damage: Exception | None = None
     try:
         if folder.exists():
             try:
                 return _checked(folder, load), None
+            except PermissionError:
+                raise
             except DAMAGE as error:
                 damage = error
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -53,10 +65,12 @@ def built_folder(
 def _mended(
     folder: Path, build: Callable[[Path], None], load: Callable[[Path], Loaded], damage: Exception | None
 ) -> tuple[Loaded, str | None]:
-    """As `built_folder`, by the holder of the lock; another may have built or mended it before."""
+    """Do the work of `built_folder` while holding the lock; another process may have built or fixed it before."""
     if folder.exists():
         try:
             return _checked(folder, load), None
+        except PermissionError:
+            raise
         except DAMAGE as error:
             damage = error
             shutil.rmtree(folder)
@@ -98,8 +112,14 @@ def _digest(path: Path) -> str:
 
 def _unwritable(folder: Path, error: OSError) -> UserError:
     where = f"dataset.cache_dir={folder}: tokenised data cannot be written there ({error.strerror}"
+    entry = Path(error.filename or folder)
+    if error.errno in (errno.EACCES, errno.EPERM) and entry not in (folder, *folder.parents):
+        return UserError(
+            f"dataset.cache_dir={folder}: {entry.relative_to(folder)} in it is another user's ({error.strerror}); let "
+            f"its owner run `chmod -R a+rX {folder}`, or name another folder"
+        )
     if error.errno not in FULL:
-        return UserError(f"{where}); mend its rights, or name another folder")
+        return UserError(f"{where}); fix its permissions, or name another folder")
     disk = folder.absolute()
     while not os.path.ismount(disk):
         disk = disk.parent

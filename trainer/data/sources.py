@@ -42,7 +42,7 @@ def read_source(
     """
     from datasets import Dataset
 
-    local = _local_path(source, label)
+    local = local_path(source, label)
     if local is None:
         records = read_split(source.split, label, lambda name: _read_hub(source, name, label, streaming))
     elif _is_saved_dataset(local):
@@ -65,7 +65,7 @@ def content_key(source: SourceSection, label: str) -> str:
 
     A hub data set is keyed by the fingerprint of its cached copy. Raises UserError as `read_source` does.
     """
-    local = _local_path(source, label)
+    local = local_path(source, label)
     if local is None:
         records = read_split(source.split, label, lambda name: _read_hub(source, name, label, streaming=False))
         return str(require(records, "_fingerprint", "datasets"))
@@ -96,7 +96,7 @@ def stamps(source: SourceSection, label: str) -> list[list[str | int]]:
 
     Nothing for a hub data set. Raises UserError if the files are not there.
     """
-    local = _local_path(source, label)
+    local = local_path(source, label)
     files = local_files(source, local, label) if local else []
     return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
@@ -106,8 +106,8 @@ def _empty(source: SourceSection, label: str) -> UserError:
     return UserError(f"{where_from(source, label)}: no records in it{head}; give a data set that has some")
 
 
-def _local_path(source: SourceSection, label: str) -> Path | None:
-    """The path on this machine, or None for a hub name; a path that looks local but is not there is an error."""
+def local_path(source: SourceSection, label: str) -> Path | None:
+    """Return the path on this machine, None for a hub name. Raises UserError for a local path that does not exist."""
     assert source.path is not None, f"{label}: a source without a path passed the configuration's checks"
     where = where_from(source, label)
     if not source.path.strip():

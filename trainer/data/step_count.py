@@ -39,10 +39,10 @@ def global_batch(training: TrainingSection, world_size: int) -> int:
 
 
 def warmup_steps(training: TrainingSection, total: int) -> int:
-    """Steps in which the learning rate rises."""
+    """Return the number of steps in which the learning rate rises from 0; by a ratio the last step is never one."""
     if training.warmup_steps is not None:
         return training.warmup_steps
-    return math.ceil(training.warmup_ratio * total)
+    return min(math.ceil(training.warmup_ratio * total), total - 1)
 
 
 def with_global_batch(config: RunConfig, samples: int | None, world_size: int) -> RunConfig:
@@ -123,16 +123,16 @@ def steps_line(training: TrainingSection, samples: int | None, world_size: int) 
 
 
 def step_warnings(config: RunConfig, samples: int | None, world_size: int) -> list[str]:
-    """What the number of steps makes of other settings. Raises UserError for a warm-up that does not end."""
+    """Return warnings about settings that do not fit the number of steps. Raises UserError for a warm-up too long."""
     training = config.training
     total = count_steps(training, samples, world_size)
     if total is None:
         return []
     warmup = 0 if training.lr_scheduler in _NO_WARMUP else warmup_steps(training, total)
-    if warmup > total:
+    if warmup >= total:
         raise UserError(
-            f"training.warmup_steps={warmup}: more than the run's {total:,} steps, so that the learning rate would "
-            "never reach its peak; warm up for fewer, or remove it (training.warmup_ratio is a fraction of the steps)"
+            f"training.warmup_steps={warmup}: the learning rate would never reach its peak in a run of {total:,} "
+            "steps; warm up for fewer, or remove it (training.warmup_ratio is a fraction of the steps)"
         )
     warnings = []
     if total < FEW_STEPS and training.max_steps is None:

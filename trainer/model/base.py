@@ -6,6 +6,7 @@ import torch
 
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.contract.hub_patience import ask_once_without_network
+from trainer.contract.standard_streams import PROGRESS
 from trainer.engine.layer_gather.shards import LayerShards
 from trainer.model.model_kind import auto_class, caps_scores, check_kind, is_stored_quantised
 from trainer.model.model_source import check_config_file, check_source, no_tokenizer, unreadable
@@ -114,7 +115,7 @@ def load_base_model(
     shards: LayerShards | None = None,
     unpack: bool = False,
 ) -> Any:
-    """The base model in `dtype` on `device`; quantised if `quantization`. What is stored in MXFP4 or FP8 stays so.
+    """Load the base model in `dtype` on `device`; quantised if `quantization`. What is stored in MXFP4 or FP8 stays so.
 
     With `unpack` it does not, but is dequantised.
 
@@ -123,6 +124,7 @@ def load_base_model(
     Whole models in 16 or 32 bits come through transformers. Quantised, partitioned and random ones are built empty and
     filled module by module, so that no rank ever holds more than its share and one module.
     """
+    PROGRESS.show(f"loading {base_model}")
     config = load_model_config(base_model, section)
     check_kind(base_model, config)
     config.use_cache = False

@@ -7,7 +7,6 @@ warnings, log records and the messages of C++ and NCCL end there without asking 
 
 import errno
 import faulthandler
-import io
 import os
 import stat
 import sys
@@ -16,10 +15,12 @@ import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.markup import escape
+
+from trainer.contract.standard_streams import forgiving_stream
 
 LOG_WIDTH = 120
 READER_PATIENCE_S = 10.0
@@ -145,24 +146,9 @@ def append_output_to(log: Path) -> None:
 def _redirect_output(log_path: Path) -> None:
     append_output_to(log_path)
     # Streams of their own on 1 and 2, line by line: the old ones buffer blocks when they were opened on a pipe.
-    sys.stdout = _stream(1, "replace")
-    sys.stderr = _stream(2, "backslashreplace")
+    sys.stdout = forgiving_stream(1)
+    sys.stderr = forgiving_stream(2, "backslashreplace")
     faulthandler.enable(file=sys.stderr)
-
-
-class _Log(io.FileIO):
-    """A log whose disk may be full: what does not fit is lost, and no library's print ends a run."""
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            return memoryview(data).nbytes
-
-
-def _stream(descriptor: int, errors: str) -> TextIO:
-    raw = io.BufferedWriter(_Log(descriptor, "w", closefd=False))
-    return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=True)
 
 
 def _log_uncaught(rank: int) -> None:

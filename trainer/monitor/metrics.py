@@ -13,6 +13,9 @@ from typing import Any
 from rich.console import Console
 
 from trainer.config import LoggingSection, UserError
+from trainer.config.files import UnreadableFile, read_bytes, read_text
+from trainer.contract.metric_records import MOST_METRICS_BYTES, parse_record
+from trainer.contract.metric_records import Record as Record
 from trainer.contract.whole_files import write_whole
 from trainer.monitor.display import Display
 from trainer.monitor.gpu import GpuMetrics
@@ -21,7 +24,6 @@ from trainer.monitor.metric_files import METRICS_FILE, MetricFiles
 # Records after the step that a run goes on from, until its first checkpoint is whole; and their name after that.
 LATER_FILE = "metrics.later.jsonl"
 ABANDONED_FILE = "abandoned-metrics.jsonl"
-Record = dict[str, float | None]
 
 
 def check_reporters(logging: LoggingSection) -> None:
@@ -34,37 +36,24 @@ def check_reporters(logging: LoggingSection) -> None:
 
 
 def read_metrics(run_dir: Path, name: str = METRICS_FILE) -> list[Record]:
-    """Records of `run_dir/metrics.jsonl` in the order written; a last line cut short by a kill is left out.
+    """Return the records of `run_dir/metrics.jsonl` in the order written, without a last line cut short by a kill.
 
     Raises UserError if there is no such file or a line in its middle is no record of numbers.
     """
     path = run_dir / name
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; name the output folder of a run that has trained")
+    try:
+        lines = read_bytes(path, MOST_METRICS_BYTES).split(b"\n")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; name the output folder of a run that has trained") from None
     records: list[Record] = []
-    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                break
-            problem = getattr(error, "msg", None) or error
-            raise UserError(f"{path}: line {number} is not JSON ({problem}); repair or remove that line") from error
-        if not _is_record(record):
-            raise UserError(f"{path}: line {number} is no record of a step and its numbers; repair or remove that line")
-        records.append(record)
+            records += [parse_record(line, path)] if line else []
+        except UnreadableFile as error:
+            if number < len(lines):
+                problem = f"line {number} does not record a step and its numbers ({error.problem})"
+                raise UserError(f"{path}: {problem}; repair or remove that line") from None
     return records
-
-
-def _is_record(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and all(number is None or (type(number) in (int, float) and abs(number) < 1e300) for number in value.values())
-        and value.get("step") is not None
-    )
 
 
 class Metrics:
@@ -142,8 +131,8 @@ def close_earlier_course(run_dir: Path, *, keep: bool) -> None:
     """The run has a checkpoint of its own: what was recorded after its beginning before is over, and kept if asked."""
     later = run_dir / LATER_FILE
     if keep and later.is_file():
-        with (run_dir / ABANDONED_FILE).open("a", encoding="utf-8") as file:
-            file.write(later.read_text(encoding="utf-8"))
+        with (run_dir / ABANDONED_FILE).open("ab") as file:
+            file.write(later.read_bytes())
     later.unlink(missing_ok=True)
 
 
@@ -183,7 +172,7 @@ def _open_wandb(run_dir: Path, name: str, project: str) -> Any:
     run = wandb.init(
         project=project,
         name=name,
-        id=identity.read_text(encoding="utf-8").strip(),
+        id=read_text(identity).strip(),
         resume="allow",
         dir=str(run_dir),
         settings=wandb.Settings(console="off"),

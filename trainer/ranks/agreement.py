@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from trainer.config import RunConfig, UserError, collective_timeout
 from trainer.contract.folder_lock import is_seen
 from trainer.contract.rank_variables import host_name
-from trainer.contract.versions import package_versions
+from trainer.contract.versions import installed_version, package_versions
 from trainer.ranks.group import Ranks, find_meeting_point, told_if_taken
 from trainer.ranks.progress import WAITING_PHASE, phase
 
@@ -160,14 +159,7 @@ def code_version() -> str:
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return f"{_own_version()}+{digest.hexdigest()[:12]}"
-
-
-def _own_version() -> str:
-    try:
-        return version("zerolora")
-    except PackageNotFoundError:  # a checkout that is not installed, as on a shared file system
-        return "checkout"
+    return f"{installed_version('zerolora') or 'checkout'}+{digest.hexdigest()[:12]}"
 
 
 def differences(reports: Sequence[Report]) -> list[str]:

@@ -7,9 +7,8 @@ them lie `command`, the launcher's own time, and `imports`; what is in no phase 
 import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from trainer.contract.launcher_process import VARIABLE, ProcessMark
+from trainer.contract.launcher_process import VARIABLE, ProcessMark, read_stat
 
 FIRST_STEP = "first step"
 OTHER = "other"
@@ -86,9 +85,6 @@ def _row(name: str, times: tuple[float, float]) -> str:
 
 
 def _began(pid: int) -> float | None:
-    """When a process of this host began, in seconds since the boot; None if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    """Return when a process of this host began, in seconds since the boot; None if it has ended."""
+    fields = read_stat(pid)
+    return None if fields is None else int(fields[19]) / os.sysconf("SC_CLK_TCK")

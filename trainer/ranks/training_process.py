@@ -3,11 +3,14 @@
 import logging
 import os
 import signal
+import sys
+from pathlib import Path
 from types import FrameType
 
 import trainer.ranks.allocator  # noqa: F401
 from trainer.contract.exit_codes import exit_code_after
 from trainer.contract.launcher_process import LauncherWatch
+from trainer.contract.standard_streams import open_closed_descriptors
 from trainer.ranks.device_ahead import make_context_ahead
 from trainer.ranks.lean_imports import import_lean
 
@@ -23,8 +26,14 @@ LAUNCHER_WATCH = LauncherWatch(os.environ, is_rank=True)
 def begin() -> None:
     """End at once on a signal, until trainer.ranks.signals takes over, and with what started this process.
 
-    What is imported from here on is imported without what nobody calls, while the driver makes the CUDA context.
+    What is imported from here on is imported without what nobody calls and never from the working folder, while the
+    driver makes the CUDA context.
     """
+    open_closed_descriptors()
+    root = str(Path(__file__).parents[2])
+    if not sys.flags.safe_path and root in sys.path[1:]:
+        del sys.path[0]  # the working folder (`torchrun -m`), or the folder of the script
+    os.environ["PYTHONSAFEPATH"] = "1"
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, _end_at_once)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # held back by a launcher until here

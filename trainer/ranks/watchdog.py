@@ -9,7 +9,6 @@ stacks into their logs and end with exit code 1.
 """
 
 import faulthandler
-import json
 import os
 import sys
 import threading
@@ -23,8 +22,10 @@ import torch
 import torch.distributed
 
 from trainer.config import FIRST_STEP_FACTOR
+from trainer.config.errors import printable
 from trainer.contract.exit_codes import EXIT_FAILED
-from trainer.contract.heartbeat import BUILD_LOCK, Folder, Heartbeat
+from trainer.contract.heartbeat import BUILD_LOCK, Folder, Hang, Heartbeat
+from trainer.contract.launcher_process import read_stat
 from trainer.contract.rank_variables import host_name
 from trainer.ranks.device_marks import DeviceMarks
 from trainer.ranks.group import Ranks
@@ -173,14 +174,14 @@ class Watchdog:
             verdict = describe_hang(beats, silent)
             self._leave(verdict, first=self._folder.decide(verdict))
 
-    def _leave(self, verdict: str, *, first: bool) -> None:
+    def _leave(self, verdict: Hang, *, first: bool) -> None:
         """Write this rank's stacks into its log and end it."""
         print(f"{STACK_MARK} {self._ranks.rank}:", file=sys.stderr)
         traceback.print_stack(main_thread_frame(), file=sys.stderr)
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        print(f"hang: {json.loads(verdict)['text']}", file=sys.stderr, flush=True)
+        print(f"hang: {verdict.text}", file=sys.stderr, flush=True)
         if first:
-            os.write(self._screen, f"error: {json.loads(verdict)['text']}\n".encode())
+            os.write(self._screen, f"error: {printable(verdict.text)}\n".encode())
             # A launcher ends all ranks when the first has ended: the others need a moment to write their stacks.
             time.sleep(2 * self._interval_s + 1.0)
         self._folder.publish(replace(self._look_inward(), exit_code=EXIT_FAILED))
@@ -221,8 +222,8 @@ def _waits_for_others(beat: Heartbeat) -> bool:
     return beat.collective is not None or (beat.phase.startswith("join") and beat.place != BUILD_LOCK)
 
 
-def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> str:
-    """JSON with the ranks behind, `ranks`, and one sentence on them, `text`."""
+def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> Hang:
+    """Return the ranks behind and one sentence on them."""
     quiet = set(silent)
     behind = ranks_behind(beats, quiet)
     waiting = [beat for rank, beat in beats.items() if rank not in behind]
@@ -244,7 +245,7 @@ def describe_hang(beats: Mapping[int, Heartbeat], silent: Iterable[int]) -> str:
         where = waiting[0].collective or waiting[0].phase or "nothing"
         others = f"rank {waiting[0].rank} waits" if len(waiting) == 1 else f"{len(waiting)} other ranks wait"
         text += f"; {others} for it in {where}"
-    return json.dumps({"ranks": behind, "text": f"the run hangs: {text}"})
+    return Hang(behind, f"the run hangs: {text}")
 
 
 def _sentence(beat: Heartbeat, *, silent: bool) -> str:
@@ -270,10 +271,9 @@ def _why_silent(beat: Heartbeat) -> str:
     if beat.exit_code is not None:
         return f"it has ended with exit code {beat.exit_code}"
     if beat.host == host_name():
-        try:
-            state = Path(f"/proc/{beat.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
+        if (fields := read_stat(beat.pid)) is None:
             return "the process has ended"
+        state = fields[0]
         if state in "Tt":
             return "the process is stopped (SIGSTOP, or a debugger)"
         if state == "D":

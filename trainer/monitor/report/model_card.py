@@ -4,7 +4,6 @@ No card names a folder outside of the directory that training was started in, be
 local models and data it has the last part of the path. The code of a card in a run's folder runs as it is.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import yaml
 from trainer.config import RunConfig
 from trainer.monitor.metrics import Record
 from trainer.monitor.report.curves import HeldOut
+from trainer.monitor.report.recorded import read_run
 from trainer.monitor.report.write import summary_rows
 
 CARD = "README.md"
@@ -67,9 +67,7 @@ def model_card(config: RunConfig, run_dir: Path, records: list[Record], *, name:
     `name` is the adapter's repository, owner/name, or the absolute path of its folder.
     """
     base = public_name(config.base_model)
-    run_json = run_dir / "run.json"
-    machine = json.loads(run_json.read_text(encoding="utf-8")) if run_json.is_file() else {}
-    groups = dict(summary_rows(records, config.model_dump(mode="json"), machine)) if records else {}
+    groups = dict(summary_rows(records, config.model_dump(mode="json"), read_run(run_dir))) if records else {}
     sources = [source.path for source in config.dataset.mix or (config.dataset,) if source.path]
     held_out = config.dataset.evaluation.path if config.dataset.evaluation else None
     # Rows with a path, or a command line, are written here or not at all.

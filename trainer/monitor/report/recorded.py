@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel
 
 from trainer.config import RunConfig, UserError
+from trainer.config.files import Seconds, UnreadableFile, read_json
 from trainer.contract.whole_files import write_json
 
 
@@ -25,33 +26,29 @@ class RunRecord(BaseModel):
     commit: str | None
 
 
-_SETTINGS = TypeAdapter(RunConfig)
-_RECORD = TypeAdapter(RunRecord)
-_ANSWERS = TypeAdapter(dict[str, dict[str, str]])
-_TIMES = TypeAdapter(dict[str, float])
 TIMES = "time_by_phase.json"
 
 
 def read_settings(run_dir: Path) -> dict[str, Any]:
     """Every setting of training_config.json; nothing if there is no such file. Raises UserError."""
-    config: RunConfig | None = _read(run_dir / "training_config.json", _SETTINGS)
+    config: RunConfig | None = _read(run_dir / "training_config.json", RunConfig)
     return config.model_dump(mode="json") if config else {}
 
 
 def read_run(run_dir: Path) -> dict[str, Any]:
     """What run.json says the run ran on; nothing if there is no such file. Raises UserError."""
-    record: RunRecord | None = _read(run_dir / "run.json", _RECORD)
+    record: RunRecord | None = _read(run_dir / "run.json", RunRecord)
     return record.model_dump() if record else {}
 
 
 def read_answers(path: Path) -> dict[str, dict[str, str]]:
     """Prompt -> before, after -> answer; nothing if there is no such file. Raises UserError."""
-    return _read(path, _ANSWERS) or {}
+    return _read(path, dict[str, dict[str, str]]) or {}
 
 
 def read_times(run_dir: Path) -> dict[str, float]:
     """Phase -> seconds of rank 0; nothing if there is no such file. Raises UserError."""
-    return _read(run_dir / TIMES, _TIMES) or {}
+    return _read(run_dir / TIMES, dict[str, Seconds]) or {}
 
 
 def keep_times(run_dir: Path, seconds: Mapping[str, float], *, goes_on: bool) -> None:
@@ -61,15 +58,10 @@ def keep_times(run_dir: Path, seconds: Mapping[str, float], *, goes_on: bool) ->
     write_json(run_dir / TIMES, {name: round(before.get(name, 0.0) + seconds.get(name, 0.0), 3) for name in names})
 
 
-def _read(path: Path, shape: TypeAdapter[Any]) -> Any:
-    if not path.is_file():
-        return None  # the metrics alone make a report
+def _read(path: Path, shape: Any) -> Any:
     try:
-        return shape.validate_json(path.read_bytes())
-    except OSError as error:
-        reason = error.strerror
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        reason = f"{where}: {first['msg']}" if where else first["msg"]
-    raise UserError(f"{path}: cannot be read ({reason}); put back what the run wrote, or remove it")
+        return read_json(path, shape)
+    except FileNotFoundError:
+        return None  # the metrics alone make a report
+    except UnreadableFile as error:
+        raise UserError(f"{path}: {error.problem}; put back what the run wrote, or remove it") from None

@@ -2,12 +2,13 @@
 
 import base64
 import io
-import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.config.files import read_json
 from trainer.contract.whole_files import write_json
 
 SAMPLES = "samples"
@@ -39,10 +40,12 @@ def keep_picture(run_dir: Path, prompt: str, when: str, picture: Any) -> None:
 
 
 def read_prompts(run_dir: Path) -> list[str]:
-    """The prompts whose pictures there are, in their order."""
-    file = run_dir / SAMPLES / INDEX
-    found: list[str] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-    return found
+    """Return the prompts that have images, in their order. Raises UnreadableFile."""
+    try:
+        prompts: list[str] = read_json(run_dir / SAMPLES / INDEX, list[str])
+    except FileNotFoundError:
+        return []
+    return prompts
 
 
 def pictures_of(run_dir: Path) -> list[tuple[str, list[Path]]]:
@@ -96,6 +99,6 @@ def _embedded(files: Sequence[Path], side: int) -> list[Shown]:
 
 def _place(file: Path) -> tuple[int, int]:
     when = file.stem.partition("-")[2]
-    if when.startswith("step-"):
-        return 1, int(when.removeprefix("step-"))
+    if step := re.fullmatch(r"step-([0-9]{1,18})", when):
+        return 1, int(step[1])
     return (0, 0) if when == "before" else (2, 0)

@@ -113,12 +113,12 @@ def values_of(records: list[Record], name: str) -> list[float]:
 
 
 def training_seconds(records: list[Record]) -> float:
-    """Seconds from the first record to the last, without the pauses between an interruption and its resumption.
+    """Return the seconds from the first record to the last, without pauses between an interruption and a resumption.
 
     A gap is a pause if it is ten minutes longer than ten times what its steps take.
     """
     seconds = 0.0
-    for before, after in pairwise(records):
+    for before, after in pairwise(record for record in records if record.get("time") is not None):
         gap = (after["time"] or 0.0) - (before["time"] or 0.0)
         steps = (after["step"] or 0.0) - (before["step"] or 0.0)
         expected = steps * (after.get("perf/step_ms") or 0.0) / 1e3
@@ -183,9 +183,9 @@ def _model_rows(config: Mapping[str, Any], counted: Counted) -> list[tuple[str, 
         twice = ", double quantisation" if bits["double_quant"] else ""
         blocks = "a scale for each row" if bits["bits"] == 8 else f"blocks of {bits['block_size']}{twice}"
         rows.append((f"{bits['bits']}-bit base", f"{bits['quant_type']}, {blocks}"))
-    rows.append(("data", ", ".join(source["path"] for source in data["mix"]) or data["path"]))
+    rows.append(("data", ", ".join(str(source["path"]) for source in data["mix"]) or str(data["path"])))
     if data["evaluation"]:
-        rows.append(("held out", data["evaluation"]["path"]))
+        rows.append(("held out", str(data["evaluation"]["path"])))
     elif data["val_split"]:
         split = data["val_split"]
         rows.append(("held out", f"{split:,.0f} records" if split >= 1 else f"{split:.1%} of the records"))

@@ -1,0 +1,297 @@
+"""Files of a run that somebody else may have written: whatever they hold is one message, or ignored, never a traceback.
+
+Random bytes, random JSON, and the file's own JSON with values replaced by random ones.
+"""
+
+import contextlib
+import copy
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from launcher.attempts import Attempts
+from launcher.commands import main as zerolora
+from launcher.doctor.other_hosts import MARK, answer_lines, checks_told
+from launcher.doctor.this_host import Check
+from launcher.job_starts import settings_to_go_on
+from launcher.status import run_lines
+from launcher.supervision.remote import ThroughSrun, ThroughSsh
+from launcher.supervision.restarts import Ending, Restarts
+from launcher.supervision.silence import name_hosts
+from launcher.targets.environment import write_environment
+from launcher.targets.hostfile import read_hostfile
+from launcher.targets.slurm import Allocation
+from tests.any_input import assert_a_line, or_refused, tries
+from trainer.commands.sweep_table import outcomes
+from trainer.config import RunConfig
+from trainer.config.errors import UserError, printable
+from trainer.contract.folder_lock import living_holder, refuse_if_held
+from trainer.contract.heartbeat import Folder, read_hang, read_heartbeats
+from trainer.contract.lock_file import Lock
+from trainer.contract.restart_note import RestartNote
+from trainer.contract.restart_record import last_note, read_restarts
+from trainer.contract.sweep_record import read_sweep
+from trainer.early_checks import check_early
+from trainer.monitor.metrics import Record, read_metrics
+from trainer.monitor.report.model_card import model_card
+from trainer.monitor.report.sample_images import pictures_of
+from trainer.monitor.report.write import write_report
+
+ESCAPES = "\x1b]0;owned\x07\x1b[31mred\x9b2J\x1b[2J"
+BEAT: dict[str, Any] = {
+    "rank": 0, "host": "n1", "pid": 1, "step": 41, "phase": "backward", "collective": None, "place": None,
+    "collectives_begun": None, "idle_s": 0.0, "stuck": False, "free_memory_gib": 1.0, "free_shm_gib": 1.0,
+    "time": 1.0, "exit_code": None, "first_step": 1, "device_reached": None,
+}  # fmt: skip
+HOLDER = {"host": "n1", "machine": "m", "pid": 1, "started": 1}
+NOTE = {"step": 3, "batch_size": 2, "gradient_accumulation_steps": 4, "stage": 2, "larger": [[4, 2]], "grown": [2]}
+RESTART = {"time": 1.0, "reason": "r", "step": 3, "checkpoint": "", "ranks": 2, "note": NOTE}
+RECORD: Record = {
+    "step": 40,
+    "time": 5.0,
+    "train/loss": 1.25,
+    "eval/loss": 1.0,
+    "train/epoch": 0.8,
+    "perf/step_ms": 500.0,
+}
+RUN = {
+    "started": "2026", "command": ["zerolora"], "world_size": 2, "device": "cpu", "device_name": "cpu",
+    "python": "3.11", "packages": {}, "commit": None,
+}  # fmt: skip
+CONFIG = {"base_model": "m", "output_dir": "run", "dataset": {"path": "d"}}
+JSON_FILES: dict[str, Any] = {
+    "logs/lock.json": {"token": "t", "since": "s", "job": "", "restarts": 0, "holders": [HOLDER, HOLDER]},
+    "logs/heartbeat-0.json": BEAT,
+    "logs/hang.json": {"ranks": [0], "text": "the run hangs: rank 0 has given no sign of life"},
+    "logs/out_of_memory.json": NOTE,
+    "logs/restarts.json": [RESTART, RESTART],
+    "logs/slurm-starts.json": [{"job": "7", "newest": "checkpoint-2", "record": 5, "code": 75}],
+    "metrics.jsonl": RECORD,
+    "sweep.json": {"runs": [{"folder": "run/a", "digest": "d", "exit_code": 0, "settings": ["seed=1"]}]},
+    "run.json": RUN,
+    "training_config.json": CONFIG,
+    "answers.json": {"prompt": {"before": "a", "after": "b"}},
+    "time_by_phase.json": {"load": 1.0},
+    "samples/prompts.json": ["a prompt"],
+}
+OTHER_FILES = {
+    "logs/slurm-job": "7",
+    "written.txt": "metrics.jsonl\n",
+    "hostfile": "n1 slots=2\nn2 slots=2\n",
+    ".deepspeed_env": "A=1\n",
+}
+"""Beside them: names in samples/, checkpoint-* and the list of what a run has written."""
+numbers = st.one_of(
+    st.integers(), st.floats(), st.sampled_from([2**70, -(2**70), 10**400, -1, 0, 1e308, -1e308, 1e-308, True])
+)
+texts = st.one_of(st.text(max_size=20), st.sampled_from([ESCAPES, "\ud800", "NaN", "4", "a\nb", "[red]x"]))
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), numbers, texts),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(texts, inner, max_size=4)),
+    max_leaves=6,
+)
+raw = st.one_of(
+    st.binary(max_size=200), st.sampled_from([b"", b"{", b"[" * 100_000, b'{"a":' * 50_000, b"\xff\xfe", b"9" * 5_000])
+)
+
+
+def paths_in(tree: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where the values of a JSON tree are."""
+    inner = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [above, *(path for key, value in inner for path in paths_in(value, (*above, key)))]
+
+
+@st.composite
+def changed_json(draw: st.DrawFn, name: str) -> bytes:
+    """The file with up to three values replaced, or left out."""
+    tree = copy.deepcopy(JSON_FILES[name])
+    for _ in range(draw(st.integers(1, 3))):
+        *above, last = draw(st.sampled_from([path for path in paths_in(tree) if path] or [("step",)]))
+        node = tree
+        for key in above:
+            node = node[key]
+        if isinstance(node, dict) and draw(st.booleans()):
+            node.pop(last, None)
+        else:
+            node[last] = draw(values)
+    return json.dumps(tree).encode(errors="surrogatepass")
+
+
+@st.composite
+def damage(draw: st.DrawFn) -> tuple[str, bytes]:
+    """A file and what it holds now."""
+    name = draw(st.sampled_from([*JSON_FILES, *JSON_FILES, *OTHER_FILES]))
+    if name in OTHER_FILES:
+        return name, draw(st.one_of(raw, texts.map(lambda text: text.encode(errors="surrogatepass"))))
+    return name, draw(st.one_of(raw, values.map(lambda value: json.dumps(value).encode()), changed_json(name)))
+
+
+@contextlib.contextmanager
+def run_with(folder: Path, name: str, content: bytes | None) -> Iterator[Path]:
+    """A run's folder in which one file holds something else, or is a folder for None; the working folder above it."""
+    with contextlib.chdir(folder):
+        run = Path("run")
+        for file, value in JSON_FILES.items():
+            (run / file).parent.mkdir(parents=True, exist_ok=True)
+            (run / file).write_text(json.dumps(value) + "\n")
+        for file, text in OTHER_FILES.items():
+            (run / file).write_text(text)
+        Path("c.yaml").write_text(json.dumps(CONFIG))
+        if content is None:
+            (run / name).unlink()
+            (run / name).mkdir()
+        else:
+            (run / name).write_bytes(content)
+        try:
+            yield run
+        finally:
+            if content is None:
+                (run / name).rmdir()
+
+
+SSH, SRUN = ThroughSsh({"n1": [0], "n2": [0]}), ThroughSrun(Allocation(7, ("n1", "n2"), 1))
+
+
+def read_everything(run: Path, name: str) -> None:
+    """Call every reader; each ends, or refuses in one line. Pages are drawn where the file has a part in them."""
+    logs, config = run / "logs", RunConfig.model_validate(CONFIG)
+    environment = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+    lines = or_refused(lambda: run_lines(run))
+    for _, value in lines or ():
+        assert value
+    readers: list[Callable[[], object]] = [
+        lambda: living_holder(run),
+        lambda: refuse_if_held(run, resumes=False),
+        lambda: [beat.where() for beat in read_heartbeats(logs).values()],
+        lambda: Folder(logs, 0, 2).read(),
+        lambda: [name_hosts(hang, reach) for reach in (SSH, SRUN, None) if (hang := read_hang(logs))],
+        lambda: Ending.of(logs, 1, None, 2),
+        lambda: read_restarts(run),
+        lambda: last_note(run),
+        lambda: RestartNote.take(logs),
+        lambda: Restarts(run, lambda settings: Ending(0), most=3, resumes=True).run(),
+        lambda: settings_to_go_on(config.model_copy(update={"output_dir": str(run)}), environment),
+        lambda: read_metrics(run),
+        lambda: read_sweep(run),
+        lambda: outcomes(run),
+        lambda: read_hostfile(run / "hostfile"),
+        lambda: check_early(config.model_copy(update={"output_dir": str(run)})),
+        lambda: Attempts._global_batch(_attempts_in(run)),
+    ]
+    if not name.startswith("logs/") or name == "logs/restarts.json":
+        readers += [
+            lambda: write_report(run),
+            lambda: model_card(config, run, [RECORD], name="n"),
+            lambda: pictures_of(run),
+        ]
+    for reader in readers:
+        or_refused(reader)
+    with contextlib.chdir(run):
+        or_refused(lambda: write_environment(Path("environment"), {}))
+
+
+def _attempts_in(run: Path) -> Attempts:
+    attempts = Attempts.__new__(Attempts)
+    attempts._logs = run / "logs"
+    return attempts
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("place")
+
+
+@example(("logs/lock.json", b"K\xf6ln"))
+@example(("logs/lock.json", json.dumps(JSON_FILES["logs/lock.json"]).replace('"pid": 1', f'"pid": {2**70}').encode()))
+@example(("logs/heartbeat-0.json", json.dumps(BEAT | {"time": None}).encode()))
+@example(("logs/heartbeat-0.json", json.dumps(BEAT | {"step": "x", "host": 5}).encode()))
+@example(("metrics.jsonl", json.dumps({"step": 1, "train/loss": 1.0}).encode() + b"\n" + json.dumps(RECORD).encode()))
+@example(("metrics.jsonl", json.dumps(RECORD | {"time": None}).encode() + b"\n" + json.dumps(RECORD).encode()))
+@example(("metrics.jsonl", json.dumps(RECORD | {"step": 10**400}).encode()))
+@example(("sweep.json", b'{"runs": ' + b"[" * 100_000))
+@example(("hostfile", "# Köln\nn1 slots=1\n".encode("latin-1")))
+@example(("logs/out_of_memory.json", b"[]"))
+@example(("logs/slurm-job", b"--help"))
+@example(("written.txt", b"K\xf6ln\n"))
+@example(("run.json", b'{"world_size": "x"}'))
+@example(("training_config.json", b'{"base_model": "", "output_dir": "", "dataset": {}}'))
+@given(damage())
+@tries(30)
+def test_a_damaged_file_is_one_message_for_every_reader(place: Path, harm: tuple[str, bytes]) -> None:
+    with run_with(place, *harm) as run:
+        read_everything(run, harm[0])
+
+
+@pytest.mark.parametrize("name", [*JSON_FILES, *OTHER_FILES])
+def test_a_folder_in_place_of_a_file(place: Path, name: str) -> None:
+    with run_with(place, name, None) as run:
+        read_everything(run, name)
+
+
+def run_command(*words: str) -> tuple[int, str]:
+    """The exit code and what is printed."""
+    from io import StringIO
+
+    out, argv = StringIO(), sys.argv
+    sys.argv = ["zerolora", *words]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            code = zerolora()
+    finally:
+        sys.argv = argv
+    return code, out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "words"),
+    [
+        ("logs/heartbeat-0.json", "host", "status run"),
+        ("logs/heartbeat-0.json", "phase", "status run"),
+        ("logs/lock.json", "since", "train c.yaml"),
+    ],
+)
+def test_no_escape_sequence_reaches_the_terminal(place: Path, name: str, field: str, words: str) -> None:
+    tree = JSON_FILES[name] | {field: ESCAPES}
+    if name == "logs/lock.json":
+        tree["holders"] = list(_asdict(Lock.of_this_process())["holders"])
+    with run_with(place, name, json.dumps(tree | ({"time": time.time()} if "time" in tree else {})).encode()):
+        code, printed = run_command(*words.split())
+    assert "red" in printed and "\x1b" not in printed and "\x9b" not in printed and "owned" not in printed
+    assert code == (2 if words.startswith("train") else 0)
+
+
+def _asdict(lock: Lock) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(lock)
+
+
+def test_names_and_errors_are_printable(place: Path) -> None:
+    assert printable(f"a{ESCAPES}b\tc\nd\r\x00\x7f") == "aredb\tc\nd"
+    assert_a_line(str(UserError(f"{ESCAPES}: {ESCAPES}")))
+    assert "\x1b" not in str(UserError(ESCAPES))
+    record = {"runs": [{"folder": f"run/{ESCAPES}", "digest": "", "exit_code": 1, "settings": []}]}
+    from rich.console import Console
+
+    from trainer.commands.sweep_table import show
+
+    with run_with(place, "sweep.json", json.dumps(record).encode()) as run:
+        console = Console(file=open(os.devnull, "w"), record=True, soft_wrap=True)
+        show(console, outcomes(run))
+    assert "red" in console.export_text() and "\x1b" not in console.export_text()
+
+
+@given(st.one_of(texts, st.binary(max_size=60).map(lambda data: data.decode("latin-1"))), st.integers(0, 3))
+@tries(40)
+def test_answers_of_other_hosts_may_hold_anything(text: str, number: int) -> None:
+    whole = "\n".join(answer_lines("n1", [Check("ssh", "OK", "fine")]))
+    printed = f"{MARK}n2 {number} 1 {text}\n{text}\n{whole}\n{MARK}n3 0 1 W10=\n"
+    assert [check.host for check in checks_told(printed) if check.host == "n1"] == ["n1"]

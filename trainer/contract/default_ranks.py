@@ -1,0 +1,95 @@
+"""How many ranks `zerolora train` starts, and on which GPUs of this machine, where no option says otherwise."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainer.config.errors import UserError
+
+CPU_RANKS = 2
+
+
+def default_ranks(env: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks that start without options: those of a SLURM job, or of this machine.
+
+    Raises UserError for a CUDA_VISIBLE_DEVICES that names GPUs which do not exist.
+    """
+    if in_allocation(env):
+        return int(env.get("SLURM_JOB_NUM_NODES") or 1) * (ranks_per_node(env) or 1)
+    return len(visible_gpus()) or CPU_RANKS
+
+
+def visible_gpus() -> list[int]:
+    """Return the numbers of this machine's NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows, without importing torch.
+
+    Raises UserError for a CUDA_VISIBLE_DEVICES that names what is not there.
+    """
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return []
+    identifiers = installed_gpus()
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not identifiers or allowed is None:
+        return list(range(len(identifiers)))
+    return select_gpus(identifiers, allowed)
+
+
+def select_gpus(identifiers: Sequence[str], allowed: str) -> list[int]:
+    """Return the positions in `identifiers` (UUIDs in the driver's order) that a CUDA_VISIBLE_DEVICES value names.
+
+    CUDA's rules: numbers or beginnings of UUIDs; the list ends at the first -1. Raises UserError for anything else.
+    """
+    chosen: list[int] = []
+    for word in (word.strip() for word in allowed.split(",")):
+        if word in ("", "-1", "NoDevFiles"):
+            break
+        if word.startswith("MIG"):
+            raise UserError(
+                f"CUDA_VISIBLE_DEVICES={allowed}: deepspeed cannot start on a slice of a GPU; "
+                "use `torchrun --nproc-per-node 1 --no-python zerolora-rank CONFIG`"
+            )
+        if word.isdigit():
+            matches = [int(word)] if int(word) < len(identifiers) else []
+        else:
+            matches = [index for index, identifier in enumerate(identifiers) if identifier.startswith(word)]
+        if len(matches) != 1:
+            raise UserError(
+                f"CUDA_VISIBLE_DEVICES={allowed}: {word} is not one of this machine's {len(identifiers)} GPUs; "
+                "`nvidia-smi -L` lists them"
+            )
+        if matches[0] in chosen:
+            raise UserError(f"CUDA_VISIBLE_DEVICES={allowed}: {word} is named twice; keep one")
+        chosen += matches
+    return chosen
+
+
+def installed_gpus() -> list[str]:
+    """Return the UUIDs of the GPUs, or names of their device files where nvidia-smi is not installed."""
+    if shutil.which("nvidia-smi"):
+        try:
+            listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise UserError(f"nvidia-smi -L: {error}; the driver does not answer, or set DS_ACCELERATOR=cpu") from None
+        # "GPU 0: NVIDIA H200 (UUID: GPU-4c1d...)", with an indented line for each MIG slice below it.
+        gpus = [line for line in listing.stdout.splitlines() if line.startswith("GPU ")]
+        return [line.rpartition("UUID: ")[2].rstrip(") ") for line in gpus]
+    return sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def in_allocation(env: Mapping[str, str]) -> bool:
+    """Return whether this process may start steps of a SLURM job."""
+    return "SLURM_JOB_ID" in env and shutil.which("srun") is not None
+
+
+def ranks_per_node(env: Mapping[str, str]) -> int | None:
+    """Return the GPUs asked for on a node, else those it got, else tasks; None if the job says nothing of them.
+
+    With `--exclusive` a node gives all GPUs that it has, however few were asked for.
+    """
+    for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE"):
+        # `h200:8` names the type as well.
+        count = env.get(name, "").rpartition(":")[2]
+        if count.isdigit() and int(count):
+            return int(count)
+    return None

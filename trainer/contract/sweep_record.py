@@ -1,0 +1,40 @@
+"""The runs of a sweep, OUTPUT_DIR/sweep.json: `zerolora sweep` notes them, and its table reads them."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from trainer.config.errors import UserError
+from trainer.config.files import UnreadableFile, read_json
+from trainer.contract.whole_files import write_json
+
+RECORD = "sweep.json"
+
+
+@dataclass(frozen=True)
+class SweptRun:
+    """One combination of the values."""
+
+    folder: str
+    digest: str = ""
+    """Of its whole configuration."""
+    exit_code: int | None = None
+    settings: list[str] = field(default_factory=list)
+
+
+def read_sweep(folder: Path) -> list[SweptRun]:
+    """Return the runs that are noted in a folder, none where there is no record. Raises UserError for a damaged one."""
+    try:
+        runs: list[SweptRun] = read_json(folder / RECORD, dict[str, list[SweptRun]]).get("runs", [])
+    except FileNotFoundError:
+        return []
+    except UnreadableFile as error:
+        raise UserError(f"{error.path}: {error.problem}; remove it") from None
+    return runs
+
+
+def write_sweep(folder: Path, runs: Sequence[SweptRun]) -> None:
+    """Replace these runs in the record; those of other sweeps in the folder stay."""
+    ours = {run.folder for run in runs}
+    others = [run for run in read_sweep(folder) if run.folder not in ours]
+    write_json(folder / RECORD, {"runs": [asdict(run) for run in (*others, *runs)]})

@@ -1,0 +1,29 @@
+"""What can be seen to be wrong with a run before torch is imported: in the launcher, and in commands that check a run.
+
+Nothing that is imported here imports torch (a contract of import-linter).
+"""
+
+from pathlib import Path
+
+from trainer.checkpoint.output_folder import check_free, check_place
+from trainer.config import RunConfig
+from trainer.data.sources import local_path
+from trainer.model.model_source import check_source
+from trainer.model.published_shapes import is_random
+
+
+def check_early(config: RunConfig, *, to_train: bool = True) -> None:
+    """Raise UserError for an output folder that cannot be used, and for a base model or data that do not exist.
+
+    `to_train` false: for a look at a configuration whose output folder may hold a run already.
+    """
+    check_place(config)
+    if to_train:
+        check_free(config)
+    if not is_random(config.base_model) and not Path(config.base_model).exists():
+        check_source("base_model", config.base_model)
+    data = config.dataset
+    sources = [(f"dataset.mix.{at}", source) for at, source in enumerate(data.mix)] or [("dataset", data)]
+    for label, source in [*sources, ("dataset.evaluation", data.evaluation)]:
+        if source is not None and source.path is not None:
+            local_path(source, label)
