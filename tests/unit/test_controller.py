@@ -362,7 +362,7 @@ def test_tokens_must_be_known() -> None:
         ("scu.lambda_start=2e4", "scu.lambda_start=20000.0"),
         ("training.gradient_checkpointing=reentrant", "training.gradient_checkpointing=reentrant"),
         ("scu.law=published scu.target=auto", "scu.target=auto"),
-        ("scu.reference=x.jsonl", "scu.reference=x.jsonl: only scu.measure: kl"),
+        ("scu.reference=x.jsonl", "scu.reference=x.jsonl: has no effect, because scu.measure is delta"),
         ("scu.measure=kl scu.law=published", "scu.law=published"),
         ("scu.measure=kl adapter=none", "scu.enabled=true: adapter is none"),
         ("scu.measure=kl scu.target=0", "scu.target=0"),

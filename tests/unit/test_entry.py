@@ -43,6 +43,7 @@ except KeyboardInterrupt:
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "victim.py").write_text(VICTIM)
     (tmp_path / "c.yaml").write_text(CONFIG)
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}\n')
     return tmp_path
 
 
@@ -135,7 +136,6 @@ def test_what_is_wrong_without_a_look_at_the_model_is_told_before_torch_is_impor
     folder: Path, command: str, setting: str, line: str
 ) -> None:
     (folder / "sitecustomize.py").write_text(SITE)
-    (folder / "data.jsonl").write_text('{"text": "a"}\n')
     (folder / "earlier").mkdir()
     for name in ("training_config.json", "run.json"):
         (folder / "earlier" / name).write_text("{}")

@@ -270,7 +270,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
     f"output_dir={'a/' * 3000}": ("a path of 6000 bytes, and file systems take 4095",),
     # what looks like a number or text and is none
     "training.learning_rate=._1": ("training.learning_rate=._1: must be a number, written as in 1000 or 1e3",),
-    "adapter=[\x1b": ("adapter=[\x1b: brackets that are no YAML",),
+    "adapter=[\x1b": ("adapter=[: brackets that are no YAML",),
     "logging.run_name=caf\udce9": ("'\\udce9' in it is no character; write it in UTF-8",),
     "dataset.system_prompt=caf\udce9": ("'\\udce9' in it is no character; write it in UTF-8",),
     "output_dir=caf\udce9": ("'\\udce9' in it is no character; write it in UTF-8",),

@@ -346,8 +346,8 @@ def main(argv: list[str] | None = None) -> int:
     for warning in warnings:
         print(f"warning: {warning}")
     typed = shlex.quote(str(arguments.output))
-    on_gpus = f" --num-gpus {arguments.gpus}" if arguments.gpus else ""
-    print(f"{arguments.output}: now\n  zerolora validate {typed}\n  zerolora train {typed}{on_gpus}")
+    on_ranks, on_gpus = (f" {option} {gpus}" if arguments.gpus else "" for option in ("--ranks", "--num-gpus"))
+    print(f"{arguments.output}: now\n  zerolora validate {typed}{on_ranks}\n  zerolora train {typed}{on_gpus}")
     return 0
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.output_folder import obstacle
 from trainer.config import CommandParser, RunConfig, UserError, load_config
+from trainer.config.command_parser import from_one
 from trainer.config.repair import repaired
 from trainer.config.yaml_core import read_text
 from trainer.contract.default_ranks import default_ranks
@@ -164,6 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("config", metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--ranks", type=from_one, help="of a run on so many ranks (default: those of this machine)")
     parser.add_argument("--settings-only", action="store_true", help="check the settings; no model, no data")
     parser.add_argument("--fix", action="store_true", help="mend misspelt and renamed settings in the file; shows how")
     parser.add_argument("-o", "--output", type=Path, help="with --fix: the file to write instead of CONFIG")
@@ -173,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.fix or arguments.settings_only:
         return _settings_alone(arguments)
     try:
-        ranks = default_ranks()
+        ranks = arguments.ranks or default_ranks()
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # nothing here computes on a device
         # Without torch, in a moment.
         loaded = load_config(arguments.config, arguments.overrides)

@@ -99,7 +99,7 @@ def nearest(name: str, known: Iterable[str], likeness: float = 0.7) -> str | Non
 
 
 def shown(value: Any, limit: int = 80) -> str:
-    """A value as one would write it in YAML on one line, without its middle if it is long."""
+    """Return a value as YAML writes it on one printable line, without its middle if it is long."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -109,4 +109,4 @@ def shown(value: Any, limit: int = 80) -> str:
     if isinstance(value, dict):
         value = "{" + ", ".join(f"{shown(key)}: {shown(inner)}" for key, inner in value.items()) + "}"
     text = "[" + ", ".join(shown(item) for item in value) + "]" if isinstance(value, (list, tuple)) else str(value)
-    return _without_middle(text, limit)
+    return _without_middle(printable(text), limit)
