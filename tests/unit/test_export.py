@@ -1,5 +1,6 @@
 """Adapters for other programs: the merged weights, one file or a folder each, and one line for every mistake."""
 
+import json
 from pathlib import Path
 
 import numpy
@@ -133,6 +134,30 @@ def test_a_chat_template_becomes_one_of_turns_only_if_it_is_one(
     assert (parts.without_system if parts else None) == expected
     text = modelfile("m.gguf", tokenizer, system_prompt="Short.")
     assert ('TEMPLATE """' in text) is (expected is not None) and 'SYSTEM """Short."""' in text
+
+
+@pytest.mark.parametrize(
+    ("form", "template"),
+    [
+        ("{system}{prompt}", "{{ if .System }}{{ .System }}\n\n{{ end }}{{ .Prompt }}"),
+        ("Q: {prompt}\nA: ", "Q: {{ .Prompt }}\nA: "),
+        ("No\u00a0break {prompt}", None),
+    ],
+)
+def test_ollama_asks_a_run_that_trained_text_as_it_was_trained(
+    form: str, template: str | None, run_dir: Path, tmp_path: Path
+) -> None:
+    text = modelfile("m.gguf", saved_tokenizer(find_run(run_dir)), system_prompt=None, form=form)
+    assert ("TEMPLATE" in text.partition("#")[0]) is (template is not None)
+    assert template is None or f'\nTEMPLATE """{template}"""\n' in text
+    assert "<|im_start|>" not in text
+
+
+def test_ollama_takes_the_form_that_the_run_recorded(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    (run / "run.json").write_text(json.dumps({"prompt_text": "{system}{prompt}"}))
+    assert main([str(run), "--format", "ollama", "--output", str(tmp_path / "out")]) == 0
+    assert "{{ .Prompt }}" in (tmp_path / "out" / "Modelfile").read_text()
 
 
 @pytest.mark.parametrize("prompt", ["No\u00a0break.", 'Say """\nnothing.'])

@@ -23,6 +23,7 @@ from trainer.commands.export.adapters import ADAPTER_FORMS, export_adapter
 from trainer.commands.export.gguf import FORMATS, check_architecture, convert, longest_context, write_gguf
 from trainer.commands.export.gguf_vocabulary import chats_differ
 from trainer.commands.export.ollama import modelfile
+from trainer.commands.generate import trained_form
 from trainer.commands.image_adapter import export_images, is_of_images
 from trainer.commands.merge import check_room, load_merged, merge, save_merged
 from trainer.commands.whole_output import check_output, put_in_place, writing
@@ -44,15 +45,16 @@ def export_gguf(run: FinishedRun, output: Path, *, dtype: str, converter: Path |
 
 
 def export_ollama(run: FinishedRun, output: Path, *, dtype: str, converter: Path | None) -> list[str]:
-    """A folder with the GGUF file and a Modelfile."""
+    """Write a folder with the GGUF file and a Modelfile; return what to print."""
     source = Source.of(run, output, converter)
-    text = modelfile(GGUF_NAME, source.tokenizer, system_prompt=run.config.dataset.system_prompt)
+    system_prompt, form = run.config.dataset.system_prompt, trained_form(run, source.tokenizer)
+    text = modelfile(GGUF_NAME, source.tokenizer, system_prompt=system_prompt, form=form)
     with writing(output) as folder:
         lines = source.write(folder / GGUF_NAME, dtype)
         (folder / "Modelfile").write_text(text, encoding="utf-8")
         put_in_place(folder, output)
     if "TEMPLATE" not in text.partition("#")[0]:
-        lines.append("without TEMPLATE: this chat template is not made of turns alone; see the Modelfile")
+        lines.append("without TEMPLATE: Ollama cannot write prompts as this run trained them; see the Modelfile")
     if "\n# No SYSTEM" in text:
         lines.append("without SYSTEM: Ollama would change the system prompt; see the Modelfile")
     return [*lines, f"ollama create NAME -f {output / 'Modelfile'}"]

@@ -116,17 +116,33 @@ def _end_of_turn(tokenizer: Any) -> str | None:
     return None if token is None else str(tokenizer.convert_ids_to_tokens(token))
 
 
-def modelfile(gguf: str, tokenizer: Any, *, system_prompt: str | None) -> str:
-    """The Modelfile for the file `gguf` beside it."""
+def text_template(form: str) -> str | None:
+    """Return the Go template of prompts that were trained as text; None if Ollama would change it.
+
+    `form` has the marks `{system}` and `{prompt}` (see `records.prompt_form`); a system prompt ends in an empty line.
+    """
+    if not is_kept(form) or "{{" in form:
+        return None
+    return form.format(system="{{ if .System }}{{ .System }}\n\n{{ end }}", prompt="{{ .Prompt }}")
+
+
+def modelfile(gguf: str, tokenizer: Any, *, system_prompt: str | None, form: str | None = None) -> str:
+    """Return the Modelfile for the file `gguf` in the same folder.
+
+    `form` is how prompts were trained as text (see `records.prompt_form`); None for the tokenizer's chat template.
+    """
     lines = [f"FROM ./{gguf}"]
-    parts = chat_parts(tokenizer)
-    if parts is None:
+    parts = chat_parts(tokenizer) if form is None else None
+    if form is not None:
+        template = text_template(form)
+        lines.append("# No TEMPLATE: Ollama would change it." if template is None else f'TEMPLATE """{template}"""')
+    elif parts is None:
         lines.append(
             "# No TEMPLATE: the chat template does not put turns one after another; Ollama guesses from the GGUF."
         )
     else:
         lines.append(f'TEMPLATE """{parts.in_go()}"""')
-    after = parts.around["assistant"][1].strip() if parts else _end_of_turn(tokenizer)
+    after = parts.around["assistant"][1].strip() if parts else _end_of_turn(tokenizer) if form is None else None
     stops = dict.fromkeys([tokenizer.eos_token, after])
     lines += [f'PARAMETER stop "{stop}"' for stop in stops if stop and '"' not in stop]
     if system_prompt and is_kept(system_prompt):
