@@ -29,10 +29,10 @@ nvcc: setup  ## CUDA's compiler for the test that compiles ops/csrc, where the m
 	@scripts/nvcc.sh
 
 demo: setup  ## fine-tune SmolLM2-135M with LoRA: about 5 minutes on 2 CPU cores, less on GPUs
-	@overrides=$$(python -m trainer.commands.demo) && eval "zerolora train configs/demo.yaml $$overrides"
+	@overrides=$$(python -m examples.demo) && eval "zerolora train configs/demo.yaml $$overrides"
 
 demo-images: setup  ## a tiny Stable Diffusion learns to draw by night: minutes on 2 CPU cores
-	@overrides=$$(python -m trainer.commands.demo_images) && eval "zerolora train configs/demo-images.yaml $$overrides"
+	@overrides=$$(python -m examples.demo_images) && eval "zerolora train configs/demo-images.yaml $$overrides"
 
 lint: setup  ## ruff, clang-format, typos, mypy (strict), import-linter, deptry, links of the documentation
 	ruff check .

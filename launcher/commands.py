@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,7 +45,7 @@ MODULES = {
     "generate": ("trainer.commands.generate", "Answer prompts with a trained adapter."),
     "chat": ("trainer.commands.chat", "Talk with a trained adapter."),
     "merge": ("trainer.commands.merge", "Merge an adapter into its base model and save it as safetensors."),
-    "compare": ("trainer.compare", "Controllers of the SCU side by side: held-out bits per token with intervals."),
+    "compare": ("benchmarks.compare", "Controllers of the SCU side by side: held-out bits per token with intervals."),
     "report": ("trainer.monitor.report", "Plots and an HTML page of a run."),
     "download": ("trainer.commands.download", "Download a model from the hub, or the hub's command for it."),
     "export": (
@@ -52,8 +53,8 @@ MODULES = {
         "An adapter for other programs: peft, vllm, sglang, gguf-lora, hf, gguf, ollama.",
     ),
     "push": ("trainer.commands.push", "Upload adapter, tokenizer and model card to the Hugging Face hub."),
-    "tier": ("trainer.tiers", "Prove on this machine's GPU that training works: six tiers, every limit asserted."),
-    "bench": ("trainer.bench", "Speed and memory of training on this machine, beside other trainers."),
+    "tier": ("benchmarks.tiers", "Prove on this machine's GPU that training works: six tiers, every limit asserted."),
+    "bench": ("benchmarks.bench", "Speed and memory of training on this machine, beside other trainers."),
     "ops": ("ops.builder", "Build the fused operators, or report on them."),
 }
 
@@ -156,6 +157,10 @@ def scu_train(context: typer.Context) -> None:
 
 def _add_passed_on(name: str, module: str, text: str) -> None:
     def passed_on(context: typer.Context) -> None:
+        if find_spec(module.partition(".")[0]) is None:
+            raise UserError(
+                f"zerolora {name}: not in this installation; run `pip install -e .` in a checkout of zerolora"
+            )
         become_module(module, context.args)
 
     app.command(name, help=text, add_help_option=False, context_settings=AS_TYPED)(passed_on)

@@ -37,7 +37,7 @@ from trainer.contract.launcher_process import tie_children_to_this_process
 
 # The demonstration's data, made from the standard library on first use; the launcher itself imports no trainer.
 DEMO_DATA = (
-    "import os; from pathlib import Path; from trainer.commands.demo import demo_data; "
+    "import os; from pathlib import Path; from trainer.data.demo_data import demo_data; "
     "print(*demo_data(Path(os.environ.get('ZEROLORA_CACHE') or '~/.cache/zerolora').expanduser()), sep='\\n')"
 )
 

@@ -50,7 +50,7 @@ def start(
     resumes = loaded.config.training.resume_from_checkpoint == "auto"
     refuse_if_held(run_dir, resumes=resumes)
     show(f"zerolora {own_version()}: {arguments[0]}")
-    from trainer.early_checks import check_early  # imports numpy, which other commands do not need
+    from trainer.setup.early_checks import check_early  # imports numpy, which other commands do not need
 
     check_early(loaded.config)
     with HeldRanks.start(command) if reach is None else nullcontext() as held:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from trainer.config import LoraSection, TrainingSection, ZeroSection
 from trainer.contract.ports import free_port
-from trainer.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
-from trainer.engine.flat_adapter import flatten_adapter
-from trainer.engine.optimizer import build_optimizer
 from trainer.model.adapter import apply_adapter
+from trainer.parallel.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
+from trainer.parallel.engine.flat_adapter import flatten_adapter
+from trainer.parallel.engine.optimizer import build_optimizer
+from trainer.parallel.ranks.group import nothing_compiled_for_cpus
 from trainer.patches.deepspeed_workarounds import answer_faults
-from trainer.ranks.group import nothing_compiled_for_cpus
 
 IDS = torch.arange(3, 35)[None]
 

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 
 from trainer.config import RunConfig
-from trainer.engine.optimizer import build_schedule
-from trainer.images.batches import Drawing, Group, ImageBatches
-from trainer.images.objective import Objective
-from trainer.preflight import prepare
-from trainer.ranks.group import set_seed
+from trainer.parallel.engine.optimizer import build_schedule
+from trainer.parallel.ranks.group import set_seed
+from trainer.setup.preflight import prepare
+from trainer.tasks.images.batches import Drawing, Group, ImageBatches
+from trainer.tasks.images.objective import Objective
 
 TARGETS = ["to_k", "to_q", "to_v", "to_out.0", "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out"]
 FEED_FORWARD = ["ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "proj_mlp"]

@@ -9,13 +9,13 @@ from trainer.config import RunConfig
 from trainer.data import Batches
 from trainer.data.batches import collate
 from trainer.data.samples import Sample, Samples
-from trainer.engine.optimizer import build_schedule
 from trainer.model.adapter import lora_config
 from trainer.model.base import load_base_model
 from trainer.model.older_names import names_as_they_are
 from trainer.model.targets import targets_of
-from trainer.preflight import prepare
-from trainer.ranks.group import set_seed
+from trainer.parallel.engine.optimizer import build_schedule
+from trainer.parallel.ranks.group import set_seed
+from trainer.setup.preflight import prepare
 
 
 def plain_losses(

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from trainer.ranks.group import Ranks, form_process_group
+from trainer.parallel.ranks.group import Ranks, form_process_group
 
 
 def join(timeout_minutes: float) -> tuple[Path, Ranks]:

@@ -20,10 +20,10 @@ from tests.engine import one_rank
 from tests.tiny import make_model, write_chats
 from trainer.config import load_config
 from trainer.memory.model_widths import read_shapes
-from trainer.preflight import prepare
-from trainer.ranks.group import Ranks
-from trainer.ranks.signals import StopRequest
+from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.signals import StopRequest
 from trainer.run import Run
+from trainer.setup.preflight import prepare
 
 
 def make_ground(folder: Path) -> Path:

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.engine.protocol import Engine
 from trainer.memory.peak import release_if_fragmented
-from trainer.ranks.progress import phase
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.progress import phase
 from trainer.step import evaluate_loss
-from trainer.task import StepLoss, Task
+from trainer.tasks.task import StepLoss, Task
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any, NoReturn, Protocol
 from trainer.checkpoint.background import SaveFailed
 from trainer.checkpoint.position import Position
 from trainer.config import TrainingSection, UserError
-from trainer.engine.protocol import Engine
 from trainer.memory.oom_recovery import Recovery
 from trainer.memory.peak import peak_memory_gib
 from trainer.model.adapter import GradientCheck
@@ -19,15 +18,16 @@ from trainer.monitor.expert_load import ExpertLoad
 from trainer.monitor.mfu import MfuMeter
 from trainer.monitor.profiler import StepProfiler
 from trainer.monitor.spikes import SpikeWatch
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.progress import PROGRESS, phase
+from trainer.parallel.ranks.signals import StopRequest
+from trainer.parallel.ranks.start_times import StartTimes
+from trainer.parallel.ranks.stragglers import StragglerWatch
 from trainer.patches.graphed_loss import GraphedLoss
-from trainer.ranks.group import Ranks
-from trainer.ranks.progress import PROGRESS, phase
-from trainer.ranks.signals import StopRequest
-from trainer.ranks.start_times import StartTimes
-from trainer.ranks.stragglers import StragglerWatch
 from trainer.scu.controller import Steering
 from trainer.step import StepInFlight, StepResult, train_step
-from trainer.task import BatchSource, StepLoss
+from trainer.tasks.task import BatchSource, StepLoss
 
 NONFINITE_IN_A_ROW = 10
 

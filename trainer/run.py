@@ -10,26 +10,18 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from trainer.build import build_model, patches_wanted
+from trainer.checkpoint.course import Course
 from trainer.checkpoint.position import Position
+from trainer.checkpoint.run_folder import RunFolder
 from trainer.config import LoadedConfig, RunConfig, collective_timeout, engine_zero
 from trainer.contract.command_typed import resume_command
 from trainer.contract.folder_lock import FolderLock
-from trainer.course import Course
 from trainer.data import StreamBatches
 from trainer.data.prepared import Prepared, fit_max_length, samples_of, skipped_records
 from trainer.data.step_count import count_steps
-from trainer.decisions import VARLEN, Decisions
-from trainer.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
-from trainer.engine.eight_bit_moments import elements_per_buffer
-from trainer.engine.flat_adapter import flatten_adapter
-from trainer.engine.gather_waits import watch_stragglers
-from trainer.engine.optimizer import build_optimizer, build_schedule, planned_rates, rate_floor, restore_schedule
-from trainer.engine.protocol import Engine
 from trainer.evaluation import Evaluation, Measurement
-from trainer.joining import join
-from trainer.language import LanguageTask
 from trainer.loop import Loop, Parts, report_evaluation
+from trainer.memory.decisions import VARLEN, Decisions
 from trainer.memory.oom_recovery import Recovery
 from trainer.memory.preflight import MemoryPlan, peak_over_ranks, record_memory
 from trainer.model.adapter import GradientCheck
@@ -38,19 +30,33 @@ from trainer.monitor.metrics import Metrics
 from trainer.monitor.profiler import StepProfiler
 from trainer.monitor.spikes import SpikeWatch
 from trainer.monitor.summary import start_summary
+from trainer.parallel.engine.deepspeed_engine import DTYPES, deepspeed_config, start_engine
+from trainer.parallel.engine.eight_bit_moments import elements_per_buffer
+from trainer.parallel.engine.flat_adapter import flatten_adapter
+from trainer.parallel.engine.gather_waits import watch_stragglers
+from trainer.parallel.engine.optimizer import (
+    build_optimizer,
+    build_schedule,
+    planned_rates,
+    rate_floor,
+    restore_schedule,
+)
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.group import Ranks, extend_timeouts
+from trainer.parallel.ranks.progress import phase
+from trainer.parallel.ranks.signals import StopRequest
+from trainer.parallel.ranks.start_times import StartTimes
 from trainer.patches.graphed_loss import GraphedLoss
 from trainer.patches.installation import install
 from trainer.patches.loss_head import TokenLoss
-from trainer.ranks.group import Ranks, extend_timeouts
-from trainer.ranks.progress import phase
-from trainer.ranks.signals import StopRequest
-from trainer.ranks.start_times import StartTimes
-from trainer.run_folder import RunFolder
 from trainer.scu.base_samples import SteeringInputs
 from trainer.scu.controller import Steering
 from trainer.scu.in_a_run import begin_steering, fit_to_target
+from trainer.setup.build import build_model, patches_wanted
+from trainer.setup.joining import join
 from trainer.step import evaluate_loss
-from trainer.task import BatchSource, StepLoss, Task
+from trainer.tasks.language import LanguageTask
+from trainer.tasks.task import BatchSource, StepLoss, Task
 
 # A run that fails has its newest checkpoint written to the end if that takes no longer; the launcher waits 8 s.
 TO_WRITE_S = 5.0
@@ -70,7 +76,7 @@ class Run:
     lock: FolderLock | None
     measurement: Measurement | None
     profile_start: bool
-    # join (trainer/joining.py)
+    # join (trainer/setup/joining.py)
     device: torch.device
     precision: str
     memory: MemoryPlan

@@ -10,13 +10,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from trainer.commands.demo import demo_data
 from trainer.config import UserError
 from trainer.config.scu_flags import CONFIG_FILE, load_flags, open_log, parse, resumed_settings, settings
 from trainer.config.yaml_core import dump
 from trainer.contract.exit_codes import TO_SPEAK_S
 from trainer.contract.rank_variables import read_place
-from trainer.ranks.training_process import begin
+from trainer.data.demo_data import demo_data
+from trainer.parallel.ranks.training_process import begin
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
             overrides, output = _write(path, arguments)
             if rank == 0:
                 _copy_to_log(output)
-            from trainer.rank import main as train
+            from trainer.entry.rank import main as train
 
             return train([str(path), *overrides])
     except (UserError, ValueError) as error:
@@ -71,6 +71,6 @@ def _copy_to_log(output: Path) -> None:
 
 if __name__ == "__main__":
     code = main()
-    from trainer.ranks.group import end_process
+    from trainer.parallel.ranks.group import end_process
 
     end_process(code)

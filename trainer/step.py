@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import torch
 
 from trainer.contract.known_versions import changed
-from trainer.engine.protocol import Engine
 from trainer.memory.oom_recovery import Recovery
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.group import Ranks, sum_over_ranks
+from trainer.parallel.ranks.progress import phase
+from trainer.parallel.ranks.stragglers import StragglerWatch
 from trainer.patches.loss_head import to_device
-from trainer.ranks.group import Ranks, sum_over_ranks
-from trainer.ranks.progress import phase
-from trainer.ranks.stragglers import StragglerWatch
 from trainer.scu.controller import Steering
-from trainer.task import Batch, StepLoss
+from trainer.tasks.task import Batch, StepLoss
 
 _NONFINITE = 2**20  # more than there are ranks: how many they are and, of one, its number fit into one sum
 

@@ -1,4 +1,4 @@
-"""The program of a rank; it trains by trainer/rank.py.
+"""The program of a rank; it trains by trainer/entry/rank.py.
 
 deepspeed --module trainer.train CONFIG [key=value ...]      or      torchrun -m trainer.train CONFIG [key=value ...]
 """
@@ -9,8 +9,8 @@ import sys
 
 from trainer.contract import held_start
 from trainer.contract.standard_streams import PROGRESS
-from trainer.ranks.lean_imports import import_what_every_run_uses
-from trainer.ranks.training_process import begin
+from trainer.parallel.ranks.lean_imports import import_what_every_run_uses
+from trainer.parallel.ranks.training_process import begin
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,10 +21,10 @@ def main(argv: list[str] | None = None) -> int:
     if held_start.OPTION in words:
         if os.environ["RANK"] == "0":
             PROGRESS.show("importing")
-        from trainer.held import main as train_when_released
+        from trainer.entry.prestart import main as train_when_released
 
         return train_when_released(words)
-    from trainer.rank import main as train
+    from trainer.entry.rank import main as train
 
     import_what_every_run_uses()
     return train(words)
@@ -32,6 +32,6 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     code = main()
-    from trainer.ranks.group import end_process
+    from trainer.parallel.ranks.group import end_process
 
     end_process(code)

@@ -65,8 +65,8 @@ def settings(case: dict[str, Any], out: Path, name: str, profiled: int) -> dict[
 
 def ours(out: Path, name: str, *, profile: bool = False) -> dict[str, Any]:
     """A whole run in a process of its own."""
+    from benchmarks.bench.cases import PROFILED
     from tests.pipelines import make_pipeline, write_pictures
-    from trainer.bench.cases import PROFILED
 
     case = CASES[name]
     side = case["resolution"]
@@ -90,7 +90,7 @@ def ours(out: Path, name: str, *, profile: bool = False) -> dict[str, Any]:
 
 def profile_of(run: Path) -> dict[str, Any]:
     """Milliseconds of a step by category, and the kernels that take most of each."""
-    from trainer.bench.trace import Shape, breakdown, longest, read_trace, work_of
+    from benchmarks.bench.trace import Shape, breakdown, longest, read_trace, work_of
 
     works = work_of(read_trace(run / "profile" / "rank-0.json.gz"), Shape(vocabulary=-1, rank=16))
     by_category, step_ms, steps = breakdown(works)
@@ -104,9 +104,9 @@ def diffusers_loop(out: Path, name: str) -> dict[str, Any]:
     from peft import LoraConfig
 
     from trainer.config import ModelSection
-    from trainer.images.encoding import random_conditions
-    from trainer.images.pipeline import read_pipeline
-    from trainer.ranks.torch_settings import leave_out_cudnn
+    from trainer.parallel.ranks.torch_settings import leave_out_cudnn
+    from trainer.tasks.images.encoding import random_conditions
+    from trainer.tasks.images.pipeline import read_pipeline
 
     case = CASES[name]
     if not case.get("cudnn", True):
@@ -181,7 +181,7 @@ def random_denoiser(pipeline: Any, device: Any, *, nf4: bool) -> Any:
 
 def usual_targets(pipeline: Any) -> list[str]:
     """The same layers as ours, by their whole paths."""
-    from trainer.images.model import ImageModel
+    from trainer.tasks.images.model import ImageModel
 
     prefix = f"{pipeline.family.denoiser}."
     return [path.removeprefix(prefix) for path in ImageModel(pipeline).usual_targets()]
@@ -196,7 +196,7 @@ def summary(peak: float, seconds: list[float], wall: float) -> dict[str, Any]:
 def main() -> None:
     from rich.console import Console
 
-    from trainer.bench.report import profile_table
+    from benchmarks.bench.report import profile_table
 
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)

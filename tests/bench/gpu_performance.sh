@@ -46,7 +46,7 @@ bench() {
     return
   fi
   echo "== $name"
-  timeout --signal=INT --kill-after=20 "$left" "$python" -m trainer.bench --shape "${SHAPE:-llama3.1-8b}" \
+  timeout --signal=INT --kill-after=20 "$left" "$python" -m benchmarks.bench --shape "${SHAPE:-llama3.1-8b}" \
     --warmup 4 --steps 12 --json "$out/$mode-$name.json" --keep "$scratch/$name" "$@" || echo "$name: exit code $?"
 }
 

@@ -8,7 +8,7 @@
 # PYTHON_VERSION (default 3.12) is the Python of that machine (x86-64 Linux).
 #
 # Versions are Axolotl 0.19.0's own pins and what pip resolves beside them for torch 2.11. Left out is what
-# trainer/bench/axolotl.py imports nothing of: gradio, modal, trackio, optimum, lm_eval, mistral-common, openenv, xformers,
+# benchmarks/bench/axolotl.py imports nothing of: gradio, modal, trackio, optimum, lm_eval, mistral-common, openenv, xformers,
 # flash-linear-attention, the storage of four clouds and what they need, about 180 packages. wandb must import but sends
 # nothing: its programs are cut, and with them four fifths of it.
 set -euo pipefail

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, cast
 
-from trainer.ranks.start_times import StartTimes
+from trainer.parallel.ranks.start_times import StartTimes
 
 LEAST_S = 0.1
 FUNCTIONS = 40

@@ -2,13 +2,13 @@
 # SmolLM2-135M, three seeds: trained for int8 and int4 (training.qat) beside a plain run that is rounded afterwards; the
 # held-out loss of the merged models as transformers loads them is printed last. Seeds run side by side.
 #   OUT=runs/qat STEPS=300 SEEDS="1 2 3" KINDS="plain int8 int4" DOCUMENTS=224 tests/bench/qat_experiment.sh [key=value ...]
-# PYTHON (default python3) and MODEL_AND_DATA (what `python -m trainer.commands.demo` prints) may be set. Further settings go to
+# PYTHON (default python3) and MODEL_AND_DATA (what `python -m examples.demo` prints) may be set. Further settings go to
 # every run. `pip install 'zerolora[qat]'` first.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 out=${OUT:-runs/qat}
-read -ra common <<< "${MODEL_AND_DATA:-$("$python" -m trainer.commands.demo | tail -1)}"
+read -ra common <<< "${MODEL_AND_DATA:-$("$python" -m examples.demo | tail -1)}"
 common+=(training.max_steps="${STEPS:-300}" training.save_steps=0 dataset.evaluation.max_samples="${DOCUMENTS:-224}"
   logging.sample_prompts=[] output.overwrite=true "$@")
 mkdir -p "$out"

@@ -23,7 +23,7 @@ from trainer.checkpoint.background import Order, Saves
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.weights import gathered, write_adapter
 from trainer.config import LoraSection
-from trainer.ranks.group import Ranks
+from trainer.parallel.ranks.group import Ranks
 
 RANK = 256
 SHAPE = {

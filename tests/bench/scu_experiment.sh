@@ -47,7 +47,7 @@ compare() {
   local name=$1 seed=$2 seeds=$3 left=$((limit - SECONDS))
   shift 3
   ((left < 60)) && { echo "no time left for $name, seed $seed"; return; }
-  timeout -s TERM -k 20 "$left" "$python" -m trainer.compare configs/compare-smollm2.yaml base_model="$scratch/model" \
+  timeout -s TERM -k 20 "$left" "$python" -m benchmarks.compare configs/compare-smollm2.yaml base_model="$scratch/model" \
     seed="$seed" --seeds "$seeds" --output "$scratch/runs/$name" --parallel "$slots" \
     ${all:+--gpus "${cards:-$all}"} --forgetting "$scratch/prose/unseen.jsonl" dataset.cache_dir="$scratch/cache" "$@" \
     ${MORE:-} > "$out/$name-$seed.log" 2>&1

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from trainer.compare.measured_run import DOCUMENTS_FILE
-from trainer.compare.plots import draw_comparison
-from trainer.compare.report import write_results
-from trainer.compare.results import TRAINING_MEAN_OVER, Comparison, Result
-from trainer.compare.trials import Setting, Trial
+from benchmarks.compare.measured_run import DOCUMENTS_FILE
+from benchmarks.compare.plots import draw_comparison
+from benchmarks.compare.report import write_results
+from benchmarks.compare.results import TRAINING_MEAN_OVER, Comparison, Result
+from benchmarks.compare.trials import Setting, Trial
 from trainer.config import RunConfig, ScuSection
 
 CURVE = ("step", "data_bpt", "param_bpt", "s_smoothed", "kl_bits", "kl_smoothed", "lambda", "error", "reg_loss")

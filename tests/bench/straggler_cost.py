@@ -12,8 +12,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from trainer.ranks.group import Ranks
-from trainer.ranks.stragglers import WINDOW, StragglerWatch
+from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.stragglers import WINDOW, StragglerWatch
 
 WINDOWS = 9
 

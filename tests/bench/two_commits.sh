@@ -26,7 +26,7 @@ done
 wait
 
 one() { # TREE CASE TURN
-  (cd "${!1}" && PYTHONPATH=${!1}:$given "$python" -m trainer.bench --shape "${SHAPE:-llama3.1-8b}" --warmup 4 \
+  (cd "${!1}" && PYTHONPATH=${!1}:$given "$python" -m benchmarks.bench --shape "${SHAPE:-llama3.1-8b}" --warmup 4 \
     --steps "${STEPS:-10}" --case "$2" --json "$out/$1-$2-$3.json") > "$out/$1-$2-$3.log" 2>&1 || echo "$*: exit code $?"
 }
 

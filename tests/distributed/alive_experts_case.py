@@ -10,15 +10,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.rank_program import join
 from trainer.config import LoraSection, ModelSection, QuantizationSection, TrainingSection, ZeroSection
-from trainer.engine.deepspeed_engine import deepspeed_config, partitioning_announced, start_engine
-from trainer.engine.layer_gather.shards import LayerShards
-from trainer.engine.optimizer import build_optimizer
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
 from trainer.model.expert_layers import expert_modules, expert_names
+from trainer.parallel.engine.deepspeed_engine import deepspeed_config, partitioning_announced, start_engine
+from trainer.parallel.engine.layer_gather.shards import LayerShards
+from trainer.parallel.engine.optimizer import build_optimizer
+from trainer.parallel.ranks.group import end_process, leave_process_group
 from trainer.patches.deepspeed_workarounds import answer_faults
 from trainer.patches.fused_experts import compute_experts
-from trainer.ranks.group import end_process, leave_process_group
 
 CPU = torch.device("cpu")
 KINDS = {

@@ -16,10 +16,10 @@ from trainer.contract.folder_lock import FolderLock, FolderLost
 from trainer.contract.lock_file import LOCK_FILE
 from trainer.contract.whole_files import write_whole
 from trainer.monitor.metric_files import METRICS_FILE
-from trainer.preflight import prepare
-from trainer.ranks.group import Ranks, end_process, leave_process_group
-from trainer.ranks.signals import StopRequest
+from trainer.parallel.ranks.group import Ranks, end_process, leave_process_group
+from trainer.parallel.ranks.signals import StopRequest
 from trainer.run import Run
+from trainer.setup.preflight import prepare
 
 
 def train(folder: Path, *overrides: str) -> None:

@@ -17,11 +17,11 @@ from rich.console import Console
 from tests.runs_in_process import as_one_of_many
 from trainer.config import load_config
 from trainer.contract.folder_lock import FolderLock
-from trainer.decisions import Decided
-from trainer.preflight import prepare
-from trainer.ranks.group import Ranks, end_process, leave_process_group
-from trainer.ranks.signals import StopRequest
+from trainer.memory.decisions import Decided
+from trainer.parallel.ranks.group import Ranks, end_process, leave_process_group
+from trainer.parallel.ranks.signals import StopRequest
 from trainer.run import Run
+from trainer.setup.preflight import prepare
 
 APART = Decided("apart", "the case wants it")
 
@@ -34,7 +34,7 @@ def run_case(folder: Path, case: dict[str, object], ranks: Ranks, stop: StopRequ
     log = folder / f"{case['name']}-console-{ranks.rank}.txt"
     folder_of_case = Path(loaded.config.output_dir)
     held = FolderLock.take(folder_of_case, resumes=False, say=print) if ranks.is_main else nullcontext()
-    apart = patch("trainer.decisions._reference", lambda config: APART) if case.get("apart") else nullcontext()
+    apart = patch("trainer.memory.decisions._reference", lambda config: APART) if case.get("apart") else nullcontext()
     with log.open("w") as file, held as lock, as_one_of_many(), apart:
         Run(loaded, prepare(loaded.config), ranks, Console(file=file, width=140), stop, lock).train()
     (folder / f"{case['name']}-done-{ranks.rank}").touch()

@@ -8,9 +8,9 @@ import torch
 
 from tests.rank_program import join
 from trainer.config import ModelSection, QuantizationSection, TrainingSection, ZeroSection
-from trainer.engine.deepspeed_engine import deepspeed_config
 from trainer.model.base import load_base_model
-from trainer.ranks.group import end_process, leave_process_group
+from trainer.parallel.engine.deepspeed_engine import deepspeed_config
+from trainer.parallel.ranks.group import end_process, leave_process_group
 
 
 def peak_growth(load: object) -> int:

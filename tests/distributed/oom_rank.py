@@ -18,14 +18,14 @@ from unittest.mock import patch
 
 import torch
 
-import trainer.language
 import trainer.memory.oom_recovery
+import trainer.tasks.language
 import trainer.train
 from tests.distributed.matrix import run_case
 from trainer.data import MicroBatch
+from trainer.parallel.ranks.group import Ranks, leave_process_group
+from trainer.parallel.ranks.signals import StopRequest
 from trainer.patches.loss_head import TokenLoss
-from trainer.ranks.group import Ranks, leave_process_group
-from trainer.ranks.signals import StopRequest
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def short_of(shortage: dict[str, int]) -> Iterator[None]:
 
     recovery = trainer.memory.oom_recovery
     with ExitStack() as patches:
-        patches.enter_context(patch.object(trainer.language, "TokenLoss", Short))
+        patches.enter_context(patch.object(trainer.tasks.language, "TokenLoss", Short))
         if "grow_after" in shortage:  # a CPU does not say how much room there is
             patches.enter_context(patch.object(recovery, "GROW_AFTER", shortage["grow_after"]))
             patches.enter_context(patch.object(recovery, "has_room_for_twice", lambda: True))

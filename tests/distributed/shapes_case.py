@@ -8,7 +8,7 @@ import torch
 from tests.rank_program import join
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.model.base import load_base_model
-from trainer.ranks.group import end_process, leave_process_group
+from trainer.parallel.ranks.group import end_process, leave_process_group
 
 
 def loaded(model: Path) -> str:

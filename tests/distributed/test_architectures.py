@@ -12,7 +12,7 @@ from tests.distributed.plan import case
 from tests.tiny import make_tokenizer
 from trainer.config import RunConfig
 from trainer.patches.mamba import WHOLE_LAYER_KERNEL, call_projections_of_mamba
-from trainer.preflight import prepare
+from trainer.setup.preflight import prepare
 
 SMALL = {
     "vocab_size": 384,

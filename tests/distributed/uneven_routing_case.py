@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import LoraSection, ModelSection, QuantizationSection
-from trainer.engine.layer_gather.shards import LayerShards
-from trainer.engine.layer_gather.unit import ShardedUnit
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
 from trainer.monitor.expert_load import ExpertLoad
+from trainer.parallel.engine.layer_gather.shards import LayerShards
+from trainer.parallel.engine.layer_gather.unit import ShardedUnit
 
 CPU = torch.device("cpu")
 IDS = torch.arange(24).view(2, 12)

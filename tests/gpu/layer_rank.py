@@ -17,12 +17,12 @@ import torch
 from tests.rank_program import join
 from trainer.config import LoraSection, ModelSection, QuantizationSection
 from trainer.data import MicroBatch
-from trainer.engine.layer_gather.shards import LayerShards
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
+from trainer.parallel.engine.layer_gather.shards import LayerShards
+from trainer.parallel.ranks.group import end_process, leave_process_group
 from trainer.patches.fused_lora import fuse
 from trainer.patches.loss_head import TokenLoss
-from trainer.ranks.group import end_process, leave_process_group
 
 BASE = "random:llama3.1-8b,num_hidden_layers=8"
 ROWS, LENGTH = 4, 2048

@@ -100,7 +100,7 @@ def work(arguments: argparse.Namespace) -> int:
                 if main_rank:
                     with (arguments.worker / "results.jsonl").open("a") as file:
                         file.write(json.dumps(case | measured) + "\n")
-    from trainer.ranks.group import leave_process_group
+    from trainer.parallel.ranks.group import leave_process_group
 
     leave_process_group()
     return 0
@@ -114,10 +114,10 @@ def measure(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, An
 
     from trainer.config import load_config
     from trainer.evaluation import Measurement
-    from trainer.preflight import prepare
-    from trainer.ranks.group import Ranks
-    from trainer.ranks.signals import StopRequest
+    from trainer.parallel.ranks.group import Ranks
+    from trainer.parallel.ranks.signals import StopRequest
     from trainer.run import Run
+    from trainer.setup.preflight import prepare
 
     before = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
     name = f"{case['adapter']}-{case['recompute']}-{case['stage']}"

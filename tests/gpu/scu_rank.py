@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import trainer.train
-from trainer.ranks.group import end_process
+from trainer.parallel.ranks.group import end_process
 from trainer.scu.controller import Steering
 
 

@@ -18,10 +18,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from benchmarks.bench.cases import write_texts
 from tests.runs_in_process import make_ground, train
-from trainer.bench.cases import write_texts
-from trainer.engine.cuda_graphs import NotRecordable, Recorder, Recording, release_workspaces
-from trainer.engine.flat_adapter import FlatAdapter, Member
+from trainer.parallel.engine.cuda_graphs import NotRecordable, Recorder, Recording, release_workspaces
+from trainer.parallel.engine.flat_adapter import FlatAdapter, Member
 
 pytestmark = pytest.mark.gpu
 

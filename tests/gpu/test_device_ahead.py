@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.ranks.device_ahead import hash_triton_ahead
+from trainer.parallel.ranks.device_ahead import hash_triton_ahead
 
 pytestmark = pytest.mark.gpu
 

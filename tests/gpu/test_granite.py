@@ -14,9 +14,9 @@ from tests.distributed.conftest import ROOT
 from tests.tiny import write_chats
 from trainer.checkpoint.finished_run import FinishedRun, load_trained, saved_tokenizer
 from trainer.config import RunConfig
-from trainer.preflight import prepare
 from trainer.scu.law import advance, initial
 from trainer.scu.law_settings import law_of
+from trainer.setup.preflight import prepare
 
 pytestmark = pytest.mark.gpu
 

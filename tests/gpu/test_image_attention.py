@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainer.ranks.torch_settings import leave_out_cudnn
+from trainer.parallel.ranks.torch_settings import leave_out_cudnn
 
 pytestmark = pytest.mark.gpu
 

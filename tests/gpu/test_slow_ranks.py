@@ -9,7 +9,7 @@ import torch
 from tests.distributed.conftest import ROOT
 from tests.ends import HOST, TRAIN, runs_below, write_endless_run
 from tests.tiny import make_model
-from trainer.ranks.stragglers import REPEATS, WINDOW
+from trainer.parallel.ranks.stragglers import REPEATS, WINDOW
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 STEPS = WINDOW * REPEATS

@@ -27,7 +27,7 @@ LOGITS = "logits-in-memory.safetensors"
 
 def train_and_keep_logits() -> None:
     """`trainer.train` as it is, but for a look at the model whenever its weights are copied or written."""
-    import trainer.run_folder
+    import trainer.checkpoint.run_folder
     import trainer.train
     from trainer.checkpoint.weights import gathered, save_adapter, write_adapter
 
@@ -54,7 +54,7 @@ def train_and_keep_logits() -> None:
         save_file({"logits": logits_of(model)}, folder / LOGITS)
 
     replaced = {"gathered": copying, "write_adapter": writing, "save_adapter": saving}
-    vars(trainer.run_folder).update(replaced)
+    vars(trainer.checkpoint.run_folder).update(replaced)
     sys.exit(trainer.train.main(sys.argv[1:]))
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.compare.measured_run import DOCUMENTS_FILE
 from tests.tiny import make_model, write_chats
-from trainer.compare.measured_run import DOCUMENTS_FILE
 
 CHECKOUT = Path(__file__).parents[2]
 OPTIONS = ("--seeds", "1", "--controllers", "none,pi", "--parallel", "2")

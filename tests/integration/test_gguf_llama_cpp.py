@@ -10,12 +10,12 @@ import torch
 from gguf import GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from examples.demo import demo_model
 from tests.tiny import CHATML
 from tests.unit.test_after_run import make_run
 from tests.unit.test_experts_exported import make_run as make_trained
 from tests.unit.test_gguf import LLAMA3, MODELS, byte_level, make_saved, sentencepiece_like
 from trainer.checkpoint.finished_run import find_run, saved_tokenizer
-from trainer.commands.demo import demo_model
 from trainer.commands.export.__main__ import export, main
 from trainer.commands.export.gguf import write_gguf
 from trainer.commands.export.verify import verify

@@ -17,7 +17,7 @@ from tests.restarting import (
 )
 from tests.tiny import make_model
 from trainer.contract.restart_record import read_restarts
-from trainer.ranks.stragglers import REPEATS, WINDOW
+from trainer.parallel.ranks.stragglers import REPEATS, WINDOW
 
 pytestmark = pytest.mark.distributed
 

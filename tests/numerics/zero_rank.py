@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ops
-from trainer.engine.deepspeed_engine import start_engine
+from trainer.parallel.engine.deepspeed_engine import start_engine
+from trainer.parallel.ranks.group import nothing_compiled_for_cpus
 from trainer.patches.deepspeed_workarounds import answer_faults
-from trainer.ranks.group import nothing_compiled_for_cpus
 
 WIDTH, RANK, STEPS = 64, 4, 3
 

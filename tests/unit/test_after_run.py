@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.bench import __main__ as bench
 from tests.tiny import make_model, write_chats
-from trainer.bench import __main__ as bench
 from trainer.checkpoint.adapter_files import record_result
 from trainer.checkpoint.finished_run import ADAPTER, find_run, load_trained, saved_tokenizer
 from trainer.checkpoint.run_record import write_run_record

@@ -9,12 +9,12 @@ import pytest
 
 CHECKOUT = Path(__file__).parents[2]
 # The programs of a rank and of a run of a comparison.
-PROGRAMS = ("trainer.train", "trainer.compare.trial")
+PROGRAMS = ("trainer.train", "benchmarks.compare.trial")
 CODE = """
 import importlib, os, sys
 importlib.import_module(sys.argv[1])
-import trainer.ranks.allocator
-print("torch" in sys.modules, {name: os.environ.get(name) for name in trainer.ranks.allocator.NAMES})
+import trainer.parallel.ranks.allocator
+print("torch" in sys.modules, {name: os.environ.get(name) for name in trainer.parallel.ranks.allocator.NAMES})
 """
 
 

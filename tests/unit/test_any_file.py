@@ -39,11 +39,11 @@ from trainer.contract.lock_file import Lock
 from trainer.contract.restart_note import RestartNote
 from trainer.contract.restart_record import last_note, read_restarts
 from trainer.contract.sweep_record import read_sweep
-from trainer.early_checks import check_early
 from trainer.monitor.metrics import Record, read_metrics
 from trainer.monitor.report.model_card import model_card
 from trainer.monitor.report.sample_images import pictures_of
 from trainer.monitor.report.write import write_report
+from trainer.setup.early_checks import check_early
 
 ESCAPES = "\x1b]0;owned\x07\x1b[31mred\x9b2J\x1b[2J"
 BEAT: dict[str, Any] = {

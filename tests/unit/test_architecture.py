@@ -11,6 +11,7 @@ from trainer.contract.exit_codes import EXIT_USAGE
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
+PACKAGES = {"launcher", "trainer", "ops", "benchmarks", "examples"}
 
 
 LONGEST_FUNCTION = 75
@@ -32,19 +33,19 @@ SAME_THING = {
 
 # Files with imports of our own within functions, by what these wait for.
 LATE = {
-    "bitsandbytes, which PEFT's layers bring: seconds, and a notice on a CPU": "trainer/images/model.py "
+    "bitsandbytes, which PEFT's layers bring: seconds, and a notice on a CPU": "trainer/tasks/images/model.py "
     "trainer/model/adapter.py trainer/model/base.py trainer/model/expert_forward.py trainer/model/saved_adapter.py "
     "trainer/patches/installation.py trainer/patches/mamba.py",
     "torch and transformers, where a mistake in the arguments is told without them": "trainer/commands/validate.py "
-    "trainer/commands/demo.py trainer/commands/doctor/probe.py trainer/tiers/machine.py",
-    "the operators, registered where they are used": "trainer/preflight.py trainer/memory/preflight.py",
+    "examples/demo.py trainer/commands/doctor/probe.py benchmarks/tiers/machine.py",
+    "the operators, registered where they are used": "trainer/setup/preflight.py trainer/memory/preflight.py",
     "DeepSpeed's op builder, and Triton, which torch's CPU builds lack": "ops/backend.py ops/head.py",
     "the table of operators, which imports the builder": "ops/builder.py",
     "TensorBoard and matplotlib, for rank 0 alone": "trainer/monitor/metric_files.py trainer/monitor/report/write.py "
     "trainer/commands/sweep_table.py",
-    "packages of others that may not be installed": "trainer/bench/peers.py trainer/commands/export/verify.py",
+    "packages of others that may not be installed": "benchmarks/bench/peers.py trainer/commands/export/verify.py",
     "a table, which itself needs the builder": "ops/builder.py",
-    "another environment, in which not all of zerolora can be imported": "trainer/bench/assignment.py",
+    "another environment, in which not all of zerolora can be imported": "benchmarks/bench/assignment.py",
     "the settings of signals and the allocator, which come first": "trainer/train.py trainer/scu_train.py",
 }
 
@@ -85,19 +86,19 @@ def test_a_newcomer_has_where_to_look() -> None:
 
 
 def test_no_file_name_means_two_things() -> None:
-    files = [path for room in ("launcher", "trainer", "ops") for path in (ROOT / room).rglob("*.py")]
+    files = [path for room in PACKAGES for path in (ROOT / room).rglob("*.py")]
     names = Counter(path.name for path in files if not path.name.startswith("__"))
     assert {name for name, rooms in names.items() if rooms > 1} == set(SAME_THING)
 
 
 def test_exit_codes_are_written_once() -> None:
-    files = [path for room in ("launcher", "trainer") for path in (ROOT / room).rglob("*.py")]
+    files = [path for room in PACKAGES for path in (ROOT / room).rglob("*.py")]
     assert [path.name for path in files if re.search(r"^EXIT_\w+.* = \d", path.read_text(), re.M)] == ["exit_codes.py"]
     assert UserError.exit_code == EXIT_USAGE
 
 
 def test_no_function_is_too_long_to_read() -> None:
-    sources = [path for room in ("launcher", "trainer", "ops") for path in (ROOT / room).rglob("*.py")]
+    sources = [path for room in PACKAGES for path in (ROOT / room).rglob("*.py")]
     functions = [
         (f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", (node.end_lineno or node.lineno) - node.lineno + 1)
         for path in sources
@@ -110,7 +111,7 @@ def test_no_function_is_too_long_to_read() -> None:
 def test_what_is_imported_late_has_a_reason() -> None:
     """No import within a function hides one that the layers do not allow: each saves time, or waits for something."""
     found = set()
-    for path in (path for room in ("trainer", "ops") for path in (ROOT / room).rglob("*.py")):
+    for path in (path for room in PACKAGES - {"launcher"} for path in (ROOT / room).rglob("*.py")):
         functions = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
         inside = [node for function in functions for node in ast.walk(function)]
         names = [node.module for node in inside if isinstance(node, ast.ImportFrom)]

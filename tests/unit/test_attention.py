@@ -21,6 +21,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from trainer.config import ModelSection, UserError
 from trainer.data.batches import MicroBatch
 from trainer.model.base import load_base_model
+from trainer.parallel.ranks.torch_settings import leave_out_cudnn
 from trainer.patches import packed_attention
 from trainer.patches.packed_attention import (
     VARLEN,
@@ -33,7 +34,6 @@ from trainer.patches.packed_attention import (
     sdpa_with_own_heads,
     varlen_attention,
 )
-from trainer.ranks.torch_settings import leave_out_cudnn
 
 WINDOW = 6
 

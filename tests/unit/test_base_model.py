@@ -173,7 +173,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(name: str) -> list[str]:
-    """As trainer/preflight.py does it."""
+    """As trainer/setup/preflight.py does it."""
     section = ModelSection()
     config = load_model_config(name, section)
     check_kind(name, config)

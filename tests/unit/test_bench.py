@@ -10,14 +10,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.mixtures import make_mixture
-from trainer.bench.__main__ import Bench, _parse, main
-from trainer.bench.assignment import Assignment
-from trainer.bench.cases import AS_CONFIGURED, CASES, peer_case, prepared, resolve, text_count, write_texts
-from trainer.bench.floor import Experts as ExpertsShape
-from trainer.bench.floor import _time_grouped, measure_floor
-from trainer.bench.peers import missing_package
-from trainer.bench.report import (
+from benchmarks.bench.__main__ import Bench, _parse, main
+from benchmarks.bench.assignment import Assignment
+from benchmarks.bench.cases import AS_CONFIGURED, CASES, peer_case, prepared, resolve, text_count, write_texts
+from benchmarks.bench.floor import Experts as ExpertsShape
+from benchmarks.bench.floor import _time_grouped, measure_floor
+from benchmarks.bench.peers import missing_package
+from benchmarks.bench.report import (
     PRODUCT,
     Measurement,
     add_peers_mfu,
@@ -25,8 +24,9 @@ from trainer.bench.report import (
     profile_table,
     result_table,
 )
-from trainer.bench.trace import ADAPTER, ATTENTION, CATEGORIES, FROZEN, HEAD, IDLE, NORMS
-from trainer.bench.unsloth import draw_weights, write_hollow_checkpoint
+from benchmarks.bench.trace import ADAPTER, ATTENTION, CATEGORIES, FROZEN, HEAD, IDLE, NORMS
+from benchmarks.bench.unsloth import draw_weights, write_hollow_checkpoint
+from tests.mixtures import make_mixture
 from trainer.config import load_config
 from trainer.data import Samples, prepare_data
 from trainer.model.random_weights import is_skewed
@@ -255,7 +255,7 @@ def test_the_floor_is_measured_on_this_machine() -> None:
 
 def test_the_floor_counts_every_operation(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a millisecond for each: q, k, v together, o, gate and up together, down, in two layers, both ways."""
-    monkeypatch.setattr("trainer.bench.floor._median", lambda *_: 1.0)
+    monkeypatch.setattr("benchmarks.bench.floor._median", lambda *_: 1.0)
     settings: dict[str, Any] = {"batch_size": 2, "length": 64, "rank": 4, "device": torch.device("cpu")}
     plain, again = (measure_floor("random:tiny", recompute=share, **settings) for share in (0.0, 1.0))
     assert (plain[FROZEN], again[FROZEN]) == (2 * 4 * 2, 2 * 4 * 3)
@@ -274,8 +274,8 @@ def test_the_floor_of_a_mixture_has_its_experts(name: str, tmp_path: Path, monke
         timed.append((layer, product))
         return 1.0, 2.0
 
-    monkeypatch.setattr("trainer.bench.floor._median", lambda *_: 1.0)
-    monkeypatch.setattr("trainer.bench.floor._time_grouped", time_grouped)
+    monkeypatch.setattr("benchmarks.bench.floor._median", lambda *_: 1.0)
+    monkeypatch.setattr("benchmarks.bench.floor._time_grouped", time_grouped)
     base = str(make_mixture(tmp_path, name))
     settings: dict[str, Any] = {"batch_size": 2, "length": 64, "rank": 4, "device": torch.device("cpu")}
     once, again = (measure_floor(base, recompute=share, **settings) for share in (0.0, 1.0))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.bench.trace import (
+from benchmarks.bench.trace import (
     ADAPTER,
     ATTENTION,
     CATEGORIES,

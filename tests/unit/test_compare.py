@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from trainer.compare import __main__ as compare
-from trainer.compare import measured_run as compare_run
-from trainer.compare import trials as compare_trials
-from trainer.compare.measured_run import DOCUMENTS_FILE
-from trainer.compare.plots import draw_comparison
-from trainer.compare.report import result_tables, statements, write_results
-from trainer.compare.results import Comparison, Result, read_results, t_interval, t_quantile
-from trainer.compare.trials import Setting, Trial
+from benchmarks.compare import __main__ as compare
+from benchmarks.compare import measured_run as compare_run
+from benchmarks.compare import trials as compare_trials
+from benchmarks.compare.measured_run import DOCUMENTS_FILE
+from benchmarks.compare.plots import draw_comparison
+from benchmarks.compare.report import result_tables, statements, write_results
+from benchmarks.compare.results import Comparison, Result, read_results, t_interval, t_quantile
+from benchmarks.compare.trials import Setting, Trial
 from trainer.config import UserError, load_config
 from trainer.contract.folder_lock import FolderLost
 

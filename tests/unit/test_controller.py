@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.config import ScuSection, TrainingSection, UserError, load_config
-from trainer.engine.optimizer import build_schedule, planned_rates, rate_floor
+from trainer.parallel.engine.optimizer import build_schedule, planned_rates, rate_floor
 from trainer.scu import law as scu
 from trainer.scu.controller import ScuFault, Steering
 

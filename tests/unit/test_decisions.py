@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer.config import AUTO, LoraSection, ModelSection, RunConfig
 from trainer.data import MicroBatch
-from trainer.decisions import Decisions, Machine, decide
 from trainer.memory.bytes import GIB
+from trainer.memory.decisions import Decisions, Machine, decide
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner, with_changes
 from trainer.patches.loss_head import TokenLoss

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.commands.demo import PARAMETERS, check_weights, demo_data, demo_model, stdlib_examples
+from examples.demo import PARAMETERS, check_weights, demo_model
 from trainer.config import UserError
+from trainer.data.demo_data import demo_data, stdlib_examples
 
 
 def conversations(path: Path) -> list[list[dict[str, str]]]:
@@ -43,7 +44,7 @@ def test_the_splits_share_neither_a_prompt_nor_a_function_name(splits: tuple[Pat
 
 def test_the_same_python_gives_the_same_bytes(splits: tuple[Path, Path], tmp_path: Path) -> None:
     """In a process with another hash seed, as on another machine."""
-    code = "import sys, pathlib as p; from trainer.commands.demo import demo_data; demo_data(p.Path(sys.argv[1]))"
+    code = "import sys, pathlib as p; from trainer.data.demo_data import demo_data; demo_data(p.Path(sys.argv[1]))"
     root = Path(__file__).parent.parent.parent
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     subprocess.run([sys.executable, "-c", code, tmp_path], cwd=root, env=environment, check=True, timeout=300)

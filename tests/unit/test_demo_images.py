@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from trainer.commands.demo_images import (
+from examples.demo_images import (
     COLOURS,
     HALVINGS,
     SHAPES,

@@ -18,7 +18,7 @@ from trainer.config import DatasetSection, ScuSection, UserError
 from trainer.data.batches import MicroBatch, collate, with_documents
 from trainer.data.reference_text import reference_samples
 from trainer.data.samples import Sample
-from trainer.engine.flat_adapter import flatten_adapter
+from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.patches.loss_head import TokenLoss, adapter_off
 from trainer.scu.controller import ScuFault, Steering
 from trainer.scu.divergence import BaseStates, Divergence, Reference

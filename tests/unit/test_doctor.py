@@ -32,7 +32,7 @@ from trainer.commands.doctor.probe import check_data, check_model, missing_shard
 from trainer.commands.doctor.ranks import check_all_reduce
 from trainer.config import DatasetSection, RunConfig, TrainingSection
 from trainer.contract.heartbeat import BUILD_LOCK, Heartbeat, read_heartbeats
-from trainer.ranks.agreement import Report, differences
+from trainer.parallel.ranks.agreement import Report, differences
 
 CHECKOUT = Path(__file__).parents[2]
 

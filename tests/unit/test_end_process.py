@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 CODE = """
 import atexit, logging, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
-from trainer.ranks.group import end_process
+from trainer.parallel.ranks.group import end_process
 
 pool = ThreadPoolExecutor(2)  # left open, as libraries leave theirs
 pool.submit(print, "submitted").result()
@@ -22,7 +22,7 @@ end_process(7)
 UNDER_MPI = """
 import sys
 sys.modules["mpi4py.MPI"] = sys
-from trainer.ranks.group import end_process
+from trainer.parallel.ranks.group import end_process
 
 try:
     end_process(3)

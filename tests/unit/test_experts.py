@@ -14,7 +14,6 @@ from tests.distributed.test_architectures import MODELS, SMALL
 from tests.distributed.test_families import EXPERTS, FAMILIES
 from trainer.checkpoint.weights import save_adapter
 from trainer.config import LoraSection, ModelSection, QuantizationSection
-from trainer.engine.flat_adapter import flatten_adapter
 from trainer.model.adapter import GradientCheck, adapted_layers, apply_adapter
 from trainer.model.base import load_base_model
 from trainer.model.expert_adapter import ParamWrapper
@@ -23,6 +22,7 @@ from trainer.model.older_names import loaded_names
 from trainer.model.packed_experts import PackedExperts
 from trainer.model.saved_adapter import load_adapter
 from trainer.model.targets import unadapted_layers
+from trainer.parallel.engine.flat_adapter import flatten_adapter
 
 LINEAR_ATTENTION = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,

@@ -8,8 +8,8 @@ import torch
 
 from tests.tiny import make_model
 from trainer.config import LoraSection
-from trainer.engine.flat_adapter import FlatAdapter, flatten_adapter, trained_parameters
 from trainer.model.adapter import GradientCheck, apply_adapter, count_parameters
+from trainer.parallel.engine.flat_adapter import FlatAdapter, flatten_adapter, trained_parameters
 from trainer.scu.information import AdapterInformation, find_pairs
 
 

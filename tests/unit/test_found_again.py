@@ -14,11 +14,11 @@ from tests.mixtures import EXPERTS, GROUPS, LATENT, MIXTURES, SMALL
 from tests.multimodal import MULTIMODAL
 from trainer.checkpoint.adapter_form import AdapterForm
 from trainer.config import LoraSection, ModelSection, UserError
-from trainer.engine.flat_adapter import trained_parameters
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import empty_model
 from trainer.model.older_names import loaded_names
 from trainer.model.targets import Targets
+from trainer.parallel.engine.flat_adapter import trained_parameters
 
 DENSE = ("llama", "qwen2", "gemma3_text", "phi3", "gpt2", "gpt_neox", "falcon", "bloom", "opt", "granitemoehybrid")
 NOT_BUILT = 40

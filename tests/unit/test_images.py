@@ -12,12 +12,12 @@ from PIL import Image
 
 from tests.pipelines import make_pipeline, write_pictures
 from trainer.config import ImageSection, RunConfig, SourceSection, UserError, load_config
-from trainer.images.batches import Drawing, ImageBatch, ImageBatches, by_size, image_evaluation
-from trainer.images.encoding import as_pixels
-from trainer.images.objective import Objective
-from trainer.images.pictures import read_pictures
-from trainer.images.sizes import bucket_sizes, fit
-from trainer.preflight import prepare
+from trainer.setup.preflight import prepare
+from trainer.tasks.images.batches import Drawing, ImageBatch, ImageBatches, by_size, image_evaluation
+from trainer.tasks.images.encoding import as_pixels
+from trainer.tasks.images.objective import Objective
+from trainer.tasks.images.pictures import read_pictures
+from trainer.tasks.images.sizes import bucket_sizes, fit
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +262,7 @@ def test_held_out_pictures_are_seen_at_fixed_times(root: Path) -> None:
 
 def test_min_snr_weighs_easy_times_less() -> None:
     from trainer.config import ModelSection
-    from trainer.images.pipeline import read_pipeline
+    from trainer.tasks.images.pipeline import read_pipeline
 
     pipeline = read_pipeline("random:sdxl", ModelSection())
     latents, noise, times = torch.ones(3, 4, 2, 2), torch.zeros(3, 4, 2, 2), torch.tensor([0.01, 0.5, 0.99])
@@ -280,8 +280,8 @@ def test_min_snr_weighs_easy_times_less() -> None:
 )
 def test_published_shapes_have_as_many_weights_as_the_models(shape: str, billions: float) -> None:
     from trainer.config import ModelSection
-    from trainer.images.model import ImageModel
-    from trainer.images.pipeline import read_pipeline
+    from trainer.tasks.images.model import ImageModel
+    from trainer.tasks.images.pipeline import read_pipeline
 
     model = ImageModel(read_pipeline(f"random:{shape}", ModelSection()))
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.002)
@@ -290,12 +290,12 @@ def test_published_shapes_have_as_many_weights_as_the_models(shape: str, billion
 @pytest.mark.parametrize(("family", "side"), [("sdxl", 64), ("flux", 64), ("sd3", 64)])
 def test_what_the_empty_twin_keeps_is_what_the_model_keeps(root: Path, family: str, side: int) -> None:
     from trainer.config import LoraSection, ModelSection
-    from trainer.images.batches import image_evaluation
-    from trainer.images.loss import NoiseLoss
-    from trainer.images.model import load_image_model
-    from trainer.images.pipeline import read_pipeline
     from trainer.memory.image_models import see
     from trainer.model.adapter import apply_adapter
+    from trainer.tasks.images.batches import image_evaluation
+    from trainer.tasks.images.loss import NoiseLoss
+    from trainer.tasks.images.model import load_image_model
+    from trainer.tasks.images.pipeline import read_pipeline
 
     if not (root / family).exists():
         make_pipeline(root / family, family)

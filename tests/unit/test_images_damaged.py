@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from tests.pipelines import make_pipeline, write_pictures
 from tests.unit.test_images import run_config
 from trainer.config import ImageSection, ModelSection, SourceSection, UserError
-from trainer.images.encoding import load_vae
-from trainer.images.model import ImageModel, check_weights
-from trainer.images.pictures import FIRST_FRAME, ON_WHITE, OTHER_COLOURS, Picture, read_pictures
-from trainer.images.pipeline import Pipeline, read_pipeline
-from trainer.images.prepare import refuse_image_settings
-from trainer.images.text import cut_captions
-from trainer.preflight import prepare
+from trainer.setup.preflight import prepare
+from trainer.tasks.images.encoding import load_vae
+from trainer.tasks.images.model import ImageModel, check_weights
+from trainer.tasks.images.pictures import FIRST_FRAME, ON_WHITE, OTHER_COLOURS, Picture, read_pictures
+from trainer.tasks.images.pipeline import Pipeline, read_pipeline
+from trainer.tasks.images.prepare import refuse_image_settings
+from trainer.tasks.images.text import cut_captions
 
 
 def read(folder: Path, caption: str | None = None) -> list[Picture]:

@@ -15,11 +15,11 @@ from PIL import Image
 
 from tests.pipelines import make_pipeline
 from trainer.config import ImageSection, ModelSection, load_config
-from trainer.images.batches import SIZES, generator_of, image_evaluation, sizes_of
-from trainer.images.objective import Objective
-from trainer.images.pipeline import read_pipeline
-from trainer.images.sizes import fit
-from trainer.preflight import prepare
+from trainer.setup.preflight import prepare
+from trainer.tasks.images.batches import SIZES, generator_of, image_evaluation, sizes_of
+from trainer.tasks.images.objective import Objective
+from trainer.tasks.images.pipeline import read_pipeline
+from trainer.tasks.images.sizes import fit
 
 DRAWS = 200
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tests.pipelines import vae
 from trainer.config import ModelSection, UserError
-from trainer.images.files import DIFFUSERS, write_for_diffusers
-from trainer.images.kohya import as_kohya
-from trainer.images.model import ImageModel
-from trainer.images.pipeline import Pipeline, read_pipeline
+from trainer.tasks.images.files import DIFFUSERS, write_for_diffusers
+from trainer.tasks.images.kohya import as_kohya
+from trainer.tasks.images.model import ImageModel
+from trainer.tasks.images.pipeline import Pipeline, read_pipeline
 
 RANK, ALPHA = 2, 6.0
 SETTINGS = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.pipelines import make_pipeline
 from trainer.config import ModelSection, UserError
-from trainer.images.pipeline import read_pipeline
-from trainer.images.sampling import pipeline_around
+from trainer.tasks.images.pipeline import read_pipeline
+from trainer.tasks.images.sampling import pipeline_around
 
 RESNET = {
     "norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1", "norm2": "out_layers.0",

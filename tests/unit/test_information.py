@@ -10,8 +10,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from trainer.config import LoraSection, UserError
-from trainer.engine.flat_adapter import flatten_adapter
 from trainer.model.adapter import apply_adapter
+from trainer.parallel.engine.flat_adapter import flatten_adapter
 from trainer.scu import information as information_module
 from trainer.scu.information import AdapterInformation, data_bpt, find_pairs
 

@@ -14,10 +14,10 @@ from transformers import AttentionInterface
 from tests.engine import adapted_engine, one_rank
 from tests.tiny import make_model
 from trainer.config import LoraSection, ModelSection, RunConfig
-from trainer.engine.layer_gather.shards import LayerShards
-from trainer.engine.protocol import Engine
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
+from trainer.parallel.engine.layer_gather.shards import LayerShards
+from trainer.parallel.engine.protocol import Engine
 from trainer.patches.entries import PATCHES
 from trainer.patches.installation import INSTALLATIONS, Wanted, install, uninstall
 from trainer.patches.replace import undo

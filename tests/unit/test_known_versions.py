@@ -15,8 +15,8 @@ from launcher.doctor.this_host import check_packages
 from trainer.config import UserError
 from trainer.contract import versions
 from trainer.contract.known_versions import KNOWN, require, unproven, warning
-from trainer.engine.partitioned import require_own_values_kept, require_partitioned
 from trainer.model.expert_forward import check_computed_whole
+from trainer.parallel.engine.partitioned import require_own_values_kept, require_partitioned
 from trainer.patches.loss_head import adapter_off
 from trainer.patches.mamba import WHOLE_LAYER_KERNEL, call_projections_of_mamba, has_scan_kernels
 
@@ -68,11 +68,15 @@ def test_a_private_name_that_is_gone_is_one_line_with_library_and_version() -> N
 
 
 def test_only_one_file_spells_what_deepspeed_adds_to_a_parameter() -> None:
-    ours = [path for folder in ("trainer", "ops", "launcher") for path in (ROOT / folder).rglob("*.py")]
+    ours = [
+        path
+        for folder in ("trainer", "ops", "launcher", "benchmarks", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     # `ds_type` is a key of Axolotl's files
     spelled = re.compile(r"\bds_(?!(accelerator|type)\b)[a-z_]+", re.IGNORECASE)
     found = {str(path.relative_to(ROOT)) for path in ours if spelled.search(_code(path))}
-    assert found == {"trainer/engine/partitioned.py", "trainer/patches/entries.py"}, (
+    assert found == {"trainer/parallel/engine/partitioned.py", "trainer/patches/entries.py"}, (
         "only its own list may name them too"
     )
 
@@ -199,7 +203,7 @@ def test_scan_kernels_that_are_installed_and_cannot_be_imported_are_told(
 
 
 def test_packed_latents_that_diffusers_unpacks_by_another_name_are_refused() -> None:
-    from trainer.images.sampling import _decoded
+    from trainer.tasks.images.sampling import _decoded
 
     drawn = SimpleNamespace(vae=None, vae_scale_factor=8)
     with pytest.raises(UserError, match=r"^diffusers .* has no `_unpack_latents`"):

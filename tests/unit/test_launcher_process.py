@@ -27,7 +27,7 @@ from trainer.contract.launcher_process import tie_children_to_this_process
 tie_children_to_this_process()
 child = '''
 import subprocess, sys, time
-from trainer.ranks.training_process import begin
+from trainer.parallel.ranks.training_process import begin
 begin()
 subprocess.Popen(["sleep", "600"])
 print("ready", flush=True)

@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.tiny import make_model
 from tests.unit.test_layer_plan import ARCHITECTURES
 from trainer.config import LoraSection, ModelSection, QuantizationSection
-from trainer.engine.layer_gather.shards import LayerShards, layer_shards_of
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model
+from trainer.parallel.engine.layer_gather.shards import LayerShards, layer_shards_of
 from trainer.patches.fused_lora import fuse
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from transformers.models.falcon.modeling_falcon import FalconLinear
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 from transformers.pytorch_utils import Conv1D
 
-from trainer.engine.linear_layers import _acts_linear, is_linear
+from trainer.parallel.engine.linear_layers import _acts_linear, is_linear
 
 
 class Doubled(nn.Linear):

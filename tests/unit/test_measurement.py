@@ -7,16 +7,16 @@ from tempfile import TemporaryDirectory
 import pytest
 from rich.console import Console
 
+from benchmarks.compare.measured_run import DOCUMENTS_FILE, HeldOutDocuments
 from tests.engine import one_rank
 from tests.runs_in_process import make_ground, train
-from trainer.compare.measured_run import DOCUMENTS_FILE, HeldOutDocuments
 from trainer.config import UserError, load_config
 from trainer.evaluation import Measurement
 from trainer.monitor.metrics import read_metrics
-from trainer.preflight import prepare
-from trainer.ranks.group import Ranks
-from trainer.ranks.signals import StopRequest
+from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.signals import StopRequest
 from trainer.run import Run
+from trainer.setup.preflight import prepare
 
 
 def test_a_measured_run_trains_as_any_other_and_writes_no_checkpoint(tmp_path: Path) -> None:

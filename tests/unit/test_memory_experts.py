@@ -11,7 +11,6 @@ from tests.eight_bits import store_in_fp8
 from tests.mixtures import make_mixture, store_in_mxfp4
 from tests.unit.test_memory_model import LENGTH, ROWS, bytes_saved, placement, rest, work
 from trainer.config import LoraSection, ModelSection, QuantizationSection
-from trainer.engine.layer_gather.unit import slots_of
 from trainer.memory.activations import kept_by_layers
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.stored_weights import base_weights, dequantised_experts, gathered
@@ -19,6 +18,7 @@ from trainer.memory.widths import Shapes
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_base_model, load_model_config
 from trainer.model.frozen_experts import packed_tensors
+from trainer.parallel.engine.layer_gather.unit import slots_of
 
 ATTENTION = LoraSection(r=8, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
 # (family, adapter, what is changed)

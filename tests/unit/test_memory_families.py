@@ -11,14 +11,14 @@ from tests.distributed.test_architectures import SMALL
 from tests.distributed.test_families import FAMILIES, NOT_PACKED
 from trainer.config import ModelSection, RunConfig
 from trainer.data import MicroBatch
-from trainer.decisions import Decisions, Machine
-from trainer.engine.deepspeed_engine import DTYPES
 from trainer.memory.activations import FP32, Work, kept_by_layers, kept_by_norms
+from trainer.memory.decisions import Decisions, Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
 from trainer.memory.widths import Shapes
 from trainer.model.adapter import apply_adapter
 from trainer.model.model_kind import caps_scores
+from trainer.parallel.engine.deepspeed_engine import DTYPES
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.recompute import enable_recomputation
 

@@ -18,15 +18,15 @@ from trainer.config import AUTO, LoraSection, ModelSection, RunConfig, UserError
 from trainer.contract.exit_codes import EXIT_RESTART
 from trainer.contract.restart_note import RestartNote
 from trainer.data.prepared import Prepared
-from trainer.decisions import Machine
 from trainer.memory.advice import Advice, _together, does_not_fit, smaller_batch, three_changes
 from trainer.memory.bytes import GIB
+from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import LAYERS, RECOMPUTATION, SPARE, Changes, Lengths, Planner, gib, with_changes
 from trainer.memory.preflight import plan_on
 from trainer.memory.widths import Shapes
 from trainer.model.base import load_model_config
-from trainer.preflight import prepare
+from trainer.setup.preflight import prepare
 
 ROOT = Path(__file__).parent.parent.parent
 BF16_GPU = Machine(4, on_gpu=True, precision="bf16", own_kernels=True, flash=True)

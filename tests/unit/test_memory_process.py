@@ -14,14 +14,14 @@ from tests.unit.test_memory_families import config_of
 from trainer.commands.doctor.probe import estimate_need
 from trainer.commands.estimate import on_cpu, planner_for
 from trainer.config import LoraSection, ModelSection, UserError, load_config
-from trainer.decisions import Machine
 from trainer.memory import preflight as check
 from trainer.memory.bytes import GIB
+from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner, gib, with_changes
 from trainer.memory.preflight import MemoryPlan, on_this_cpu, plan_on, record_memory, with_host_check
 from trainer.model.base import load_model_config
-from trainer.preflight import prepare
+from trainer.setup.preflight import prepare
 
 WITHIN = 0.2
 MEASURED = json.loads((Path(__file__).parents[2] / "docs/lab/data/memory_cpu.json").read_text())["runs"]

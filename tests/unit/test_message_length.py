@@ -12,7 +12,7 @@ from tests.tiny import make_model, write_chats
 from trainer.config import UserError, load_config
 from trainer.config.errors import LONGEST_LINE, MOST_LINES, UserErrors, one_line
 from trainer.config.messages import setting_names
-from trainer.preflight import prepare
+from trainer.setup.preflight import prepare
 
 LONG = {
     # Half a millisecond a bracket, that is how long YAML takes.

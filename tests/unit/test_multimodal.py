@@ -10,21 +10,21 @@ import yaml
 from tests.multimodal import MULTIMODAL, make_multimodal
 from tests.plain_peft import plain_losses
 from tests.tiny import write_chats
-from trainer.build import build_model
 from trainer.checkpoint.weights import save_adapter
 from trainer.config import LoraSection, ModelSection, RunConfig, UserError, load_config
 from trainer.data import Samples
-from trainer.engine.optimizer import build_optimizer, build_schedule
-from trainer.language import LanguageTask
 from trainer.memory.preflight import plan_memory
 from trainer.model.adapter import GradientCheck, adapted_layers
 from trainer.model.base import empty_model, load_model_config
 from trainer.model.targets import check_targets
+from trainer.parallel.engine.optimizer import build_optimizer, build_schedule
+from trainer.parallel.ranks.group import Ranks
 from trainer.patches.loss_head import TokenLoss
 from trainer.patches.packing_probe import check_causal, keep_documents_apart
-from trainer.preflight import prepare
-from trainer.ranks.group import Ranks
+from trainer.setup.build import build_model
+from trainer.setup.preflight import prepare
 from trainer.step import count_targets
+from trainer.tasks.language import LanguageTask
 
 CPU = torch.device("cpu")
 # What is not the language model, by hand.
@@ -69,7 +69,7 @@ def run_config(root: Path, name: str, **changes: Any) -> RunConfig:
 
 
 def train(config: RunConfig) -> tuple[Any, list[str], list[float]]:
-    """The model that trainer.build makes, its lines, and its losses in a loop without DeepSpeed."""
+    """The model that trainer.setup.build makes, its lines, and its losses in a loop without DeepSpeed."""
     prepared, ranks, training = prepare(config), Ranks(0, 1, 0), config.training
     stage = {"zero_optimization": {"stage": 0}}
     decided = plan_memory(config, prepared, ranks, CPU, "fp32").decisions

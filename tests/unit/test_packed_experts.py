@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 
 from tests.mixtures import MIXTURES, make_mixture
 from trainer.config import LoraSection, ModelSection, QuantizationSection
-from trainer.engine.linear_layers import experts_in
 from trainer.model.adapter import apply_adapter, count_parameters
 from trainer.model.base import load_base_model, load_model_config
 from trainer.model.packed_experts import PackedExperts, nf4_layout
 from trainer.model.streamed_weights import load_streamed
+from trainer.parallel.engine.linear_layers import experts_in
 from trainer.patches.mamba import unadapted_lines
 
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from trainer.commands.integers import apart
 from trainer.commands.merge import main as merge_main
 from trainer.commands.merge import merge
 from trainer.config import LoraSection, ModelSection, UserError, load_config
-from trainer.decisions import Machine, decide
+from trainer.memory.decisions import Machine, decide
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.stored_weights import rounded_weight
 from trainer.model.adapter import apply_adapter

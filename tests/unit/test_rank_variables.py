@@ -9,7 +9,7 @@ from trainer.config import UserError
 from trainer.contract import ports
 from trainer.contract.ports import free_port
 from trainer.contract.rank_variables import first_host, read_place, srun_meeting_point
-from trainer.ranks.group import Ranks
+from trainer.parallel.ranks.group import Ranks
 
 TORCH = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}

@@ -10,7 +10,7 @@ PROGRAM = """
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from trainer.ranks.group import Ranks, extend_timeouts, form_process_group
+from trainer.parallel.ranks.group import Ranks, extend_timeouts, form_process_group
 
 form_process_group(Ranks(0, 1, 0), timeout_minutes=3)
 dist.new_group(backend="gloo")

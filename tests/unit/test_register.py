@@ -23,7 +23,9 @@ from trainer.patches.recompute import enable_recomputation
 from trainer.patches.replace import replace, undo
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted(path for room in ("trainer", "ops", "launcher") for path in (ROOT / room).rglob("*.py"))
+SOURCES = sorted(
+    path for room in ("trainer", "ops", "launcher", "benchmarks", "examples") for path in (ROOT / room).rglob("*.py")
+)
 REGISTRATIONS = (
     "register_forward_pre_hook",
     "register_forward_hook",
@@ -33,8 +35,8 @@ REGISTRATIONS = (
 
 # Values, not code, that libraries offer for setting, and what Python offers: `path: attribute`.
 VALUES = {
-    "trainer/compare/__main__.py: lambdas": "argparse's options",
-    "trainer/compare/__main__.py: ramps": "argparse's options",
+    "benchmarks/compare/__main__.py: lambdas": "argparse's options",
+    "benchmarks/compare/__main__.py: ramps": "argparse's options",
     "launcher/entry.py: stdout": "Python's",
     "ops/seeds.py: draw": "of a thread, ours",
     "ops/groups.py: register_forward_pre_hook": "removed in the same function",
@@ -46,8 +48,8 @@ VALUES = {
     "trainer/commands/merge.py: use_cache": "a model that is written out",
     "trainer/commands/integers.py: quantization_config": "a model that is written out",
     "trainer/commands/requantised.py: quantization_config": "a model that is written out",
-    "trainer/engine/optimizer.py: _last_lr": "a schedule, from a checkpoint",
-    "trainer/engine/optimizer.py: last_epoch": "a schedule, from a checkpoint",
+    "trainer/parallel/engine/optimizer.py: _last_lr": "a schedule, from a checkpoint",
+    "trainer/parallel/engine/optimizer.py: last_epoch": "a schedule, from a checkpoint",
     "trainer/patches/update_guard.py: grad": "of a scratch tensor",
     "trainer/monitor/display.py: bar_width": "of rich's progress bar, to the terminal's width",
     "trainer/checkpoint/weights.py: init_lora_weights": "a PEFT configuration around a save",
@@ -57,8 +59,8 @@ VALUES = {
     "trainer/model/random_weights.py: decoder": "public",
     "trainer/model/random_weights.py: pre_tokenizer": "public",
     "launcher/entry.py: stderr": "Python's",
-    "trainer/held.py: stderr": "Python's",
-    "trainer/held.py: stdout": "Python's",
+    "trainer/entry/prestart.py: stderr": "Python's",
+    "trainer/entry/prestart.py: stdout": "Python's",
     "trainer/monitor/console.py: excepthook": "Python's",
     "trainer/monitor/console.py: stderr": "Python's",
     "trainer/monitor/console.py: stdout": "Python's",
@@ -66,12 +68,12 @@ VALUES = {
     "trainer/patches/norm_mlp_rope.py: vars()[]": "a copy for a test",
     "trainer/patches/replace.py: setattr": "by which the others replace",
     "trainer/contract/known_versions.py: setattr": "by which others replace for a while",
-    "trainer/ranks/group.py: environ": "Python's: rank variables",
-    "trainer/images/model.py: vars()[]": "diffusers' own mark of a model in 4 bits",
-    "trainer/ranks/torch_settings.py: benchmark": "public",
+    "trainer/parallel/ranks/group.py: environ": "Python's: rank variables",
+    "trainer/tasks/images/model.py: vars()[]": "diffusers' own mark of a model in 4 bits",
+    "trainer/parallel/ranks/torch_settings.py: benchmark": "public",
 }  # fmt: skip
 OTHERS = (
-    "trainer/bench/",  # builds models of others, to measure them
+    "benchmarks/bench/",  # builds models of others, to measure them
     "trainer/commands/export/llama_cpp.py",  # fills in the settings of llama.cpp's own object
 )
 

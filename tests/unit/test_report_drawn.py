@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-import trainer.run_folder
+import trainer.checkpoint.run_folder
 from tests.runs_in_process import make_ground, train
 from trainer.monitor.report.charts import SIDE, Chart, Curve, draw
 from trainer.monitor.report.curves import Series
@@ -31,7 +31,7 @@ def test_a_page_that_cannot_be_drawn_ends_no_finished_run(tmp_path: Path, monkey
     def broken(_: Path) -> Path:
         raise ValueError("math domain error")
 
-    monkeypatch.setattr(trainer.run_folder, "write_report", broken)
+    monkeypatch.setattr(trainer.checkpoint.run_folder, "write_report", broken)
     said = train(make_ground(tmp_path))
     assert "not drawn: ValueError: math domain error; the run is whole" in said
     assert (tmp_path / "run" / "adapter_model.safetensors").exists()

@@ -16,14 +16,14 @@ from tests.runs_in_process import make_ground, train
 from tests.tiny import make_model, write_chats
 from trainer.checkpoint.checkpoint_files import damage, reseal, whole_checkpoints
 from trainer.checkpoint.finished_run import find_run
+from trainer.checkpoint.run_folder import RunFolder
 from trainer.commands.estimate import main as estimate
 from trainer.commands.inspect import main as inspect
 from trainer.commands.prepare_run import main as prepare
 from trainer.commands.validate import main as validate
 from trainer.config import UserError
-from trainer.engine.state_pieces import Pieces, whole_state
 from trainer.monitor.metrics import read_metrics
-from trainer.run_folder import RunFolder
+from trainer.parallel.engine.state_pieces import Pieces, whole_state
 
 
 @pytest.fixture(scope="module")
@@ -340,7 +340,7 @@ def test_bytes_of_moments_are_found_again_by_their_scales() -> None:
     """What bitsandbytes makes of its own values otherwise: other bytes, where the largest of a block is negative."""
     from bitsandbytes.functional import create_dynamic_map, quantize_blockwise
 
-    from trainer.engine.eight_bit_moments import dequantised, requantise
+    from trainer.parallel.engine.eight_bit_moments import dequantised, requantise
 
     torch.manual_seed(0)
     values = torch.randn(64 * 256) * torch.rand(64 * 256) ** 4

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.compare.plots import draw_comparison
 from tests.bench import scu_figures
-from trainer.compare.plots import draw_comparison
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "lab" / "data" / "scu-hold.json.gz"

@@ -20,7 +20,7 @@ from trainer.commands.export.__main__ import export, main
 from trainer.commands.export.verify import verify
 from trainer.config import RunConfig, UserError
 from trainer.model.served_layers import serving_notes
-from trainer.preflight import read_model_files
+from trainer.setup.preflight import read_model_files
 
 Tensors = dict[str, torch.Tensor]
 FORMS = ("peft", "vllm", "sglang", "gguf-lora")

@@ -11,7 +11,7 @@ CHECKOUT = Path(__file__).parents[2]
 # Sends itself the signals named on the command line; "train" and "agree" are the loop's begin and end.
 PROGRAM = """
 import os, signal, sys
-from trainer.ranks.signals import StopRequest
+from trainer.parallel.ranks.signals import StopRequest
 stop = StopRequest()
 stop.note_end = lambda code: print("ends with", code, flush=True)
 for word in sys.argv[1:]:
@@ -57,7 +57,7 @@ def test_signals(words: str, code: int, alive: bool) -> None:
 RANK = """
 import os, signal, sys
 import torch.distributed as dist
-from trainer.ranks.signals import StopRequest
+from trainer.parallel.ranks.signals import StopRequest
 dist.init_process_group("gloo")
 stop = StopRequest()
 stop.training = True

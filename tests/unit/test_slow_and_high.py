@@ -8,8 +8,8 @@ import torch
 
 from trainer.checkpoint.position import Position
 from trainer.monitor.spikes import BEFORE, ENOUGH, SpikeWatch
-from trainer.ranks.group import Ranks
-from trainer.ranks.stragglers import REPEATS, WINDOW, StragglerWatch
+from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.stragglers import REPEATS, WINDOW, StragglerWatch
 
 
 def noisy(count: int) -> list[float]:

@@ -27,7 +27,7 @@ OF_A_RANK = """
 import gc, sys
 import trainer.train
 from trainer.contract.held_start import Release
-from trainer.ranks.progress import PROGRESS
+from trainer.parallel.ranks.progress import PROGRESS
 end = PROGRESS.end_start
 def ended():
     times = end()
@@ -226,13 +226,13 @@ def test_what_is_wrong_is_one_line_of_the_first_rank(folder: Path) -> None:
 
 def test_a_rank_whose_first_look_is_wrong_waits_for_the_first_rank_to_say_so(tmp_path: Path) -> None:
     """No UserError of another rank is told twice."""
-    from trainer.held import _look_ahead
+    from trainer.entry.prestart import _look_ahead
 
     assert _look_ahead(str(tmp_path / "missing.yaml"), []) is None
 
 
 def test_the_seconds_of_all_parts_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainer.ranks.start_times import StartTimes
+    from trainer.parallel.ranks.start_times import StartTimes
 
     monkeypatch.delenv("ZEROLORA_LAUNCHER", raising=False)
     times = StartTimes()

@@ -16,8 +16,8 @@ from trainer.config import LoraSection, UserError, load_config
 from trainer.data.batches import IGNORED, MicroBatch, collate, with_documents
 from trainer.data.samples import Sample
 from trainer.data.static_shapes import JointShape, StaticShape, joint_shape_of, padded, rounded_up, shape_of
-from trainer.engine.flat_adapter import FlatAdapter, flatten_adapter
 from trainer.model.adapter import apply_adapter
+from trainer.parallel.engine.flat_adapter import FlatAdapter, flatten_adapter
 from trainer.patches.graphed_loss import GraphedLoss
 from trainer.patches.graphed_passes import JointPass, StaticInputs
 from trainer.patches.loss_head import TokenLoss

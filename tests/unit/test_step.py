@@ -12,8 +12,8 @@ from tests.tiny import make_model
 from trainer.config import LoraSection, TrainingSection
 from trainer.data.batches import collate
 from trainer.data.samples import Sample
-from trainer.engine.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
 from trainer.loop import garbage_of_steps_only
+from trainer.parallel.engine.optimizer import build_optimizer, build_schedule, planned_rates, restore_schedule
 from trainer.patches.loss_head import TokenLoss
 from trainer.step import count_targets, count_tokens
 

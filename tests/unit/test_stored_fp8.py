@@ -18,7 +18,6 @@ from tests.unit.test_memory_model import placement
 from trainer.checkpoint.finished_run import find_run, load_trained, saved_tokenizer
 from trainer.commands.merge import merge
 from trainer.config import LoraSection, ModelSection, QuantizationSection, RunConfig, UserError
-from trainer.engine.layer_gather.unit import slots_of
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.stored_weights import base_weights
 from trainer.model.adapter import apply_adapter
@@ -27,6 +26,7 @@ from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.model_kind import check_kind
 from trainer.model.packed_experts import PackedExperts
 from trainer.model.stored_fp8 import Fp8Form, check_saved_modules, check_settings_fit
+from trainer.parallel.engine.layer_gather.unit import slots_of
 from trainer.patches.fused_lora import fuse
 
 CPU = torch.device("cpu")

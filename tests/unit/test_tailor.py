@@ -47,7 +47,7 @@ def test_short_chats_are_packed_and_every_setting_has_a_reason(ground: Path, mon
     settings = [at for at, line in enumerate(lines) if line and not line.lstrip().startswith("#") and ": " in line]
     assert len(settings) > 15 and all(lines[at - 1].lstrip().startswith("# ") for at in settings)
     assert "# 600 documents, " in text and "a document alone would fill" in text
-    from trainer.preflight import prepare
+    from trainer.setup.preflight import prepare
 
     assert prepare(config).data.stats.packed, "and it can be trained as it is"
 
@@ -103,7 +103,7 @@ def test_experts_share_the_rank_that_a_token_meets(ground: Path, monkeypatch: py
     assert "# a token visits 8 experts, and meets r in all of them\n  expert_rank: r/top_k\n" in text
     hold = int(text.partition("# ")[2].partition(" parameters hold")[0].split("# ")[-1].replace(",", ""))
     from trainer.commands.validate import findings
-    from trainer.preflight import prepare
+    from trainer.setup.preflight import prepare
 
     assert f", {hold:,} parameters (" in findings(config, prepare(config), 1)[2], "as many as the adapter has"
 

@@ -13,17 +13,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.tiers import __main__ as tiers
+from benchmarks.tiers import checks
+from benchmarks.tiers.__main__ import TIERS, Outcome, Runner, main
+from benchmarks.tiers.baselines import Baselines
+from benchmarks.tiers.checks import Check, Checker, TierRun
+from benchmarks.tiers.machine import Machine, Weights, cpu_time, find_template, find_weights, this_machine
 from tests.tiny import make_model
 from trainer.commands.estimate import main as estimate
 from trainer.config import UserError
 from trainer.data.conversations import ChatEncoder
 from trainer.data.records import Turns
-from trainer.tiers import __main__ as tiers
-from trainer.tiers import checks
-from trainer.tiers.__main__ import TIERS, Outcome, Runner, main
-from trainer.tiers.baselines import Baselines
-from trainer.tiers.checks import Check, Checker, TierRun
-from trainer.tiers.machine import Machine, Weights, cpu_time, find_template, find_weights, this_machine
 
 CPU = Machine("CPU", on_gpu=False)
 
@@ -241,8 +241,8 @@ def test_weights_are_real_where_they_can_be_had(tmp_path: Path, monkeypatch: pyt
 def test_looking_for_model_and_data_does_not_send_the_run_to_the_cpu(tmp_path: Path) -> None:
     """The runs inherit this process's environment, where the demonstration must not have chosen a device."""
     program = (
-        "import os\nfrom trainer.tiers.__main__ import TIERS\n"
-        "from trainer.tiers.machine import find_data, find_weights\n"
+        "import os\nfrom benchmarks.tiers.__main__ import TIERS\n"
+        "from benchmarks.tiers.machine import find_data, find_weights\n"
         "config = TIERS['quick'].path; find_data(config)\n"
         "print(find_weights(config, 'smollm2-135m', None, None).real, os.environ.get('DS_ACCELERATOR'))"
     )

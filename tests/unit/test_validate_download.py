@@ -153,7 +153,7 @@ from trainer.config import ModelSection, UserError
 from trainer.config.data_sections import SourceSection
 from trainer.data.sources import read_source
 from trainer.model.base import load_model_config, load_tokenizer
-from trainer.preflight import _check_adapter_on_hub
+from trainer.setup.preflight import _check_adapter_on_hub
 import transformers, datasets, peft
 waited = []
 time.sleep = waited.append

@@ -18,10 +18,10 @@ import pytest
 from launcher.supervision.silence import Silence
 from trainer.contract.heartbeat import LINE_BYTES, Folder, Hang, Heartbeat, clear_heartbeats, read_hang, read_heartbeats
 from trainer.contract.rank_variables import host_name
-from trainer.ranks.group import Ranks
-from trainer.ranks.progress import PROGRESS, Progress
-from trainer.ranks.vital_signs import Work, collective_of, free_host_memory, main_thread_frame, place_of
-from trainer.ranks.watchdog import Watchdog, describe_hang, ranks_behind
+from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.progress import PROGRESS, Progress
+from trainer.parallel.ranks.vital_signs import Work, collective_of, free_host_memory, main_thread_frame, place_of
+from trainer.parallel.ranks.watchdog import Watchdog, describe_hang, ranks_behind
 
 BEAT = Heartbeat(
     rank=0, host="n0", pid=100, step=412, phase="backward", collective="all_reduce", place="step.py:1 train_step",
@@ -145,9 +145,9 @@ def test_a_rank_that_has_left_no_sign_of_life_is_behind_and_its_host_told_where_
 MEETING = """
 import sys, time
 from pathlib import Path
-from trainer.ranks.group import Ranks
-from trainer.ranks.progress import WAITING_PHASE, phase
-from trainer.ranks.watchdog import Watchdog
+from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.progress import WAITING_PHASE, phase
+from trainer.parallel.ranks.watchdog import Watchdog
 
 watchdog = Watchdog(Ranks(0, 2, 0), Path(sys.argv[1]), 0.01)
 watchdog.all_write = sys.argv[2] == "True"
@@ -345,7 +345,7 @@ import time
 os.environ["TORCH_FR_BUFFER_SIZE"] = "200"
 import torch
 import torch.distributed as dist
-from trainer.ranks.vital_signs import recorded_collectives
+from trainer.parallel.ranks.vital_signs import recorded_collectives
 dist.init_process_group("gloo")
 assert recorded_collectives() == (None, None)
 value = torch.ones(4)

@@ -64,7 +64,7 @@ def pass_back(engine: Any, gradient: torch.Tensor = GRADIENT) -> None:
 
 
 def test_deepspeed_clips_if_nothing_is_said() -> None:
-    """trainer/engine/deepspeed_engine.py says `gradient_clipping` even where nothing is clipped."""
+    """trainer/parallel/engine/deepspeed_engine.py says `gradient_clipping` even where nothing is clipped."""
     from deepspeed.runtime.config import get_gradient_clipping
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 
@@ -124,7 +124,7 @@ def test_stage_0_divides_by_a_loss_scale_that_it_never_applied() -> None:
 
 
 def test_stage_0_knows_no_hysteresis() -> None:
-    """trainer/engine/deepspeed_engine.py sets hysteresis to 1: all stages lower the scale at the first overflow."""
+    """With hysteresis 1, which deepspeed_engine.py sets, all stages lower the scale at the first overflow."""
     fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 100, "hysteresis": 2}
     scales = {}
     for stage in (0, 2):
@@ -278,14 +278,14 @@ print("called by", *dict.fromkeys(calls))
 
 
 def test_bitsandbytes_and_deepspeed_compile_while_they_are_imported() -> None:
-    """Else trainer/ranks/lean_imports.py can go."""
+    """Else trainer/parallel/ranks/lean_imports.py can go."""
     done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True)
     assert "called by bitsandbytes deepspeed.runtime.zero.muon.original_muon" in done.stdout.splitlines()
 
 
 @pytest.mark.parametrize("name", ["transformers.quantizers.auto", "peft.tuners.lora.torchao", "diffusers"])
 def test_transformers_imports_torchao_unasked(name: str) -> None:
-    """Else that part of trainer/ranks/lean_imports.py can go. PEFT asks at the first layer that it adapts."""
+    """Else that part of trainer/parallel/ranks/lean_imports.py can go. PEFT asks at the first layer that it adapts."""
     pytest.importorskip("torchao", reason="needs torchao: pip install 'zerolora[qat]'")
     ask = {
         "peft.tuners.lora.torchao": "import torch, peft.tuners.lora.torchao as one; "
@@ -295,7 +295,7 @@ def test_transformers_imports_torchao_unasked(name: str) -> None:
     program = f"import sys; {ask.get(name, 'import ' + name)}; print('torchao' in sys.modules)"
     for lean, imported in (
         ("", "True"),
-        ("from trainer.ranks.lean_imports import import_lean; import_lean(); ", "False"),
+        ("from trainer.parallel.ranks.lean_imports import import_lean; import_lean(); ", "False"),
     ):
         done = subprocess.run([sys.executable, "-c", lean + program], capture_output=True, text=True, check=True)
         assert done.stdout.split()[-1] == imported, lean
@@ -309,7 +309,7 @@ def test_transformers_imports_torchao_unasked(name: str) -> None:
     ],
 )
 def test_transformers_imports_what_no_run_calls(tmp_path: Path, package: str, module: str) -> None:
-    """Else its line in trainer/ranks/lean_imports.py can go; sklearn's with transformers 5.17."""
+    """Else its line in trainer/parallel/ranks/lean_imports.py can go; sklearn's with transformers 5.17."""
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text("print('imported'); raise SystemExit")
     information = tmp_path / f"{package}-99.0.dist-info"
@@ -321,7 +321,7 @@ def test_transformers_imports_what_no_run_calls(tmp_path: Path, package: str, mo
         subprocess.run(
             [sys.executable, "-c", before + program], env=environment, capture_output=True, text=True
         ).stdout.split("\n")[-2]
-        for before in ("", "from trainer.ranks.lean_imports import import_lean; import_lean(); ")
+        for before in ("", "from trainer.parallel.ranks.lean_imports import import_lean; import_lean(); ")
     )
     assert lean == "not imported"
     assert plain == "imported" or package == "sklearn"
@@ -337,8 +337,8 @@ print(sum(path.endswith("llama/modeling_llama.py") for path in opened))
 
 
 def test_transformers_reads_its_files_twice() -> None:
-    """Else LISTS_ITSELF of trainer/ranks/lean_imports.py can go."""
-    for lean, times in (("", "2"), ("from trainer.ranks.lean_imports import import_lean; import_lean()", "1")):
+    """Else LISTS_ITSELF of trainer/parallel/ranks/lean_imports.py can go."""
+    for lean, times in (("", "2"), ("from trainer.parallel.ranks.lean_imports import import_lean; import_lean()", "1")):
         done = subprocess.run([sys.executable, "-c", lean + READ], capture_output=True, text=True, check=True)
         assert done.stdout.split()[-1] == times
 

@@ -13,16 +13,16 @@ from trainer.config import RunConfig, UserError
 from trainer.contract.folder_lock import FolderLock
 from trainer.contract.ports import check_free, free_port
 from trainer.contract.rank_variables import host_name
-from trainer.rank import main as train
-from trainer.ranks.agreement import Report, code_version, differences, meet, summary, unshared_folder
-from trainer.ranks.group import Ranks
+from trainer.entry.rank import main as train
+from trainer.parallel.ranks.agreement import Report, code_version, differences, meet, summary, unshared_folder
+from trainer.parallel.ranks.group import Ranks
 
 ROOT = Path(__file__).parents[2]
 MEET = """
 import os, sys
 from trainer.config import RunConfig, UserError
-from trainer.ranks.agreement import meet
-from trainer.ranks.group import Ranks
+from trainer.parallel.ranks.agreement import meet
+from trainer.parallel.ranks.group import Ranks
 
 ranks = Ranks.from_environment()
 os.environ["SLURMD_NODENAME"] = f"n{ranks.rank + 1}"
@@ -37,8 +37,8 @@ except UserError as error:
 
 DECIDE = """
 from trainer.config import UserError
-from trainer.ranks.group import Ranks
-from trainer.ranks.agreement import first_rank_decides
+from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.agreement import first_rank_decides
 
 def refuse():
     raise UserError("output_dir=x: no")

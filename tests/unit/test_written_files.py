@@ -15,16 +15,16 @@ from tests.unit.test_after_run import make_run
 from trainer.checkpoint.finished_run import find_run, saved_tokenizer
 from trainer.checkpoint.weights import save_initial_adapter, write_full_model
 from trainer.commands import merge
-from trainer.commands.demo import make_once
 from trainer.commands.export.__main__ import export
 from trainer.commands.push import stage
 from trainer.config import LoraSection, ModelSection
 from trainer.contract.whole_files import apply_umask
-from trainer.images.files import DIFFUSERS, write_for_diffusers
-from trainer.images.pipeline import read_pipeline
+from trainer.data.demo_data import make_once
 from trainer.model.adapter import apply_adapter
 from trainer.model.base import load_tokenizer
 from trainer.model.tokenizer_files import tokenizer_files, write_files
+from trainer.tasks.images.files import DIFFUSERS, write_for_diffusers
+from trainer.tasks.images.pipeline import read_pipeline
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,9 @@ from trainer.checkpoint.checkpoint_files import oldest_beyond, publish
 from trainer.checkpoint.host_copies import HostCopies, Size
 from trainer.config import UserError
 from trainer.contract.full_disk import disk_errors_into
-from trainer.engine.protocol import Engine
-from trainer.ranks.group import Ranks
-from trainer.ranks.progress import phase
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.progress import phase
 
 LOOK_EVERY_S = 0.05
 WriteWeights = Callable[[Path], None]

@@ -29,13 +29,13 @@ from trainer.checkpoint.host_copies import HostCopies, Size
 from trainer.checkpoint.tensor_writer import write_tensors
 from trainer.config import UserError
 from trainer.config.files import read_safetensors_header
-from trainer.engine.flat_adapter import trained_parameters
-from trainer.engine.optimizer_state import EngineState
-from trainer.engine.partitioned import whole_size
-from trainer.engine.protocol import Engine
-from trainer.engine.state_pieces import Pieces, whole_state
+from trainer.parallel.engine.flat_adapter import trained_parameters
+from trainer.parallel.engine.optimizer_state import EngineState
+from trainer.parallel.engine.partitioned import whole_size
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.engine.state_pieces import Pieces, whole_state
+from trainer.parallel.ranks.group import Ranks
 from trainer.patches.deepspeed_workarounds import loss_scale_state, loss_scaler
-from trainer.ranks.group import Ranks
 
 WHOLE_STATE = "training_state.safetensors"
 """Of checkpoints up to format 2, which had the state of all ranks in one file."""

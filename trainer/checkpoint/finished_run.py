@@ -21,12 +21,12 @@ from trainer.config import RunConfig, UserError
 from trainer.config.errors import one_line
 from trainer.config.files import check_shape
 from trainer.data.conversations import chat_template_of
-from trainer.engine.deepspeed_engine import DTYPES, resolve_precision
 from trainer.model.base import load_base_model, load_tokenizer, match_vocabulary
 from trainer.model.saved_adapter import load_adapter
+from trainer.parallel.engine.deepspeed_engine import DTYPES, resolve_precision
+from trainer.parallel.ranks.group import set_seed
 from trainer.patches.fake_quantised_lora import compute_rounded
 from trainer.patches.packed_attention import choose_attention, copy_heads_without_flash
-from trainer.ranks.group import set_seed
 
 CHECKPOINT = re.compile(r"(abandoned-(\d+-)?)?checkpoint-\d+")
 ADAPTER = ("adapter_model.safetensors", "adapter_config.json")

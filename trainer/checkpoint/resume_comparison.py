@@ -15,7 +15,7 @@ from trainer.checkpoint.identity import Identity, check_start, differences, reco
 from trainer.config import RunConfig, UserError
 from trainer.config.errors import UserErrors
 from trainer.data.prepared import Prepared
-from trainer.ranks.group import Ranks
+from trainer.parallel.ranks.group import Ranks
 
 
 @dataclass(frozen=True)

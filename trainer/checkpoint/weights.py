@@ -13,8 +13,8 @@ from trainer.checkpoint.adapter_form import AdapterForm, difference
 from trainer.checkpoint.checkpoint_files import checksum
 from trainer.checkpoint.tensor_writer import float_pieces, write_tensors
 from trainer.contract.whole_files import apply_umask
-from trainer.engine.flat_adapter import trained_parameters
-from trainer.engine.partitioned import is_partitioned
+from trainer.parallel.engine.flat_adapter import trained_parameters
+from trainer.parallel.engine.partitioned import is_partitioned
 
 
 def save_adapter(

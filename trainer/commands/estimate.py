@@ -23,10 +23,9 @@ from trainer.data import prepare_data
 from trainer.data.conversations import chat_template_of
 from trainer.data.prepared import fit_max_length
 from trainer.data.step_count import count_steps, steps_line
-from trainer.decisions import Machine
-from trainer.images.pipeline import is_pipeline, read_pipeline
 from trainer.memory.advice import does_not_fit
 from trainer.memory.bytes import CONTEXT, GIB, Estimate, as_json
+from trainer.memory.decisions import Machine
 from trainer.memory.image_models import picture_planner
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Choice, Lengths, Planner, gib
@@ -35,7 +34,8 @@ from trainer.model.base import context_length, load_model_config, load_tokenizer
 from trainer.model.published_shapes import PREFIX, shape_of
 from trainer.model.random_weights import random_config
 from trainer.patches.mamba import has_scan_kernels
-from trainer.preflight import reference_of
+from trainer.setup.preflight import reference_of
+from trainer.tasks.images.pipeline import is_pipeline, read_pipeline
 
 UNITS = {"": GIB, "G": GIB, "GIB": GIB, "GB": 10**9, "M": 2**20, "MIB": 2**20, "MB": 10**6, "T": 2**40, "TIB": 2**40}
 LEAST_GPU = GIB

@@ -41,9 +41,9 @@ from trainer.config.command_parser import from_one
 from trainer.contract.output_file import check_result_file
 from trainer.data import Sample, Samples, prepare_data
 from trainer.data.batches import MicroBatch, collate
-from trainer.engine.deepspeed_engine import resolve_precision
 from trainer.model.adapter_scale import scaled_adapter
 from trainer.model.base import context_length, load_model_config
+from trainer.parallel.engine.deepspeed_engine import resolve_precision
 from trainer.patches.loss_head import TokenLoss
 
 CONFIDENCE = 0.95

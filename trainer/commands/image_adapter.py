@@ -10,16 +10,16 @@ from safetensors.torch import save_file
 from trainer.checkpoint.finished_run import ADAPTER, FinishedRun
 from trainer.commands.whole_output import check_output, put_in_place, writing
 from trainer.config import UserError
-from trainer.engine.deepspeed_engine import DTYPES
-from trainer.images.card import image_card
-from trainer.images.files import DIFFUSERS
-from trainer.images.kohya import as_kohya
-from trainer.images.model import load_image_model
-from trainer.images.pipeline import Pipeline, is_pipeline, read_pipeline
 from trainer.model.adapter_scale import scale_adapter
 from trainer.model.saved_adapter import load_adapter
 from trainer.monitor.metrics import Record
 from trainer.monitor.report.sample_images import SAMPLES
+from trainer.parallel.engine.deepspeed_engine import DTYPES
+from trainer.tasks.images.card import image_card
+from trainer.tasks.images.files import DIFFUSERS
+from trainer.tasks.images.kohya import as_kohya
+from trainer.tasks.images.model import load_image_model
+from trainer.tasks.images.pipeline import Pipeline, is_pipeline, read_pipeline
 
 KOHYA = "lora.safetensors"
 DRAWN_BY_DIFFUSERS = "pictures are drawn with diffusers, as its README.md says"

@@ -28,10 +28,10 @@ from trainer.data import Batches, DataStats, PreparedData, Sample, Samples, prep
 from trainer.data.prepared import fit_max_length
 from trainer.data.records import PLAIN_TEXT
 from trainer.data.step_count import global_batch, steps_per_epoch, with_global_batch
-from trainer.images.batches import order_of
-from trainer.images.pipeline import is_pipeline
-from trainer.images.prepare import prepare_pictures
 from trainer.model.base import context_length, load_model_config, load_tokenizer
+from trainer.tasks.images.batches import order_of
+from trainer.tasks.images.pipeline import is_pipeline
+from trainer.tasks.images.prepare import prepare_pictures
 
 # Documents of a pack that are shown.
 SHOWN_DOCUMENTS = 2

@@ -35,7 +35,6 @@ from trainer.commands.requantised import in_mxfp4_again
 from trainer.commands.scale import AUTO, scale_of
 from trainer.commands.whole_output import check_output, put_in_place, writing
 from trainer.config import CommandParser, UserError
-from trainer.engine.deepspeed_engine import DTYPES
 from trainer.model.adapter_scale import scale_adapter
 from trainer.model.base import load_base_model, load_model_config
 from trainer.model.integer_weights import BITS, Integers
@@ -43,6 +42,7 @@ from trainer.model.model_kind import is_mxfp4
 from trainer.model.stored_fp8 import fp8_form
 from trainer.model.tokenizer_files import tokenizer_files, write_files
 from trainer.monitor.report.recorded import read_run
+from trainer.parallel.engine.deepspeed_engine import DTYPES
 
 SHARD_SIZE = "5GB"
 

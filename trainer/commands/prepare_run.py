@@ -7,7 +7,7 @@ import sys
 from functools import partial
 
 from trainer.config import CommandParser, UserError, load_config
-from trainer.preflight import begin_to_build, build_operators, prepare_to_resume
+from trainer.setup.preflight import begin_to_build, build_operators, prepare_to_resume
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -28,15 +28,15 @@ from trainer.contract.whole_files import write_whole
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Samples
 from trainer.data.step_count import ENOUGH_STEPS, FEW_STEPS, count_steps, with_global_batch
-from trainer.decisions import Machine
 from trainer.memory.bytes import GIB
+from trainer.memory.decisions import Machine
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.planner import Lengths, Planner
 from trainer.model.adapter import adapted_layers, apply_adapter
 from trainer.model.base import context_length, empty_model, load_model_config
 from trainer.model.capacity import holds, tells, too_small
 from trainer.model.expert_layers import expert_modules, expert_width, visited_experts
-from trainer.preflight import check_packing, prepare
+from trainer.setup.preflight import check_packing, prepare
 
 LONGEST_LOOKED_AT = 16_384
 KEPT_WHOLE = 0.995

@@ -23,7 +23,7 @@ from trainer.contract.default_ranks import default_ranks
 from trainer.contract.output_file import check_output_file
 from trainer.contract.standard_streams import PROGRESS
 from trainer.contract.whole_files import write_whole
-from trainer.early_checks import check_early
+from trainer.setup.early_checks import check_early
 
 if TYPE_CHECKING:
     from trainer.data.prepared import Prepared
@@ -41,8 +41,6 @@ def findings(config: RunConfig, prepared: "Prepared", ranks: int) -> list[str]:
         with_global_batch,
         with_looks_in_steps,
     )
-    from trainer.images.model import ImageModel
-    from trainer.images.pipeline import Pipeline
     from trainer.memory.preflight import on_this_cpu
     from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
     from trainer.model.base import empty_model
@@ -50,6 +48,8 @@ def findings(config: RunConfig, prepared: "Prepared", ranks: int) -> list[str]:
     from trainer.model.stored_fp8 import fp8_form
     from trainer.model.targets import unadapted_layers
     from trainer.patches.mamba import unadapted_lines
+    from trainer.tasks.images.model import ImageModel
+    from trainer.tasks.images.pipeline import Pipeline
 
     config = fit_max_length(config, prepared.longest)
     pictures = isinstance(prepared.model_config, Pipeline)
@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
         check_early(loaded.config, to_train=False)
         PROGRESS.show("importing")
         from trainer.checkpoint.finished_run import quiet_libraries
-        from trainer.preflight import prepare_to_resume
+        from trainer.setup.preflight import prepare_to_resume
 
         quiet_libraries()
         prepared, resumption = prepare_to_resume(loaded.config, tell=PROGRESS.show, to_train=False)

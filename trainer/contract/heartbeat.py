@@ -4,7 +4,7 @@ logs/heartbeat-N.json    one line of JSON, written over every second or two by a
                          first step and the one under way, written over at its begin: who is killed is named with the
                          right one
 logs/hang.json           what the ranks agreed on when the run got nowhere: which rank is behind, and where
-All hosts share the folder: a run in which they do not is refused before it begins (trainer/ranks/agreement.py).
+All hosts share the folder; trainer/parallel/ranks/agreement.py refuses a run whose hosts do not.
 """
 
 import json
@@ -57,7 +57,7 @@ class Heartbeat:
     first_step: Count = 0
     """The optimizer step that this process began with; 0 before it."""
     device_reached: int | None = None
-    """The last mark that its GPU has come to (trainer/ranks/device_marks.py); told as `place` is."""
+    """The last mark that its GPU has come to (trainer/parallel/ranks/device_marks.py); told as `place` is."""
 
     @classmethod
     def of_nobody(cls, rank: int, host: str) -> "Heartbeat":

@@ -26,7 +26,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for: most of it imports torch, and checks come before that (trainer/early_checks.py)."""
+    """Import what is asked for: most of it imports torch, which trainer/setup/early_checks.py must not wait for."""
     for module in ("batches", "cache", "grouping", "samples", "sources") if name in __all__ else ():
         if hasattr(found := import_module(f"{__name__}.{module}"), name):
             return getattr(found, name)

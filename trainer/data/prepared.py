@@ -16,7 +16,7 @@ class Prepared:
     tokenizer: Any
     model_config: Any
     data: Any
-    """PreparedData, or what an image model has instead (trainer/images/data.py)."""
+    """PreparedData, or what an image model has instead (trainer/tasks/images/data.py)."""
     notes: tuple[str, ...] = ()
     """What is worth a line on the console."""
     reference: Samples | None = None

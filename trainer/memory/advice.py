@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from trainer.config import RunConfig
-from trainer.images.pipeline import is_pipeline
 from trainer.memory.bytes import Estimate
 from trainer.memory.planner import Changes, Planner, gib
+from trainer.tasks.images.pipeline import is_pipeline
 
 HOW_MANY = 3
 SHORTEST = 256

@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.config import RunConfig
-from trainer.decisions import Decisions, Machine, decide_for_pictures
-from trainer.images.model import ImageModel
-from trainer.images.pipeline import Pipeline
 from trainer.memory.bytes import Estimate, Seen, estimate
+from trainer.memory.decisions import Decisions, Machine, decide_for_pictures
 from trainer.memory.model_widths import weights_of
 from trainer.memory.planner import RECOMPUTATION, Lengths, Planner, with_changes
 from trainer.memory.widths import Layer, NormBytes, Shapes
 from trainer.model.adapter import apply_adapter
 from trainer.patches.model_facts import ModelFacts
+from trainer.tasks.images.model import ImageModel
+from trainer.tasks.images.pipeline import Pipeline
 
 NO_NORMS = NormBytes(0, 0, 0)
 TOKENS = {"sd": 77, "sdxl": 77, "sd3": 333, "flux": 512, "flux2": 512}

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from trainer.config import LoraSection, ModelSection
-from trainer.engine.linear_layers import experts_in, is_linear, is_transposed
 from trainer.memory.observed import experts_of, kept_by_activation, kept_by_norm, leaves_layout
 from trainer.memory.widths import Layer, Mixer, NormBytes, Shapes, Weight
 from trainer.model.adapter import apply_adapter
@@ -19,6 +18,7 @@ from trainer.model.base import empty_model
 from trainer.model.expert_layers import holds_experts
 from trainer.model.model_kind import caps_scores, is_mxfp4
 from trainer.model.stored_fp8 import Fp8Form, fp8_form
+from trainer.parallel.engine.linear_layers import experts_in, is_linear, is_transposed
 from trainer.patches.model_facts import CAPPED, facts_of_base, why_head_apart
 
 # The projections that read what their block has computed; all others of the block read what comes into it.

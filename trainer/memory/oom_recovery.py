@@ -7,7 +7,7 @@ Stages 0 and 1 do it in the process. They communicate at the end of a step only,
 asked over the hosts' network (gloo; the GPUs are not waited for): did any of us run out? Only then are gradients
 reduced. For that DeepSpeed is told that no micro-step is the last, and its reduction is called here (read in 0.19.8:
 engine.backward reduces where `is_gradient_accumulation_boundary`, stage 1 also in its gradient hooks if
-`overlap_comm`, which trainer/engine/deepspeed_engine.py turns off).
+`overlap_comm`, which trainer/parallel/engine/deepspeed_engine.py turns off).
 
 At stages 2 and 3 the other ranks sit in a collective of their own backward pass, which no message reaches. The rank
 leaves a note and ends; the launcher starts all of them again from the newest checkpoint, as after any other failure
@@ -30,11 +30,11 @@ from trainer.contract.exit_codes import EXIT_RESTART
 from trainer.contract.known_versions import require
 from trainer.contract.restart_note import MOST_HALVINGS, RestartNote
 from trainer.contract.restart_record import last_note
-from trainer.engine.protocol import Engine
 from trainer.memory.advice import smaller_batch, smaller_samples
 from trainer.memory.peak import measure_again
-from trainer.ranks.group import Ranks
-from trainer.task import BatchSource
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.group import Ranks
+from trainer.tasks.task import BatchSource
 
 _ALSO_OUT_OF_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 Result = TypeVar("Result")

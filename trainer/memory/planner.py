@@ -10,9 +10,9 @@ from trainer.config import AUTO, RunConfig, UserError
 from trainer.config.checks import check_combinations
 from trainer.data.samples import Samples
 from trainer.data.step_count import with_global_batch
-from trainer.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.activations import Work
 from trainer.memory.bytes import GIB, Estimate, estimate
+from trainer.memory.decisions import VARLEN, Decisions, Machine, decide
 from trainer.memory.stored_weights import Placement
 from trainer.memory.widths import Shapes
 from trainer.scu.base_samples import LENGTH, MOST_STATES, SAMPLES

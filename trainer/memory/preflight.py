@@ -15,20 +15,20 @@ from trainer.contract.rank_variables import host_name
 from trainer.contract.whole_files import write_json
 from trainer.data.prepared import Prepared, samples_of
 from trainer.data.step_count import with_global_batch, with_looks_in_steps
-from trainer.decisions import Decisions, Machine, decide, decide_for_pictures
-from trainer.engine.deepspeed_engine import DTYPES
-from trainer.images.pipeline import Pipeline
 from trainer.memory.advice import does_not_fit, smaller_samples
 from trainer.memory.bytes import CONTEXT, Estimate, as_json
+from trainer.memory.decisions import Decisions, Machine, decide, decide_for_pictures
 from trainer.memory.image_models import picture_planner
 from trainer.memory.model_widths import read_shapes
 from trainer.memory.oom_recovery import Halving
 from trainer.memory.peak import peak_memory_gib
 from trainer.memory.planner import LAYERS, RECOMPUTATION, Lengths, Planner, gib, with_changes
 from trainer.memory.process import host_memory_left
+from trainer.parallel.engine.deepspeed_engine import DTYPES
+from trainer.parallel.ranks.group import Ranks
 from trainer.patches.mamba import has_scan_kernels
 from trainer.patches.packed_attention import has_flash
-from trainer.ranks.group import Ranks
+from trainer.tasks.images.pipeline import Pipeline
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class Placement:
     double_quant: bool
     accumulation: int
     reduce_bucket: int
-    """Elements; trainer/engine/deepspeed_engine.py makes it no larger than what is trained."""
+    """Elements; trainer/parallel/engine/deepspeed_engine.py makes it no larger than what is trained."""
     overlap: bool
     on_gpu: bool
     prefetch: int

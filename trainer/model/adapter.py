@@ -10,11 +10,11 @@ from torch import nn
 
 from trainer.config import LoraSection, UserError
 from trainer.config.adapter_settings import read_adapter_settings
-from trainer.engine.flat_adapter import FLAT, flat_adapter_of, trained_parameters
-from trainer.engine.linear_layers import model_shape
-from trainer.engine.partitioned import whole_size
 from trainer.model.saved_adapter import check_found_again, load_adapter, tail, write_for_peft
 from trainer.model.targets import Targets, excluded_modules, targets_of
+from trainer.parallel.engine.flat_adapter import FLAT, flat_adapter_of, trained_parameters
+from trainer.parallel.engine.linear_layers import model_shape
+from trainer.parallel.engine.partitioned import whole_size
 
 ONE_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(.*)")  # its layer, and what follows its number
 

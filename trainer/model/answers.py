@@ -8,9 +8,9 @@ from trainer.config import DatasetSection, UserError
 from trainer.data.conversations import render_prompt
 from trainer.data.prompt_files import Prompt
 from trainer.data.tokens import leading_token
-from trainer.engine.layer_gather.shards import layer_shards_of
-from trainer.engine.protocol import Engine
-from trainer.ranks.progress import phase
+from trainer.parallel.engine.layer_gather.shards import layer_shards_of
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.progress import phase
 
 _PROBE = "Sentinel"
 

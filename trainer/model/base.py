@@ -7,13 +7,13 @@ import torch
 from trainer.config import ModelSection, QuantizationSection, UserError
 from trainer.contract.hub_patience import ask_once_without_network
 from trainer.contract.standard_streams import PROGRESS
-from trainer.engine.layer_gather.shards import LayerShards
 from trainer.model.model_kind import auto_class, caps_scores, check_kind, is_stored_quantised
 from trainer.model.model_source import check_config_file, check_source, no_tokenizer, unreadable
 from trainer.model.published_shapes import is_random
 from trainer.model.random_weights import byte_tokenizer, random_config
 from trainer.model.tensor_files import SafetensorsFiles, is_here
 from trainer.model.weights_fit import check_weights_fit
+from trainer.parallel.engine.layer_gather.shards import LayerShards
 
 PAD_CANDIDATES = ("<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]", "<|endoftext|>", "<unk>")
 

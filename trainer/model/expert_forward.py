@@ -18,9 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import ops
 from ops.experts import Activation
 from trainer.contract.known_versions import changed
-from trainer.engine.partitioned import is_partitioned
 from trainer.model.expert_layers import DOWN, GATE_UP, UP, is_transposed, takes_all_tokens
 from trainer.model.mxfp4 import MXFP4
+from trainer.parallel.engine.partitioned import is_partitioned
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.engine.partitioned import whole_shape
+from trainer.parallel.engine.partitioned import whole_shape
 
 GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 USUAL_NAMES = {GATE_UP: ("gate_proj", "up_proj", "w1", "w3"), UP: ("w1",), DOWN: ("w2",)}

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from trainer.config import LoraSection, UserError
-from trainer.engine.partitioned import whole_shape
 from trainer.model.expert_layers import USUAL_NAMES, expert_modules, expert_names, expert_width, visited_experts
+from trainer.parallel.engine.partitioned import whole_shape
 
 NO_START = ("pissa", "pissa_niter_16", "olora", "loftq", "orthogonal")
 ALL_LINEAR = ("all-linear",)

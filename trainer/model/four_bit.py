@@ -13,7 +13,7 @@ from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise, quant
 from torch import nn
 
 from trainer.config import QuantizationSection
-from trainer.engine.linear_layers import is_linear
+from trainer.parallel.engine.linear_layers import is_linear
 
 READ_DIRECTLY = ("dt_proj",)
 """The time step of Mamba-1 (Jamba): its weight is multiplied without calling the layer."""

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from trainer.config import LoraSection, UserError
 from trainer.config.errors import shown
-from trainer.engine.linear_layers import is_linear
 from trainer.model.targets import layers_to_adapt, targets_of
+from trainer.parallel.engine.linear_layers import is_linear
 
 Integers = Literal["int8", "int4"]
 BITS: dict[str, int] = {"int8": 8, "int4": 4}

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from trainer.config import UserError
-from trainer.engine.linear_layers import experts_in
 from trainer.model.expert_layers import visited_experts
 from trainer.model.mxfp4 import BLOCK as MXFP4_BLOCK
 from trainer.model.published_shapes import shape_settings
 from trainer.model.stored_layout import BLOCKS, SCALES
+from trainer.parallel.engine.linear_layers import experts_in
 
 STANDARD_DEVIATION = 0.02
 ROUTER, SKEWED = "router", "skewed"

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ops.reference import dequantize_blocks
 from trainer.config import RunConfig, UserError, gathers_by_layer
-from trainer.engine.linear_layers import is_linear
 from trainer.model.stored_layout import Stored
 from trainer.model.tensor_files import SafetensorsFiles
+from trainer.parallel.engine.linear_layers import is_linear
 
 E4M3 = "F8_E4M3"
 SCALES = ("_scale_inv", "_scale")

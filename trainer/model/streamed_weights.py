@@ -15,8 +15,6 @@ from torch import nn
 
 import ops
 from trainer.config import ModelSection, QuantizationSection
-from trainer.engine.layer_gather.shards import LayerShards
-from trainer.engine.linear_layers import experts_in, is_transposed
 from trainer.model.eight_bit import FrozenLinear8bit, check_card
 from trainer.model.four_bit import quantized_linear, should_quantize
 from trainer.model.frozen_experts import compute_dequantized
@@ -29,6 +27,8 @@ from trainer.model.stored_fp8 import Block, Fp8Files, fp8_form
 from trainer.model.stored_layout import BLOCKS, SCALES, Stored, StoredTensors, stored_layout
 from trainer.model.tensor_files import SafetensorsFiles
 from trainer.model.weights_fit import check_weights_fit
+from trainer.parallel.engine.layer_gather.shards import LayerShards
+from trainer.parallel.engine.linear_layers import experts_in, is_transposed
 
 Tensors = SafetensorsFiles | RandomTensors | Fp8Files
 

@@ -15,8 +15,6 @@ from torch import nn
 
 from trainer.config import LoraSection, UserError
 from trainer.config.errors import shown
-from trainer.engine.linear_layers import is_eight_bit, is_linear, packed_state
-from trainer.engine.partitioned import whole_shape
 from trainer.model.expert_layers import USUAL_NAMES, expert_modules
 from trainer.model.expert_targets import (
     ALL_LINEAR,
@@ -29,6 +27,8 @@ from trainer.model.expert_targets import (
     other_parameters,
 )
 from trainer.model.older_names import taken_for_experts
+from trainer.parallel.engine.linear_layers import is_eight_bit, is_linear, packed_state
+from trainer.parallel.engine.partitioned import whole_shape
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.engine.partitioned import is_partitioned
 from trainer.model.expert_factor import ExpertFactor
 from trainer.model.expert_layers import DOWN, expert_modules, expert_shape, takes_all_tokens
-from trainer.ranks.group import sum_over_ranks
+from trainer.parallel.engine.partitioned import is_partitioned
+from trainer.parallel.ranks.group import sum_over_ranks
 
 
 class ExpertLoad:

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from trainer.data import MicroBatch
-from trainer.engine.partitioned import whole_size
 from trainer.model.expert_factor import ExpertFactor
 from trainer.model.expert_layers import (
     DOWN,
@@ -25,6 +24,7 @@ from trainer.model.expert_layers import (
     takes_all_tokens,
     visited_experts,
 )
+from trainer.parallel.engine.partitioned import whole_size
 
 TERA = 1e12
 # Dense 16-bit tensor-core TFLOP/s of the makers' data sheets (bf16; fp16 where the card has no bf16). The first name

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainer.contract.known_versions import changed, require
-from trainer.engine.protocol import Engine
+from trainer.parallel.engine.protocol import Engine
 from trainer.patches.replace import replace
 
 

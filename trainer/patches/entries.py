@@ -122,14 +122,14 @@ WHILE_THE_MODEL_IS_BUILT = (
         "DeepSpeed's hooks gather parameter by parameter, and the host cannot keep up with an adapted model; its start "
         "would broadcast rank 0's weights over the parts of the others",
         "zero.stage: 3 with zero.gather: layer",
-        "trainer/engine/layer_gather/shards.py: LayerShards.attach",
+        "trainer/parallel/engine/layer_gather/shards.py: LayerShards.attach",
         WITH_MODEL,
         "tests/unit/test_layer_shards.py",
         (
-            "trainer/engine/layer_gather/shards.py: layer_shards",
-            "trainer/engine/layer_gather/shards.py: register_forward_hook",
-            "trainer/engine/layer_gather/shards.py: register_forward_pre_hook",
-            "trainer/engine/partitioned.py: ds_optim_param",
+            "trainer/parallel/engine/layer_gather/shards.py: layer_shards",
+            "trainer/parallel/engine/layer_gather/shards.py: register_forward_hook",
+            "trainer/parallel/engine/layer_gather/shards.py: register_forward_pre_hook",
+            "trainer/parallel/engine/partitioned.py: ds_optim_param",
         ),
     ),
     Patch(

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from ops.fake_quantised import fake_quantised_linear
 from trainer.config import UserError
 from trainer.contract.known_versions import require
-from trainer.engine.partitioned import whole_shape
 from trainer.model.integer_weights import (
     IntegerForm,
     Integers,
@@ -22,6 +21,7 @@ from trainer.model.integer_weights import (
     form_of,
     why_not_rounded,
 )
+from trainer.parallel.engine.partitioned import whole_shape
 from trainer.patches.replace import replace
 
 

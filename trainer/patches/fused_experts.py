@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from trainer.engine.partitioned import is_partitioned
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.expert_forward import activation_of, adapted_forward
 from trainer.model.expert_layers import expert_modules
 from trainer.model.frozen_experts import forget_weights, packed_tensors
+from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.patches.replace import replace
 
 

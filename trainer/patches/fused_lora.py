@@ -18,12 +18,12 @@ import ops
 from ops.groups import find_groups
 from ops.lora import MAX_RANK
 from trainer.contract.known_versions import require
-from trainer.engine.layer_gather.shards import LayerShards, layer_shards_of
-from trainer.engine.linear_layers import is_linear
-from trainer.engine.partitioned import is_partitioned
 from trainer.model.eight_bit import FrozenLinear8bit
 from trainer.model.expert_adapter import ParamWrapper
 from trainer.model.four_bit import FrozenLinear4bit, dequantized
+from trainer.parallel.engine.layer_gather.shards import LayerShards, layer_shards_of
+from trainer.parallel.engine.linear_layers import is_linear
+from trainer.parallel.engine.partitioned import is_partitioned
 from trainer.patches.replace import replace
 
 TEST_TOKENS = 128

@@ -1,7 +1,7 @@
 """The loss of a micro-batch, played back from CUDA graphs where the host cannot launch kernels as fast as they run.
 
 A batch is padded to one of few shapes (trainer/data/static_shapes.py); the passes of a shape are recorded once it has
-come twice (trainer/engine/cuda_graphs.py). What fits no recording is launched kernel by kernel, as ever.
+come twice (trainer/parallel/engine/cuda_graphs.py). What fits no recording is launched kernel by kernel, as ever.
 """
 
 import time
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from trainer.data.batches import MicroBatch
 from trainer.data.static_shapes import JointShape, sizes_of
-from trainer.engine.cuda_graphs import NoRoom, NotRecordable, Recorder, Recording, release_workspaces
-from trainer.engine.flat_adapter import FlatAdapter, flat_adapter_of
+from trainer.parallel.engine.cuda_graphs import NoRoom, NotRecordable, Recorder, Recording, release_workspaces
+from trainer.parallel.engine.flat_adapter import FlatAdapter, flat_adapter_of
 from trainer.patches.graphed_passes import JointPass, LossPass, Pass, Shape, StaticInputs
 from trainer.patches.loss_head import TokenLoss
 

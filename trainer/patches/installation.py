@@ -13,9 +13,10 @@ from typing import Any, Literal
 import torch
 
 from trainer.config import RunConfig, UserError
-from trainer.engine.layer_gather.shards import LayerShards
-from trainer.engine.protocol import Engine
 from trainer.model.expert_layers import expert_modules
+from trainer.parallel.engine.layer_gather.shards import LayerShards
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.progress import phase
 from trainer.patches.deepspeed_workarounds import answer_faults
 from trainer.patches.mamba import call_projections_of_mamba
 from trainer.patches.norm_mlp_rope import PARTS, forget_inputs, replace_elementwise
@@ -23,14 +24,13 @@ from trainer.patches.packed_attention import copy_heads_without_flash, leave_var
 from trainer.patches.recompute import disable_recomputation, enable_recomputation, recomputed_whole
 from trainer.patches.replace import undo, undo_on
 from trainer.patches.update_guard import UpdateGuard
-from trainer.ranks.progress import phase
 
 Stage = Literal["base", "adapted", "engine"]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run wants of the patches: its settings, and what was decided (trainer/decisions.py)."""
+    """What a run wants of the patches: its settings, and what was decided (trainer/memory/decisions.py)."""
 
     config: RunConfig
     device: torch.device

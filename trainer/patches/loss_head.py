@@ -13,7 +13,7 @@ from ops.head import divergence_sum, token_loss_sum
 from trainer.contract.known_versions import require
 from trainer.data.batches import IGNORED, MicroBatch
 from trainer.data.static_shapes import JointShape
-from trainer.engine.flat_adapter import flat_adapter_of
+from trainer.parallel.engine.flat_adapter import flat_adapter_of
 from trainer.patches.packed_attention import VARLEN, equal_documents_first
 from trainer.patches.plain_head import head_replaced, observed_factor, why_not_plain
 
@@ -33,7 +33,7 @@ class TokenLoss:
         say: Callable[[str], None] | None = None,
         balance: float = 0.0,
     ) -> None:
-        """`fused` is what was decided (trainer/decisions.py), None to observe it; `say` hears of a difference.
+        """`fused` is what was decided (trainer/memory/decisions.py), None to observe it; `say` hears of a difference.
 
         `balance` is the weight of the model's own load-balancing loss, which training adds (`balancing`).
         """

@@ -11,9 +11,9 @@ from torch import nn
 
 from trainer.config import UserError
 from trainer.contract.known_versions import require
-from trainer.engine.linear_layers import is_linear, model_shape, packed_experts_layout
 from trainer.model.adapter import count_parameters
 from trainer.model.targets import beyond_text
+from trainer.parallel.engine.linear_layers import is_linear, model_shape, packed_experts_layout
 from trainer.patches.replace import replace
 
 # transformers' name, in its modeling files, of mamba-ssm's kernel for the whole of a Mamba-2 layer in training.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.elementwise import forgetting, gelu_mul, rms_norm, rope, silu_mul
-from trainer.engine.partitioned import whole_shape
+from trainer.parallel.engine.partitioned import whole_shape
 from trainer.patches.replace import replace
 
 PARTS = {"rms_norm": "norms", "swiglu": "activation", "rope": "rotary embedding"}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.engine.partitioned import is_partitioned
+from trainer.parallel.engine.partitioned import is_partitioned
 
 
 @torch.no_grad()

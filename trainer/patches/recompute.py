@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from ops.seeds import Seeds
 from trainer.config import TrainingSection, UserError
 from trainer.contract.known_versions import changed
-from trainer.engine.linear_layers import is_linear, model_shape
+from trainer.parallel.engine.linear_layers import is_linear, model_shape
 from trainer.patches.replace import replace, undo
 
 
@@ -66,7 +66,7 @@ def enable_recomputation(model: Any, training: TrainingSection) -> str | None:
 def _repeating_draws(function: Callable[..., Any], *args: Any) -> Any:
     """A checkpoint that draws the same numbers again; while a CUDA graph records it, the seeds of our operators.
 
-    What else draws numbers shows then: the recording gives other gradients (trainer/engine/cuda_graphs.py).
+    What else draws numbers shows then: the recording gives other gradients (trainer/parallel/engine/cuda_graphs.py).
     """
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=True)

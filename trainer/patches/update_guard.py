@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.contract.known_versions import changed, require
-from trainer.engine.protocol import Engine
+from trainer.parallel.engine.protocol import Engine
 from trainer.patches.replace import replace, undo_on
 
 NORM_METHOD = "get_grad_norm_direct"

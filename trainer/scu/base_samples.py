@@ -19,10 +19,10 @@ from rich.markup import escape
 from trainer.config import RunConfig, UserError
 from trainer.data.prepared import Prepared
 from trainer.data.samples import Sample, Samples
-from trainer.engine.layer_gather.shards import layer_shards_of
-from trainer.engine.protocol import Engine
+from trainer.parallel.engine.layer_gather.shards import layer_shards_of
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.group import Ranks
 from trainer.patches.loss_head import TokenLoss, adapter_off
-from trainer.ranks.group import Ranks
 from trainer.scu.divergence import REFERENCE_FILE, BaseStates, Divergence, Reference
 from trainer.scu.fit import FEWEST, keep_apart
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from trainer.config import ScuSection, UserError
 from trainer.contract.whole_files import write_json
-from trainer.ranks.group import sum_over_ranks
+from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.scu import law as scu
 from trainer.scu.divergence import Divergence
 from trainer.scu.fit import Fit

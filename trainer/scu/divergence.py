@@ -18,9 +18,9 @@ from torch import Tensor
 from trainer.contract.whole_files import write_json
 from trainer.data.batches import MicroBatch, collate, with_documents
 from trainer.data.samples import Sample
-from trainer.engine.protocol import Engine
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.group import sum_over_ranks
 from trainer.patches.loss_head import TokenLoss, to_device
-from trainer.ranks.group import sum_over_ranks
 
 REFERENCE_FILE = "scu_reference.json"
 

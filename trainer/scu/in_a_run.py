@@ -8,7 +8,7 @@ from torch import nn
 
 from trainer.model.adapter import count_parameters
 from trainer.model.adapter_scale import scale_adapter, scaled_adapter
-from trainer.ranks.progress import phase
+from trainer.parallel.ranks.progress import phase
 from trainer.scu.base_samples import SteeringInputs, divergence_of
 from trainer.scu.controller import Steering
 from trainer.scu.fit import fit

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.config import UserError
-from trainer.engine.flat_adapter import FlatAdapter
-from trainer.engine.partitioned import is_partitioned, is_whole_here, own_share, sharing_group, whole_shape
 from trainer.model.expert_factor import ExpertFactor
+from trainer.parallel.engine.flat_adapter import FlatAdapter
+from trainer.parallel.engine.partitioned import is_partitioned, is_whole_here, own_share, sharing_group, whole_shape
 
 Measure = Literal["delta", "factors"]
-# An nn.Parameter that ZeRO-3 may have partitioned (trainer/engine/partitioned.py).
+# An nn.Parameter that ZeRO-3 may have partitioned (trainer/parallel/engine/partitioned.py).
 Partitionable = Any
 # Layers are batched up to this many elements: few launches, and 64 MiB of working memory in fp32.
 CHUNK_ELEMENTS = 2**24

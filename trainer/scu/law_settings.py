@@ -6,7 +6,7 @@ from torch import nn
 
 from trainer.config import ScuSection, UserError
 from trainer.config.sections import AUTO_TARGET
-from trainer.engine.flat_adapter import flat_adapter_of
+from trainer.parallel.engine.flat_adapter import flat_adapter_of
 from trainer.scu import law as scu
 from trainer.scu.information import AdapterInformation, Measure, find_pairs
 

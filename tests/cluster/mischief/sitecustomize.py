@@ -36,7 +36,7 @@ PLACES = {
 }
 # Where the kinds without a place of their own happen, `kill@load`.
 PHASES = {
-    "begin": ("trainer.ranks.watchdog", "Watchdog"),
+    "begin": ("trainer.parallel.ranks.watchdog", "Watchdog"),
     "tokenise": ("trainer.data.cache", "encode_source"),
     "load": ("trainer.run", "build_model"),
     "data": ("trainer.data.batches", "collate"),
@@ -44,7 +44,7 @@ PHASES = {
     "loss": ("trainer.patches.loss_head", "TokenLoss.__call__"),
     "evaluate": ("trainer.evaluation", "evaluate_loss"),
     "save": ("trainer.checkpoint.checkpoint", "write_tensors"),
-    "end": ("trainer.run_folder", "place_result"),
+    "end": ("trainer.checkpoint.run_folder", "place_result"),
 }
 HEARD_S = 300.0
 SLOW_S = {"slow load": 8.0, "slow save": 25.0}

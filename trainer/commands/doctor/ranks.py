@@ -20,8 +20,8 @@ import torch.distributed as dist
 from trainer.commands.doctor.probe import MARK, Finding
 from trainer.config import DatasetSection, RunConfig, UserError, load_config
 from trainer.contract.rank_variables import host_name
-from trainer.ranks.agreement import Report, differences, own_report
-from trainer.ranks.group import Ranks, end_process, form_process_group, leave_process_group
+from trainer.parallel.ranks.agreement import Report, differences, own_report
+from trainer.parallel.ranks.group import Ranks, end_process, form_process_group, leave_process_group
 
 PATIENCE_MINUTES = 2.0
 CORRECT_ELEMENTS = 1_000_003

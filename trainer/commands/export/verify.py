@@ -23,7 +23,7 @@ from trainer.contract.known_versions import require
 from trainer.memory.bytes import GIB
 from trainer.model.base import load_base_model, match_vocabulary
 from trainer.model.served_layers import NAMES
-from trainer.ranks.group import set_seed
+from trainer.parallel.ranks.group import set_seed
 
 PROMPTS = (
     "The capital of France is", "Write a short poem about the sea.", "def fibonacci(n):\n    if n < 2:",

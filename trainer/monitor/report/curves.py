@@ -16,7 +16,7 @@ Values = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Counted:
-    """What a task counts its batches in (trainer/task.py), and the words for what it measures."""
+    """What a task counts its batches in (trainer/tasks/task.py), and the words for what it measures."""
 
     name: str
     samples: str

@@ -1,0 +1,194 @@
+"""One run of a comparison, a single rank without a launcher; benchmarks/compare/trial.py starts it.
+
+It trains as any other run does. Also, every evaluation keeps the loss of each held-out document, which intervals and
+paired differences need; they are written at the end, to heldout_documents.json, which marks the run as finished. What a
+comparison has no use for is left out: checkpoints (an interrupted run starts again) and the report of the run.
+"""
+
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+
+from trainer.checkpoint.run_record import note_written
+from trainer.commands.evaluate import row_losses
+from trainer.commands.scale import SCALES
+from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, load_config
+from trainer.contract.folder_lock import FolderLock
+from trainer.contract.whole_files import write_json
+from trainer.data import Sample, Samples
+from trainer.data.batches import IGNORED, MicroBatch, collate
+from trainer.data.prepared import Prepared
+from trainer.data.reference_text import reference_samples
+from trainer.evaluation import Measurement
+from trainer.model.adapter import changes_base_weights
+from trainer.model.adapter_scale import scaled_adapter
+from trainer.monitor.console import open_console
+from trainer.monitor.metrics import read_metrics
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.group import Ranks, leave_process_group
+from trainer.parallel.ranks.signals import StopRequest
+from trainer.patches.loss_head import TokenLoss, adapter_off
+from trainer.run import Run
+from trainer.setup.preflight import prepare
+
+DOCUMENTS_FILE = "heldout_documents.json"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train; exit code 0 done, 1 failed, 2 usage, 128 + signal when stopped."""
+    parser = CommandParser(prog="benchmarks.compare.measured_run", description="One run of `zerolora compare`.")
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", help="key=value")
+    parser.add_argument("--forgetting", metavar="FILE", help="text on which the distance from the base is measured")
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        loaded = load_config(arguments.config, arguments.overrides)
+        prepared = prepare(loaded.config)
+        texts = _texts(loaded.config, prepared.tokenizer, arguments.forgetting)
+        folder = Path(loaded.config.output_dir)
+        lock = FolderLock.take(folder, resumes=False, say=lambda line: print(line, file=sys.stderr))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    with lock:
+        return _train(loaded, prepared, lock, texts)
+
+
+def _train(loaded: LoadedConfig, prepared: Prepared, lock: FolderLock, texts: list[Sample]) -> int:
+    """Train in a folder that is held; the exit code."""
+    folder = Path(loaded.config.output_dir)
+    try:
+        held_out = HeldOutDocuments(loaded.config, prepared, texts)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    stop = StopRequest()
+    console = open_console(folder, 0, None)
+    measurement = Measurement(held_out.evaluate, held_out.measure_scales)
+    run = Run(loaded, prepared, Ranks(0, 1, 0), console, stop, lock, measurement)
+    try:
+        run.train()
+    except UserError as error:
+        run.close()
+        run.say(f"error: {escape(str(error))}")
+        return error.exit_code
+    except Exception as error:  # not swallowed: traceback in the log, one line shown, exit code 1
+        traceback.print_exc()
+        run.close()
+        run.say(f"error: {escape(f'{type(error).__name__}: {error}')}")
+        return 1
+    if not stop:
+        run.folder.check()
+        held_out.write(folder)
+    leave_process_group()
+    return stop.exit_code if stop else 0
+
+
+class HeldOutDocuments:
+    """The held-out documents of a run, and the sum of token losses of each, nats, at every evaluation.
+
+    `texts`: what the base's answers to are measured on as well, each time: losses, and KL(adapter || base).
+    """
+
+    def __init__(self, config: RunConfig, prepared: Prepared, texts: list[Sample]) -> None:
+        samples = prepared.data.evaluation
+        if not isinstance(samples, Samples) or samples.packed:
+            raise UserError("dataset.packing=true: documents are measured one by one here; use dataset.packing: false")
+        self._config, self._prepared, self._texts = config, prepared, texts
+        self._documents = [samples[index] for index in range(len(samples))]
+        self._target_tokens = _target_counts(self._documents)
+        self._losses: list[list[float]] = []
+        self._scaled: list[list[float]] = []
+        self._text_losses: list[list[float]] = []
+        self._text_divergences: list[list[float]] = []
+
+    def evaluate(self, engine: Engine) -> tuple[float, int]:
+        """The mean over all target tokens, nats, and their number; the sum of each document is kept."""
+        engine.eval()
+        losses = self._measure(engine, self._documents, row_losses)
+        if self._texts:
+            self._text_losses.append(self._measure(engine, self._texts, row_losses))
+            self._text_divergences.append(self._measure(engine, self._texts, row_divergences))
+        engine.train()
+        self._losses.append(losses)
+        tokens = sum(self._target_tokens)
+        return sum(losses) / tokens, tokens
+
+    def measure_scales(self, engine: Engine) -> None:
+        """What the finished adapter comes to at smaller scales, where the update is all that parts it from the base."""
+        if changes_base_weights(self._config.lora):
+            return
+        engine.eval()
+        for factor in SCALES:
+            with scaled_adapter(engine.module, factor):
+                self._scaled.append(self._measure(engine, self._documents, row_losses))
+        engine.train()
+
+    def _measure(
+        self, engine: Engine, documents: list[Sample], measure: Callable[[Any, MicroBatch], torch.Tensor]
+    ) -> list[float]:
+        training, pad = self._config.training, self._prepared.tokenizer.pad_token_id
+        size = training.eval_batch_size or training.batch_size
+        values = [0.0] * len(documents)
+        # Documents of like length share a batch, which spares padding.
+        order = sorted(range(len(documents)), key=lambda index: len(documents[index].input_ids))
+        for start in range(0, len(order), size):
+            chosen = order[start : start + size]
+            batch = collate([documents[index] for index in chosen], pad, packed=False, flat=False)
+            for index, value in zip(chosen, measure(engine.module, batch).tolist(), strict=True):
+                values[index] = value
+        return values
+
+    def write(self, run_dir: Path) -> None:
+        """Write heldout_documents.json: target tokens of each document, and its loss sums at each evaluation's step."""
+        steps = [record["step"] for record in read_metrics(run_dir) if "eval/loss" in record]
+        record = {
+            "data": self._prepared.data.fingerprint,
+            "target_tokens": self._target_tokens,
+            "training_target_tokens": self._prepared.data.stats.target_tokens,
+            "evaluations": [
+                {"step": step, "loss_sums": losses} for step, losses in zip(steps, self._losses, strict=True)
+            ],
+            "scaled": [
+                {"factor": factor, "loss_sums": losses} for factor, losses in zip(SCALES, self._scaled, strict=False)
+            ],
+            "text_tokens": _target_counts(self._texts),
+            "texts": [
+                {"step": step, "loss_sums": losses, "kl_sums": divergences}
+                for step, losses, divergences in zip(steps, self._text_losses, self._text_divergences, strict=False)
+            ],
+        }
+        note_written(run_dir, [DOCUMENTS_FILE])
+        write_json(run_dir / DOCUMENTS_FILE, record)
+
+
+def _texts(config: RunConfig, tokenizer: Any, path: str | None) -> list[Sample]:
+    """The documents of a file of texts. Raises UserError if they cannot be read."""
+    if path is None:
+        return []
+    samples = reference_samples(config.dataset, tokenizer, path, setting="--forgetting", seed=config.seed)
+    return [samples[index] for index in range(len(samples))]
+
+
+def _target_counts(documents: list[Sample]) -> list[int]:
+    # Nothing comes before the first token to predict it from.
+    return [sum(document.trained[1:]) for document in documents]
+
+
+@torch.no_grad()
+def row_divergences(model: Any, batch: MicroBatch) -> torch.Tensor:
+    """Sum over the targets' places of KL(adapter || base) of each row of a micro-batch, nats, fp64 [B]."""
+    loss = TokenLoss(model)
+    adapted, targets = loss.logits(model, batch, model.device)
+    with adapter_off(model):
+        base, _ = loss.logits(model, batch, model.device)
+    rows = []
+    for one, other, target in zip(adapted, base, targets, strict=True):
+        log_p, log_q = one.float().log_softmax(-1), other.float().log_softmax(-1)
+        rows.append(((log_p.exp() * (log_p - log_q)).sum(-1) * (target != IGNORED)).sum())
+    return torch.stack(rows).double()

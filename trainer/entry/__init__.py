@@ -1,0 +1,1 @@
+"""Start and end a rank: settings, data, lock, watchdog, exit code."""

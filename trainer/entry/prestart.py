@@ -1,0 +1,108 @@
+"""A rank that was started before the checks are done (trainer/contract/held_start.py): what it does until its release.
+
+It imports what training needs. The first rank of the run checks it and prepares the data, on the user's terminal; what
+it finds is not looked for again. The others look at the model meanwhile. Nothing is written to the run's folder.
+"""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+from trainer.config import UserError, load_config
+from trainer.config.errors import mistake_in_path
+from trainer.contract.exit_codes import EXIT_FAILED, exit_code_after
+from trainer.contract.held_start import CHECKED, OPTION, Release, take_channel
+from trainer.contract.standard_streams import forgiving_stream
+from trainer.data.prepared import Prepared
+from trainer.entry.rank import main as train
+from trainer.monitor.console import append_output_to
+from trainer.parallel.ranks.lean_imports import import_what_every_run_uses
+from trainer.parallel.ranks.progress import phase
+from trainer.setup.preflight import ModelFiles, begin_to_build, prepare_to_resume, read_model_files
+from trainer.tasks.images.pipeline import is_pipeline
+
+
+def main(argv: list[str]) -> int:
+    """Import, check on the first rank, wait, train; the exit code of a rank, or of the checks."""
+    channel = take_channel()
+    # The terminal may be gone before the checks are done: `zerolora train c.yaml | head -1`.
+    sys.stdout, sys.stderr = forgiving_stream(1), forgiving_stream(2)
+    with _quiet():
+        import_what_every_run_uses()
+    config, overrides = argv[0], [word for word in argv[1:] if word != OPTION]
+    found: Prepared | ModelFiles | None
+    if os.environ["RANK"] == "0":
+        code, found = _check(config, overrides, int(os.environ["WORLD_SIZE"]))
+        if code:
+            return code
+        channel.sendall(CHECKED)
+    else:
+        found = _look_ahead(config, overrides)
+    with phase("wait for release"):
+        release = Release.wait(channel)
+    if release is None:
+        return EXIT_FAILED
+    append_output_to(Path(release.log))  # which all ranks share until each opens its own
+    sys.argv[1:] = release.arguments  # as of a rank that was started with them; the run's record tells what was typed
+    return train(release.arguments, found)
+
+
+def _check(path: str, overrides: list[str], world_size: int) -> tuple[int, Prepared | None]:
+    """What `zerolora prepare` does: 0 and what was found, or another exit code after one line."""
+    show = partial(print, flush=True)
+    with _ended_in_order(), _quiet(), phase("checks"):
+        try:
+            config = load_config(path, overrides).config
+            begin_to_build(config)
+            prepared, _ = prepare_to_resume(config, world_size, show)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code, None
+        except OSError as error:
+            mistake = mistake_in_path(error)
+            if mistake is None:
+                raise
+            print(f"error: {mistake}", file=sys.stderr)
+            return UserError.exit_code, None
+    return 0, prepared
+
+
+def _look_ahead(path: str, overrides: list[str]) -> ModelFiles | None:
+    """Read the model's files early; mistakes are reported by the first rank, or by this one once it trains."""
+    try:
+        with phase("checks"):
+            config = load_config(path, overrides).config
+            return None if is_pipeline(config) else read_model_files(config)
+    except (UserError, OSError):
+        return None
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Signals end the block by an exception, so that half-built data is removed."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(exit_code_after(number))
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep notices of libraries off the terminal: DeepSpeed finds no GPU, the hub tries again."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

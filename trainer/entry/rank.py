@@ -1,0 +1,159 @@
+"""What every rank runs: read the configuration, prepare, train (trainer/run.py), and end with an honest exit code."""
+
+import argparse
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from rich.markup import escape
+
+from trainer.config import CommandParser, LoadedConfig, RunConfig, UserError, collective_timeout, load_config
+from trainer.contract import command_typed
+from trainer.contract.exit_codes import TO_SPEAK_S
+from trainer.contract.folder_lock import FolderLock, refuse_if_held
+from trainer.contract.heartbeat import clear_heartbeats
+from trainer.contract.rank_variables import host_name
+from trainer.data.prepared import Prepared
+from trainer.monitor.console import open_console, tell_torchrun
+from trainer.parallel.ranks.agreement import first_rank_decides
+from trainer.parallel.ranks.group import Ranks, leave_process_group
+from trainer.parallel.ranks.progress import phase
+from trainer.parallel.ranks.signals import StopRequest
+from trainer.parallel.ranks.training_process import LAUNCHER_WATCH
+from trainer.parallel.ranks.watchdog import Watchdog
+from trainer.run import Run
+from trainer.setup.preflight import ModelFiles, begin_to_build, check_folder, prepare
+
+
+def main(argv: list[str] | None = None, found: Prepared | ModelFiles | None = None) -> int:
+    """Train; exit code 0 done, 1 failed or hung, 2 usage, 75 preempted and saved, 128+signal after a save.
+
+    `found` is what this process has prepared or read already.
+    """
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    stop = StopRequest()
+    try:
+        ranks = Ranks.from_environment(expected=arguments.world_size)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    try:
+        loaded = load_config(arguments.config, arguments.overrides)
+    except UserError as error:
+        return _refuse(error, ranks)
+    run_dir = Path(loaded.config.output_dir)
+    LAUNCHER_WATCH.look_at_file(run_dir / "logs", loaded.config.training.launcher_timeout)
+    watchdog = Watchdog(ranks, run_dir / "logs", loaded.config.training.hang_timeout)
+    # A launcher that holds the folder has made sure that it is this run's; else nothing is written before `_hold`.
+    watchdog.writes = watchdog.all_write = arguments.lock is not None
+    stop.note_end = watchdog.note_end
+    lock = None
+    try:
+        if arguments.lock is None and ranks.is_main:
+            refuse_if_held(run_dir, resumes=loaded.config.training.resume_from_checkpoint == "auto")
+        if ranks.local_rank == 0:
+            begin_to_build(loaded.config)
+        with phase("tokenise"):
+            prepared = _prepared(loaded.config, found)
+        with phase("join"):
+            lock = _hold(loaded.config, ranks, arguments.lock)
+        watchdog.writes = True
+        code = _train(loaded, prepared, arguments, ranks, stop, lock)
+        watchdog.writes = lock is None or lock.is_held
+    except UserError as error:
+        code = _refuse(error, ranks)
+    code = watchdog.end(code)
+    if lock is not None:
+        lock.release()
+    return code
+
+
+def _prepared(config: RunConfig, found: Prepared | ModelFiles | None) -> Prepared:
+    """What `prepare` gives, without what was done before the launcher held the folder."""
+    if isinstance(found, Prepared):
+        check_folder(config)
+        return found
+    return prepare(config, model_files=found)
+
+
+def _hold(config: RunConfig, ranks: Ranks, token: str | None) -> FolderLock | None:
+    """The lock of the run's folder on rank 0, of its own or the launcher's; the other ranks wait until it is there."""
+    run_dir = Path(config.output_dir)
+
+    def take() -> FolderLock:
+        lock = FolderLock.join(run_dir, token) if token else None
+        if lock is None:
+            resumes = config.training.resume_from_checkpoint == "auto"
+            lock = FolderLock.take(run_dir, resumes=resumes, say=lambda line: print(line, file=sys.stderr))
+        if token is None:
+            # Of an earlier run, where no launcher has removed them; the other ranks leave theirs after this.
+            clear_heartbeats(run_dir / "logs")
+        return lock
+
+    if token is not None:
+        return take() if ranks.is_main else None
+    return first_rank_decides(ranks, collective_timeout(config.training), take)
+
+
+def _train(
+    loaded: LoadedConfig,
+    prepared: Prepared,
+    arguments: argparse.Namespace,
+    ranks: Ranks,
+    stop: StopRequest,
+    lock: FolderLock | None,
+) -> int:
+    """Train, and say what went wrong; the exit code."""
+    console = open_console(
+        Path(loaded.config.output_dir),
+        ranks.rank,
+        arguments.console,
+        width=arguments.console_width,
+        terminal=arguments.console_tty,
+    )
+    run = Run(loaded, prepared, ranks, console, stop, lock, profile_start=arguments.profile_start)
+    try:
+        run.train()
+    except UserError as error:
+        run.close()
+        if arguments.console is None:
+            console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True)
+        else:
+            print(f"error: {error}")  # into this rank's log, from which the launcher shows it
+        return error.exit_code
+    except Exception as error:  # not swallowed: traceback in the log, one line shown, exit code 1
+        traceback.print_exc()  # into this rank's log
+        tell_torchrun(error)
+        run.close()
+        if ranks.is_main:
+            console.print(f"[red]failed:[/red] {escape(f'{type(error).__name__}: {error}')}", soft_wrap=True)
+        # The group is not left in order: its other ranks may wait in a collective that this rank never joins.
+        return 1
+    leave_process_group(together=bool(stop))
+    return stop.exit_code if stop else 0
+
+
+def _refuse(error: UserError, ranks: Ranks) -> int:
+    """One line on stderr from one rank of each host, for a file may be missing on some; the exit code."""
+    if ranks.local_rank == 0:
+        where = "" if ranks.is_main else f"{host_name()}: "
+        print(f"error: {where}{error}", file=sys.stderr)
+    else:
+        time.sleep(TO_SPEAK_S)
+    return error.exit_code
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = CommandParser(prog="trainer.train", description="Train as CONFIG says; one process per GPU.")
+    parser.add_argument("config", help="YAML file")
+    parser.add_argument("overrides", nargs="*", help="key=value")
+    parser.add_argument("--local_rank", "--local-rank", type=int, default=0, help="set by deepspeed and torch's launch")
+    parser.add_argument("--world-size", type=int, help="how many ranks there must be")
+    parser.add_argument("--lock", help="the lock of the output folder that the launcher holds")
+    parser.add_argument(command_typed.OPTION, help="what the user typed, for the run's record")
+    parser.add_argument("--profile-start", action="store_true", help="say where the time to the first step went")
+    parser.add_argument("--console", help="where rank 0 writes what the user sees, if not its stdout")
+    parser.add_argument("--console-width", type=int)
+    parser.add_argument("--console-tty", action="store_true")
+    return parser.parse_intermixed_args(argv)

@@ -1,0 +1,275 @@
+"""What a run decides before a weight is loaded, once: which kernels compute what, what is kept, how it is laid out.
+
+Made from the configuration, the machine and the empty model. The builder executes the record, the memory estimate reads
+it, the console and run.json show it. Where the model on the device shows something else (a self-test, a probe), whoever
+executes says so, for the estimate is then off.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Generic, Literal, TypeVar
+
+from trainer.config import RunConfig, engine_stage, engine_zero, gathers_by_layer, why_no_graphs, why_not_by_layer
+from trainer.parallel.engine.deepspeed_engine import guards_on_device
+from trainer.parallel.engine.flat_adapter import why_not_flat
+from trainer.patches.mamba import has_scan_kernels
+from trainer.patches.model_facts import ModelFacts
+from trainer.patches.norm_mlp_rope import PARTS
+
+Kernels = Literal["ours", "model"]
+VARLEN = "varlen"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the ranks run on. `precision` is bf16, fp16 or fp32."""
+
+    world_size: int
+    on_gpu: bool
+    precision: str
+    own_kernels: bool
+    """Whether the CUDA operators are built, or will be."""
+    flash: bool
+    """Whether torch's flash attention runs there, in that precision."""
+    scan_kernels: bool = False
+    """Whether mamba-ssm is installed, whose kernels scan in Mamba layers."""
+
+    @classmethod
+    def assumed(cls, world_size: int, precision: str) -> "Machine":
+        """GPUs that are not here, with everything installed but the kernels for Mamba layers, if they are not here."""
+        flash = precision != "fp32"
+        return cls(world_size, True, precision, own_kernels=True, flash=flash, scan_kernels=has_scan_kernels())
+
+    @classmethod
+    def cpu(cls, world_size: int, precision: str) -> "Machine":
+        """Ranks on CPUs."""
+        return cls(world_size, False, precision, own_kernels=False, flash=False)
+
+
+@dataclass(frozen=True)
+class Decided(Generic[T]):
+    """A value and why it is that; without a reason it is the usual one."""
+
+    value: T
+    reason: str = ""
+
+    def __str__(self) -> str:
+        word = {True: "yes", False: "no", None: "seen in the first step"}.get(self.value, self.value)  # type: ignore[call-overload]
+        return f"{word} ({self.reason})" if self.reason else str(word)
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Everything that both the builder and the estimate depend on."""
+
+    attention: Decided[str]
+    """`varlen`, `sdpa`, `eager`, or what model.attn_implementation names."""
+    own_elementwise: Decided[bool]
+    """Whether our norms, SwiGLU and rotary embedding are tried on the model."""
+    norms: Decided[Kernels]
+    swiglu: Decided[Kernels]
+    rotary: Decided[Kernels]
+    adapters: Decided[str]
+    """Whose forward: `cuda`, `reference`, `peft`, `rounded` (training.qat), or `none`."""
+    siblings: Decided[bool]
+    """Whether layers that read one input are computed in one call."""
+    recomputed_results: Decided[str]
+    """What is computed again in the backward pass: `none`, `activations` of SwiGLU, or outputs of `norms` as well."""
+    recomputes: Decided[str]
+    """training.gradient_checkpointing."""
+    fused_head: Decided[bool | None]
+    """Whether head and loss are computed together, in chunks; None: the first micro-batch shows it."""
+    reference: Decided[str]
+    """How the reference text of scu.measure: kl is computed: `packed` with the training text, `apart`, or `none`."""
+    gather: Decided[str]
+    """How stage 3 gathers the base: per `layer`, per `module`, or `none`."""
+    flat: Decided[bool]
+    """Whether all LoRA factors are one buffer."""
+    clips_on_device: Decided[bool]
+    """Whether the optimizer clips and skips by itself, without the host."""
+
+    cuda_graphs: Decided[bool | None]
+    """Whether micro-steps are played back from CUDA graphs; None: the first steps show it."""
+
+    def named(self) -> Iterator[tuple[str, Decided[object]]]:
+        """(name, what was decided)."""
+        for each in fields(self):
+            yield each.name, getattr(self, each.name)
+
+    def as_json(self) -> dict[str, dict[str, object]]:
+        """For run.json and `estimate --json`."""
+        return {name: {"value": found.value, "reason": found.reason} for name, found in self.named()}
+
+    def line(self) -> str:
+        """For the console: what no other line there says."""
+        shown = {
+            "attention": self.attention,
+            "loss fused with the head": self.fused_head,
+            "adapter in one buffer": self.flat,
+            "clipping on the device": self.clips_on_device,
+            "CUDA graphs": self.cuda_graphs,
+        }
+        if self.reference.value != "none":
+            shown |= {"reference text": self.reference}
+        return "decided: " + ", ".join(f"{name}: {found}" for name, found in shown.items())
+
+
+def decide(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Decisions:
+    """The record of a configuration without `auto` for zero.stage; `model` None: it could not be built empty."""
+    ours = _own_elementwise(config, machine)
+    norms, swiglu, rotary = (_kernels(part, model, ours) for part in PARTS)
+    zero = engine_zero(config)
+    not_flat = why_not_flat(config)
+    return Decisions(
+        attention=_attention(config, machine, model),
+        own_elementwise=ours,
+        norms=norms,
+        swiglu=swiglu,
+        rotary=rotary,
+        adapters=_adapters(config, machine),
+        siblings=_siblings(config, machine),
+        recomputed_results=_recomputed_results(config, machine),
+        recomputes=Decided(config.training.gradient_checkpointing),
+        fused_head=_fused_head(config, machine, model),
+        reference=_reference(config),
+        gather=_gather(config),
+        flat=Decided(not_flat is None, not_flat or ""),
+        clips_on_device=Decided(guards_on_device(config.training, zero, machine.precision, machine.on_gpu)),
+        cuda_graphs=_cuda_graphs(config, machine),
+    )
+
+
+def decide_for_pictures(config: RunConfig, machine: Machine) -> Decisions:
+    """The record of a run on an image model: adapters and ZeRO as for language, the rest as diffusers has it."""
+    theirs = Decided[Kernels]("model", "an image model")
+    return replace(
+        decide(config, machine, None),
+        attention=Decided("sdpa"),
+        own_elementwise=Decided(False, "an image model"),
+        norms=theirs,
+        swiglu=theirs,
+        rotary=theirs,
+        recomputed_results=Decided("none", "an image model"),
+        fused_head=Decided(False, "an image model has no head"),
+        cuda_graphs=Decided(False, "an image model"),
+    )
+
+
+def _attention(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Decided[str]:
+    """What transformers chooses for `auto`; for packs the variable-length kernels where the model can take them."""
+    asked = config.model.attn_implementation
+    if asked != "auto":
+        return Decided(asked, "asked for")
+    if model is not None and model.sinks and model.registry and config.dataset.packing:
+        return Decided(VARLEN, "" if machine.flash else "attention sinks: document by document in plain torch")
+    if model is not None and not model.sdpa:
+        return Decided("eager", "the model knows no other")
+    if not config.dataset.packing:
+        return Decided("sdpa")
+    if not machine.flash:
+        return Decided("sdpa", "packs under a mask: no flash attention here")
+    if model is not None and not model.registry:
+        return Decided("sdpa", "packs under a mask: the model's attention cannot be replaced")
+    return Decided(VARLEN)
+
+
+def _own_elementwise(config: RunConfig, machine: Machine) -> Decided[bool]:
+    if config.ops.elementwise == "off":
+        return Decided(False, "ops.elementwise: off")
+    if not machine.on_gpu:
+        return Decided(False, "there is no GPU")
+    if config.training.torch_compile:
+        return Decided(False, "torch.compile fuses them")
+    if config.ops.backend not in ("auto", "cuda"):
+        return Decided(False, f"ops.backend: {config.ops.backend}")
+    return Decided(machine.own_kernels, "" if machine.own_kernels else "no CUDA kernels here")
+
+
+def _kernels(part: str, model: ModelFacts | None, ours: Decided[bool]) -> Decided[Kernels]:
+    """Ours where they give what the model's code gives."""
+    refusal = ours.reason if not ours.value or model is None else model.elementwise[part]
+    return Decided("model", refusal) if refusal or not ours.value else Decided("ours")
+
+
+def _adapters(config: RunConfig, machine: Machine) -> Decided[str]:
+    backend = config.ops.backend
+    if config.adapter == "none":
+        return Decided("none", "all weights are trained")
+    if config.training.qat:
+        return Decided("rounded", f"training.qat: {config.training.qat}")
+    if backend == "peft":
+        return Decided("peft", "asked for")
+    if backend == "auto" and not machine.on_gpu:
+        return Decided("peft", "ops.backend: auto on a CPU")
+    if backend == "reference" or (backend == "auto" and not machine.own_kernels):
+        return Decided("reference", "asked for" if backend == "reference" else "no CUDA kernels here")
+    return Decided("cuda")
+
+
+def _siblings(config: RunConfig, machine: Machine) -> Decided[bool]:
+    if _adapters(config, machine).value in ("none", "peft"):
+        return Decided(False)
+    if config.training.qat:
+        return Decided(False, "training.qat: each has a merged weight of its own")
+    if config.zero.stage == 3 and not gathers_by_layer(config):
+        return Decided(False, "zero.gather: module gathers each adapted layer for itself")
+    if config.training.torch_compile:
+        return Decided(False, "torch.compile traces each layer alone")
+    return Decided(True)
+
+
+def _recomputed_results(config: RunConfig, machine: Machine) -> Decided[str]:
+    """Gradient checkpointing keeps none of it; DeepSpeed's own stage 3 has taken the norm's weight away by then."""
+    if config.ops.recompute == "none" or config.adapter == "none":
+        return Decided("none", "ops.recompute: none" if config.adapter != "none" else "all weights are trained")
+    training = config.training
+    if training.gradient_checkpointing != "none" and training.gradient_checkpointing_layers is None:
+        return Decided("none", "training.gradient_checkpointing")
+    if engine_stage(config) == 3:
+        return Decided("none", "zero.gather: module")
+    if not _own_elementwise(config, machine).value:
+        return Decided("none", "not our kernels")
+    return Decided(config.ops.recompute)
+
+
+def _fused_head(config: RunConfig, machine: Machine, model: ModelFacts | None) -> Decided[bool | None]:
+    if model is not None and model.head:
+        return Decided(False, model.head)
+    if config.adapter == "none":
+        return Decided(False, "the head is trained")
+    if engine_stage(config) == 3:
+        return Decided(False, "DeepSpeed's stage 3 partitions the head")
+    return Decided(True if model is not None and model.head is not None else None)
+
+
+def _reference(config: RunConfig) -> Decided[str]:
+    scu = config.scu
+    if not scu.enabled or scu.measure != "kl":
+        return Decided("none")
+    if not config.dataset.packing:
+        return Decided("apart", "dataset.packing: false")
+    if scu.controller == "none":
+        return Decided("apart", "scu.controller: none wants no gradient of it")
+    if config.training.router_aux_loss:
+        return Decided("apart", "training.router_aux_loss balances experts over the training text alone")
+    return Decided("packed")
+
+
+def _cuda_graphs(config: RunConfig, machine: Machine) -> Decided[bool | None]:
+    asked = config.training.cuda_graphs
+    if asked == "off":
+        return Decided(False, "training.cuda_graphs: off")
+    if not machine.on_gpu:
+        return Decided(False, "there is no GPU")
+    if why_not := why_no_graphs(config):
+        return Decided(False, why_not)
+    return Decided(True, "asked for") if asked == "on" else Decided(None)
+
+
+def _gather(config: RunConfig) -> Decided[str]:
+    if config.zero.stage < 3:
+        return Decided("none")
+    if gathers_by_layer(config):
+        return Decided("layer")
+    return Decided("module", why_not_by_layer(config) or "asked for")

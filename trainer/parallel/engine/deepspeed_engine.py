@@ -1,0 +1,163 @@
+"""RunConfig to DeepSpeed's dictionary and engine; the only file that spells DeepSpeed's keys."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from trainer.config import AUTO, TrainingSection, UserError, ZeroSection
+from trainer.config.errors import shown
+from trainer.contract.known_versions import replaced
+from trainer.parallel.engine.layer_gather.shards import layer_shards_of
+from trainer.parallel.engine.partitioned import require_own_values_kept, require_partitioned, whole_size
+from trainer.parallel.engine.protocol import Engine
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def resolve_precision(precision: str, device: torch.device) -> str:
+    """`auto` is bf16 on cards of compute capability 8.0 and up, fp16 on older ones, fp32 on a CPU.
+
+    Raises UserError for a format that the device does not compute in.
+    """
+    if device.type != "cuda":
+        if precision == "fp16":
+            raise UserError("training.precision=fp16: needs a GPU, and there is none; use auto, bf16 or fp32")
+        return "fp32" if precision == "auto" else precision
+    has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+    if precision == "bf16" and not has_bf16:
+        card = torch.cuda.get_device_name(device)
+        raise UserError(f"training.precision=bf16: {card} has none (it needs compute capability 8.0); use auto or fp16")
+    if precision == "auto":
+        return "bf16" if has_bf16 else "fp16"
+    return precision
+
+
+def deepspeed_config(
+    training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool, *, one_gradient: bool = False
+) -> dict[str, Any]:
+    """The dictionary that `deepspeed.initialize` takes; `one_gradient`: the adapter is one flat tensor."""
+    # One gradient arrives at the very end of the backward pass: nothing is left to overlap with, and DeepSpeed 0.19.8
+    # makes the host wait for the device before every overlapped reduction.
+    overlaps = zero.overlap_comm and on_gpu and not one_gradient
+    partition: dict[str, Any] = {
+        "stage": zero.stage,
+        "contiguous_gradients": True,
+        # Stage 1 would reduce within the backward pass, before the ranks agree that none ran out of memory.
+        "overlap_comm": overlaps and not (zero.stage == 1 and training.on_oom == "halve"),
+        "reduce_bucket_size": zero.reduce_bucket_size,
+        "allgather_bucket_size": zero.allgather_bucket_size,
+    }
+    pin_memory = zero.pin_memory and on_gpu
+    if zero.offload_optimizer:
+        partition["offload_optimizer"] = {"device": "cpu", "pin_memory": pin_memory}
+    if zero.stage == 3:
+        partition |= {
+            "stage3_prefetch_bucket_size": zero.prefetch_bucket_size,
+            "stage3_param_persistence_threshold": zero.persistence_threshold,
+            "stage3_max_live_parameters": zero.max_live_parameters,
+        }
+        if zero.offload_parameters:
+            partition["offload_param"] = {"device": "cpu", "pin_memory": pin_memory}
+    clips = (zero.stage == 0 and precision == "fp32") or guards_on_device(training, zero, precision, on_gpu)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": training.batch_size,
+        "gradient_accumulation_steps": training.gradient_accumulation_steps,
+        # Left out, DeepSpeed 0.19.8 would clip at 1.0 by default.
+        "gradient_clipping": 0.0 if clips else training.max_grad_norm,
+        "zero_optimization": partition,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 2**31,
+        "wall_clock_breakdown": False,
+        # On by default, and waits for the device in every forward pass and every step.
+        "timers": {"throughput": {"enabled": False}},
+    }
+    if precision == "bf16":
+        # A step with a gradient that is not finite is then skipped, as with fp16, instead of destroying the weights.
+        config["bf16"] = {"enabled": True, "check_grad_overflow": not clips}
+    elif precision == "fp16":
+        # Without hysteresis, which stage 0 does not know: the scale falls at the first overflow, not at the second.
+        dynamic = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 1}
+        config["fp16"] = {"enabled": True, **dynamic}
+    return _merged(config, zero.extra)
+
+
+def guards_on_device(training: TrainingSection, zero: ZeroSection, precision: str, on_gpu: bool) -> bool:
+    """Whether the optimizer itself clips and skips: bf16 and 32-bit AdamW on a GPU at stages 1 and 2."""
+    in_one_piece = zero.stage in (1, 2) and not zero.offload_optimizer
+    return on_gpu and precision == "bf16" and in_one_piece and training.optimizer == "adamw"
+
+
+def check_extra_keys(training: TrainingSection, zero: ZeroSection) -> None:
+    """Raise UserError if DeepSpeed refuses a key of `zero.extra`, or the type of its value."""
+    if not zero.extra:
+        return
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from pydantic import ValidationError
+
+    stage = 2 if zero.stage == AUTO else zero.stage
+    config = deepspeed_config(
+        training.model_copy(update={"batch_size": 1}), zero.model_copy(update={"stage": stage}), "fp32", on_gpu=False
+    )
+    try:
+        DeepSpeedConfig(config)
+    except ValidationError as error:
+        found = error.errors()[0]
+        where = ".".join(map(str, found["loc"]))
+        raise UserError(f"zero.extra: DeepSpeed refuses {where}={found['input']}: {found['msg']}; change it") from None
+    except Exception as error:  # of every kind, for its parts read their keys in ways of their own
+        raise UserError(f"zero.extra={shown(zero.extra)}: DeepSpeed refuses it: {error}; change or remove it") from None
+
+
+@contextmanager
+def partitioning_announced(config: dict[str, Any]) -> Iterator[None]:
+    """Tell transformers and PEFT that parameters are partitioned, so that they gather what they read (stage 3)."""
+    from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+    announcement = HfDeepSpeedConfig(config) if config["zero_optimization"]["stage"] == 3 else None
+    try:
+        yield
+    finally:
+        if announcement is not None:
+            unset_hf_deepspeed_config()
+
+
+def start_engine(model: torch.nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Engine:
+    """DeepSpeed's engine around a model and its optimizer, as it comes: its faults are answered in trainer/patches."""
+    import deepspeed
+
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # DeepSpeed allocates its buckets whole: no larger than all the gradients that they can ever hold.
+    elements = sum(map(whole_size, trainable))
+    partition = config["zero_optimization"]
+    partition["reduce_bucket_size"] = max(1, min(partition["reduce_bucket_size"], elements))
+    if layer_shards_of(model) is not None:
+        require_own_values_kept()
+    # An engine on GPUs registers the passes of DeepSpeed's compiler, asked for or not, and imports Inductor for that.
+    with replaced(deepspeed.runtime.engine, "is_deepcompile_supported", lambda: False, "deepspeed"):
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trainable, config=config)
+    if partition["stage"] == 3:
+        require_partitioned(trainable)
+        _gather_with_the_adapted_layer(model)
+    return engine
+
+
+def _gather_with_the_adapted_layer(model: torch.nn.Module) -> None:
+    """The fused operators read a layer's weights past its children's forwards: gather them with the layer itself."""
+    import deepspeed
+    from peft.tuners.lora import LoraLayer
+
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            for parameter in module.parameters():
+                deepspeed.zero.register_external_parameter(module, parameter)
+
+
+def _merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in extra.items():
+        both_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merged(merged[key], value) if both_sections else value
+    return merged

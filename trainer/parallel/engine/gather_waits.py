@@ -1,0 +1,43 @@
+"""What a rank waits in its forward passes for the others' shares of the weights (ZeRO-3) is no work of its own."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from trainer.contract.known_versions import require
+from trainer.parallel.engine.layer_gather.shards import layer_shards_of
+from trainer.parallel.engine.layer_gather.unit import Waiting
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.group import Ranks
+from trainer.parallel.ranks.stragglers import StragglerWatch
+
+
+def watch_stragglers(engine: Engine, ranks: Ranks, say: Callable[[str], None]) -> StragglerWatch | None:
+    """A watch that knows of the waits for gathers; None for a rank alone. Every rank must call it."""
+    if ranks.world_size == 1:
+        return None
+    watch = StragglerWatch(ranks, engine.device, say)
+    shards = layer_shards_of(engine.module)
+    if shards is not None:
+        shards.time_waits(watch.waiting)
+    elif engine.zero_optimization_stage() == 3:
+        _time_fetches(engine, watch.waiting)
+    return watch
+
+
+def _time_fetches(engine: Engine, waiting: Waiting) -> None:
+    """Of DeepSpeed's own stage 3: in a fetch the compute stream does nothing but wait.
+
+    Read in DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py (`fetch_sub_module`): gathers and what
+    takes them apart run on a stream of their own.
+    """
+    offload = require(engine.optimizer, "parameter_offload", "deepspeed")
+    coordinator = require(offload, "get_param_coordinator", "deepspeed")()
+    fetch = require(coordinator, "fetch_sub_module", "deepspeed")
+
+    @wraps(fetch)
+    def timed(*arguments: Any, **options: Any) -> Any:
+        with waiting():
+            return fetch(*arguments, **options)
+
+    coordinator.fetch_sub_module = timed

@@ -1,0 +1,223 @@
+"""ZeRO-3 per layer: the frozen base is cut over the ranks and gathered one decoder layer at a time, a layer ahead.
+
+DeepSpeed's own stage 3 gathers parameter by parameter from hooks on every module, and the host cannot keep up with an
+adapted model. Here one all-gather (unit.py) brings a whole layer while the layer before it computes, and DeepSpeed's
+engine runs at stage 2 on the adapter, which is whole on every rank.
+
+Two units are gathered at most: the one in use and the one that comes next. In the backward pass the gradient of a
+layer's output is the sign that all later layers are done. Under gradient checkpointing the recomputation happens after
+that sign, with the layer's weights in place.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from trainer.parallel.engine.layer_gather.unit import ShardedUnit, Waiting, slots_of
+from trainer.parallel.engine.layer_gather.units_of_model import UnitPlan, plan_units
+from trainer.parallel.engine.partitioned import keep_own_values
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A module whose forward reads a unit."""
+
+    unit: ShardedUnit
+    module: nn.Module
+    has_backward: bool
+    """False for embeddings: the gradient ends there."""
+
+
+class LayerShards:
+    """The units of a model, in the order of its forward pass, and the hooks that gather them just in time."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        in_host_memory: bool = False,
+        pin_memory: bool = True,
+        keep_whole: Sequence[str] = (),
+        keep_embeddings: bool = False,
+    ) -> None:
+        """`keep_whole`: how the names of modules end that are not cut, because they are trained in full.
+
+        `keep_embeddings`: the embedding and the head are not cut, because they will grow.
+        """
+        self.units: list[ShardedUnit] = []
+        self._device = device
+        self._in_host_memory, self._pin_memory = in_host_memory, pin_memory
+        self._keep_whole = tuple(keep_whole)
+        self._keep_embeddings = keep_embeddings
+        self._plan: dict[str, UnitPlan] = {}
+        self._modules: set[int] = set()
+        self._unit_of: dict[int, ShardedUnit] = {}
+        self._steps: list[_Step] = []
+        self._hooks: list[RemovableHandle] = []
+        self._current: ShardedUnit | None = None
+        self._in_backward = False
+
+    def plan(self, model: nn.Module) -> None:
+        """Decide on the units of a model that has no weights yet."""
+        units = plan_units(model, self._keep_whole, keep_embeddings=self._keep_embeddings)
+        self._plan = {unit.last_module: unit for unit in units}
+
+    def cut_if_whole(self, model: nn.Module, path: str) -> None:
+        """Cut the unit whose last module, at `path`, has just been filled; every rank must call it for every module."""
+        plan = self._plan.pop(path, None)
+        if plan is None:
+            return
+        parameters = [model.get_parameter(name) for name in plan.parameters]
+        slots = [slot for parameter in parameters for slot in slots_of(parameter)]
+        unit = ShardedUnit(
+            plan.path, slots, self._device, in_host_memory=self._in_host_memory, pin_memory=self._pin_memory
+        )
+        self.units.append(unit)
+        self._modules.add(id(model.get_submodule(plan.path)))
+        for parameter in parameters:
+            parameter.requires_grad_(False)
+            keep_own_values(parameter)
+            self._unit_of[id(parameter)] = unit
+
+    def attach(self, model: Any) -> None:
+        """Hook the modules that read the units, of the adapted model, before its first forward pass."""
+        assert not self._plan, f"never filled: {sorted(self._plan)}"
+        self._steps = list(self._readers(model))
+        for index, step in enumerate(self._steps):
+            before, after = partial(self._before_forward, index), partial(self._after_forward, index)
+            self._hooks.append(step.module.register_forward_pre_hook(before))
+            self._hooks.append(step.module.register_forward_hook(after))
+        model.layer_shards = self
+
+    def detach(self, model: Any) -> None:
+        """The opposite: the model no longer gathers what was cut."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        del model.layer_shards
+
+    def _readers(self, model: nn.Module) -> Iterator[_Step]:
+        """The modules to hook: the outermost ones whose own forward may read a unit's weights without calling a child.
+
+        These are decoder layers, adapted linear layers, and modules that hold weights themselves.
+        """
+        from peft.tuners.lora import LoraLayer
+
+        below: tuple[str, ...] = ()
+        for path, module in model.named_modules():
+            unit = next((self._unit_of[id(p)] for p in module.parameters() if id(p) in self._unit_of), None)
+            if unit is None or path.startswith(below or "."):
+                continue
+            reads_own = any(id(parameter) in self._unit_of for parameter in module.parameters(recurse=False))
+            if reads_own or id(module) in self._modules or isinstance(module, LoraLayer):
+                below = (*below, f"{path}.")
+                base = module.get_base_layer() if isinstance(module, LoraLayer) else module
+                yield _Step(unit, module, has_backward=not isinstance(base, nn.Embedding))
+
+    @contextmanager
+    def gathered(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """The weights of these modules for reading outside of their forward; every rank must enter."""
+        found = [self._unit_of.get(id(parameter)) for module in modules for parameter in module.parameters()]
+        units = [unit for unit in dict.fromkeys(found) if unit is not None]
+        for unit in units:
+            unit.start()
+            unit.wait()
+        try:
+            yield
+        finally:
+            for unit in units:
+                if unit is not self._current:
+                    unit.free()
+
+    def time_waits(self, waiting: Waiting) -> None:
+        """From now on, every wait of the compute stream for a gather (on a CPU, of the caller) is in such a block."""
+        for unit in self.units:
+            unit.waiting = waiting
+
+    def line(self) -> str:
+        """For the console."""
+        held = sum(unit.bytes_held for unit in self.units) / 2**30
+        largest = max((unit.bytes_gathered for unit in self.units), default=0) / 2**30
+        where = "in its host memory" if self._in_host_memory else "on it"
+        return (
+            f"base: cut into {len(self.units)} layers, of which each rank has {held:.2f} GiB {where}; gathered one "
+            f"ahead, two of at most {largest:.2f} GiB at a time (zero.gather: layer)"
+        )
+
+    def _before_forward(self, index: int, *_: Any) -> None:
+        # Inside a backward pass this is a recomputation, and the way goes down.
+        self._enter(index, backward=_runs_backward())
+
+    def _after_forward(self, index: int, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if _runs_backward():
+            return
+        if torch.is_grad_enabled():
+            if self._steps[index].has_backward:
+                for tensor in _tensors(output):
+                    if tensor.requires_grad:
+                        tensor.register_hook(partial(self._before_backward, index))
+        elif index == len(self._steps) - 1:
+            self._end_of_pass()
+
+    def _before_backward(self, index: int, _grad: Tensor) -> None:
+        # The gradient of a layer's output is complete: all later layers are done with their weights.
+        self._enter(index, backward=True)
+
+    def _enter(self, index: int, *, backward: bool) -> None:
+        """Have this step's unit, let the one that comes next be on its way, and free all others."""
+        unit, coming = self._steps[index].unit, self._coming(index, backward)
+        for other in self.units:
+            if other is not unit and other is not coming:
+                other.free()
+        unit.start()
+        unit.wait()
+        self._current = unit
+        if coming is not None:
+            coming.start()
+        if backward and not self._in_backward:
+            Variable._execution_engine.queue_callback(self._after_backward)
+        self._in_backward = backward
+
+    def _coming(self, index: int, backward: bool) -> ShardedUnit | None:
+        """After the last step of a forward pass comes its backward, or the next pass; so it does after a backward."""
+        if not backward and index + 1 < len(self._steps):
+            return self._steps[index + 1].unit
+        if backward or torch.is_grad_enabled():
+            return self._steps[index - 1].unit if index else None
+        return self._steps[0].unit
+
+    def _after_backward(self) -> None:
+        self._in_backward = False
+        self._end_of_pass()
+
+    def _end_of_pass(self) -> None:
+        """Free all but what the next pass begins with."""
+        for unit in self.units:
+            if unit is not self._steps[0].unit:
+                unit.free()
+        self._current = None
+
+
+def layer_shards_of(model: Any) -> LayerShards | None:
+    """The model's shards, if its base is gathered per layer."""
+    return getattr(model, "layer_shards", None)
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, dict):
+        yield from (tensor for value in output.values() for tensor in _tensors(value))
+    elif isinstance(output, (tuple, list)):
+        yield from (tensor for value in output for tensor in _tensors(value))
+
+
+def _runs_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)

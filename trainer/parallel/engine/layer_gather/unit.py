@@ -1,0 +1,118 @@
+"""One unit of ZeRO-3 per layer: tensors whose bytes are cut over the ranks, gathered by one collective, and freed.
+
+All tensors of a unit, whatever their types, lie in one buffer of bytes and are views of it for good. Gathering gives
+the buffer's storage memory and one all-gather fills it; freeing takes the memory away. No Parameter is touched, and
+whatever autograd saved of a weight between forward and backward (the Parameter, a view, a transpose) finds the gathered
+bytes again: they are one storage (the idea is FSDP's, Zhao et al. 2023). What is not gathered points nowhere: reading
+it ends the process and cannot give a wrong number.
+
+Streams: a collective runs on the process group's own stream, begins after what the compute stream was given before,
+and the compute stream waits for it. Memory is taken and given back in the order of the compute stream.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from trainer.contract.known_versions import require
+from trainer.parallel.engine.linear_layers import packed_state
+
+ALIGNMENT_BYTES = 256  # what torch's own allocator gives every tensor
+Waiting = Callable[[], AbstractContextManager[None]]
+Slot = tuple[Tensor, Callable[[Tensor], None]]  # a tensor, and what puts another in its place
+
+
+class ShardedUnit:
+    """Tensors that are gathered and freed together; 1/world of their bytes lie on this rank, on its GPU or host."""
+
+    def __init__(
+        self, name: str, slots: Sequence[Slot], device: torch.device, *, in_host_memory: bool, pin_memory: bool
+    ) -> None:
+        """Cuts what is in the slots and leaves freed views in their place."""
+        self.name = name
+        self.waiting: Waiting = nullcontext
+        self._rank, self._world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        offsets, end = [], 0
+        for tensor, _ in slots:
+            offsets.append(end)
+            end += _aligned(tensor.nbytes)
+        share = _aligned(-(-end // self._world))
+        self._whole = torch.empty(share * self._world, dtype=torch.uint8, device=device)
+        for (tensor, replace), offset in zip(slots, offsets, strict=True):
+            view = self._whole.narrow(0, offset, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+            view.copy_(tensor.detach())
+            replace(view.data)  # with a version counter of its own: gathering is no change that autograd must see
+        self._storage = self._whole.untyped_storage()
+        self._own = self._whole.narrow(0, self._rank * share, share)
+        on_host = in_host_memory and device.type == "cuda"
+        self._share = self._own.to("cpu" if on_host else device, copy=True)
+        if on_host and pin_memory:
+            self._share = self._share.pin_memory()
+        self._copies = torch.cuda.Stream(device) if on_host else None
+        self._arrival: Any = None  # of a gather that nobody has waited for
+        self.is_gathered = True
+        self.free()
+
+    @property
+    def bytes_held(self) -> int:
+        """What this rank keeps of the unit all the time."""
+        return self._share.nbytes
+
+    @property
+    def bytes_gathered(self) -> int:
+        """What the unit takes while it is gathered."""
+        return self._whole.nbytes
+
+    def start(self) -> None:
+        """Begin to gather, unless that was begun; every rank must call it, in the same order."""
+        if self.is_gathered:
+            return
+        self.is_gathered = True
+        with record_function(f"zerolora: gather {self.name}"):
+            self._storage.resize_(self._whole.nbytes)
+            if self._copies is None:
+                self._arrival = _all_gather(self._whole, self._share)
+                return
+            self._copies.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._copies):
+                self._own.copy_(self._share, non_blocking=True)
+                self._arrival = _all_gather(self._whole, self._own) if self._world > 1 else self._copies.record_event()
+
+    def wait(self) -> None:
+        """Let the current stream wait for the bytes (on a CPU, the caller)."""
+        if self._arrival is not None:
+            with record_function(f"zerolora: wait for {self.name}"), self.waiting():
+                self._arrival.wait()
+            self._arrival = None
+
+    def free(self) -> None:
+        """Give the gathered memory back."""
+        if self.is_gathered:
+            self.wait()  # nothing may arrive in memory that is no longer the unit's
+            self._storage.resize_(0)
+            self.is_gathered = False
+
+
+def slots_of(parameter: nn.Parameter) -> Iterator[Slot]:
+    """The parameter's memory, and for a 4-bit weight the scales of its blocks."""
+    yield parameter, partial(setattr, parameter, "data")
+    state = packed_state(parameter)
+    while state is not None:
+        yield state.absmax, partial(setattr, state, "absmax")
+        state = state.state2 if require(state, "nested", "bitsandbytes") else None
+
+
+def _all_gather(whole: Tensor, share: Tensor) -> Any:
+    # torch 2.13 has given the collective another name.
+    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+    return gather(whole, share, async_op=True)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

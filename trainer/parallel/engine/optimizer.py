@@ -1,0 +1,86 @@
+"""The optimizer and its schedule: AdamW in 32 or 8 bits, LoRA+ groups, transformers' learning-rate curves."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trainer.config import LoraSection, ScuSection, TrainingSection
+from trainer.data.step_count import warmup_steps
+from trainer.parallel.engine.flat_adapter import FLAT, UP
+from trainer.parallel.engine.partitioned import whole_shape
+
+
+def build_optimizer(
+    model: torch.nn.Module, training: TrainingSection, lora: LoraSection, *, fused: bool
+) -> torch.optim.Optimizer:
+    """AdamW over the trainable parameters, in groups of equal learning rate and decay.
+
+    LoRA+ (Hayou et al., 2024): the factor B learns `loraplus_lr_ratio` times as fast as A. Vectors (norms, biases,
+    DoRA magnitudes) carry no weight decay.
+    """
+    ratio = lora.loraplus_lr_ratio or 1.0
+    groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            # Under ZeRO-3 a partitioned parameter is flat; DeepSpeed keeps its true shape. A flat adapter is matrices.
+            dimensions = 2 if name.startswith(FLAT) else len(whole_shape(parameter))
+            is_up = "lora_B" in name or "lora_embedding_B" in name or name == f"{FLAT}{UP}"
+            rate = training.learning_rate * (ratio if is_up else 1.0)
+            decay = training.weight_decay if dimensions > 1 else 0.0
+            groups.setdefault((rate, decay), []).append(parameter)
+    param_groups = [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in groups.items()]
+    betas = (training.adam_beta1, training.adam_beta2)
+    if training.optimizer == "adamw_8bit":
+        import bitsandbytes
+
+        return bitsandbytes.optim.AdamW8bit(param_groups, betas=betas, eps=training.adam_epsilon)
+    return torch.optim.AdamW(param_groups, betas=betas, eps=training.adam_epsilon, fused=fused)
+
+
+def build_schedule(
+    optimizer: torch.optim.Optimizer, training: TrainingSection, total_steps: int, *, floor: float = 0.0
+) -> Any:
+    """transformers' schedule of the learning rate over the optimizer steps of the run.
+
+    After warm-up the rate falls no lower than `floor` of its peak.
+    """
+    from transformers import get_scheduler
+
+    kwargs: dict[str, Any] = {}
+    if training.lr_scheduler == "cosine_with_min_lr":
+        kwargs["min_lr_rate"] = training.min_lr_ratio
+    warmup = warmup_steps(training, total_steps)
+    schedule = get_scheduler(
+        training.lr_scheduler,
+        optimizer,
+        num_warmup_steps=warmup,
+        num_training_steps=total_steps,
+        scheduler_specific_kwargs=kwargs or None,
+    )
+    if floor:
+        schedule.lr_lambdas = [_with_floor(curve, floor, warmup) for curve in schedule.lr_lambdas]
+    return schedule
+
+
+def rate_floor(scu: ScuSection) -> float:
+    """The floor that the SCU's controller asks for while it works."""
+    return scu.rate_floor if scu.enabled and scu.controller == "pi" else 0.0
+
+
+def _with_floor(curve: Callable[[int], float], floor: float, warmup: int) -> Callable[[int], float]:
+    return lambda step: curve(step) if step < warmup else max(curve(step), floor)
+
+
+def restore_schedule(schedule: Any, steps: int) -> None:
+    """Put a fresh schedule at `steps` scheduler steps, as if it had been stepped there."""
+    schedule.last_epoch = steps
+    rates = [base * curve(steps) for base, curve in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
+
+
+def planned_rates(schedule: Any, total_steps: int) -> list[float]:
+    """The learning rate of the first parameter group at every step to come."""
+    return [float(schedule.base_lrs[0] * schedule.lr_lambdas[0](step)) for step in range(total_steps)]

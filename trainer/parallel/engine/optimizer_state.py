@@ -1,0 +1,287 @@
+"""The optimizer's 32-bit state out of a DeepSpeed engine and back, whatever the stage and the number of ranks.
+
+DeepSpeed keeps master weights and moments in flat partitions whose cuts depend on stage and rank count. A `Shard` says
+where one trained tensor lies in the partition that this rank holds; with it what was saved by other cuts
+(trainer/parallel/engine/state_pieces.py) is copied back into any partitioning. Read in DeepSpeed 0.19.8:
+stage_1_and_2.py (`_hp_mapping`), stage3.py (`grad_position`), fp16/unfused_optimizer.py (`fp32_groups`).
+Why not by `deepspeed.utils.safe_get_full_*` and `safe_set_full_*`: docs/decisions/09-checkpoints.md.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from trainer.contract.known_versions import require
+from trainer.parallel.engine.eight_bit_moments import (
+    EIGHT_BIT,
+    EIGHT_BIT_BLOCK,
+    dequantised,
+    requantise,
+)
+from trainer.parallel.engine.flat_adapter import flat_adapter_of, trained_parameters
+from trainer.parallel.engine.partitioned import whole_shape, whole_size
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.engine.state_pieces import LAYOUT, QUANTITIES, Pieces
+
+Named = tuple[str, torch.nn.Parameter]
+Dense = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Elements [param_start, param_start + length) of a trained tensor lie at `holder_start` of a flat holder."""
+
+    name: str
+    holder: torch.Tensor
+    holder_start: int
+    param_start: int
+    length: int
+
+
+class EngineState:
+    """Master weights and AdamW moments by parameter name. Every rank must take part in each call."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._optimizer = engine.basic_optimizer
+        self._trained: list[Named] = trained_parameters(engine.module)
+        self._shards = list(_shards(engine, self._trained))
+        self._holders = list({id(holder): holder for holder in _holders(engine)}.values())
+
+    def pieces(self) -> Pieces | None:
+        """This rank's part, on its device: views of the real tensors, copies of 8-bit moments only.
+
+        None on a rank that holds nothing which rank 0 does not hold.
+        """
+        if not self._engine.zero_optimization_stage() and self._engine.global_rank:
+            return None
+        numbers = {id(holder): number for number, holder in enumerate(self._holders)}
+        tensors = {
+            f"{quantity}/{number}": values.float()
+            for number, holder in enumerate(self._holders)
+            for quantity, values in self._dense(holder).items()
+        }
+        own = [shard for shard in self._shards if shard.length]
+        shards = [[s.name, numbers[id(s.holder)], s.holder_start, s.param_start, s.length] for s in own]
+        names = {shard.name for shard in own}
+        shapes = {name: list(whole_shape(parameter)) for name, parameter in self._trained if name in names}
+        entries = [self._optimizer.state.get(holder, {}) for holder in self._holders]
+        offsets = self._block_offsets()
+        if offsets is None or any(entry.get("state1", torch.empty(0)).dtype != torch.uint8 for entry in entries):
+            return Pieces(tensors, shards, shapes)
+        for number, entry in enumerate(entries):
+            tensors |= {f"scales/{quantity}/{number}": entry[scale] for quantity, (_, scale, _) in EIGHT_BIT.items()}
+        return Pieces(tensors, shards, shapes, offsets, self._layout())
+
+    def sizes(self) -> list[tuple[int, torch.device]]:
+        """Bytes and device of what `pieces` has once there are moments, but for the scales of 8-bit ones."""
+        if not self._engine.zero_optimization_stage() and self._engine.global_rank:
+            return []
+        return [(4 * holder.numel(), holder.device) for holder in self._holders for _ in QUANTITIES]
+
+    def misfit(self, state: dict[str, torch.Tensor]) -> str | None:
+        """Where `state`, as `whole_state` gives it, has other trained tensors than this engine; None if it fits."""
+        for name, parameter in self._trained:
+            found = state.get(f"master/{name}")
+            if found is None:
+                return f"it has no {name}"
+            if found.shape != whole_shape(parameter):
+                return f"{name} is {list(found.shape)} there and {list(whole_shape(parameter))} here"
+        more = len([name for name in state if name.startswith("master/")]) - len(self._trained)
+        return f"it has {more} trained tensors more than this run" if more else None
+
+    def restore(self, state: dict[str, torch.Tensor], steps: int) -> bool:
+        """Write back what `whole_state` gave after `steps` optimizer steps; the working copies of the weights follow.
+
+        False if 8-bit moments had to be rounded again.
+        """
+        if steps:
+            self._create_moments(steps)
+        dense = {id(holder): self._dense(holder) for holder in self._holders}
+        for shard in self._shards:
+            for quantity in QUANTITIES if steps else ("master",):
+                piece = state[f"{quantity}/{shard.name}"].reshape(-1).narrow(0, shard.param_start, shard.length)
+                dense[id(shard.holder)][quantity].narrow(0, shard.holder_start, shard.length).copy_(piece)
+        exact = True
+        for index, holder in enumerate(self._holders):
+            entry = self._optimizer.state.get(holder, {})
+            for quantity, names in EIGHT_BIT.items():
+                if names[0] in entry and entry[names[0]].dtype == torch.uint8:
+                    scales = self._scales_of(state, quantity, index, entry[names[1]])
+                    exact &= requantise(entry, names, dense[id(holder)][quantity], scales)
+        self._refresh_working_copies(state)
+        return exact
+
+    def raw(self) -> dict[str, torch.Tensor]:
+        """This rank's 8-bit moments themselves (none for 32-bit ones); they fit the same partitioning only."""
+        return {
+            f"{index}/{key}": value.detach()
+            for index, holder in enumerate(self._holders)
+            for key, value in self._optimizer.state.get(holder, {}).items()
+            if torch.is_tensor(value) and key in ("state1", "state2", "absmax1", "absmax2")
+        }
+
+    def restore_raw(self, raw: dict[str, torch.Tensor]) -> bool:
+        """Write back this rank's own 8-bit moments; False, and nothing written, if they are of another partitioning."""
+        own = {}
+        for name in raw:
+            index, key = name.split("/")
+            own[name] = self._optimizer.state[self._holders[int(index)]][key]
+        if any(own[name].shape != value.shape for name, value in raw.items()):
+            return False
+        for name, value in raw.items():
+            own[name].copy_(value)
+        return True
+
+    def _scales_of(
+        self, state: dict[str, torch.Tensor], quantity: str, index: int, like: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The saved scales of a holder's blocks, if those were cut as they are here."""
+        offsets, saved = self._block_offsets(), state.get(f"scales/{quantity}/{index}")
+        if offsets is None or saved is None or int(state[LAYOUT]) != self._layout():
+            return None
+        own = torch.zeros_like(like)  # beyond the end of the saved ones there is padding only
+        part = saved[offsets[index] // EIGHT_BIT_BLOCK :][: len(own)]
+        own[: len(part)].copy_(part)
+        return own
+
+    def _block_offsets(self) -> list[int] | None:
+        """Where this rank's holders begin in the flat buffers, all of whose blocks are whole on one rank; else None."""
+        flat, stage = flat_adapter_of(self._engine.module), self._engine.zero_optimization_stage()
+        if flat is None or stage == 3 or len(flat.members) != len(self._trained):
+            return None
+        sizes = [holder.numel() for holder in self._holders]
+        if len(sizes) != len(flat.buffers) or any(size % EIGHT_BIT_BLOCK for size in sizes):
+            return None
+        return [size * self._engine.global_rank if stage else 0 for size in sizes]
+
+    def _layout(self) -> int:
+        """A number for where each factor lies in the flat buffers."""
+        flat = flat_adapter_of(self._engine.module)
+        assert flat is not None, "a layout without a flat adapter"
+        return xxhash.xxh3_64_intdigest(json.dumps(sorted(flat.spans().items())).encode()) >> 1  # fits an int64
+
+    def steps_taken(self) -> int:
+        """Optimizer steps that the moments have seen."""
+        steps = [entry["step"] for holder in self._holders if (entry := self._optimizer.state.get(holder))]
+        return max((int(float(step)) for step in steps), default=0)
+
+    def _dense(self, holder: torch.Tensor) -> Dense:
+        """The holder's values and moments, flat, fp32: views of the real ones, or copies of 8-bit ones."""
+        entry = self._optimizer.state.get(holder, {})
+        dense = {"master": holder.detach().reshape(-1)}
+        for quantity, (values, scales, codes) in EIGHT_BIT.items():
+            if quantity in entry:
+                dense[quantity] = entry[quantity].reshape(-1)
+            elif values not in entry:
+                dense[quantity] = torch.zeros_like(dense["master"])
+            elif entry[values].dtype == torch.uint8:
+                dense[quantity] = dequantised(entry[values], entry[scales], entry[codes])
+            else:  # bitsandbytes keeps small tensors in 32 bits
+                dense[quantity] = entry[values].reshape(-1)
+        return dense
+
+    def _create_moments(self, steps: int) -> None:
+        """A fresh engine has no moments: make zeros of the right kind, on every flat partition."""
+        for group_index, group in enumerate(self._optimizer.param_groups):
+            for holder in self._group_holders(group_index, group):
+                if not isinstance(self._optimizer, torch.optim.AdamW):
+                    init_state = require(self._optimizer, "init_state", "bitsandbytes")
+                    members, group["params"] = group["params"], [holder]  # where it looks its parameter up
+                    init_state(group, holder, group_index, 0)
+                    group["params"] = members
+                    self._optimizer.state[holder]["step"] = steps
+                else:
+                    on_device = group.get("fused") or group.get("capturable")
+                    self._optimizer.state[holder] = {
+                        "step": torch.tensor(float(steps), device=holder.device if on_device else "cpu"),
+                        "exp_avg": torch.zeros_like(holder),
+                        "exp_avg_sq": torch.zeros_like(holder),
+                    }
+
+    def _group_holders(self, group_index: int, group: dict[str, Any]) -> list[torch.Tensor]:
+        """Stage 3 puts a sub-group's partition into its group only while it steps; the others leave it there."""
+        if self._engine.zero_optimization_stage() < 3:
+            return list(group["params"])
+        zero = self._engine.optimizer
+        to_group = zero.sub_group_to_group_id
+        return [flat for i, flat in enumerate(zero.fp32_partitioned_groups_flat) if to_group[i] == group_index]
+
+    def _refresh_working_copies(self, state: dict[str, torch.Tensor]) -> None:
+        """The weights that the forward pass reads: every rank writes the whole tensor, or its part under stage 3."""
+        import deepspeed
+
+        stage = self._engine.zero_optimization_stage()
+        for name, parameter in self._trained:
+            value = state[f"master/{name}"].to(self._engine.device, parameter.dtype)
+            if stage == 3:
+                with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                    parameter.data.copy_(value.view_as(parameter.data))
+            else:
+                parameter.data.copy_(value.view_as(parameter.data))
+
+
+def _shards(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
+    """Where the trained tensors lie; those of a flat adapter where their part of its buffer lies."""
+    flat = flat_adapter_of(engine.module)
+    if flat is None:
+        yield from _shards_of_parameters(engine, trained)
+        return
+    spans = flat.spans()
+    buffers = [(f"{index}", buffer) for index, buffer in enumerate(flat.buffers)]
+    of_buffers = {int(shard.name): shard for shard in _shards_of_parameters(engine, buffers)}
+    for name, (buffer, start, length) in spans.items():
+        shard = of_buffers.get(buffer)
+        if shard is None:
+            continue
+        first = max(start, shard.param_start)
+        end = min(start + length, shard.param_start + shard.length)
+        if first < end:
+            holder_start = shard.holder_start + first - shard.param_start
+            yield Shard(name, shard.holder, holder_start, first - start, end - first)
+    yield from _shards_of_parameters(engine, [(name, parameter) for name, parameter in trained if name not in spans])
+
+
+def _shards_of_parameters(engine: Engine, trained: list[Named]) -> Iterator[Shard]:
+    stage = engine.zero_optimization_stage()
+    optimizer = engine.optimizer
+    if stage == 0:
+        master = _masters_of_stage_0(optimizer)
+        for name, parameter in trained:
+            yield Shard(name, master.get(id(parameter), parameter), 0, 0, parameter.numel())
+    elif stage == 3:
+        for name, parameter in trained:
+            group, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            param_start = min(length * engine.global_rank, whole_size(parameter))
+            # The last rank's partition is padded.
+            length = min(length, whole_size(parameter) - param_start)
+            yield Shard(name, optimizer.fp32_partitioned_groups_flat[group], start, param_start, length)
+    else:
+        for name, parameter in trained:
+            mapping = require(parameter, "_hp_mapping", "deepspeed")
+            if mapping is not None:  # None: no part of this tensor is in this rank's partition
+                holder = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
+                part, whole = mapping.hp_fragment_address, mapping.lp_fragment_address
+                yield Shard(name, holder, part.start, whole.start, part.numel)
+
+
+def _masters_of_stage_0(optimizer: Any) -> dict[int, torch.Tensor]:
+    """In 16 bits stage 0 wraps the optimizer and keeps 32-bit copies; in 32 bits the parameter is its own master."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return {}
+    pairs = zip(
+        require(optimizer, "fp16_groups", "deepspeed"), require(optimizer, "fp32_groups", "deepspeed"), strict=True
+    )
+    return {id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)}
+
+
+def _holders(engine: Engine) -> Iterator[torch.Tensor]:
+    if engine.zero_optimization_stage() == 3:
+        yield from engine.optimizer.fp32_partitioned_groups_flat
+    else:
+        for group in engine.basic_optimizer.param_groups:
+            yield from group["params"]

@@ -1,0 +1,78 @@
+"""The optimizer's state as each rank holds it, for a checkpoint's files, and put together again from those files.
+
+A rank writes its own flat partitions and where each trained tensor lies in them, so that a save communicates nothing:
+no rank sees the moments of another. Who reads puts the tensors together by name, for any stage and number of ranks.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer.parallel.engine.eight_bit_moments import EIGHT_BIT_BLOCK
+
+LAYOUT = "scales/layout"
+QUANTITIES = ("master", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """One rank's part: flat tensors "master/0", "exp_avg/0", "scales/exp_avg/0", ... by number of the partition."""
+
+    tensors: Mapping[str, torch.Tensor]
+    shards: list[list[Any]]
+    """[name, partition, start in it, start in the tensor, elements], of trained tensors."""
+    shapes: dict[str, list[int]]
+    """Of the trained tensors that this rank has a part of."""
+    offsets: list[int] | None = None
+    """Where the partitions begin in the flat buffers, if the blocks of 8-bit moments are cut alike on all ranks."""
+    layout: int = 0
+    """A number for where each factor lies in those buffers."""
+
+    def metadata(self) -> dict[str, str]:
+        """Everything that is not a tensor, for the header of a file."""
+        rest = {"shards": self.shards, "shapes": self.shapes, "offsets": self.offsets, "layout": self.layout}
+        return {"pieces": json.dumps(rest)}
+
+    @classmethod
+    def read(cls, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> "Pieces":
+        """The inverse of `tensors` and `metadata`."""
+        return cls(tensors, **json.loads(metadata["pieces"]))
+
+
+def whole_state(parts: Iterable[Pieces]) -> dict[str, torch.Tensor]:
+    """All trained tensors as {"master/NAME", "exp_avg/NAME", "exp_avg_sq/NAME"}: whole, fp32, on the CPU.
+
+    With 8-bit moments whose blocks are cut alike, their scales over the flat buffers as well, and the LAYOUT of those.
+    """
+    state: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for name, holder, holder_start, start, length in part.shards:
+            for quantity in QUANTITIES:
+                piece = part.tensors[f"{quantity}/{holder}"].narrow(0, holder_start, length)
+                whole = _zeros(state, f"{quantity}/{name}", torch.Size(part.shapes[name]), piece)
+                whole.view(-1).narrow(0, start, length).copy_(piece)
+        if part.offsets is not None and part.layout:
+            state[LAYOUT] = torch.tensor(part.layout)
+            _add_scales(state, part, part.offsets)
+    return state
+
+
+def _zeros(state: dict[str, torch.Tensor], name: str, shape: torch.Size, like: torch.Tensor) -> torch.Tensor:
+    if name not in state:
+        state[name] = torch.zeros(shape, dtype=like.dtype)
+    return state[name]
+
+
+def _add_scales(state: dict[str, torch.Tensor], part: Pieces, offsets: list[int]) -> None:
+    for name, own in part.tensors.items():
+        if not name.startswith("scales/"):
+            continue
+        start = offsets[int(name.rpartition("/")[2])] // EIGHT_BIT_BLOCK
+        before = state.get(name, own.new_zeros(0))
+        whole = own.new_zeros(max(len(before), start + len(own)))
+        whole[: len(before)] = before
+        whole[start : start + len(own)] = own
+        state[name] = whole

@@ -1,0 +1,249 @@
+"""The ranks compare themselves before they work together: one code, one configuration, one set of versions.
+
+Rank 0 collects a report from each rank in the key-value store in which the process group will be formed, and answers
+all of them. Not by a collective: a rank that sees no GPU would form a gloo group while the others wait in NCCL.
+"""
+
+import hashlib
+import itertools
+import json
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from trainer.config import RunConfig, UserError, collective_timeout
+from trainer.contract.folder_lock import is_seen
+from trainer.contract.rank_variables import host_name
+from trainer.contract.versions import installed_version, package_versions
+from trainer.parallel.ranks.group import Ranks, find_meeting_point, told_if_taken
+from trainer.parallel.ranks.progress import WAITING_PHASE, phase
+
+PACKAGES = ("trainer", "ops")
+FIXES = {
+    "code": "use one checkout on a shared file system, or bring all hosts to the same commit",
+    "configuration": "give every rank the same file and settings",
+    "device": "`zerolora doctor` on the host that differs",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank says of itself."""
+
+    rank: int
+    host: str
+    device: str
+    """Its kind, `cuda NVIDIA H200` or `cpu`."""
+    device_id: str
+    """Different for any two GPUs; empty for a CPU, which ranks may share."""
+    facts: dict[str, str]
+    """What must be the same everywhere, by name."""
+    sees_folder: bool = True
+    """Whether what rank 0 writes into the output folder can be read there."""
+
+
+_MEETINGS, _DECISIONS = itertools.count(), itertools.count()
+# Rank 0 serves the store, in which all of them meet next, as long as it keeps it.
+_SERVERS: list[Any] = []
+Decision = TypeVar("Decision")
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks, found alike."""
+
+    summary: str
+    """One line: how many ranks, where, on what."""
+    store: Any
+    """On rank 0 the server where the process group is formed: keep it until then."""
+    hosts: int = 1
+    token: str = ""
+    """That of the lock which rank 0 holds in the output folder, and which all have seen there."""
+
+
+def meet(ranks: Ranks, config: RunConfig, token: str = "") -> World:
+    """Compare all ranks. Every rank must call it, before the process group is formed.
+
+    `token` on rank 0 is that of the lock it holds in the output folder, which every rank must see there.
+
+    Raises UserError, on every rank, with the names of the hosts that differ; TimeoutError if a rank does not come
+    within `training.timeout_minutes`, or what the watchdog needs if that is longer.
+    """
+    report = own_report(ranks, config)
+    if ranks.world_size == 1:
+        return World(summary([report]), None)
+    with phase(WAITING_PHASE):
+        find_meeting_point(ranks)  # below mpirun the ranks wait for each other there
+        return _meet(ranks, config, report, token)
+
+
+def _meet(ranks: Ranks, config: RunConfig, report: Report, token: str) -> World:
+    patience = timedelta(minutes=collective_timeout(config.training))
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=patience))
+    except dist.DistNetworkError as error:
+        raise told_if_taken(error) from None
+    # What an earlier run of these processes left in the store is not this one's.
+    exchange = PrefixStore(f"zerolora_world_{next(_MEETINGS)}", store)
+    exchange.set_timeout(patience)
+    if ranks.is_main:
+        exchange.set("folder", token)
+    token = exchange.get("folder").decode()
+    report = replace(report, sees_folder=ranks.is_main or not token or is_seen(Path(config.output_dir), token))
+    answer = _exchange(exchange, ranks, report, patience, config.output_dir)
+    if answer["wrong"]:
+        raise UserError(answer["wrong"])
+    return World(answer["summary"], store, int(answer["hosts"]), token)
+
+
+def first_rank_decides(ranks: Ranks, timeout_minutes: float, decide: Callable[[], Decision]) -> Decision | None:
+    """What `decide` gives on rank 0, None on the others; every rank must call it, before the process group is formed.
+
+    A UserError of rank 0 is raised on all ranks, when all have heard of it.
+    """
+    if ranks.world_size == 1:
+        return decide()
+    find_meeting_point(ranks)
+    patience = timedelta(minutes=timeout_minutes)
+    server, _, _ = next(rendezvous("env://", timeout=patience))
+    store: Any = PrefixStore(f"zerolora_decision_{next(_DECISIONS)}", server)
+    store.set_timeout(patience)
+    _SERVERS.append(server)
+    decision, problem = None, ""
+    if ranks.is_main:
+        try:
+            decision = decide()
+        except UserError as error:
+            problem = str(error)
+        store.set("problem", problem)
+    else:
+        with phase(WAITING_PHASE):
+            problem = store.get("problem").decode()
+        if store.add("read", 1) == ranks.world_size - 1:
+            store.set("all read", "")
+    if problem:
+        # If rank 0 ended at once the others would read a closed connection, not the problem.
+        store.wait(["all read"])
+        raise UserError(problem)
+    return decision
+
+
+def own_report(ranks: Ranks, config: RunConfig) -> Report:
+    """This rank's report."""
+    device, device_id = "cpu", ""
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(ranks.device())
+        device, device_id = f"cuda {properties.name}", str(properties.uuid)
+    facts = {"python": platform.python_version()} | package_versions()
+    facts["cuda"] = str(torch.version.cuda)
+    facts["code"] = code_version()
+    facts["configuration"] = hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:12]
+    return Report(ranks.rank, host_name(), device, device_id, facts)
+
+
+@cache
+def code_version() -> str:
+    """The package's version and a digest of the sources that are running, whatever version control knows of them."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[2]
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return f"{installed_version('zerolora') or 'checkout'}+{digest.hexdigest()[:12]}"
+
+
+def differences(reports: Sequence[Report]) -> list[str]:
+    """A line for everything that differs between ranks, with the hosts; empty if nothing does."""
+    lines = []
+    names = dict.fromkeys(name for report in reports for name in report.facts)
+    for name in ("device", *names):
+        hosts: dict[str, list[str]] = defaultdict(list)
+        # A file saved while the ranks of a host read it would make them differ, from one checkout.
+        first_of_host = {report.host: report for report in reversed(reports)}
+        asked = [report for report in reports if name != "code" or first_of_host[report.host] is report]
+        for report in asked:
+            value = report.device if name == "device" else report.facts.get(name, "not installed")
+            hosts[value].append(report.host)
+        if len(hosts) > 1:
+            ordered = sorted(hosts.items(), key=lambda item: -len(item[1]))
+            told = "; ".join(f"{value} on {_listed(dict.fromkeys(where))}" for value, where in ordered)
+            fix = FIXES.get(name, f"install one version of {name} on all hosts")
+            lines.append(f"{name} differs: {told}; {fix}")
+    return lines + _shared_devices(reports)
+
+
+def unshared_folder(reports: Sequence[Report], output_dir: str) -> list[str]:
+    """A line if some hosts have a folder of their own under this name."""
+    blind = dict.fromkeys(report.host for report in reports if not report.sees_folder)
+    if not blind:
+        return []
+    see = "does not see" if len(blind) == 1 else "do not see"
+    return [
+        f"output_dir={output_dir}: {_listed(blind)} {see} what rank 0 on {reports[0].host} writes there; "
+        "name a folder on a file system that all hosts share"
+    ]
+
+
+def _shared_devices(reports: Sequence[Report]) -> list[str]:
+    users: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for report in reports:
+        if report.device_id:
+            users[report.host, report.device_id].append(report.rank)
+    return [
+        f"ranks {_listed(map(str, ranks))} on {host} use the same GPU; start one rank per GPU"
+        for (host, _), ranks in users.items()
+        if len(ranks) > 1
+    ]
+
+
+def summary(reports: Sequence[Report]) -> str:
+    """One line: how many ranks, where, on what, with which versions."""
+    hosts = list(dict.fromkeys(report.host for report in reports))
+    facts = reports[0].facts
+    versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "deepspeed") if name in facts)
+    rank_word = "rank" if len(reports) == 1 else "ranks"
+    return f"world        {len(reports)} {rank_word} on {_listed(hosts)}: {reports[0].device}; {versions}"
+
+
+def _exchange(store: Any, ranks: Ranks, report: Report, patience: timedelta, output_dir: str) -> dict[str, str]:
+    """Rank 0's answer to all reports."""
+    if not ranks.is_main:
+        store.set(f"report-{ranks.rank}", json.dumps(asdict(report)))
+        answer: dict[str, str] = json.loads(store.get("answer"))
+        if store.add("read", 1) == ranks.world_size - 1:
+            store.set("all read", "")
+        return answer
+    reports = [report]
+    for rank in range(1, ranks.world_size):
+        try:
+            reports.append(Report(**json.loads(store.get(f"report-{rank}"))))
+        except dist.DistStoreError:
+            raise TimeoutError(
+                f"rank {rank} has not come within {patience}; here are the ranks on "
+                f"{_listed(dict.fromkeys(report.host for report in reports))}"
+            ) from None
+    answer = {
+        "wrong": "\n".join(differences(reports) + unshared_folder(reports, output_dir)),
+        "summary": summary(reports),
+        "hosts": str(len({report.host for report in reports})),
+    }
+    store.set("answer", json.dumps(answer))
+    # If this rank ended at once the others would read a closed connection, not the answer.
+    store.wait(["all read"])
+    return answer
+
+
+def _listed(words: Any) -> str:
+    """`n1, n2, n3`, or the first and last of many."""
+    listed = [str(word) for word in words]
+    return ", ".join(listed) if len(listed) <= 8 else f"{', '.join(listed[:4])}, ... {listed[-1]} ({len(listed)})"

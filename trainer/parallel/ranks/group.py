@@ -1,0 +1,212 @@
+"""Which of the run's processes this one is, and the process group they form."""
+
+import atexit
+import datetime
+import importlib
+import os
+import random
+import sys
+import threading
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from trainer.config import UserError
+from trainer.contract.known_versions import replaced, require
+from trainer.contract.ports import free_port, port_is_taken
+from trainer.contract.rank_variables import (
+    FAMILIES,
+    OPEN_MPI,
+    PMI,
+    SRUN,
+    host_name,
+    ranks_of_host,
+    read_place,
+    srun_meeting_point,
+)
+from trainer.parallel.ranks.progress import phase
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all: `rank` of `world_size`, `local_rank` on its host."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+
+    @property
+    def is_main(self) -> bool:
+        """True for the one rank that talks and writes."""
+        return self.rank == 0
+
+    @classmethod
+    def from_environment(cls, environment: dict[str, str] | None = None, *, expected: int | None = None) -> "Ranks":
+        """Read the variables that the launcher has set; a process without them is a run of one rank.
+
+        `expected` is the number of ranks that were asked for. Raises UserError if there are others, or if the variables
+        contradict each other.
+        """
+        try:
+            _, rank, world_size, local_rank = read_place(os.environ if environment is None else environment)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        if expected not in (None, world_size):
+            raise UserError(
+                f"{expected} ranks were asked for, and this one on {host_name()} was told that it is rank {rank} of "
+                f"{world_size}; start the run with `zerolora train --launcher ...`, which sets the variables"
+            )
+        return cls(rank, world_size, local_rank)
+
+    def is_on_own_host(self, rank: int) -> bool:
+        """Whether another rank is known to be on this one's host, from the launcher's variables."""
+        first = self.rank - self.local_rank
+        return first <= rank < first + (ranks_of_host(os.environ) or 0)
+
+    def device(self) -> torch.device:
+        """The device this rank computes on."""
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        # Some clusters show each process its own GPU only (`srun --gpus-per-task`), and there it is number 0.
+        return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else self.local_rank)
+
+
+def form_process_group(ranks: Ranks, timeout_minutes: float) -> None:
+    """Join the process group of all ranks: NCCL on GPUs, gloo on CPUs.
+
+    Raises UserError if MPI started the ranks and mpi4py, by which they find each other, is not installed.
+    """
+    if dist.is_initialized():
+        return
+    import deepspeed
+
+    find_meeting_point(ranks)
+    device = ranks.device()
+    if device.type == "cuda":
+        if device.index >= torch.cuda.device_count():
+            raise UserError(
+                f"rank {ranks.rank} is number {ranks.local_rank} on {host_name()}, which shows it "
+                f"{torch.cuda.device_count()} GPUs; start one rank per GPU"
+            )
+        torch.cuda.set_device(device)
+        # DeepSpeed takes the number of its device from here, and insists that Open MPI's variable says the same.
+        os.environ["LOCAL_RANK"] = str(device.index)
+        if FAMILIES[OPEN_MPI][2] in os.environ:
+            os.environ[FAMILIES[OPEN_MPI][2]] = str(device.index)
+    try:
+        with nothing_compiled_for_cpus():
+            deepspeed.init_distributed(
+                dist_backend="nccl" if device.type == "cuda" else "gloo",
+                auto_mpi_discovery=False,  # done above, for the ranks meet before they form a group
+                timeout=datetime.timedelta(minutes=timeout_minutes),
+                verbose=False,
+            )
+    except dist.DistNetworkError as error:
+        raise told_if_taken(error) from None
+
+
+def nothing_compiled_for_cpus() -> AbstractContextManager[None]:
+    """Within it DeepSpeed joins CPU ranks without its sums in shared memory, which tensor parallelism alone calls.
+
+    To compile them takes 40 s on two cores, in the first start and whenever another environment was the last to do it,
+    for all of one Python share a folder. Ranks of one host would also leave 66 MiB each in /dev/shm (0.19.8, shm.cpp).
+    """
+    backend = importlib.import_module("deepspeed.comm.torch")  # as an attribute it is torch itself
+    return replaced(backend, "build_shm_op", lambda: None, "deepspeed")
+
+
+def told_if_taken(error: dist.DistNetworkError) -> Exception:
+    """The error, as the line about --master-port where that is what is wrong: only the first rank can find it."""
+    if "EADDRINUSE" not in str(error):
+        return error
+    return UserError(port_is_taken(int(os.environ["MASTER_PORT"]), "Address already in use", host_name()))
+
+
+def extend_timeouts(minutes: float) -> None:
+    """Let every process group wait as long as the first one: DeepSpeed makes one of its own, which has torch's default.
+
+    That is ten minutes for NCCL.
+    """
+    if dist.is_initialized():
+        set_timeout = require(distributed_c10d, "_set_pg_timeout", "torch")
+        for group in list(require(require(distributed_c10d, "_world", "torch"), "pg_map", "torch")):
+            set_timeout(datetime.timedelta(minutes=minutes), group)
+
+
+def find_meeting_point(ranks: Ranks) -> None:
+    """Set the variables by which torch's ranks find each other, where the launcher has not.
+
+    Raises UserError if MPI started the ranks and mpi4py is not installed.
+    """
+    family = read_place(os.environ)[0]
+    os.environ |= {"RANK": str(ranks.rank), "WORLD_SIZE": str(ranks.world_size), "LOCAL_RANK": str(ranks.local_rank)}
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return
+    address, port = "127.0.0.1", 29500 if ranks.world_size > 1 else free_port()
+    if ranks.world_size > 1 and family in (OPEN_MPI, PMI):
+        _discover_through_mpi(ranks)
+    elif ranks.world_size > 1 and family == SRUN:
+        address, port = srun_meeting_point(os.environ)
+    os.environ.setdefault("MASTER_ADDR", address)
+    os.environ.setdefault("MASTER_PORT", str(port))
+
+
+def _discover_through_mpi(ranks: Ranks) -> None:
+    """Let DeepSpeed tell all ranks the address of the first one; the port is one that is free there."""
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise UserError(
+            f"mpi4py: {error}; the ranks that mpirun starts find each other through it: pip install 'zerolora[mpi]', "
+            "or set MASTER_ADDR and MASTER_PORT on every rank (mpirun -x)"
+        ) from None
+    from deepspeed.comm.comm import mpi_discovery
+
+    port = MPI.COMM_WORLD.bcast(free_port() if ranks.is_main else None)
+    mpi_discovery(distributed_port=port, verbose=False)
+
+
+def leave_process_group(*, together: bool = False) -> None:
+    """End the process group; ranks that skip this abort now and then at exit.
+
+    `together` waits for all ranks first: mpirun ends the others as soon as one has an exit code other than 0.
+    """
+    if dist.is_initialized():
+        if together:
+            dist.barrier()
+        dist.destroy_process_group()
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """Exit as Python does, but without the destructors of its libraries, where threads of gloo abort now and then.
+
+    Under MPI they run, as it must be finalised.
+    """
+    if "mpi4py.MPI" in sys.modules:
+        sys.exit(exit_code)
+    threading._shutdown()  # type: ignore[attr-defined]  # joins threads, executors' too, which a plain join would not end
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # a pipe that nobody reads any more, a stream that is closed
+            stream.flush()
+    os._exit(exit_code)
+
+
+@phase("reduce")
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Sum a tensor over all ranks, in place."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def set_seed(seed: int) -> None:
+    """Seed Python, NumPy and torch."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)

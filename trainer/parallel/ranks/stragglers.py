@@ -1,0 +1,98 @@
+"""Names a rank that is slower than the others, step after step: they all wait for it in every collective.
+
+Its own time is measured where no rank waits for another: its forward passes, on the GPU's clock, and the fetching of
+its data. Under ZeRO-3 forward passes wait for gathers, which is subtracted (trainer/parallel/engine/gather_waits.py).
+Every WINDOW steps the ranks compare their means; a rank that is behind in REPEATS comparisons in a row is reported.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from trainer.contract.rank_variables import host_name
+from trainer.parallel.ranks.group import Ranks
+
+WINDOW = 50
+REPEATS = 3
+# Cards of one kind differ by some per cent, and so do batches of documents.
+FACTOR = 1.15
+LEAST_S = 1e-3
+
+_Span = tuple[float, torch.cuda.Event, torch.cuda.Event]
+
+
+class StragglerWatch:
+    """This rank's own time in the steps of a window, and what the comparisons so far have shown."""
+
+    def __init__(self, ranks: Ranks, device: torch.device, say: Callable[[str], None]) -> None:
+        """Every rank must make one; rank 0's `say` is heard."""
+        self._ranks, self._device, self._say = ranks, device, say
+        self._spans: list[_Span] = []
+        self._seconds = 0.0
+        self._is_own = False
+        self._slow_in_a_row = [0] * ranks.world_size
+        self._hosts = [host_name()] * ranks.world_size
+        if dist.is_initialized() and ranks.world_size > 1:
+            dist.all_gather_object(self._hosts, host_name())
+
+    @contextmanager
+    def own_time(self, *, on_device: bool = True) -> Iterator[None]:
+        """What the block does is this rank's own; `on_device` says that a GPU does it."""
+        self._is_own = True
+        try:
+            with self._timed(1.0, on_device=on_device):
+                yield
+        finally:
+            self._is_own = False
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """In the block this rank waits for others, so that its time is taken off; outside of `own_time` nothing is."""
+        with self._timed(-1.0) if self._is_own else nullcontext():
+            yield
+
+    @contextmanager
+    def _timed(self, factor: float, *, on_device: bool = True) -> Iterator[None]:
+        if not (on_device and self._device.type == "cuda"):
+            started = time.perf_counter()
+            yield
+            self._seconds += factor * (time.perf_counter() - started)
+            return
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        yield
+        end.record()
+        self._spans.append((factor, start, end))
+
+    def compare(self, step: int) -> None:
+        """After every step, on every rank: at the end of a window, compare and name a rank that is slow again."""
+        if step % WINDOW or self._ranks.world_size == 1:
+            return
+        own = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=self._device)
+        own[self._ranks.rank] = self._own_seconds() / WINDOW
+        dist.all_reduce(own)
+        if self._ranks.is_main:
+            self.judge(step, own.tolist())
+
+    def judge(self, step: int, seconds: list[float]) -> None:
+        """Of each rank, the mean of a step's own time in the window that ends with `step`."""
+        for rank, own in enumerate(seconds):
+            others = median(seconds[:rank] + seconds[rank + 1 :])
+            slow = own > FACTOR * others and own - others > LEAST_S
+            self._slow_in_a_row[rank] = self._slow_in_a_row[rank] + 1 if slow else 0
+            if self._slow_in_a_row[rank] == REPEATS:
+                self._say(
+                    f"[yellow]warning:[/yellow] step {step}: rank {rank} on {self._hosts[rank]} is slow: its own work "
+                    f"takes {own * 1e3:.1f} ms a step, that of the others {others * 1e3:.1f}; all wait for it"
+                )
+
+    def _own_seconds(self) -> float:
+        spans, self._spans = self._spans, []
+        seconds, self._seconds = self._seconds, 0.0
+        if spans:
+            spans[-1][2].synchronize()
+        return seconds + sum(factor * start.elapsed_time(end) for factor, start, end in spans) / 1e3

@@ -1,0 +1,44 @@
+"""How every process that trains begins, before torch is imported: its allocator, its signals, its parent."""
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+import trainer.parallel.ranks.allocator  # noqa: F401
+from trainer.contract.exit_codes import exit_code_after
+from trainer.contract.launcher_process import LauncherWatch
+from trainer.contract.standard_streams import open_closed_descriptors
+from trainer.parallel.ranks.device_ahead import make_context_ahead
+from trainer.parallel.ranks.lean_imports import import_lean
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    # Nothing is there to save yet, and an exception in the middle of an import would be told as that module's fault.
+    os._exit(exit_code_after(number))
+
+
+LAUNCHER_WATCH = LauncherWatch(os.environ, is_rank=True)
+
+
+def begin() -> None:
+    """End at once on a signal, until trainer.parallel.ranks.signals takes over, and with what started this process.
+
+    What is imported from here on is imported without what nobody calls and never from the working folder, while the
+    driver makes the CUDA context.
+    """
+    open_closed_descriptors()
+    root = str(Path(__file__).parents[2])
+    if not sys.flags.safe_path and root in sys.path[1:]:
+        del sys.path[0]  # the working folder (`torchrun -m`), or the folder of the script
+    os.environ["PYTHONSAFEPATH"] = "1"
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, _end_at_once)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # held back by a launcher until here
+    LAUNCHER_WATCH.start()
+    # bitsandbytes, when imported on a processor with bf16 instructions, asks for a package that nothing here uses.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    import_lean()
+    make_context_ahead()

@@ -1,0 +1,115 @@
+"""The model as the engine gets it: base, adapter, fused operators, checkpointing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trainer.config import RunConfig, trained_in_full
+from trainer.memory.decisions import VARLEN, Decisions
+from trainer.model.adapter import adapted_layers, apply_adapter, rank_lines
+from trainer.model.eight_bit import exact_lines
+from trainer.model.targets import unadapted_layers
+from trainer.parallel.engine.deepspeed_engine import DTYPES, partitioning_announced
+from trainer.parallel.engine.layer_gather.shards import LayerShards
+from trainer.parallel.ranks.group import Ranks, set_seed
+from trainer.parallel.ranks.progress import phase
+from trainer.patches.installation import Wanted, install
+from trainer.patches.mamba import unadapted_lines, unquantized_lines
+from trainer.patches.norm_mlp_rope import PARTS
+from trainer.tasks.task import Task
+
+
+def build_model(
+    config: RunConfig,
+    decided: Decisions,
+    task: Task,
+    ranks: Ranks,
+    device: torch.device,
+    precision: str,
+    engine_config: dict[str, Any],
+) -> tuple[Any, list[str]]:
+    """The base model with its adapter as decided, and lines for the console; every rank must call it.
+
+    `engine_config` is DeepSpeed's dictionary, by which stage 3 partitions the weights while they are read. The lines
+    warn where the model turned out other than was decided.
+    """
+    dtype = DTYPES[precision]
+    shards = _layer_shards(config, decided, task, ranks, device)
+    with phase("weights"):
+        model = task.load_base(dtype, engine_config, shards)
+    wanted = patches_wanted(config, decided, device, dtype, task.small_pass, shards)
+    lines = [decided.line(), *exact_lines(model), *install("base", model, wanted)]
+    # The adapter's first values depend on the seed alone, not on what loading drew before.
+    set_seed(config.seed)
+    if config.adapter != "none":
+        with partitioning_announced(engine_config):
+            model = apply_adapter(
+                model,
+                config.lora,
+                dtype,
+                task.added_tokens(),
+                base_model=config.base_model,
+                task_type=task.peft_type,
+            )
+        lines += rank_lines(adapted_layers(model), config.lora) + unadapted_layers(model, config.lora)
+        lines += unadapted_lines(model, quantized=config.adapter == "qlora")
+        if config.adapter == "qlora":
+            lines += unquantized_lines(model)
+    lines += install("adapted", model, wanted)
+    if config.zero.stage == 3:
+        lines.append(_gathering(decided, shards))
+    set_seed(config.seed + ranks.rank)
+    return model, lines
+
+
+def _layer_shards(
+    config: RunConfig, decided: Decisions, task: Task, ranks: Ranks, device: torch.device
+) -> LayerShards | None:
+    """What cuts the base per layer while it is loaded; None where DeepSpeed does it or there is nothing to cut."""
+    if decided.gather.value != "layer" or (ranks.world_size == 1 and not config.zero.offload_parameters):
+        return None
+    return LayerShards(
+        device,
+        in_host_memory=config.zero.offload_parameters,
+        pin_memory=config.zero.pin_memory,
+        keep_whole=trained_in_full(config),
+        keep_embeddings=task.keep_embeddings(),
+    )
+
+
+def _gathering(decided: Decisions, shards: LayerShards | None) -> str:
+    """For the console: how stage 3 gathers the base, and why so."""
+    if shards is not None:
+        return shards.line()
+    if decided.gather.value == "layer":
+        return "base: whole on the only rank (zero.gather: layer)"
+    return f"base: gathered by DeepSpeed (zero.gather: module, {decided.gather.reason})"
+
+
+def patches_wanted(
+    config: RunConfig,
+    decided: Decisions,
+    device: torch.device,
+    dtype: torch.dtype,
+    small_pass: Callable[[Any], object],
+    shards: LayerShards | None = None,
+) -> Wanted:
+    """What `trainer/patches/installation.py` is to install on the model of a run, and on its engine."""
+    parts = dict(zip(PARTS, (decided.norms, decided.swiglu, decided.rotary), strict=True))
+    return Wanted(
+        config=config,
+        device=device,
+        dtype=dtype,
+        varlen=decided.attention.value == VARLEN,
+        own_elementwise=decided.own_elementwise.value,
+        ours=frozenset(part for part, choice in parts.items() if choice.value == "ours"),
+        elementwise_reason=decided.own_elementwise.reason,
+        recomputed=decided.recomputed_results.value,
+        adapters=decided.adapters.value,
+        adapters_reason=decided.adapters.reason,
+        no_siblings=None if decided.siblings.value else decided.siblings.reason,
+        clips_on_device=decided.clips_on_device.value,
+        small_pass=small_pass,
+        shards=shards,
+    )

@@ -1,0 +1,90 @@
+"""How a rank joins a run: it meets the others, and all decide the same before weights are loaded."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.markup import escape
+
+from trainer.config import RunConfig, collective_timeout
+from trainer.contract import known_versions
+from trainer.contract.folder_lock import FolderLock
+from trainer.data.prepared import Prepared, samples_of, share_stream
+from trainer.data.shared_blocks import folder_of_run
+from trainer.data.step_count import smaller_batch_line, step_warnings, steps_line
+from trainer.memory.preflight import MemoryPlan, plan_memory
+from trainer.parallel.engine.deepspeed_engine import resolve_precision
+from trainer.parallel.ranks.agreement import meet
+from trainer.parallel.ranks.device_ahead import hash_triton_ahead
+from trainer.parallel.ranks.group import Ranks, form_process_group
+from trainer.parallel.ranks.progress import phase
+from trainer.parallel.ranks.torch_settings import set_up_torch
+from trainer.tasks.images.task import ImageTask
+from trainer.tasks.language import LanguageTask
+from trainer.tasks.task import Task
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What all ranks of a run agree on before they load weights."""
+
+    config: RunConfig
+    """Without `auto`."""
+    prepared: Prepared
+    device: torch.device
+    """This rank's."""
+    precision: str
+    memory: MemoryPlan
+    """With the decisions."""
+    task: Task
+
+
+@phase("join")
+def join(
+    config: RunConfig, notes: Sequence[str], prepared: Prepared, ranks: Ranks, lock: FolderLock | None, say: Say
+) -> Joined:
+    """Form the process group, plan the memory, decide and say so; every rank must call it.
+
+    `notes` are those of reading the settings. Raises UserError where ranks differ in what must be equal.
+    """
+    device = ranks.device()
+    if device.type == "cuda" and prepared.tokenizer is not None:  # image models have no kernel of Triton's
+        hash_triton_ahead()
+    prepared = _meet(config, prepared, ranks, lock, say)
+    precision = resolve_precision(config.training.precision, device)
+    for note in notes:
+        say(f"note: {escape(note)}")
+    set_up_torch(config.training, device)
+    memory = plan_memory(config, prepared, ranks, device, precision)
+    resolved = memory.config
+    kind: type[LanguageTask | ImageTask] = LanguageTask if prepared.tokenizer is not None else ImageTask
+    task = kind(resolved, prepared, ranks, device, precision, say)
+    for note in memory.notes:
+        say(note)
+    _say_steps(config, resolved, samples_of(prepared), ranks.world_size, say)
+    return Joined(resolved, prepared, device, precision, memory, task)
+
+
+def _meet(config: RunConfig, prepared: Prepared, ranks: Ranks, lock: FolderLock | None, say: Say) -> Prepared:
+    """The process group; the data with a stream shared between hosts where there are several."""
+    world = meet(ranks, config, lock.token if lock is not None else "")
+    form_process_group(ranks, collective_timeout(config.training))
+    if world.hosts > 1:
+        blocks = folder_of_run(Path(config.output_dir) / "logs", world.token, is_main=ranks.is_main)
+        prepared = share_stream(prepared, blocks)
+    say(world.summary)
+    if (warning := known_versions.warning()) is not None:
+        say(f"[yellow]warning:[/yellow] {escape(warning)}")
+    return prepared
+
+
+def _say_steps(given: RunConfig, resolved: RunConfig, samples: int | None, ranks: int, say: Say) -> None:
+    warnings = step_warnings(resolved, samples, ranks)
+    say(f"steps: {steps_line(resolved.training, samples, ranks)}")
+    if smaller := smaller_batch_line(given.training, resolved.training, ranks):
+        say(f"note: {smaller}")
+    for warning in warnings:
+        say(f"[yellow]warning:[/yellow] {escape(warning)}")

@@ -1,0 +1,1 @@
+"""Define what differs between kinds of models: language and images."""

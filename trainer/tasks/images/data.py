@@ -1,0 +1,264 @@
+"""Latents and conditions made once, by the VAE and the text encoders, in a cache that content and settings name.
+
+What the VAE says of a picture is a mean and a standard deviation; training draws from them again each time.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from safetensors import safe_open
+from torch import Tensor
+
+from trainer.config import RunConfig, SourceSection
+from trainer.data.built_folder import built_folder
+from trainer.data.grouping import held_out_count, weighted
+from trainer.tasks.images.encoding import PICTURES_A_FILE, encode
+from trainer.tasks.images.families import Conditions
+from trainer.tasks.images.pictures import Picture, read_pictures
+from trainer.tasks.images.pipeline import Pipeline
+from trainer.tasks.images.sizes import Fit, bucket_sizes, fit
+from trainer.tasks.images.text import cut_captions
+
+CACHE_FORMAT = 4
+
+
+@dataclass(frozen=True)
+class ImageStats:
+    """Figures of the data, for the console."""
+
+    records: int
+    captions: int
+    held_out: int
+    priors: int
+    sizes: dict[str, int]
+    notes: tuple[str, ...] = ()
+    prompt_text: None = None
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Nothing: there is no text to read."""
+
+    @property
+    def documents(self) -> int:
+        """Pictures to train on."""
+        return self.records
+
+    @property
+    def target_tokens(self) -> int:
+        """Nothing is counted in tokens here."""
+        return 0
+
+    def lines(self) -> list[str]:
+        """For the console."""
+        common = sorted(self.sizes.items(), key=lambda each: -each[1])[:6]
+        sizes = ", ".join(f"{count} of {size}" for size, count in common)
+        held_out = f", {self.held_out} held out" if self.held_out else ""
+        priors = f", {self.priors} of the class" if self.priors else ""
+        pictures, captions = (
+            f"{count:,} {what}{'s' * (count != 1)}"
+            for count, what in ((self.records, "picture"), (self.captions, "caption"))
+        )
+        return [*self.notes, f"train: {pictures}{held_out}{priors}, {captions}; {sizes}"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One picture in the cache."""
+
+    name: str
+    """Where it came from, for people."""
+    number: int
+    caption: int
+    width: int
+    height: int
+    original: tuple[int, int]
+    """Width and height before it was brought to its size."""
+    crop: tuple[int, int]
+    """Left and top."""
+
+
+class ImageSamples:
+    """Pictures as training reads them, from a finished cache folder; the same one may be there several times."""
+
+    def __init__(self, store: "Store", entries: Sequence[Entry]) -> None:
+        self.store = store
+        self.entries = list(entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, index: int) -> Entry:
+        return self.entries[index]
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Width and height of each, [N, 2]."""
+        return np.array([(entry.width, entry.height) for entry in self.entries], dtype=np.int64).reshape(-1, 2)
+
+
+@dataclass
+class Store:
+    """The tensors of a finished cache folder; files are opened when something is read of them."""
+
+    folder: Path
+    captions: list[str]
+    _open: dict[str, Any] = field(default_factory=dict)
+
+    def latents(self, number: int, *, flipped: bool) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation [C, H, W] of what the VAE sees in a picture, fp32."""
+        name = f"{number}.flipped" if flipped else str(number)
+        file = self._file(f"latents-{number // PICTURES_A_FILE:04d}.safetensors")
+        return file.get_tensor(f"{name}.mean").float(), file.get_tensor(f"{name}.std").float()
+
+    def conditions(self, caption: int) -> Conditions:
+        """What the text encoders made of a caption."""
+        file = self._file(f"captions-{caption // PICTURES_A_FILE:04d}.safetensors")
+        names = [name for name in file.keys() if name.startswith(f"{caption}.")]
+        return {name.partition(".")[2]: file.get_tensor(name) for name in names}
+
+    def number_of(self, caption: str) -> int:
+        """Of a caption, or of a sample prompt."""
+        return self.captions.index(caption)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(str(self.folder / name), framework="pt")
+        return self._open[name]
+
+
+@dataclass(frozen=True)
+class PreparedImages:
+    """Training and held-out pictures, those of the class, and a name for exactly this data."""
+
+    train: ImageSamples
+    evaluation: ImageSamples | None
+    prior: ImageSamples | None
+    stats: ImageStats
+    fingerprint: str
+    origin: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which pictures there are and what is made of them."""
+
+    pictures: list[Picture]
+    parts: dict[str, list[int]]
+    """train, evaluation, prior -> numbers of pictures, in order."""
+    fits: list[Fit]
+    captions: list[str]
+    skipped: list[str]
+    """A line for each kind of file that is not used."""
+
+
+def prepare_images(config: RunConfig, pipeline: Pipeline, tell: Any = lambda line: None) -> PreparedImages:
+    """Read the pictures and encode them and their captions, or find that done in dataset.cache_dir.
+
+    Any number of processes may call this at once: one encodes. Raises UserError for whatever is wrong with the data.
+    """
+    plan = _plan(config)
+    content = _digest([[picture.digest, picture.caption] for picture in plan.pictures])
+    identity = {
+        "format": CACHE_FORMAT,
+        "content": content,
+        "captions": plan.captions,
+        "fits": [[each.width, each.height] for each in plan.fits],
+        "flip": config.image.flip,
+        "encoders": pipeline.encoders_digest,
+    }
+    folder = Path(config.dataset.cache_dir).expanduser() / f"images-{_digest(identity)}"
+    build = partial(encode, pipeline, plan.pictures, plan.fits, plan.captions, flip=config.image.flip, tell=tell)
+    store, note = built_folder(folder, build, lambda path: Store(path, plan.captions))
+    entries = [_entry(number, plan) for number in range(len(plan.pictures))]
+    parts = {name: [entries[number] for number in numbers] for name, numbers in plan.parts.items()}
+    sizes: dict[str, int] = {}
+    for entry in parts["train"]:
+        key = f"{entry.width} x {entry.height}"
+        sizes[key] = sizes.get(key, 0) + 1
+    held_out, prior = parts["evaluation"], parts["prior"]
+    warnings = [*plan.skipped, *_warnings(plan), *cut_captions(pipeline, [each.caption for each in plan.pictures])]
+    notes = ((note,) if note else (), (f"warning: {line}" for line in warnings))
+    stats = ImageStats(
+        len(parts["train"]),
+        len({picture.caption for picture in plan.pictures}),
+        len(held_out),
+        len(prior),
+        sizes,
+        tuple(chain(*notes)),
+    )
+    return PreparedImages(
+        ImageSamples(store, parts["train"]),
+        ImageSamples(store, held_out) if held_out else None,
+        ImageSamples(store, prior) if prior else None,
+        stats,
+        _digest([identity, plan.parts]),
+        {"content": content, "tokenizer": pipeline.encoders_digest},
+    )
+
+
+def _plan(config: RunConfig) -> _Plan:
+    data, image = config.dataset, config.image
+    sources = [(f"dataset.mix.{at}", source) for at, source in enumerate(data.mix)] or [("dataset", data)]
+    pictures: list[Picture] = []
+    skipped: list[str] = []
+    parts: dict[str, list[int]] = {"evaluation": [], "prior": []}
+    draw = np.random.default_rng([config.seed, 0x1AC])
+
+    def read(source: SourceSection, label: str) -> list[int]:
+        found, lines = read_pictures(source, label, image.caption)
+        pictures.extend(found)
+        skipped.extend(lines)
+        return list(range(len(pictures) - len(found), len(pictures)))
+
+    of_sources = [np.array(read(source, label), dtype=np.int64) for label, source in sources]
+    kept = draw.permutation(len(pictures))[: held_out_count(data, len(pictures))]
+    parts["evaluation"] = np.sort(kept).tolist()
+    rest = [numbers[~np.isin(numbers, kept)] for numbers in of_sources]
+    if data.mix:
+        rest = [
+            weighted(numbers, source.weight, draw, label)
+            for numbers, (label, source) in zip(rest, sources, strict=True)
+        ]
+    parts["train"] = np.concatenate(rest).tolist()
+    if data.evaluation is not None:
+        parts["evaluation"] = read(data.evaluation, "dataset.evaluation")
+    if image.prior is not None:
+        parts["prior"] = read(image.prior, "image.prior")
+    sizes = bucket_sizes(image)
+    fits = [fit(picture.width, picture.height, sizes) for picture in pictures]
+    texts = [picture.caption for picture in pictures] + list(config.logging.sample_prompts) + [""]
+    return _Plan(pictures, parts, fits, list(dict.fromkeys(texts)), skipped)
+
+
+def _warnings(plan: _Plan) -> list[str]:
+    """Return what is shown differently from the files, and what is allowed but seldom meant."""
+    total = len(plan.pictures)
+    changes = Counter(chain.from_iterable(picture.changes for picture in plan.pictures))
+    found = [f"{count:,} of {total:,} pictures {text}" for text, count in changes.items()]
+    empty = sum(not picture.caption for picture in plan.pictures)
+    if empty:
+        found.append(f"{empty:,} of {total:,} pictures have an empty caption; image.caption_dropout shows them without")
+    enlarged = sum(fitted.scaled[0] > picture.width for picture, fitted in zip(plan.pictures, plan.fits, strict=True))
+    if enlarged:
+        found.append(
+            f"{enlarged:,} of {total:,} pictures are smaller than their size, and are blurred by enlarging them"
+        )
+    return found
+
+
+def _entry(number: int, plan: _Plan) -> Entry:
+    picture, fitted = plan.pictures[number], plan.fits[number]
+    caption = plan.captions.index(picture.caption)
+    original = picture.width, picture.height
+    return Entry(picture.name, number, caption, fitted.width, fitted.height, original, fitted.crop)
+
+
+def _digest(value: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())

@@ -1,0 +1,146 @@
+"""The VAE over pictures and the text encoders over captions: once, into a folder of safetensors."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import pixel_unshuffle
+
+from trainer.contract.whole_files import apply_umask
+from trainer.tasks.images.families import Conditions
+from trainer.tasks.images.pictures import Picture
+from trainer.tasks.images.pipeline import Pipeline
+from trainer.tasks.images.sizes import Fit
+
+PICTURES_A_FILE = 512
+CAPTIONS_AT_ONCE = 4
+TOLD_EVERY = 100
+
+
+@torch.no_grad()
+def encode(
+    pipeline: Pipeline,
+    pictures: Sequence[Picture],
+    fits: Sequence[Fit],
+    captions: Sequence[str],
+    folder: Path,
+    *,
+    flip: bool,
+    tell: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Write latents-N.safetensors and captions-N.safetensors; one encoder at a time is in memory.
+
+    Tensors: `I.mean`, `I.std` (and `I.flipped.mean` ...) [C, H, W] of picture I, fp32; `I.NAME` of caption I, in what
+    the text encoders compute in: 16 bits on a GPU.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _write(folder, "captions", _conditions(pipeline, captions, device))
+    _write(folder, "latents", _latents(pipeline, pictures, fits, device, flip=flip, tell=tell))
+    apply_umask(folder)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _write(folder: Path, name: str, tensors: Iterator[tuple[int, dict[str, Tensor]]]) -> None:
+    held: dict[str, Tensor] = {}
+    number = 0
+    for index, found in tensors:
+        if index // PICTURES_A_FILE != number:
+            save_file(held, folder / f"{name}-{number:04d}.safetensors")
+            held, number = {}, index // PICTURES_A_FILE
+        held |= {f"{index}.{key}": value.cpu().contiguous().clone() for key, value in found.items()}
+    save_file(held, folder / f"{name}-{number:04d}.safetensors")
+
+
+def _conditions(pipeline: Pipeline, captions: Sequence[str], device: torch.device) -> Iterator[tuple[int, Conditions]]:
+    if pipeline.folder is None:
+        for index, caption in enumerate(captions):
+            yield index, random_conditions(pipeline, caption)
+        return
+    encoder = pipeline.encoder(torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
+    for start in range(0, len(captions), CAPTIONS_AT_ONCE):
+        part = captions[start : start + CAPTIONS_AT_ONCE]
+        found = pipeline.family.encode(encoder, part, device)
+        for at, caption in enumerate(part):
+            conditions = {name: value[at] for name, value in found.items()}
+            if not caption and encoder.config.get("force_zeros_for_empty_prompt"):
+                # SDXL's own pipeline takes zeros as the negative prompt, not an encoded empty one.
+                conditions = {name: torch.zeros_like(value) for name, value in conditions.items()}
+            yield start + at, conditions
+
+
+def _latents(
+    pipeline: Pipeline,
+    pictures: Sequence[Picture],
+    fits: Sequence[Fit],
+    device: torch.device,
+    *,
+    flip: bool,
+    tell: Callable[[str], None],
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    vae = None if pipeline.folder is None else load_vae(pipeline, device)
+    for index, (picture, fitted) in enumerate(zip(pictures, fits, strict=True)):
+        pixels = as_pixels(fitted.apply(picture.open()))
+        found: dict[str, Tensor] = {}
+        for name, shown in (("", pixels), ("flipped.", pixels.flip(-1))) if flip else (("", pixels),):
+            mean, std = _random_latent(pipeline, shown) if vae is None else latent_of(vae, shown.to(device))
+            found |= {f"{name}mean": mean, f"{name}std": std}
+        if (index + 1) % TOLD_EVERY == 0:
+            tell(f"{index + 1:,} of {len(pictures):,} pictures encoded")
+        yield index, found
+
+
+def load_vae(pipeline: Pipeline, device: torch.device) -> Any:
+    """The VAE in 32 bits: SDXL's overflows in 16."""
+    import diffusers
+
+    assert pipeline.folder is not None
+    folder = pipeline.folder / "vae"
+    kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("_class_name", "AutoencoderKL")
+    with pipeline.said_of("its VAE"):
+        vae = getattr(diffusers, kind).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        vae.to("cpu")  # a weight that is in no file has no memory yet
+    return vae.to(device).eval()
+
+
+def as_pixels(image: Any) -> Tensor:
+    """A picture as [3, H, W] between -1 and 1."""
+    values = torch.from_numpy(np.array(image, dtype=np.float32))
+    return values.permute(2, 0, 1) / 127.5 - 1.0
+
+
+def latent_of(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation [C, H, W] of the latent, in what the denoiser reads: (z - shift) * scale.
+
+    FLUX.2's VAE has a batch norm instead, over squares of 2 x 2 latents, whose statistics are constants.
+    """
+    found = vae.encode(pixels[None]).latent_dist
+    if hasattr(vae, "bn"):
+        mean, std = (pixel_unshuffle(each[0], 2) for each in (found.mean, found.std))
+        shift, scale = (each.view(-1, 1, 1) for each in (vae.bn.running_mean, vae.bn.running_var))
+        deviation = (scale + vae.config.batch_norm_eps).sqrt()
+        return (mean - shift) / deviation, std / deviation
+    scale, shift = vae.config.scaling_factor, vae.config.shift_factor or 0.0
+    return (found.mean[0] - shift) * scale, found.std[0] * scale
+
+
+def _random_latent(pipeline: Pipeline, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Of a random pipeline: numbers of the right shape that depend on the picture."""
+    factor = pipeline.downsampling
+    small = torch.nn.functional.avg_pool2d(pixels[None], factor)[0].mean(0, keepdim=True)
+    generator = torch.Generator().manual_seed(int((small.double().sum() * 1e6).item()) % 2**31)
+    mean = torch.randn(pipeline.channels, *small.shape[1:], generator=generator) + small
+    return mean, torch.full_like(mean, 0.01)
+
+
+def random_conditions(pipeline: Pipeline, caption: str) -> Conditions:
+    """Of a random pipeline: numbers of the right shape that depend on the caption."""
+    import xxhash
+
+    generator = torch.Generator().manual_seed(xxhash.xxh32_intdigest(caption.encode()))
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in pipeline.text.items()}

@@ -1,0 +1,76 @@
+"""What an image model is trained to predict: noise or a velocity, at times that are drawn, weighted or not.
+
+epsilon         noisy = sqrt(a) x + sqrt(1 - a) e, target e                         SD 1.5, SDXL (Ho et al., 2020)
+v_prediction    target sqrt(a) e - sqrt(1 - a) x                                    (Salimans and Ho, 2022)
+flow matching   noisy = (1 - s) x + s e, target e - x                               SD3.5, Flux (Esser et al., 2024)
+
+x latents, e noise, a and s of the scheduler at the drawn time.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.config import ImageSection
+from trainer.tasks.images.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Noised:
+    """The model's input and the target of its prediction."""
+
+    noisy: Tensor
+    target: Tensor
+    times: Tensor
+    """As the model takes them [B]."""
+    weights: Tensor
+    """Of the squared errors [B]."""
+
+
+class Objective:
+    """The objective of one run; its tables follow the tensors' device."""
+
+    def __init__(self, pipeline: Pipeline, image: ImageSection) -> None:
+        self._scheduler: Any = pipeline.training_scheduler(image)
+        self._flow, self._image = pipeline.family.flow, image
+        self._count = int(self._scheduler.config.num_train_timesteps)
+        normal = image.times == "logit_normal" or (image.times == "auto" and self._flow)
+        self._normal = (image.logit_mean, image.logit_std) if normal else None
+
+    def draw_time(self, generator: torch.Generator) -> float:
+        """Between 0 and 1, from the run's density."""
+        if self._normal is None:
+            return float(torch.rand((), generator=generator, dtype=torch.float64))
+        mean, std = self._normal
+        drawn = torch.randn((), generator=generator, dtype=torch.float64)
+        return float(torch.sigmoid(mean + std * drawn))
+
+    def noised(self, latents: Tensor, noise: Tensor, times: Tensor) -> Noised:
+        """Latents and noise [B, C, H, W] at times [B] between 0 and 1."""
+        index = (times.double() * self._count).long().clamp(max=self._count - 1)
+        return self._noised_flow(latents, noise, index) if self._flow else self._noised(latents, noise, index)
+
+    def _noised(self, latents: Tensor, noise: Tensor, index: Tensor) -> Noised:
+        from diffusers.training_utils import compute_snr
+
+        scheduler = self._scheduler
+        noisy = scheduler.add_noise(latents, noise, index)
+        velocity = scheduler.config.prediction_type == "v_prediction"
+        target = scheduler.get_velocity(latents, noise, index) if velocity else noise
+        weights = torch.ones_like(index, dtype=torch.float32)
+        if (gamma := self._image.min_snr_gamma) is not None:
+            ratio = compute_snr(scheduler, index)
+            # min(SNR, gamma) / SNR, which is 1 where a scheduler ends without signal
+            weights = ratio.clamp(max=gamma) / (ratio + 1) if velocity else (gamma / ratio).clamp(max=1.0)
+        return Noised(noisy, target, index, weights)
+
+    def _noised_flow(self, latents: Tensor, noise: Tensor, index: Tensor) -> Noised:
+        # The scheduler's first time is the noisiest: times grow with the noise here.
+        at = self._count - 1 - index
+        sigmas = self._scheduler.sigmas.to(latents.device)[at]
+        times = self._scheduler.timesteps.to(latents.device)[at]
+        level = sigmas.view(-1, 1, 1, 1)
+        noisy = (1.0 - level) * latents + level * noise
+        return Noised(noisy, noise - latents, times, torch.ones_like(sigmas, dtype=torch.float32))

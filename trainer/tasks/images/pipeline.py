@@ -1,0 +1,310 @@
+"""The pipeline that a run trains: its folder, its family, the settings of its denoiser and its scheduler."""
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from trainer.config import ImageSection, ModelSection, RunConfig, UserError
+from trainer.config.files import UnreadableFile, read_json, read_safetensors_header
+from trainer.contract.hub_patience import ask_once_without_network
+from trainer.data.built_folder import built_folder
+from trainer.model.model_source import check_source, unreadable
+from trainer.tasks.images.families import FAMILIES, Family, family_of
+from trainer.tasks.images.published import published_shape
+
+INDEX = "model_index.json"
+VAE, TOKENS = "vae", "text_encoder"
+SAMPLED_BYTES = 1 << 20
+LONGEST_REASON = 300
+
+
+def is_pipeline(config: RunConfig) -> bool:
+    """Whether the run's model is a pipeline of images: as `task` says, or as is found where `base_model` points."""
+    if config.task != "auto":
+        return config.task == "image"
+    name = config.base_model
+    if published_shape(name) is not None or (Path(name) / INDEX).is_file() or _is_single_file(Path(name)):
+        return True
+    return not Path(name).exists() and _cached(name, config.model, INDEX) is not None
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What there is before a weight is read; `folder` is None for a random one."""
+
+    base_model: str
+    family: Family
+    settings: dict[str, Any]
+    """Of the denoiser."""
+    scheduler_settings: dict[str, Any]
+    folder: Path | None
+    channels: int
+    """Of the latents."""
+    downsampling: int
+    """Pixels of a latent's side."""
+    text: dict[str, tuple[int, ...]]
+    """Shape of each condition of a caption, where the pipeline is random."""
+    trains_text: bool = False
+    """Text encoders are trained beside the denoiser."""
+
+    @property
+    def side(self) -> int:
+        """What the sides of a picture must be multiples of."""
+        return self.downsampling * self.family.patch
+
+    @property
+    def denoiser_folder(self) -> str:
+        """Where its weights and settings lie; empty for a random one."""
+        return "" if self.folder is None else str(self.folder / self.family.denoiser)
+
+    def empty_denoiser(self) -> Any:
+        """The denoiser's modules without memory for their weights."""
+        import diffusers
+        from accelerate import init_empty_weights
+
+        with init_empty_weights(include_buffers=False):
+            return getattr(diffusers, self.family.model).from_config(self.settings)
+
+    def training_scheduler(self, image: ImageSection) -> Any:
+        """diffusers' scheduler by which noise is added, with the run's own settings."""
+        import diffusers
+
+        changes: dict[str, Any] = {}
+        kind = getattr(diffusers, self.family.scheduler)
+        if self.family.flow and image.time_shift != "auto":
+            changes = {"shift": image.time_shift, "use_dynamic_shifting": False}
+        if not self.family.flow and image.prediction != "auto":
+            changes = {"prediction_type": image.prediction}
+        with self.said_of("its scheduler"):
+            return kind.from_config(self.scheduler_settings, **changes)
+
+    def encoder(self, dtype: Any, *, text: bool = True, vae: bool = False) -> Any:
+        """diffusers' pipeline with its text encoders, or its VAE, and without the denoiser."""
+        assert self.folder is not None, "a random pipeline encodes nothing"
+        left_out: dict[str, Any] = {self.family.denoiser: None}
+        listed = self.index
+        left_out |= {} if vae else {VAE: None}
+        if not text:
+            left_out |= {name: None for name in listed if name.startswith(("text_encoder", "tokenizer"))}
+            return self._library(left_out, dtype=dtype)
+        there = [name for name in self.family.text_encoders if listed.get(name, [None])[0]]
+        return self._library(left_out | {name: self.text_encoder(name, dtype) for name in there}, dtype=dtype)
+
+    def text_encoder(self, name: str, dtype: Any) -> Any:
+        """One of the text encoders. Raises UserError if some of its weights are not there."""
+        import transformers
+
+        assert self.folder is not None, "a random pipeline encodes nothing"
+        _quiet()
+        listed = self.index
+        with self.said_of(f"its {name}"):
+            model, found = getattr(transformers, listed[name][1]).from_pretrained(
+                self.folder / name, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
+        if missing := sorted(found["missing_keys"]):
+            raise UserError(
+                f"base_model={self.base_model}: {len(missing)} weights of {name} are in none of its files (first: "
+                f"{missing[0]}); copy the pipeline again"
+            )
+        return model
+
+    def around(self, denoiser: Any, encoders: dict[str, Any]) -> Any:
+        """diffusers' pipeline of a denoiser, by which it knows widths, and these text encoders; no others, no VAE."""
+        frozen = [name for name in self.family.text_encoders if name not in encoders]
+        tokenizers = [name.replace("text_encoder", "tokenizer") for name in frozen]
+        left_out: dict[str, Any] = dict.fromkeys([VAE, *frozen, *tokenizers])
+        return self._library(left_out | encoders | {self.family.denoiser: denoiser})
+
+    def _library(self, parts: dict[str, Any], dtype: Any = None) -> Any:
+        import diffusers
+
+        assert self.folder is not None, "a random pipeline encodes nothing"
+        _quiet()
+        listed = self.index
+        parts |= {name: None for name in ("safety_checker", "feature_extractor", "image_encoder") if name in listed}
+        extra = {"requires_safety_checker": False} if self.family.name == "sd" else {}
+        kind = getattr(diffusers, self.family.pipeline)
+        with self.said_of("its text encoders, tokenizers or VAE"):
+            return kind.from_pretrained(self.folder, dtype=dtype, local_files_only=True, **parts, **extra)
+
+    def said_of(self, what: str) -> AbstractContextManager[None]:
+        """Raise UserError for whatever the libraries raise for files that cannot be read."""
+        return _reading(f"base_model={self.base_model}", what)
+
+    @cached_property
+    def index(self) -> dict[str, Any]:
+        """The content of model_index.json: the library and class of each component."""
+        return {} if self.folder is None else _json(self.folder / INDEX, f"base_model={self.base_model}")
+
+    @cached_property
+    def encoders_digest(self) -> str:
+        """A name for the VAE and the text encoders: of random ones, that of the pipeline."""
+        if self.folder is None:
+            return self.base_model
+        digest = xxhash.xxh3_128()
+        for part in (VAE, *self.family.text_encoders, "tokenizer", "tokenizer_2", "tokenizer_3"):
+            for file in sorted((self.folder / part).glob("*")) if (self.folder / part).is_dir() else ():
+                digest.update(f"{part}/{file.name}:{file.stat().st_size}\n".encode())
+                with file.open("rb") as stream:
+                    digest.update(stream.read(SAMPLED_BYTES))
+        return digest.hexdigest()
+
+
+@contextmanager
+def _reading(said: str, what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the libraries raise dozens of kinds
+        reason = " ".join(str(error).split())[:LONGEST_REASON] or type(error).__name__
+        raise UserError(f"{said}: {what} cannot be read ({reason}); copy the pipeline again") from None
+
+
+def _quiet() -> None:
+    """Leave the console to the run's own lines."""
+    import diffusers
+    import transformers
+
+    for library in (diffusers, transformers):
+        library.utils.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
+
+
+def read_pipeline(base_model: str, section: ModelSection, *, trains_text: bool = False) -> Pipeline:
+    """What `base_model` names. Raises UserError for what is not there, damaged, or not of a family trained here."""
+    said = f"base_model={base_model}"
+    if importlib.util.find_spec("diffusers") is None:
+        raise UserError(f"{said}: image models need diffusers; pip install 'zerolora[images]'")
+    if (found := published_shape(base_model)) is not None:
+        shape, settings = found
+        family = next(family for family in FAMILIES if family.name == shape.family)
+        side = 8 * family.packed
+        return Pipeline(
+            base_model, family, settings, shape.scheduler, None, shape.channels, side, shape.text, trains_text
+        )
+    folder = _folder(base_model, section)
+    listed = _json(folder / INDEX, said)
+    name = str(listed.get("_class_name"))
+    known = family_of(name)
+    if known is None:
+        names = ", ".join(family.pipeline for family in FAMILIES)
+        raise UserError(f"{said}: {INDEX} names {name}, which is not trained here; there are {names}")
+    _check_parts(folder, listed, known, said)
+    vae = _json(folder / VAE / "config.json", said)
+    settings = _json(folder / known.denoiser / "config.json", said)
+    scheduler = _json(folder / "scheduler" / "scheduler_config.json", said)
+    if not isinstance(blocks := vae.get("block_out_channels"), list):
+        raise UserError(f"{said}: {VAE}/config.json has no list of block_out_channels; copy it again")
+    halvings = len(blocks) - 1
+    channels, packed = int(vae.get("latent_channels", 4)), known.packed
+    return Pipeline(
+        base_model, known, settings, scheduler, folder, channels * packed**2, packed * 2**halvings, {}, trains_text
+    )
+
+
+def _check_parts(folder: Path, listed: dict[str, Any], family: Family, said: str) -> None:
+    """Raise UserError for a part that the index names and that is not there."""
+    tokenizers = [name.replace("text_encoder", "tokenizer") for name in family.text_encoders]
+    for name in (family.denoiser, VAE, "scheduler", *family.text_encoders, *tokenizers):
+        part = listed.get(name)
+        named = isinstance(part, list) and len(part) == 2 and None not in part
+        if named and not (folder / name).is_dir():
+            raise UserError(f"{said}: {name}, which {INDEX} names, is not there; copy the whole pipeline")
+
+
+def _is_single_file(path: Path) -> bool:
+    return path.suffix == ".safetensors" and path.is_file()
+
+
+def _folder(base_model: str, section: ModelSection, wanted: Sequence[str] = ("*/*", INDEX)) -> Path:
+    """Return the folder of a pipeline; of one on the hub, with the files that match `wanted`."""
+    path = Path(base_model).expanduser()
+    if _is_single_file(path):
+        return _converted(path, section)
+    if path.is_dir():
+        if not (path / INDEX).is_file():
+            raise UserError(f"base_model={base_model}: no {INDEX} in it; name the folder of a pipeline of diffusers")
+        return path
+    from huggingface_hub import snapshot_download
+
+    check_source("base_model", base_model)
+    ask_once_without_network(base_model)
+    try:
+        # Many repositories hold the same weights again, for other tools and in other precisions.
+        ignored = ["*.bin", "*.ckpt", "*.onnx*", "*.msgpack", "*.fp16.safetensors", "*openvino*", "*.png", "*.jpg"]
+        found = snapshot_download(
+            base_model, revision=section.revision, allow_patterns=list(wanted), ignore_patterns=ignored
+        )
+    except Exception as error:  # whatever the hub's library says: it is not there
+        raise unreadable("base_model", base_model, error) from None
+    return Path(found)
+
+
+def _converted(file: Path, section: ModelSection) -> Path:
+    """Return a folder with the pipeline of a single file of weights, converted once by diffusers.
+
+    Settings and tokenizers come from `model.pipeline`, by default the published pipeline that diffusers recognises; of
+    a file of the denoiser alone, as Flux has them, all other parts too.
+    """
+    import diffusers
+    import torch
+    from diffusers.loaders.single_file_utils import fetch_diffusers_config
+
+    said = f"base_model={file}"
+    entries, _, _ = read_safetensors_header(file)
+    shapes = {name: torch.empty(entry.shape, device="meta") for name, entry in entries.items()}
+    source = section.pipeline or fetch_diffusers_config(shapes)["pretrained_model_name_or_path"]
+    is_whole = any(name.startswith(("first_stage_model.", "vae.")) for name in entries)
+    try:
+        origin = _folder(source, section, [INDEX, "*/*.json", "*/*.txt", "*/*.model"] if is_whole else ("*/*", INDEX))
+    except UserError as error:
+        fix = "set model.pipeline to the folder of a pipeline of its kind"
+        raise UserError(f"{said}: holds weights alone, and their settings are not here; {fix} ({error})") from None
+    family = family_of(str(_json(origin / INDEX, said).get("_class_name")))
+    if family is None:
+        raise UserError(f"{said}: model.pipeline={source} is of no kind that is trained here; name another")
+    stored = {"F16": torch.float16, "BF16": torch.bfloat16}.get(next(iter(entries.values())).dtype, torch.float32)
+    options = {"config": str(origin), "dtype": stored, "local_files_only": True}
+
+    def build(folder: Path) -> None:
+        _quiet()
+        if is_whole:
+            getattr(diffusers, family.pipeline).from_single_file(str(file), **options).save_pretrained(folder)
+            return
+        for part in origin.iterdir():
+            if part.name != family.denoiser:
+                (folder / part.name).symlink_to(part.resolve())
+        denoiser = getattr(diffusers, family.model).from_single_file(str(file), subfolder=family.denoiser, **options)
+        denoiser.save_pretrained(folder / family.denoiser)
+
+    identity = f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns} {origin}"
+    target = Path("~/.cache/zerolora/pipelines").expanduser() / xxhash.xxh3_128_hexdigest(identity.encode())
+    with _reading(said, f"as {family.pipeline}"):
+        return built_folder(target, build, lambda folder: folder)[0]
+
+
+def _cached(name: str, section: ModelSection, file: str) -> str | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, file, revision=section.revision or "main")
+    except HFValidationError:
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _json(file: Path, said: str) -> dict[str, Any]:
+    name = f"{file.parent.name}/{file.name}" if file.name != INDEX else INDEX
+    try:
+        settings: dict[str, Any] = read_json(file)
+    except FileNotFoundError:
+        raise UserError(f"{said}: {name} is missing; copy the whole pipeline") from None
+    except UnreadableFile as error:
+        raise UserError(f"{said}: {name} {error.problem}; copy it again") from None
+    return settings

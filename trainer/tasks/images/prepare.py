@@ -1,0 +1,109 @@
+"""All checks and data of a run on pictures, before a weight of the denoiser is loaded."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trainer.config import RunConfig, UserError
+from trainer.config.errors import shown
+from trainer.config.needs import Unread, unread_settings
+from trainer.data.prepared import Prepared
+from trainer.model.targets import check_targets, targets_of
+from trainer.tasks.images.data import prepare_images
+from trainer.tasks.images.model import ImageModel, check_weights
+from trainer.tasks.images.pipeline import INDEX, Pipeline, read_pipeline
+from trainer.tasks.images.sizes import check_sizes
+
+
+def refuse_image_settings(config: RunConfig) -> None:
+    """Raise UserError for a setting of image models in a run on a language model."""
+    for setting in _settings_of_other_task(config, "language"):
+        raise UserError(
+            f"{setting.name}={shown(setting.value)}: is for image models, and base_model={config.base_model} is none "
+            f"(no {INDEX} in it); remove it"
+        )
+
+
+def _settings_of_other_task(config: RunConfig, task: str) -> Iterator[Unread]:
+    """Yield the settings that were changed although a model of this kind does not read them."""
+    for setting in unread_settings(config.model_copy(update={"task": task})):
+        if setting.need.switch == "task" and not setting.is_default:
+            yield setting
+
+
+def prepare_pictures(config: RunConfig, tell: Callable[[str], None]) -> Prepared:
+    """Check the pipeline and the settings, encode pictures and captions. Raises UserError."""
+    for mistake in _mistakes(config):
+        raise UserError(mistake)
+    tell(f"checking the pipeline {config.base_model}")
+    pipeline = read_pipeline(config.base_model, config.model, trains_text=config.image.train_text_encoders)
+    for mistake in _of_family(config, pipeline):
+        raise UserError(mistake)
+    check_sizes(config.image, pipeline.side)
+    pipeline.training_scheduler(config.image)
+    with pipeline.said_of(f"{pipeline.family.denoiser}/config.json"):
+        model = ImageModel(pipeline)
+    check_weights(model, pipeline, config.model)
+    check_targets(model, config.lora)
+    _check_encoders(model, config)
+    paths = [source.path for source in config.dataset.mix] or [config.dataset.path]
+    tell(f"encoding the pictures of {', '.join(map(str, paths))}, or finding that done")
+    return Prepared(None, pipeline, prepare_images(config, pipeline, tell))
+
+
+def _check_encoders(model: Any, config: RunConfig) -> None:
+    """Raise UserError where text encoders were to be trained and nothing of them is."""
+    said = "image.train_text_encoders=true"
+    if not config.image.train_text_encoders:
+        return
+    if not model.text_encoders:
+        raise UserError(f"{said}: only those of CLIP are trained, and {config.base_model} has none; remove it")
+    adapted = targets_of(model, config.lora)
+    if adapted is None:  # lora.adapter_path says it
+        return
+    for name in model.text_encoders:
+        if not any(path.startswith(f"{name}.") for path in adapted.modules):
+            raise UserError(
+                f"{said}: lora.target_modules={shown(config.lora.target_modules)} names no layer of {name}; "
+                "add q_proj, k_proj, v_proj and out_proj, or use all-linear"
+            )
+
+
+def _mistakes(config: RunConfig) -> Iterator[str]:
+    """A line for each setting that means nothing to an image model."""
+    training, image = config.training, config.image
+    if config.scu.enabled:
+        yield "scu.enabled=true: steers by bits a token, and a loss on noise has none; turn it off for image models"
+    if config.adapter == "none":
+        yield "adapter=none: of image models only adapters are trained; use lora or qlora"
+    for setting in _settings_of_other_task(config, "image"):
+        yield f"{setting.name}={shown(setting.value)}: is for language models; remove it"
+    if training.gradient_checkpointing in ("reentrant", "selective"):
+        yield (
+            f"training.gradient_checkpointing={training.gradient_checkpointing}: image models are recomputed block by "
+            "block; use non_reentrant"
+        )
+    if layers := training.gradient_checkpointing_layers:
+        yield f"training.gradient_checkpointing_layers={layers}: image models recompute every block; remove it"
+    if config.lora.modules_to_save:
+        saved = shown(config.lora.modules_to_save)
+        yield f"lora.modules_to_save={saved}: diffusers loads LoRA alone; name them in lora.target_modules"
+    if config.lora.init in ("loftq", "pissa", "pissa_niter_16", "olora"):
+        yield f"lora.init={config.lora.init}: not for image models; use default, gaussian or orthogonal"
+    if image.prior is not None and not image.prior.path:
+        yield "image.prior.path: missing; name a folder of pictures of the class"
+
+
+def _of_family(config: RunConfig, pipeline: Pipeline) -> Iterator[str]:
+    image, flow, name = config.image, pipeline.family.flow, pipeline.family.name
+    if flow and image.min_snr_gamma is not None:
+        yield f"image.min_snr_gamma={image.min_snr_gamma:g}: {name} is trained by flow matching; remove it"
+    if flow and image.prediction != "auto":
+        yield f"image.prediction={image.prediction}: {name} is trained by flow matching; use auto"
+    if not flow and image.time_shift != "auto":
+        yield f"image.time_shift={image.time_shift:g}: only flow matching is shifted; use auto"
+    defaults = type(image)()
+    for setting in ("logit_mean", "logit_std") if not flow and image.times == "auto" else ():
+        if (value := getattr(image, setting)) != getattr(defaults, setting):
+            yield f"image.{setting}={value:g}: {name} draws uniform times; add image.times: logit_normal, or remove it"
+    if image.guidance != defaults.guidance and not pipeline.settings.get("guidance_embeds"):
+        yield f"image.guidance={image.guidance:g}: only models distilled from guidance take it, as Flux does; remove it"

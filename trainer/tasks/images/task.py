@@ -1,0 +1,141 @@
+"""Image models as a task: noisy latents in, the noise or the velocity out."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.config import RunConfig
+from trainer.data.prepared import Prepared
+from trainer.monitor.metrics import read_metrics
+from trainer.parallel.engine.deepspeed_engine import DTYPES
+from trainer.parallel.engine.layer_gather.shards import LayerShards
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.group import Ranks
+from trainer.tasks.images.batches import Drawing, ImageBatch, ImageBatches, image_evaluation
+from trainer.tasks.images.card import image_card
+from trainer.tasks.images.data import PreparedImages
+from trainer.tasks.images.files import write_for_diffusers
+from trainer.tasks.images.loss import NoiseLoss
+from trainer.tasks.images.model import ImageModel, load_image_model
+from trainer.tasks.images.objective import Objective
+from trainer.tasks.images.pipeline import Pipeline
+from trainer.tasks.images.sampling import draw_samples
+
+Say = Callable[[str], None]
+
+
+class ImageTask:
+    """See trainer/tasks/task.py."""
+
+    counted = "images"
+    peft_type = None
+
+    def __init__(
+        self, config: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, precision: str, say: Say
+    ) -> None:
+        """`config` is without `auto`."""
+        self._config, self._ranks, self._device, self._say = config, ranks, device, say
+        self._dtype = DTYPES[precision]
+        self._pipeline: Pipeline = prepared.model_config
+        self._data: PreparedImages = prepared.data
+        self._objective = Objective(self._pipeline, config.image)
+
+    def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> ImageModel:
+        """The denoiser, in 4 bits for `adapter: qlora`."""
+        return load_image_model(
+            self._pipeline,
+            self._config.model,
+            dtype=dtype,
+            device=self._device,
+            quantization=self._config.quantization if self._config.adapter == "qlora" else None,
+            deepspeed_config=engine_config if engine_config["zero_optimization"]["stage"] == 3 else None,
+            shards=shards,
+        )
+
+    def keep_embeddings(self) -> bool:
+        """There are none."""
+        return False
+
+    def added_tokens(self) -> list[int]:
+        """There are none."""
+        return []
+
+    def small_pass(self, model: Any) -> object:
+        """The smallest picture that the model takes, with the first caption."""
+        side = 4 * self._pipeline.family.patch * 2 ** max(0, len(_levels(self._pipeline)) - 1)
+        device = self._device
+        conditions = {
+            name: value[None].to(device, self._dtype) for name, value in self._data.train.store.conditions(0).items()
+        }
+        conditions["sizes"] = torch.full((1, 6), 8.0 * side, device=device)
+        conditions["guidance"] = torch.ones(1, device=device)
+        noisy = torch.zeros(1, self._pipeline.channels, side, side, device=device, dtype=self._dtype)
+        return model(noisy, torch.ones(1, device=device), conditions, (self._data.train.store.captions[0],))
+
+    def loss(self, model: Any, *, fused_head: bool | None) -> NoiseLoss:
+        """Mean squared error a picture."""
+        return NoiseLoss(self._objective, self._dtype, self._config.image.guidance)
+
+    def check(self, engine: Engine, loss: Any, *, varlen: bool) -> None:
+        """Nothing: pictures do not see each other."""
+
+    def batches(self) -> ImageBatches:
+        """Pictures, in an order of their own for every epoch."""
+        config, training = self._config, self._config.training
+        drawing = Drawing(
+            self._objective.draw_time, config.image.flip, config.image.caption_dropout, config.image.prior_weight
+        )
+        return ImageBatches(
+            self._data.train,
+            drawing,
+            prior=self._data.prior,
+            batch_size=training.batch_size,
+            accumulation=training.gradient_accumulation_steps,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            seed=config.seed,
+            shuffle=config.dataset.shuffle,
+        )
+
+    def evaluation(self) -> Iterable[ImageBatch]:
+        """What is held out, at fixed times with fixed noise."""
+        training, samples = self._config.training, self._data.evaluation
+        assert samples is not None
+        return image_evaluation(
+            samples,
+            batch_size=training.eval_batch_size or training.batch_size,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+        )
+
+    def meter(self, model: Any) -> None:
+        """Not counted."""
+
+    def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
+        """Pictures of the sample prompts."""
+        prompts = self._config.logging.sample_prompts
+        if not prompts or self._pipeline.folder is None:
+            return
+        store = self._data.train.store
+        captions = {each: store.conditions(store.number_of(each)) for each in (*prompts, "")}
+        pictures = draw_samples(
+            engine, self._pipeline, self._config.image, prompts, captions, device=self._device, seed=self._config.seed
+        )
+        for prompt, picture in zip(prompts, pictures, strict=True):
+            folder.save_picture(prompt, when, step, picture)
+        self._say(f"sample images, step {step}: {len(pictures)} in samples/")
+
+    def files_beside(self) -> Callable[[Path], None]:
+        """The adapter in diffusers' own format."""
+        return partial(write_for_diffusers, pipeline=self._pipeline)
+
+    def card(self, run_dir: Path, name: str) -> str:
+        """How to load it with diffusers."""
+        return image_card(self._config, self._pipeline, read_metrics(run_dir), name)
+
+
+def _levels(pipeline: Pipeline) -> list[int]:
+    return list(pipeline.settings.get("block_out_channels", ()))

@@ -1,0 +1,145 @@
+"""Causal language models as a task: tokens in, the next token's loss out."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+
+from trainer.config import RunConfig
+from trainer.data import Batches, MicroBatch, Samples, StreamBatches, evaluation_batches
+from trainer.data.prepared import Prepared
+from trainer.data.prompt_files import as_text
+from trainer.model.answers import answer_prompt, prompt_ids
+from trainer.model.base import grows_vocabulary, load_base_model, match_vocabulary
+from trainer.model.tokenizer_files import tokenizer_files, write_files
+from trainer.monitor.metrics import read_metrics
+from trainer.monitor.mfu import MfuMeter
+from trainer.monitor.report.model_card import model_card
+from trainer.parallel.engine.layer_gather.shards import LayerShards
+from trainer.parallel.engine.protocol import Engine
+from trainer.parallel.ranks.group import Ranks
+from trainer.patches.loss_head import TokenLoss
+from trainer.patches.packed_attention import choose_attention
+from trainer.patches.packing_probe import check_causal, keep_documents_apart
+
+Say = Callable[[str], None]
+
+
+class LanguageTask:
+    """See trainer/tasks/task.py."""
+
+    counted = "tokens"
+    peft_type = "CAUSAL_LM"
+
+    def __init__(
+        self, config: RunConfig, prepared: Prepared, ranks: Ranks, device: torch.device, precision: str, say: Say
+    ) -> None:
+        """`config` is without `auto`."""
+        self._config, self._prepared, self._ranks = config, prepared, ranks
+        self._device, self._precision, self._say = device, precision, say
+        self._tokenizer_files: dict[str, bytes] | None = None
+        self.flat_packs = False
+        """Packs are one row without padding."""
+
+    @property
+    def _any_token(self) -> int:
+        return int(self._prepared.tokenizer.pad_token_id)
+
+    def load_base(self, dtype: torch.dtype, engine_config: dict[str, Any], shards: LayerShards | None) -> Any:
+        """Folder or hub name, in 4 bits for `adapter: qlora`; the embedding grown for added tokens."""
+        config = self._config
+        model = load_base_model(
+            config.base_model,
+            config.model,
+            dtype=dtype,
+            device=self._device,
+            attention=choose_attention(config.model),
+            quantization=config.quantization if config.adapter == "qlora" else None,
+            deepspeed_config=engine_config if engine_config["zero_optimization"]["stage"] == 3 else None,
+            shards=shards,
+        )
+        match_vocabulary(model, self._prepared.tokenizer)
+        return model
+
+    def keep_embeddings(self) -> bool:
+        """They are resized, or rows of them trained."""
+        config, tokenizer = self._config, self._prepared.tokenizer
+        return bool(config.model.added_tokens) or grows_vocabulary(config.base_model, config.model, tokenizer)
+
+    def added_tokens(self) -> list[int]:
+        """The ids of model.added_tokens."""
+        ids: list[int] = self._prepared.tokenizer.convert_tokens_to_ids(list(self._config.model.added_tokens))
+        return ids
+
+    def small_pass(self, model: Any) -> object:
+        """Eight tokens."""
+        few = torch.full((1, 8), self._any_token, device=self._device)
+        return model(input_ids=few, use_cache=False)
+
+    def loss(self, model: Any, *, fused_head: bool | None) -> TokenLoss:
+        """-log p of the targets."""
+        return TokenLoss(model, fused=fused_head, say=self._say, balance=self._config.training.router_aux_loss)
+
+    def check(self, engine: Engine, loss: TokenLoss, *, varlen: bool) -> None:
+        """No token may see a later one, no document of a pack another."""
+        config, device = self._config, self._device
+        check_causal(loss, engine.module, self._any_token, device, config.base_model)
+        self.flat_packs = config.dataset.packing and keep_documents_apart(loss, engine.module, self._any_token, device)
+        if varlen and not self.flat_packs:
+            self._say("[yellow]warning:[/yellow] packs are kept apart by a mask: the memory estimate is off")
+
+    def batches(self) -> Batches | StreamBatches:
+        """Token sequences, in an order of their own for every epoch or as a stream has them."""
+        training, samples = self._config.training, self._prepared.data.train
+        common: dict[str, Any] = {
+            "batch_size": training.batch_size,
+            "accumulation": training.gradient_accumulation_steps,
+            "rank": self._ranks.rank,
+            "world_size": self._ranks.world_size,
+            "pad_token_id": self._any_token,
+            "flat": self.flat_packs,
+        }
+        if isinstance(samples, Samples):
+            dataset, seed = self._config.dataset, self._config.seed
+            by_tokens = dataset.batching == "tokens"
+            return Batches(samples, seed=seed, shuffle=dataset.shuffle, by_tokens=by_tokens, **common)
+        return StreamBatches(samples, **common)
+
+    def evaluation(self) -> Iterable[MicroBatch]:
+        """What is held out, in order."""
+        training, samples = self._config.training, self._prepared.data.evaluation
+        assert samples is not None
+        return evaluation_batches(
+            samples,
+            batch_size=training.eval_batch_size or training.batch_size,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            pad_token_id=self._any_token,
+            flat=self.flat_packs,
+        )
+
+    def meter(self, model: Any) -> MfuMeter | None:
+        """By the shapes of layers and documents."""
+        return MfuMeter.of(model, self._device, self._precision)
+
+    def sample(self, engine: Engine, when: str, step: int, folder: Any) -> None:
+        """Answer the sample prompts."""
+        tokenizer, form = self._prepared.tokenizer, self._prepared.data.stats.prompt_text
+        for asked in self._prepared.sample_prompts:
+            ids, prompt = prompt_ids(tokenizer, self._config.dataset, asked, form), as_text(asked)
+            answer = answer_prompt(engine, tokenizer, ids, self._config.logging.sample_tokens)
+            self._say(f"[bold]{when} training[/bold]  {escape(prompt)}\n  -> {escape(answer.strip())}")
+            folder.save_answer(prompt, when, answer.strip())
+
+    def files_beside(self) -> Callable[[Path], None]:
+        """The tokenizer's files, made once here: the thread that writes them may not use the tokenizer."""
+        if self._tokenizer_files is None:
+            self._tokenizer_files = tokenizer_files(self._prepared.tokenizer, self._config.model.revision)
+        return partial(write_files, self._tokenizer_files)
+
+    def card(self, run_dir: Path, name: str) -> str:
+        """How to load it with transformers and PEFT."""
+        return model_card(self._config, run_dir, read_metrics(run_dir), name=name)
