@@ -90,7 +90,7 @@ _ADVICE = {
     "train_on_inputs train_on_prompt": "write `dataset.train_on: all` or `assistant`",
     "assistant_only_loss completion_only_loss": "write `dataset.train_on: assistant` or `all`",
     "train_on_eos train_on_eot": "remove it; the token that ends a trained turn is learnt, and no other end",
-    "enable_thinking": "write it in `dataset.chat_template_kwargs`, as {enable_thinking: false}",
+    "enable_thinking preserve_thinking": "write it in `dataset.chat_template_kwargs`, as {enable_thinking: false}",
     "ddp_timeout": "write `training.timeout_minutes`, in minutes",
     "save_strategy": "write `training.save_steps` or `training.saves_per_epoch`",
     "eval_strategy evaluation_strategy": "write `training.eval_steps` or `training.evals_per_epoch`",
