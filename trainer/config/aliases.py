@@ -18,6 +18,8 @@ _NAMES = {
     "lora.loraplus_lr_ratio": "loraplus_lr_ratio",
     "lora.init": "init_lora_weights lora.init_lora_weights",
     "lora.modules_to_save": "lora_modules_to_save",
+    "lora.rank_pattern": "lora_rank_pattern",
+    "lora.alpha_pattern": "lora_alpha_pattern",
     "lora.adapter_path": "lora_model_dir adapter_name_or_path",
     "quantization.quant_type": "bnb_4bit_quant_type quantization.type",
     "quantization.double_quant": "bnb_4bit_use_double_quant",
